@@ -1,4 +1,4 @@
-"""Chosen widths next to fixed ones: tokens/s of S = 0, 2, 3, 5, 7 and of widths that the device chooses, in one run.
+"""Chosen draft lengths next to fixed ones: tokens/s of S = 0, 2, 3, 5, 7 and of those the device chooses, together.
 
     python -m bench.adaptive --out adaptive.json                       the bundled pair on its prompts, by domain
     python -m bench.adaptive --model DIR --draft-model DIR --prompts FILE --chat --out adaptive.json    another pair
@@ -124,7 +124,7 @@ def _row(runtime: Runtime, work: Work, name: int | str, asked: int | None, repea
     if asked is not None:
         runtime.speculate(asked)
     speeds, steps_ms, tokens, steps = [], [], 0, 0
-    widths: list[int] = []
+    chosen: list[int] = []
     for turn in range(repeats + 1):
         before = runtime.summary().get("steps_by_width")
         seconds, tokens, steps = 0.0, 0, 0
@@ -139,7 +139,7 @@ def _row(runtime: Runtime, work: Work, name: int | str, asked: int | None, repea
             seconds += figures.decode_s or 0.0
             tokens, steps = tokens + figures.decoded_tokens, steps + figures.num_steps
         after = runtime.summary().get("steps_by_width")
-        widths = [] if after is None or before is None else [b - a for a, b in zip(before, after, strict=True)]
+        chosen = [] if after is None or before is None else [b - a for a, b in zip(before, after, strict=True)]
         if turn:
             speeds.append(tokens / seconds)
             steps_ms.append(1000 * seconds / steps)
@@ -151,8 +151,8 @@ def _row(runtime: Runtime, work: Work, name: int | str, asked: int | None, repea
         "ms_a_step": round(median(steps_ms), 4),
         "tokens_per_s": round(median(speeds), 1),
     }
-    if widths:
-        row["share_of_steps_by_width"] = [round(count / max(sum(widths), 1), 3) for count in widths]
+    if chosen:
+        row["share_of_steps_by_width"] = [round(count / max(sum(chosen), 1), 3) for count in chosen]
     return row
 
 

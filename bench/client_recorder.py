@@ -19,7 +19,7 @@ MAX_A_CASE = 4  # requests; further ones say the same again
 
 
 class Recorder:
-    """What was sent, in order, by case; `write` puts it into a client's file.
+    """The requests that were sent, in order, by case; `write` puts it into a client's file.
 
     folder  where the files are
     """

@@ -279,7 +279,7 @@ def _figure(value: float | None, digits: int) -> str:
 
 
 def _alone(options: argparse.Namespace, case: ParallelCase, device: torch.device) -> dict[str, Any]:
-    """What a rank's work takes without exchanges."""
+    """The time of a rank's work without exchanges."""
     for each in devices_of(device, case.size):
         release(each)
     step = _alone_step(case, devices_of(device, case.size)[0])

@@ -105,12 +105,12 @@ def _step_bytes(heads: HeadSizes, batch: int, rows: int) -> int:
     return batch * (state + pending + inputs + 2 * (TAPS - 1) * heads.channels) + 8 * heads.channels
 
 
-def _prefill(layer: _Layer, part: str, spreads: bool, copy: int) -> list[KernelCall]:
-    return _prompt(layer, spreads, copy)[part]
+def _prefill(layer: _Layer, part: str, copy: int) -> list[KernelCall]:
+    return _prompt(layer, copy)[part]
 
 
 @cache
-def _prompt(layer: _Layer, spreads: bool, copy: int) -> dict[str, list[KernelCall]]:
+def _prompt(layer: _Layer, copy: int) -> dict[str, list[KernelCall]]:
     heads, ints, kept = layer.heads, layer.ints, dict[str, torch.Tensor]()
     x, ba, out = layer.rows(CHUNK)
     mixed = torch.zeros(CHUNK, heads.channels, dtype=torch.bfloat16, device=layer.device)
@@ -123,7 +123,7 @@ def _prompt(layer: _Layer, spreads: bool, copy: int) -> dict[str, list[KernelCal
     own = {"slot": ints(0), "chunk": ints(CHUNK, CHUNK)}
     conv = prefill_delta_conv(x, layer.taps, **own, conv_state=conv_state, out=mixed)
     given: dict[str, Any] = {**layer.weights, **own, "state": state, "out": out, "workspace": workspace}
-    rule = prefill_delta_rule(mixed, ba, **given, gpu=layer.gpu, spreads=spreads)
+    rule = prefill_delta_rule(mixed, ba, **given, gpu=layer.gpu)
     norm = delta_norm(out, x, layer.norm_weight, out=torch.empty_like(out), eps=EPS)
     return {"conv": conv, "rows": rule[:1], "walk": rule[1:], "norm": norm, "layer": [*conv, *rule, *norm]}
 
@@ -140,10 +140,8 @@ def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
             conditions = {"model": name, "batch": batch, "rows": rows, "pending_rows": rows}
             made.append(Entry(f"{name}: step, B = {batch}, T = {rows}", calls, copies, moved, conditions=conditions))
         for part in ("conv", "rows", "walk", "norm", "layer"):
-            for spreads in (False, True) if part in ("walk", "layer") else (False,):
-                calls, conditions = partial(_prefill, layer, part, spreads), {"model": name, "rows": CHUNK}
-                label = f"{name}: prompt, {part}" + (", spread" if spreads else "")
-                made.append(Entry(label, calls, PREFILL_COPIES, conditions=conditions | {"spread": spreads}))
+            calls, conditions = partial(_prefill, layer, part), {"model": name, "rows": CHUNK}
+            made.append(Entry(f"{name}: prompt, {part}", calls, PREFILL_COPIES, conditions=conditions))
     return made
 
 

@@ -1,4 +1,4 @@
-"""Times measured elsewhere, given to pytest-benchmark: device events, times from output to output, first tokens.
+"""Times measured elsewhere, given to pytest-benchmark: first tokens of rounds in turns.
 
 pytest-benchmark takes a timer's reading before and after a call. `measured_time` is such a timer: it advances by each
 sample, and by nothing else. So the plugin's statistics, storage and comparison are of our samples, one a round.
@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from bench.lib.clock import percentile
 
-__all__ = ["MEASURED", "measured_time", "record", "share_of_wall"]
+__all__ = ["MEASURED", "measured_time", "record"]
 
 PERCENTILES = (("50", 50.0), ("99", 99.0), ("999", 99.9))
 _elapsed = [0.0]
@@ -40,10 +40,3 @@ def record(benchmark: BenchmarkFixture, milliseconds: Sequence[float], extra: Ma
     benchmark.pedantic(take, rounds=len(milliseconds))  # type: ignore[no-untyped-call]
     figures = {f"ms_p{name}": round(percentile(milliseconds, percent), 6) for name, percent in PERCENTILES}
     benchmark.extra_info.update({**figures, "samples": len(milliseconds), **extra})
-
-
-def share_of_wall(moved_bytes: float, milliseconds: float, wall_gb_per_s: float | None) -> float | None:
-    """The part of the GPU's bandwidth that so many bytes in this time are; None without a GPU, or for no bytes."""
-    if not wall_gb_per_s or not moved_bytes:
-        return None
-    return round(moved_bytes / milliseconds / 1e6 / wall_gb_per_s, 4)

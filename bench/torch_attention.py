@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.lib.clock import Timed, round_robin
 from bench.micro import capture_torch
+from lowlat.errors import ConfigError
 
 __all__ = ["CAPACITY_STEP", "WAYS", "AttentionShape", "Choice", "choose", "compile_fixed", "naive", "padded"]
 
@@ -197,8 +198,6 @@ def _compiled(make: Callable[[AttentionShape, torch.device, torch.dtype], Attend
     """The same way with its small operations fused by torch.compile."""
 
     def make_compiled(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Attend:
-        if device.type != "cuda":
-            raise NotImplementedError("compiled on CUDA only")
         return compile_fixed(make(shape, device, dtype))
 
     return make_compiled
@@ -206,8 +205,6 @@ def _compiled(make: Callable[[AttentionShape, torch.device, torch.dtype], Attend
 
 def _flex(shape: AttentionShape, device: torch.device, dtype: torch.dtype) -> Attend:
     """flex_attention's decoding kernel, which splits the cache."""
-    if device.type != "cuda":
-        raise NotImplementedError("compiled on CUDA only")
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     offset = shape.length - shape.rows
@@ -237,6 +234,9 @@ WAYS: Mapping[str, Callable[[AttentionShape, torch.device, torch.dtype], Attend]
 }
 
 
+ON_CPU = ("flash", "flash folded", "split products 256")  # the others are of CUDA's libraries, or compiled for it
+
+
 @dataclass(frozen=True)
 class Choice:
     """The way taken, and what every way took: us a call, or why it could not be used."""
@@ -255,18 +255,24 @@ def choose(
     """Check every way against the definition, time those that hold, and take the fastest.
 
     caches  the layers' k and v, [B, G, Lc, D] each: a graph of one call a layer is what is timed
-    names   the ways to try, all by default
-    Raises RuntimeError where none works.
+    names   the ways to try, by default all that the device has
+    Raises ConfigError for one that the device has not, RuntimeError where none works.
     """
     k, v = caches[0]
     device, dtype = k.device, k.dtype
+    known = tuple(WAYS) if device.type == "cuda" else ON_CPU
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(
+                f"torch's attention {name!r} needs an NVIDIA GPU; --attention has here: {', '.join(known)}"
+            )
     q = torch.randn(shape.batch, shape.rows, shape.heads, shape.head_dim, device=device, dtype=dtype).transpose(1, 2)
     tail = v.clone()  # with it, the result is what the last rows and the rubbish after them make of it
     tail[:, :, shape.length - shape.rows :] *= 1000
     checks = [(values, naive(shape, q, k, values)) for values in (v, tail)]
     found, entries = {}, []
     report: dict[str, float | str] = {}
-    for name in WAYS if names is None else names:
+    for name in known if names is None else names:
         if name.startswith("flash folded, c") and shape.rows == 1:
             continue  # nothing there to fuse
         try:

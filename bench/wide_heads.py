@@ -87,7 +87,7 @@ def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
     made = []
     for (name, heads), rows in product(HEADS.items(), ROWS):
         for context in CONTEXTS[heads[2]]:
-            usual = choose_split(1, context + max(ROWS), heads[1])
+            usual = choose_split(1, context + max(ROWS), *heads[1:])
             for coded, split in ((True, usual), *((False, split) for split in SPLITS)):
                 case = _Case(heads, context, rows, coded, split, device, gpu)
                 copies = -(-COLD_BYTES // case.moved_bytes)

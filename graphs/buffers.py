@@ -1,7 +1,6 @@
 """Named static buffers: allocated once, at one address for ever, each with shape, dtype and role.
 
-A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds. This
-module knows neither what the buffers mean nor who reads them.
+A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -28,10 +27,11 @@ class Role(StrEnum):
 
 
 class Paging(StrEnum):
-    """The content of a buffer for each block of the KV pool, which is its first dimension."""
+    """The content of a buffer for each block of a pool, or each row, which is its first dimension."""
 
     POSITIONS = "positions"  # a value for every position of a block: a cache of keys or values, [P, G, block, D]
     BLOCKS = "blocks"  # one value for a whole block, [P, ..]
+    ROWS = "rows"  # a value for each slot, and after them for each snapshot, [R, ..]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The extents of an array's shape as expressions over symbols: parsed once, evaluated, and solved for one symbol.
 
 An expression is made of names, integers, `+`, `*`, `/` (exact) and parentheses: `M`, `B * T`, `(H + 2 * G) * D`.
-It knows neither arrays nor operations.
 """
 
 import ast

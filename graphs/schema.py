@@ -17,8 +17,7 @@ shapes  extents are expressions over symbols, see `extents`; `flat` counts eleme
         further extents, the same wherever it stands
 names   `source{F}` declares `source0`, `source1` and so on, F of them
 
-Which arguments are optional, and the types and defaults of parameters, are the signature's. This module knows no
-operation and no program.
+Which arguments are optional, and the types and defaults of parameters, are the signature's.
 """
 
 import ast

@@ -5,7 +5,6 @@
 
 Ray places replicas, restarts them and sends them requests; those of one session (header x-session-id) go to the same
 replica, whose prefix cache then holds their conversation. A replica that is taken away finishes its running requests.
-This module knows neither models nor sockets: it starts `lowlat serve` and speaks to it as any client does.
 """
 
 import json

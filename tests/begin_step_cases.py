@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
+from lowlat.kernels.reference.speculation.draft_lengths import choose_draft_length
 from lowlat.kernels.reference.speculation.draft_rows import tree_masks
-from lowlat.kernels.reference.speculation.widths import choose_draft_length
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     HAS_GRAMMAR,

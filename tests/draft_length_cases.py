@@ -1,4 +1,4 @@
-"""Slots whose widths are chosen step after step, and rows that wait for the draft model, against the references."""
+"""Slots whose draft lengths are chosen at each step, and rows that wait for the draft model, against the references."""
 
 import random
 from functools import partial
@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from kernel_cases import Arrays, Bench, poisoned
 
+from lowlat.kernels.reference.speculation import draft_lengths, waiting
 from lowlat.kernels.reference.speculation import length_probabilities as probabilities
-from lowlat.kernels.reference.speculation import waiting, widths
 from lowlat.kernels.reference.speculation.draft_rows import draft_rows
 from lowlat.kernels.reference.speculation.length_probabilities import NUM_RUNS
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
@@ -67,11 +67,11 @@ class Widths:
         return {**own, **{name: self.arrays[name] for name in ("lengths", *RECORD, "length_waited")}}
 
     def go_on(self) -> int:
-        """What a step of the width that was chosen does; returns the choice."""
+        """Run a step of the length that was chosen; returns the choice."""
         arrays, choice = self.arrays, int(self.arrays["draft_length_choice"])
-        width = choice if choice <= MOST else 0
+        length = choice if choice <= MOST else 0
         for index, slot in ((0, 2), (2, 0)):
-            allowed, right = min(width, int(arrays["slot_ints"][slot, DRAFT_LIMIT])), 0
+            allowed, right = min(length, int(arrays["slot_ints"][slot, DRAFT_LIMIT])), 0
             while right < allowed and self.source.random() < self.rates[slot]:
                 right += 1
             arrays["dense_lens"][index] = arrays["lengths"][slot] - 1
@@ -86,7 +86,7 @@ class Widths:
         return choice
 
 
-def check_widths(bench: Bench, seed: int, most_waiting: int, steps: int = 24) -> set[int]:
+def check_lengths(bench: Bench, seed: int, most_waiting: int, steps: int = 24) -> set[int]:
     """Steps in a row: what is chosen, then what is learnt; returns what was chosen."""
     world = Widths(seed, most_waiting)
     given: dict[str, Any] = {"row": 1, "most_waiting": most_waiting}
@@ -102,7 +102,7 @@ def check_widths(bench: Bench, seed: int, most_waiting: int, steps: int = 24) ->
             name: world.arrays[name] for name in (*CHOSEN_BY, "length_last", "length_waited", "draft_length_choice")
         }
         world.arrays |= bench.compare(
-            arrays, _each(widths.choose_draft_length, **given), _each(choose_draft_length, **given)
+            arrays, _each(draft_lengths.choose_draft_length, **given), _each(choose_draft_length, **given)
         )
         choice = world.go_on()
         extends = bool(choice)

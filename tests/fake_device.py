@@ -17,6 +17,7 @@ from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
 from lowlat.engine.loading import load
 from lowlat.errors import DeviceError
 from lowlat.executors import OpHook, chosen_body
+from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Program, Stage
@@ -61,6 +62,11 @@ class FakeDevice:
     @property
     def _looping(self) -> bool:
         return any(budget is not None for _, budget in self._queue)
+
+    @property
+    def mover(self) -> BlockMover:
+        """The inner executor's."""
+        return self.inner.mover
 
     @property
     def head(self) -> int:

@@ -110,7 +110,9 @@ class Walker:
             if isinstance(argument, torch.Tensor) and hasattr(kind, "ndim"):
                 values.append(Matrix(argument))
             elif isinstance(argument, torch.Tensor):
-                flat = argument.view(torch.uint8).reshape(-1).numpy()
+                sizes = zip(argument.shape, argument.stride(), strict=True)
+                span = 1 + sum((size - 1) * stride for size, stride in sizes) if argument.numel() else 0
+                flat = argument.as_strided((span,), (1,)).view(torch.uint8).numpy()  # what is between rows, too
                 start = argument.data_ptr()
                 self._ranges.append((start, start + flat.size, flat, flat.data))
                 values.append(start)

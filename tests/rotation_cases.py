@@ -23,18 +23,21 @@ def check_rotate(
     block: int = 12,
     turning: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    **values: bool,
 ) -> None:
     """Queries, KV heads and their size; buffers, then caches. The norm and the rotation alone have the bits of both.
 
     turning  elements of a head that turn; 0: all
     dtype    of the norm's weights
+    values   v_norm and keys_as_values, with eps
     """
     queries, groups, dim = heads
     count, contexts, live = batch * rows, 64, flags(batch * rows).view(batch, rows)
     live[-1] = 1
     if batch > 2:
         live[1] = 0  # a slot that pads
-    qkv, angles = torch.randn(count, (queries + 2 * groups) * dim), torch.rand(contexts, (turning or dim) // 2) * 6
+    given = queries + (1 if values.get("keys_as_values") else 2) * groups
+    qkv, angles = torch.randn(count, given * dim), torch.rand(contexts, (turning or dim) // 2) * 6
     options: dict[str, Any] = {
         "positions": torch.where(live != 0, torch.randint(0, contexts, (batch, rows)), 0).int(),
         "cos": angles.cos(),
@@ -48,19 +51,19 @@ def check_rotate(
     product = qkv
     if eps is not None:
         sizes: dict[str, Any] = {"num_heads": queries, "num_kv_heads": groups, "head_dim": dim, "eps": eps}
-        wide = {"out": poison(*qkv.shape, dtype=torch.float32)}
-        product = lab.both("qk_norm", qk_norm.qk_norm, wide, qkv=qkv, **norms, **sizes)["out"].cpu()
-        values = (queries + groups) * dim
-        assert torch.equal(product[:, values:], qkv[:, values:])
+        wide = {"out": poison(count, (queries + 2 * groups) * dim, dtype=torch.float32)}
+        product = lab.both("qk_norm", qk_norm.qk_norm, wide, qkv=qkv, **norms, **sizes, **values)["out"].cpu()
+        first = (given - groups) * dim
+        assert values.get("v_norm") or torch.equal(product[:, (queries + groups) * dim :], qkv[:, first:])
     OPERATIONS["rope"](product, **options, **expected)
     alone = lab.launch(rotate.rotate, outs, qkv=product, **options)
     assert all(same_bits(alone[key], expected[key]) for key in outs)
-    found = lab.launch(rotate.rotate, outs, qkv=qkv, **options, **norms, eps=eps)
+    found = lab.launch(rotate.rotate, outs, qkv=qkv, **options, **norms, eps=eps, **values)
     check(f"rotate {heads}", found, expected)
     assert all(same_bits(found[key], alone[key]) for key in outs)
     if groups:
         outs.pop("k"), outs.pop("v")
-        check_write(lab, outs, found, block, qkv=qkv, **options, **norms, eps=eps)
+        check_write(lab, outs, found, block, qkv=qkv, **options, **norms, eps=eps, **values)
 
 
 def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: Any) -> None:
@@ -160,29 +163,32 @@ def check_chunk_write(
     coded: bool = False,
     turning: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    **values: bool,
 ) -> None:
     """A chunk of prefill has the bits of norm, rotation and KV write one by one, dead rows' queries too.
 
-    chunk  rows, start and live rows
+    chunk   rows, start and live rows
+    values  v_norm and keys_as_values, with eps
     """
     queries, groups, dim = heads
     rows, contexts = chunk[0], 64
     write = Chunk(*chunk, heads=groups, block=8, dim=dim, coded=coded).arrays()
     caches = {key: write.pop(key) for key in ("k_cache", "v_cache")}
     del write["k"], write["v"]
-    qkv, angles = torch.randn(rows, (queries + 2 * groups) * dim), torch.rand(contexts, (turning or dim) // 2) * 6
+    given = queries + (1 if values.get("keys_as_values") else 2) * groups
+    qkv, angles = torch.randn(rows, given * dim), torch.rand(contexts, (turning or dim) // 2) * 6
     options: dict[str, Any] = {
         "positions": torch.randint(0, contexts, (rows,)).int(), "cos": angles.cos(), "sin": angles.sin()
     }  # fmt: skip
     norms, product = {"q_weight": weights(dim, dtype), "k_weight": weights(dim, dtype)}, qkv
     if eps is not None:
         sizes: dict[str, Any] = {"num_heads": queries, "num_kv_heads": groups, "head_dim": dim, "eps": eps}
-        wide = {"out": poison(*qkv.shape, dtype=torch.float32)}
-        product = lab.launch(qk_norm.qk_norm, wide, qkv=qkv, **norms, **sizes)["out"]
+        wide = {"out": poison(rows, (queries + 2 * groups) * dim, dtype=torch.float32)}
+        product = lab.launch(qk_norm.qk_norm, wide, qkv=qkv, **norms, **sizes, **values)["out"]
     outs = {"q": poison(rows, queries, dim)} if queries else {}
     kept = {"k": poison(rows, groups, dim), "v": poison(rows, groups, dim)}
     alone = lab.launch(rotate.rotate, outs | kept, qkv=product, **options)
     want = lab.launch(kv_write.prefill_kv_write, caches, k=alone["k"], v=alone["v"], **write)
-    found = lab.launch(rotate.rotate, outs | caches, qkv=qkv, **options, **norms, **write, eps=eps)
+    found = lab.launch(rotate.rotate, outs | caches, qkv=qkv, **options, **norms, **write, eps=eps, **values)
     for key, each in {**want, **{key: alone[key] for key in outs}}.items():
         assert torch.equal(found[key].cpu().view(torch.uint8), each.cpu().view(torch.uint8)), key

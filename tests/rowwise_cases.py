@@ -158,7 +158,7 @@ def check_norm_add(
     number = None if scalar is None else torch.tensor([scalar]).to(weight_dtype)
 
     def one_by_one(live: torch.Tensor | None, norms: bool) -> Arrays:
-        added: torch.Tensor = x
+        added, given = x, dict[str, Any]()
         if norms:
             added = lab.launch(elementwise.cast, {"out": poison(rows, width)}, x=x)["out"]
             room, given = {"out": poison(rows, width)}, {"weight": own, "row_live": live, "eps": EPS}
@@ -175,7 +175,7 @@ def check_norm_add(
     for live in (None, flags(rows)):
         for norms in (True, False):
             want = one_by_one(live, norms)
-            given = {"x": x, "residual": residual, "row_live": live, "scalar": number}
+            given: dict[str, Any] = {"x": x, "residual": residual, "row_live": live, "scalar": number}
             given |= {"weight": own if norms else None, "eps": EPS if norms else None}
             outs = {"total": poison(rows, width)}
             alone = lab.launch(norm_add.norm_add, outs, **given)
@@ -196,7 +196,12 @@ def check_per_layer(lab: Lab, rows: int, layers: int, size: int, dtype: torch.dt
     width = layers * size
     projected, embedded = torch.randn(rows, width) * 20, torch.randn(rows, width).to(BF16)
     for live in (None, flags(rows)):
-        given = {"projected": projected, "embedded": embedded, "weight": weights(size, dtype), "row_live": live}
+        given: dict[str, Any] = {
+            "projected": projected,
+            "embedded": embedded,
+            "weight": weights(size, dtype),
+            "row_live": live,
+        }
         outs = {"out": poison(rows, width)}
         lab.both("per_layer_inputs", per_layer.per_layer_inputs, outs, **given, scale=0.0625, eps=EPS)
         given = {"gate": torch.randn(rows, size) * 3, "inputs": embedded, "row_live": live, "layer": layers - 1}

@@ -23,8 +23,7 @@ LONGEST = (
 FAST = (
     *("unit/test_config.py", "unit/test_tree.py", "unit/test_request.py", "unit/test_serving_config.py"),
     *("unit/test_kvcache.py", "unit/test_scheduler.py", "unit/test_metrics.py", "unit/test_launching.py"),
-    *("unit/test_formats.py", "unit/test_text_detokenizer.py", "unit/test_runtime.py"),
-    *("unit/kernels/test_step_operations.py", "unit/kernels/test_sample.py", "unit/test_lowering_parts.py"),
+    *("unit/test_formats.py", "unit/test_text_detokenizer.py", "unit/test_runtime.py", "unit/kernels/test_sample.py"),
     *("unit/checkpoint/test_checkpoint_configs.py", "ipc/test_wire.py", "ipc/test_endpoint.py"),
 )
 

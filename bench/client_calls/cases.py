@@ -1,4 +1,4 @@
-"""What a client is made to do, case by case; each case's end is a line of JSON on stdout."""
+"""The cases that a client is put through; each case's end is a line of JSON on stdout."""
 
 import json
 import os

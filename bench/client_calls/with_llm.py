@@ -32,7 +32,7 @@ SCHEMA = {
 
 
 def _llm(url: str, *commands: tuple[str, ...]) -> str:
-    """What the last of the commands prints."""
+    """The output of the last of the commands."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "extra-openai-models.yaml").write_text(MODELS.format(model=MODEL, url=url), encoding="utf-8")
         said = ""

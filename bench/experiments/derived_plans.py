@@ -170,7 +170,7 @@ def _measure(
 
 
 def _tokens(step: Step) -> torch.Tensor:
-    """What the slots have committed after their first steps."""
+    """The tokens that slots have committed after their first steps."""
     step.executor.synchronize()
     return step.executor.state["tokens"].clone()
 

@@ -1,1 +1,1 @@
-"""What all programs of bench/ share: one model, one step builder, one count of bytes, one clock."""
+"""The parts that all programs of bench/ share: one model, one step builder, one count of bytes, one clock."""

@@ -76,7 +76,7 @@ class Model:
 
     @cached_property
     def speculator(self) -> Speculator:
-        """What drafts. Raises ConfigError where the geometry has no draft model of the method."""
+        """The speculator. Raises ConfigError where the geometry has no draft model of the method."""
         return random_speculator(self.geometry, self.config, self.method)
 
     def plan(self, *, drafts: bool) -> Plan:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bench.lib.subjects import open_subject
 from bench.peers.engine import Found, Job, Mark, Measured, without_draft_model
-from bench.stage import Stage
+from bench.peers.stage import Stage
 from lowlat import __version__
 
 __all__ = ["Own"]

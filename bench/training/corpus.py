@@ -1,8 +1,8 @@
 """Text for training: read, split by document, tokenize, pack, shuffle.
 
-A text file holds documents separated by a line `<|endoftext|>`; a name that ends in `.xz` is decompressed on the
-way in. The split is by a hash of each document, so that it stays the same whatever else is in the file. Documents
-of one source usually stand in runs; they are shuffled before packing. Knows nothing about models.
+A text file holds documents separated by a line `<|endoftext|>`; a name that ends in `.xz` is decompressed on the way
+in. The split is by a hash of each document, so that it stays the same whatever else is in the file. Documents of one
+source usually stand in runs; they are shuffled before packing.
 """
 
 import hashlib

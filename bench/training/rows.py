@@ -1,7 +1,6 @@
 """Rows that a draft model is trained on: written by the target itself, and text.
 
 A row is up to `length` + 1 token ids with a mask of the tokens worth predicting; prompts and padding are not.
-Knows nothing about heads.
 """
 
 import time

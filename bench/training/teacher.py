@@ -1,7 +1,7 @@
 """A local Hugging Face target seen by head training: its features, its logits, and text that it writes.
 
-Works for every causal model of transformers whose decoder layers are `model.model.layers` and take the residual
-stream as first argument (llama, qwen2, qwen3, mistral, gpt_oss among them). Knows nothing about heads.
+Works for every causal model of transformers whose decoder layers are `model.model.layers` and take the residual stream
+as first argument (llama, qwen2, qwen3, mistral, gpt_oss among them).
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The server: takes requests over sockets, has them decoded, and streams what they bring; it knows no model."""
+"""The server: takes requests over sockets, has them decoded, and streams what they bring."""
 
 from lowlat.ipc.server.admission import Curve
 from lowlat.ipc.server.server import Server

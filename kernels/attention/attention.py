@@ -1,12 +1,11 @@
 """Attention of a step's rows over the paged cache, in two launches: one computes each split
 of the positions, the other combines the splits. Short windows need no splits, and one launch.
 
-A grid of fixed size walks items (slot, key-value head, query rows, a split), listed on the device. Each of a
-block's four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on
-across items; the block meets only at an item's end, and parks the split's sums for `combine`. A row's bits
-depend on its own positions alone: see `tile` for how masked positions leave no trace. Tiles with positions
-of the tree run once for each of its rows, over the row's own ancestors in order; a chain's rows share them. It knows
-nothing of requests, and of drafts only their masks.
+A grid of fixed size walks items (slot, key-value head, query rows, a split), listed on the device. Each of a block's
+four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on across
+items; the block meets only at an item's end, and parks the split's sums for `combine`. A row's bits depend on its own
+positions alone: see `tile` for how masked positions leave no trace. Tiles with positions of the tree run once for each
+of its rows, over the row's own ancestors in order; a chain's rows share them.
 """
 
 from collections.abc import Callable
@@ -21,14 +20,13 @@ from lowlat.kernels.attention.combine import combine_splits
 from lowlat.kernels.attention.copies import make_is_early, make_issue, make_lane_offset, make_look_up
 from lowlat.kernels.attention.launch_plan import (
     ALIGNMENT,
-    DESCRIPTOR_WORDS,
     TEAMS,
     AttentionPlan,
     AttentionWork,
     candidate_plans,
     choose_attention_plan,
-    fits_uncoded,
     pipeline_bytes,
+    takes_turns,
 )
 from lowlat.kernels.attention.limits import (
     BLOCK_SIZE,
@@ -54,7 +52,7 @@ from lowlat.kernels.attention.plan import (
     make_plan_functions,
     make_spread,
 )
-from lowlat.kernels.attention.tile import make_attend, make_forget, query_words
+from lowlat.kernels.attention.tile import exchange_bytes, make_attend, make_forget, query_words
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, examples_for
@@ -181,7 +179,7 @@ def _shape_of(
     return AttentionShape(
         work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
         plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded, few=few,
-        converts=gpu.capability >= CONVERTS_CODES,
+        converts=gpu.capability >= CONVERTS_CODES, takes_turns=takes_turns(work, gpu),
     )  # fmt: skip
 
 
@@ -233,7 +231,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     for work in examples_for(gpu, hybrids, 0):
         shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
     wide = [replace(work, head_dim=512, kv_heads=4) for work in hybrids]
-    for work in examples_for(gpu, [each for each in wide if each.coded or fits_uncoded(512, gpu)], 0):
+    for work in examples_for(gpu, wide, 0):
         shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
     capped = AttentionWork(1, 4, 2, 8, 256, None, 0, 256)
     for work in examples_for(gpu, (capped, replace(capped, coded=True)), 0):
@@ -288,7 +286,7 @@ def _capacity(shape: AttentionShape, tail: int, positions: int) -> int:
 
 @cache
 def _make(shape: AttentionShape) -> Kernel:
-    pipeline = pipeline_bytes(shape.head_dim, shape.stages, shape.teams, shape.coded)
+    pipeline = pipeline_bytes(shape.head_dim, shape.stages, shape.teams, shape.coded, shape.takes_turns)
     signature = (*(types.int64,) * 11, *(types.int32,) * 5, types.float32)
     threads = 32 * shape.warps
     return Kernel(
@@ -342,8 +340,8 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
     read_rows  as `make_plan_functions` makes it
     """
     stages, early, late_rows, whole, warps = shape.stages, shape.early, shape.late_rows, shape.whole, shape.warps
-    stage_bytes = shape.stage_bytes
-    rings, ring_bytes = stages * warps * stage_bytes, stages * DESCRIPTOR_WORDS * 4
+    stage_bytes, takes_turns, exchange = shape.stage_bytes, shape.takes_turns, exchange_bytes(shape)
+    rings, ring_bytes = stages * warps * stage_bytes, stages * shape.descriptor_bytes
     eights, split, half_bytes = shape.eights, shape.halves > 1, shape.row_bytes
     num_totals, num_queries, query_bytes = eights * shape.warp_dim // 4, query_words(shape), 2 * shape.warp_dim
     lane_offset, is_early, look_up, issue = (
@@ -366,7 +364,9 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
         base = uint32(base + uint32(ALIGNMENT - 1)) & uint32(0xFFFFFFFF - (ALIGNMENT - 1))
         quarter = warp & uint32(3)  # of a tile
         mine, ring = warp * uint32(stage_bytes), uint32(base + uint32(rings) + warp * uint32(ring_bytes))
-        offset = lane_offset(lane)
+        offset, exchanged = lane_offset(lane), uint32(0)
+        if takes_turns:
+            exchanged = uint32(base + uint32(rings + warps * ring_bytes) + warp * uint32(exchange))
         if split:  # the second four warps have the second half of the dimensions
             half = int64(warp >> uint32(2))
             q, k_cache, v_cache = q + half * query_bytes, k_cache + half * half_bytes, v_cache + half * half_bytes
@@ -395,7 +395,7 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
                     break
                 attend(
                     totals, queries, peaks, norms, q, row_ends, plan, words, uint32(here + mine), rows, scale,
-                    kv_scales, quarter, lane,
+                    kv_scales, quarter, lane, (offset, v_cache, descriptor, exchanged),
                 )  # fmt: skip
                 cuda.syncwarp()
                 if words[0] & uint32(LAST_STEP):

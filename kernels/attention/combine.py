@@ -60,7 +60,16 @@ def combine_splits(
         limit = MAX_SPLITS * shape.split
         raise ShapeError(f"attention: a context of {capacity * shape.split} positions exceeds {limit}")
     shape = replace(  # nothing here depends on these
-        shape, row_tiles=1, stages=1, blocks=0, coded=False, few=False, converts=True, late_rows=False, softcap=None
+        shape,
+        row_tiles=1,
+        stages=1,
+        blocks=0,
+        coded=False,
+        few=False,
+        converts=True,
+        late_rows=False,
+        softcap=None,
+        takes_turns=False,
     )
     rows_a_block = _threads_of(shape) // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)

@@ -36,7 +36,7 @@ from lowlat.kernels.attention.plan import (
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, uint32, uint64
 
-__all__ = ["make_is_early", "make_issue", "make_lane_offset", "make_look_up", "make_swizzle"]
+__all__ = ["make_copy_values", "make_is_early", "make_issue", "make_lane_offset", "make_look_up", "make_swizzle"]
 
 FULL_WARP = 0xFFFFFFFF
 COPY_BYTES = 32 * 16  # of a warp at once
@@ -172,7 +172,7 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
 
 def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
     """`copy_run` and `copy_rows` where a row is as wide as a warp's copy: odd rows are copies' first ones, too."""
-    pitch, row_bytes = shape.pitch, shape.row_bytes
+    pitch, row_bytes, both = shape.pitch, shape.row_bytes, not shape.takes_turns
     values_at = 16 * row_bytes
 
     @device_function
@@ -184,8 +184,9 @@ def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
         offset = int64(row) * pitch + int64(lane) * 16
         for copy in range(16):
             ptx.copy_async_16_once(place_of(target, copy), k_cache + offset + copy * pitch)
-        for copy in range(16):
-            ptx.copy_async_16_once(place_of(target, copy) + uint32(values_at), v_cache + offset + copy * pitch)
+        if both:
+            for copy in range(16):
+                ptx.copy_async_16_once(place_of(target, copy) + uint32(values_at), v_cache + offset + copy * pitch)
 
     @device_function
     def copy_rows(target: Any, k_cache: Any, v_cache: Any, row: Any, lane: Any) -> None:
@@ -194,9 +195,34 @@ def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
             size = uint32(16) if mine >= 0 else uint32(0)
             offset = int64(max(mine, int32(0))) * pitch + int64(lane) * 16
             ptx.copy_async_16_or_zero(place_of(target, copy), k_cache + offset, size)
-            ptx.copy_async_16_or_zero(place_of(target, copy) + uint32(values_at), v_cache + offset, size)
+            if both:
+                ptx.copy_async_16_or_zero(place_of(target, copy) + uint32(values_at), v_cache + offset, size)
 
     return copy_run, copy_rows
+
+
+def make_copy_values(shape: AttentionShape) -> Any:
+    """A function of a warp that copies a step's values to where its keys were, which all lanes have read.
+
+    words  of the step's descriptor, which stands at `descriptor`
+    """
+    copy_run, copy_rows = _make_copy_wide_rows(shape)
+    wait = ptx.copies_wait(0)
+
+    @device_function
+    def copy_values(target: Any, v_cache: Any, descriptor: Any, words: Any, lane: Any) -> None:
+        cuda.syncwarp()
+        lane, target = uint32(ptx.stay_here(int32(lane))), uint32(ptx.stay_here(int32(target)))
+        if words[0] & uint32(ALL_VISIBLE):
+            copy_run(target, v_cache, v_cache, int32(words[3]), lane)
+        else:
+            source = int32(ptx.load_shared_u32(uint32(descriptor + uint32(16) + (lane & uint32(15)) * uint32(4))))
+            copy_rows(target, v_cache, v_cache, source, lane)
+        ptx.copies_commit()
+        wait()
+        cuda.syncwarp()
+
+    return copy_values
 
 
 def make_lane_offset(shape: AttentionShape) -> Any:
@@ -259,7 +285,7 @@ def make_issue(shape: AttentionShape) -> Any:
     listed, (_, row_in_part) = shape.parts > 0, _make_in_list(shape)
     make_copy = _make_copy_wide_rows if shape.row_bytes == COPY_BYTES else _make_copy_rows
     row_of_cache, (copy_run, copy_rows) = _make_row_of_cache(shape), make_copy(shape)
-    move_on, is_early = advance(shape), make_is_early(shape)
+    move_on, is_early, takes_turns = advance(shape), make_is_early(shape), shape.takes_turns
 
     @device_function
     def issue(
@@ -272,7 +298,7 @@ def make_issue(shape: AttentionShape) -> Any:
             ptx.store_shared_u32(descriptor, place)
             return
         tile, at = cursor[POSITION_TILE], entry_of(place) * PLAN_STRIDE
-        passing, last_pass, alone = False, int32(0), int32(-1)
+        passing, last_pass, alone, run = False, int32(0), int32(-1), int32(0)
         position = int32(tile * TILE + int32(warp) * 16)
         if is_early(cursor, plan):
             place = uint32(place | uint32(ALL_VISIBLE))
@@ -281,6 +307,8 @@ def make_issue(shape: AttentionShape) -> Any:
                 copy_run(target, k_cache, v_cache, row_in_part(page, head_of(place), position), lane)
             else:
                 inside = (page * kv_heads + head_of(place)) * block + (position & (block - 1))
+                if takes_turns:
+                    run = int32(inside)
                 copy_run(target, k_cache, v_cache, inside, lane)
         else:
             passing = plan[at + TREE] != 0 and tile * TILE + TILE > plan[at + DENSE]
@@ -297,8 +325,10 @@ def make_issue(shape: AttentionShape) -> Any:
                     cursor, plan, row_ends, position + int32(lane), alone, row_masks, table, rows, width
                 )
             copy_rows(target, k_cache, v_cache, source, lane)
+            if takes_turns and lane < 16:
+                ptx.store_shared_u32(uint32(descriptor + uint32(16) + lane * uint32(4)), uint32(source))
         if move_on(cursor, plan, passing, last_pass, batch, rows):
             place = uint32(place | uint32(LAST_STEP))
-        ptx.store_shared_128(descriptor, place, uint32(tile), uint32(alone), uint32(0))
+        ptx.store_shared_128(descriptor, place, uint32(tile), uint32(alone), uint32(run))
 
     return issue

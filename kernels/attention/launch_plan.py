@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, product
 
-from lowlat.errors import ShapeError
 from lowlat.kernels.attention.limits import HEAD_DIM
 from lowlat.kernels.attention.plan import MAX_WARP_DIM
 from lowlat.kernels.toolchain.kernel import Gpu
@@ -26,15 +25,16 @@ __all__ = [
     "AttentionWork",
     "candidate_plans",
     "choose_attention_plan",
-    "fits_uncoded",
     "is_whole",
     "pipeline_bytes",
+    "takes_turns",
 ]
 
 KIND = "attention"
 TILE_BYTES = {dim: 256 * dim for dim in HEAD_DIM.values}  # of 64 positions; half for codes
 TEAMS = {64: 3, 128: 2, 256: 1, 512: 1}  # side by side over a whole window: one of 128 spans three tiles
 DESCRIPTOR_WORDS = 4  # of a stage and warp: place and flags, tile of positions, row of the tree
+TURN_BYTES = 64 + 1024  # of a warp where keys and values take turns: rows of 16 positions, scores of 16 query rows
 ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
 STATIC_BYTES = 5 * 1024  # at most, of shared memory that the kernel declares itself
 WHOLE_WINDOW = 256
@@ -124,37 +124,29 @@ def is_whole(window: int | None, keep_first: int) -> bool:
     return window is not None and window <= WHOLE_WINDOW and not keep_first
 
 
-def pipeline_bytes(head_dim: int, stages: int, teams: int, coded: bool = False) -> int:
-    """Dynamic shared memory of a block: its stages, their descriptors, and what aligns them."""
-    tile_bytes, warps = TILE_BYTES[head_dim] // (2 if coded else 1), 4 * -(-head_dim // MAX_WARP_DIM)
-    return stages * teams * (tile_bytes + warps * DESCRIPTOR_WORDS * 4) + ALIGNMENT
+def pipeline_bytes(head_dim: int, stages: int, teams: int, coded: bool = False, takes_turns: bool = False) -> int:
+    """Dynamic shared memory of a block: its stages, their descriptors, and what aligns them; in turns also scores."""
+    tile_bytes, warps = TILE_BYTES[head_dim] // (2 if coded or takes_turns else 1), 4 * -(-head_dim // MAX_WARP_DIM)
+    more = TURN_BYTES if takes_turns else 0
+    return stages * teams * (tile_bytes + warps * (DESCRIPTOR_WORDS * 4 + more)) + ALIGNMENT
 
 
-def fits_uncoded(head_dim: int, gpu: Gpu) -> bool:
-    """Whether a block has the shared memory for one tile of keys and values that are not codes."""
-    return pipeline_bytes(head_dim, 1, 1) + STATIC_BYTES <= gpu.most_bytes(1)
+def takes_turns(work: AttentionWork, gpu: Gpu) -> bool:
+    """Whether a tile's values have no place in shared memory before its keys have been read."""
+    needed = pipeline_bytes(work.head_dim, 1, TEAMS[work.head_dim], work.coded) + STATIC_BYTES
+    return work.head_dim > MAX_WARP_DIM and needed > gpu.most_bytes(1)
 
 
 def candidate_plans(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, ...]:
-    """The plans that fit a GPU: the derived one first, then those that are likely to be faster.
-
-    Raises ShapeError where none fits, as with heads of 512 that are not codes on a GPU of 99 KiB a block.
-    """
+    """The plans that fit a GPU: the derived one first, then those that are likely to be faster."""
     tiles = work.query_tiles
     if work.whole:
         are_many = 2 * work.batch * work.kv_heads >= MANY_WINDOWS * gpu.num_multiprocessors
-        if pipeline_bytes(work.head_dim, 1, TEAMS[work.head_dim], work.coded) + STATIC_BYTES > gpu.most_bytes(1):
-            raise _too_wide(work.head_dim, gpu)
         return _whole_plans(work.head_dim, 1 if work.coded else tiles, are_many)  # two tiles of codes lack registers
+    if work.head_dim > MAX_WARP_DIM and takes_turns(work, gpu):
+        return (AttentionPlan(1, 1, 1),)
     blocks = 2 + work.few + (work.split >= LONG_SPLIT) if work.coded else 2
     return _split_plans(work.head_dim, tiles, work.window is not None, gpu, work.coded, blocks)
-
-
-def _too_wide(head_dim: int, gpu: Gpu) -> ShapeError:
-    return ShapeError(
-        f"attention: keys and values of 64 positions of heads of {head_dim} take {TILE_BYTES[head_dim] // 1024} KiB of "
-        f"shared memory, and a block of the GPU has {gpu.shared_bytes // 1024}; kv_cache_dtype 'fp8' halves them"
-    )
 
 
 def choose_attention_plan(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, Planned]:
@@ -170,7 +162,7 @@ def _split_plans(
     share keys and values where there are registers: heads of 128 have just enough, on 9.0 and without a window. One
     stage fewer is faster there (an H200, 8 rows at 8K: 17.2 us with 2, 19.3 with 3; without sharing 20.9). Heads of 256
     have registers for one tile, and shared memory for two blocks of codes alone. Those of 512 fill an SM with a block
-    of eight warps.
+    of eight warps; where a tile does not fit its keys and values take turns.
 
     blocks  that are derived of codes, where registers last: they are bound by instructions' latency. One more for few
             query rows, and one for long splits, of which there are many (an H200, heads of 128, 4 slots at 16K: 36.1
@@ -200,9 +192,7 @@ def _split_plans(
     cuts = product(range(most_usual, 1, -1), range(most, LEAST_STAGES - 1, -1))
     usual = (AttentionPlan(row_tiles, stages, count) for count, stages in cuts)
     alone = (AttentionPlan(row_tiles, stages, 1) for stages in range(ALONE_STAGES[head_dim], 0, -1))
-    derived = next(filter(fits, chain(usual, alone)), None)
-    if derived is None:
-        raise _too_wide(head_dim, gpu)
+    derived = next(filter(fits, chain(usual, alone)))
     other = 3 - row_tiles if shares else row_tiles
 
     def found() -> Iterator[AttentionPlan]:

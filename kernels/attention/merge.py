@@ -87,8 +87,8 @@ def make_merge(shape: AttentionShape) -> Any:
 
 
 def _rows_at_once(shape: AttentionShape) -> int:
-    """Rows whose sums, in float32, a warp's part of a stage holds: of codes half of a tile's."""
-    return 8 if shape.coded or shape.few else 16
+    """Rows whose sums, in float32, a warp's part of a stage holds: of codes, or in turns, half of a tile's."""
+    return 8 if shape.coded or shape.few or shape.takes_turns else 16
 
 
 def _make_write(shape: AttentionShape) -> Any:

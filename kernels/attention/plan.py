@@ -63,6 +63,7 @@ class AttentionShape:
     few        a slot has at most 8 query rows of a key-value head: tiles have no second half
     converts   the GPU makes fp16 of codes; else shifts do
     softcap    c: scores s become c tanh(s / c); None: they stay
+    takes_turns  a stage has a tile's keys and then its values, where shared memory has no place for both
     """
 
     head_dim: int
@@ -86,6 +87,7 @@ class AttentionShape:
     converts: bool = True
     late_rows: bool = False
     softcap: float | None = None
+    takes_turns: bool = False
 
     @property
     def eights(self) -> int:
@@ -114,8 +116,18 @@ class AttentionShape:
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a warp's part of a stage: keys and values of 16 positions."""
-        return 2 * 16 * self.row_bytes
+        """Bytes of a warp's part of a stage: keys and values of 16 positions, or these after those."""
+        return self.values_at + 16 * self.row_bytes
+
+    @property
+    def values_at(self) -> int:
+        """Bytes from a warp's stage to its values."""
+        return 0 if self.takes_turns else 16 * self.row_bytes
+
+    @property
+    def descriptor_bytes(self) -> int:
+        """Bytes of a stage's descriptor: place, tile, row, row of the cache; in turns also the rows of 16 positions."""
+        return 16 + (64 if self.takes_turns else 0)
 
     @property
     def warps(self) -> int:
@@ -129,7 +141,7 @@ class AttentionShape:
 
     @property
     def _flags(self) -> tuple[tuple[str, bool], ...]:
-        return ("s", self.sinks), ("e", self.early), ("r", self.late_rows), ("w", self.whole)
+        return ("s", self.sinks), ("e", self.early), ("r", self.late_rows), ("w", self.whole), ("t", self.takes_turns)
 
     @property
     def name(self) -> str:

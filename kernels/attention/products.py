@@ -128,6 +128,7 @@ def _make_add_coded_scores(shape: AttentionShape) -> Any:
 
 def _make_add_values(shape: AttentionShape) -> Any:
     row_swizzle, pitch, eights, coded = make_swizzle(shape), shape.row_bytes, shape.eights, shape.coded
+    first = shape.values_at // pitch
     reads, tiles, columns = pitch // 32, shape.warp_dim // 16, 2 if coded else 1
     multiply, every_other = ptx.mma_f16 if coded else ptx.mma_bf16, _make_halves(shape)[1]
 
@@ -157,7 +158,7 @@ def _make_add_values(shape: AttentionShape) -> Any:
     def add_values(totals: Any, weights: Any, factors: Any, stage: Any, lane: Any) -> None:
         shrink(totals, factors, lane)
         row, piece = (lane & uint32(7)) | ((lane >> uint32(1)) & uint32(8)), (lane >> uint32(3)) & uint32(1)
-        base = uint32(stage + (row + uint32(16)) * uint32(pitch) + ((piece ^ row_swizzle(row)) << uint32(4)))
+        base = uint32(stage + (row + uint32(first)) * uint32(pitch) + ((piece ^ row_swizzle(row)) << uint32(4)))
         for read in range(reads):
             values = ptx.load_shared_matrix_x4_transposed((base ^ uint32((read & 3) << 5)) + uint32((read >> 2) * 128))
             for column in range(columns):

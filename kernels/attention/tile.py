@@ -12,7 +12,7 @@ Both operands of a product have their inner index permuted alike, so that a lane
 import math
 from typing import Any
 
-from lowlat.kernels.attention.copies import FULL_WARP
+from lowlat.kernels.attention.copies import FULL_WARP, make_copy_values
 from lowlat.kernels.attention.plan import (
     ALL_VISIBLE,
     ALONE,
@@ -33,7 +33,7 @@ from lowlat.kernels.common.kv_codes import nan_bits
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, uint32
 
-__all__ = ["make_attend", "make_forget", "query_words"]
+__all__ = ["exchange_bytes", "make_attend", "make_forget", "query_words"]
 
 NAN_BITS = 0x7FC00000
 HEADROOM = 8.0  # weights of codes reach 2**8: fp16 holds them, and 32 binades below
@@ -82,13 +82,16 @@ def make_attend(shape: AttentionShape) -> Any:
     break_scores, add_halves, cap = _make_break(shape), _make_add_halves(shape), _make_cap(shape)
     _, add_values = make_products(shape)
     row_tiles, eights, split, capped = shape.row_tiles, shape.eights, shape.halves > 1, shape.softcap is not None
+    takes_turns = shape.takes_turns
+    copy_values: Any = make_copy_values(shape) if takes_turns else None
     num_scores, num_weights = 8 * row_tiles, 2 * eights
 
     @device_function
     def attend(
         totals: Any, queries: Any, peaks: Any, norms: Any, q: Any, row_ends: Any, plan: Any, words: Any,
-        stage: Any, rows: Any, scale: Any, kv_scales: Any, warp: Any, lane: Any,
+        stage: Any, rows: Any, scale: Any, kv_scales: Any, warp: Any, lane: Any, values: Any,
     ) -> None:  # fmt: skip
+        """values: what `copy_values` takes, and where scores are exchanged, where keys and values take turns."""
         entry, row_tile = entry_of(words[0]), int32(row_tile_of(words[0]) * row_tiles)
         if words[0] & uint32(FIRST_STEP):
             load_queries(queries, q, kv_scales, words[0], row_tile, rows, scale, lane)
@@ -102,10 +105,14 @@ def make_attend(shape: AttentionShape) -> Any:
         weights = cuda.local.array(num_weights, uint32)
         factors = cuda.local.array(eights, float32)
         add_multiplied(scores, queries, scale, stage, lane)
+        exchanged = stage
+        if takes_turns:
+            offset, v_cache, descriptor, exchanged = values
+            copy_values(uint32(stage + offset), v_cache, descriptor, words, lane)
         if split:
             if not all_visible and start + TILE > plan[entry * PLAN_STRIDE + DENSE]:
                 break_scores(scores, drop_broken(stage, lane), lane)
-            add_halves(scores, stage, warp, lane)
+            add_halves(scores, exchanged, warp, lane)
         if capped:
             cap(scores)
         if not all_visible:
@@ -163,9 +170,10 @@ def _make_break(shape: AttentionShape) -> Any:
 def _make_add_halves(shape: AttentionShape) -> Any:
     """A function of two warps, which have four between them: each adds the other's scores to its own.
 
-    They pass where the warp's keys were: the other must have read them before the stage is filled again.
+    They pass where the warp's keys were, or in turns where `exchange_bytes` are kept: the other must have read them
+    before that is written again.
     """
-    eights, apart = shape.eights, 4 * shape.stage_bytes
+    eights, apart = shape.eights, 4 * (exchange_bytes(shape) or shape.stage_bytes)
 
     @device_function
     def add_halves(scores: Any, stage: Any, warp: Any, lane: Any) -> None:
@@ -188,6 +196,11 @@ def _make_add_halves(shape: AttentionShape) -> Any:
             scores[s + 5] = ptx.add_rn(scores[s + 5], ptx.float_of_bits(others[3]))
 
     return add_halves
+
+
+def exchange_bytes(shape: AttentionShape) -> int:
+    """Bytes of a warp's scores, kept next to its stages where keys and values take turns."""
+    return 512 * shape.eights if shape.takes_turns else 0
 
 
 def _make_cap(shape: AttentionShape) -> Any:
@@ -315,6 +328,7 @@ def _make_drop(shape: AttentionShape) -> Any:
     pieces = pitch // 16
     rows_a_read = 32 // pieces
     piece_shift, reads = pieces.bit_length() - 1, 16 // rows_a_read
+    skipped = 0 if shape.values_at else reads  # values stand where keys were
 
     @device_function
     def not_finite(word: Any) -> Any:
@@ -327,7 +341,7 @@ def _make_drop(shape: AttentionShape) -> Any:
         lane = uint32(ptx.stay_here(int32(lane)))
         base, broken = uint32(stage + lane * uint32(16)), uint32(0)
         for read in range(0 if coded else reads, 2 * reads):
-            a, b, c, d = ptx.load_shared_128(base + uint32(read * 512))
+            a, b, c, d = ptx.load_shared_128(base + uint32((read - skipped) * 512))
             found = not_finite(a) | not_finite(b) | not_finite(c) | not_finite(d)
             votes = uint32(cuda.ballot_sync(FULL_WARP, found != 0))
             for row in range(rows_a_read):
@@ -337,7 +351,7 @@ def _make_drop(shape: AttentionShape) -> Any:
             for read in range(reads):
                 row = uint32(read * rows_a_read) + (lane >> uint32(piece_shift))
                 if (broken >> row) & uint32(1):
-                    at = base + uint32((reads + read) * 512)
+                    at = base + uint32((reads + read - skipped) * 512)
                     ptx.store_shared_128(at, uint32(0), uint32(0), uint32(0), uint32(0))
             cuda.syncwarp()
         return broken

@@ -1,4 +1,1 @@
-"""Kernels of rows by which ranks exchange: parts gathered or added up, shares of many rows, sums of gathered parts.
-
-They know neither GEMMs nor GPUs.
-"""
+"""Kernels of rows by which ranks exchange: parts gathered or added up, shares of many rows, sums of gathered parts."""

@@ -2,9 +2,9 @@
 
 Every rank runs the same launch at the same place of its stream: a block pushes its part of a row to all peers, waits
 for theirs in its own memory (`peers.words`) and adds the parts as a tree over the ranks, in their order, so that all
-ranks have the same bits, and those of one GPU that adds the same tree. A block counts its own exchanges, so programs
-of any shape may follow each other as long as all ranks run the same ones. More rows than a channel has go by several
-launches. It knows neither GEMMs nor GPUs.
+ranks have the same bits, and those of one GPU that adds the same tree. A block counts its own exchanges, so programs of
+any shape may follow each other as long as all ranks run the same ones. More rows than a channel has go by several
+launches.
 """
 
 from dataclasses import dataclass

@@ -5,9 +5,8 @@ adds the residual, rounds, and pushes the sum to the others: of a row that cross
 that is a part in float32 and a sum in bf16, where `exchange` pushes every part to everybody, in words twice as long.
 Numbers have no words of their own here: after a block's part of a row comes one word that counts.
 
-A block has a row, and blocks of both kinds wait for others' of the same row: those of one launch must start in
-their order, and those of all ranks run next to each other. Ranks that share a GPU have no room for that. It knows
-neither GEMMs nor GPUs.
+A block has a row, and blocks of both kinds wait for others' of the same row: those of one launch must start in their
+order, and those of all ranks run next to each other. Ranks that share a GPU have no room for that.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,1 @@
-"""Device functions that kernels of several folders share: memory, sums between warps, norms, random numbers.
-
-They know no operation.
-"""
+"""Device functions that kernels of several folders share: memory, sums between warps, norms, random numbers."""

@@ -133,5 +133,5 @@ def gated_activation(name: str) -> Any:
 
 
 def activation_label(name: str) -> str:
-    """What an activation adds to a kernel's name: nothing for SiLU."""
+    """The part of a kernel's name that says its activation; empty for SiLU."""
     return "" if name == SILU else f"_{name}"

@@ -69,7 +69,7 @@ class Asked(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """What an operation has that its kernels do not take: its name, what they take, and what it is."""
+    """A size or a parameter of an operation beyond its kernels' limits: its name, what they take, and what it is."""
 
     name: str
     taken: str

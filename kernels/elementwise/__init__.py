@@ -1,4 +1,1 @@
-"""Row-wise kernels: norms, embeddings, sums, activations, rotary embedding, a draft model's input.
-
-They know neither GEMMs nor attention.
-"""
+"""Row-wise kernels: norms, embeddings, sums, activations, rotary embedding, a draft model's input."""

@@ -1,7 +1,7 @@
 """RMS norms of whole rows, alone, after a residual sum, or of the parts of a row; one launch each.
 
 A block has a row, and sums its squares in the order of `norm_math`. The residual stream is bf16; a GEMM's output may
-still be float32. It knows neither embeddings nor the LM head.
+still be float32.
 """
 
 from functools import cache

@@ -28,7 +28,7 @@ WHOLE_WARPS = 0xFFFFFFE0
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the kernel's code depends on.
+    """The sizes and options that the kernel's code depends on.
 
     width       of a row
     eps         of the norm of what is added; None: it is added as it is

@@ -1,10 +1,12 @@
 """The norm of every query and key head (Qwen3), alone; `rotate` has the same before it rotates.
 
-A warp has a head of a row; lane i has elements 4i to 4i + 3 of both halves. A head's norm sums each lane's squares by
-fused multiply-adds, the lower half first, and the lanes by a butterfly (offsets 16, 8, 4, 2, 1). So a row's bits depend
-on the row alone.
+A warp has a head of a row; lane i has elements 4i to 4i + 3 of both halves, and of heads of 512 also 128 + 4i to
+128 + 4i + 3. A head's norm sums each lane's squares by fused multiply-adds, the lower half first, and the lanes by a
+butterfly (offsets 16, 8, 4, 2, 1). So a row's bits depend on the row alone. Values may be normed, too, without a
+weight, and be the keys as they come.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
 from lowlat.kernels.common.norm_row import is_live, weights_label
-from lowlat.kernels.elementwise.limits import NORMED_HEAD
+from lowlat.kernels.elementwise.limits import MOST_HEAD, NORMED_HEAD
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -23,13 +25,13 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 __all__ = [
     "THREADS",
     "WARPS",
+    "HeadFunctions",
     "check_head_dim",
     "examples",
+    "head_functions",
     "head_weights",
     "load_four",
-    "normed_head",
     "qk_norm",
-    "weights_loader",
 ]
 
 WARPS = 4
@@ -125,11 +127,102 @@ def normed_head(low: Any, high: Any, low_weights: Any, high_weights: Any, live: 
     return low, high
 
 
+@device_function
+def _ones() -> Any:
+    return float32(1.0), float32(1.0), float32(1.0), float32(1.0)
+
+
+@device_function
+def _zeros() -> Any:
+    return float32(0.0), float32(0.0), float32(0.0), float32(0.0)
+
+
+@device_function
+def _load_two(address: Any, active: Any) -> Any:
+    return load_four(address, active), load_four(address + int64(512), active)
+
+
+@device_function
+def _load_two_narrow(address: Any, active: Any) -> Any:
+    return _load_narrow(address, active), _load_narrow(address + int64(256), active)
+
+
+@device_function
+def _store_two(address: Any, x: Any) -> None:
+    _store_four(address, x[0])
+    _store_four(address + int64(512), x[1])
+
+
+@device_function
+def _two_ones() -> Any:
+    return _ones(), _ones()
+
+
+@device_function
+def _two_zeros() -> Any:
+    return _zeros(), _zeros()
+
+
+@device_function
+def _two_normed(low: Any, high: Any, low_weights: Any, high_weights: Any, live: Any, dim: Any, eps: Any) -> Any:
+    """As `normed_head`, of 16 elements a lane."""
+    total = _squares(_squares(_squares(_squares(float32(0.0), low[0]), low[1]), high[0]), high[1])
+    inverse = inverse_rms(lane_sum(total), dim, eps)
+    low = _scaled(low[0], inverse, low_weights[0]), _scaled(low[1], inverse, low_weights[1])
+    high = _scaled(high[0], inverse, high_weights[0]), _scaled(high[1], inverse, high_weights[1])
+    if not live:
+        low = high = _two_zeros()
+    return low, high
+
+
+@dataclass(frozen=True)
+class HeadFunctions:
+    """Device functions on what a lane has of each half of a head: four numbers, or twice four where heads are wide.
+
+    is_wide       whether they are twice four
+    load          float32 numbers, by their address
+    load_weights  those of a norm, by their address; zeros in a lane past the head's end, as `load`
+    step          bytes of a lane's weights, from its first to the next lane's
+    zeros, ones   such numbers
+    norm          the norm of a head; zeros for a dead row. All lanes must come here
+    store         float32 numbers, to their address
+    """
+
+    is_wide: bool
+    load: Any
+    load_weights: Any
+    step: int
+    zeros: Any
+    ones: Any
+    norm: Any
+    store: Any
+
+
+def head_functions(dim: int, wide: bool) -> HeadFunctions:
+    """The functions for heads of `dim` elements; wide: weights of norms are float32."""
+    load_weights, step = weights_loader(wide)
+    if dim <= MOST_HEAD:
+        return HeadFunctions(False, load_four, load_weights, step, _zeros, _ones, normed_head, _store_four)
+    load_two = _load_two if wide else _load_two_narrow
+    return HeadFunctions(True, _load_two, load_two, step, _two_zeros, _two_ones, _two_normed, _store_two)
+
+
 @cache
-def _make_qk_norm(queries: int, keys: int, dim: int, eps: float, wide: bool = False) -> Kernel:
+def _make_qk_norm(
+    queries: int,
+    keys: int,
+    dim: int,
+    eps: float,
+    wide: bool = False,
+    v_norm: bool = False,
+    keys_as_values: bool = False,
+) -> Kernel:
     """Grid (M, heads of a row / WARPS). wide: weights are float32."""
-    count, num_normed, (load_weights, step) = queries + 2 * keys, queries + keys, weights_loader(wide)
-    half_bytes = dim // 8 * step
+    functions = head_functions(dim, wide)
+    load, load_weights, step, store = functions.load, functions.load_weights, functions.step, functions.store
+    norm, ones = functions.norm, functions.ones
+    count, num_normed = queries + 2 * keys, queries + keys
+    half_bytes, given = dim // 8 * step, queries + keys if keys_as_values else count
 
     def qk_norm(qkv: Any, q_weight: Any, k_weight: Any, row_live: Any, out: Any) -> None:
         thread = uint32(cuda.threadIdx.x)
@@ -142,21 +235,28 @@ def _make_qk_norm(queries: int, keys: int, dim: int, eps: float, wide: bool = Fa
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         place = (row * int64(count) + head) * int64(4 * dim) + lane * int64(16)
-        low, high = load_four(qkv + place, active), load_four(qkv + place + int64(2 * dim), active)
+        source = place
+        if keys_as_values:
+            source_head = head if normed else head - int64(keys)
+            source = (row * int64(given) + source_head) * int64(4 * dim) + lane * int64(16)
+        low, high = load(qkv + source, active), load(qkv + source + int64(2 * dim), active)
         if normed:
-            low, high = normed_head(low, high, low_weights, high_weights, is_live(row_live, row), dim, eps)
+            low, high = norm(low, high, low_weights, high_weights, is_live(row_live, row), dim, eps)
+        elif v_norm:
+            low, high = norm(low, high, ones(), ones(), is_live(row_live, row), dim, eps)
         if active:
-            _store_four(out + place, low)
-            _store_four(out + place + int64(2 * dim), high)
+            store(out + place, low)
+            store(out + place + int64(2 * dim), high)
 
-    name = f"qk_norm_q{queries}_k{keys}_d{dim}_eps{eps!r}{weights_label(wide)}"
+    values = ("_v_norm" if v_norm else "") + ("_keys_as_values" if keys_as_values else "")
+    name = f"qk_norm_q{queries}_k{keys}_d{dim}_eps{eps!r}{values}{weights_label(wide)}"
     return Kernel(name, qk_norm, (types.int64,) * 5, THREADS)
 
 
 def qk_norm(
     qkv: torch.Tensor,
     q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
@@ -164,28 +264,39 @@ def qk_norm(
     num_kv_heads: int,
     head_dim: int,
     eps: float,
+    v_norm: bool = False,
+    keys_as_values: bool = False,
 ) -> list[KernelCall]:
-    """RMS norm of every query and key head, with the bits that `rotate` gives it; values pass through.
+    """RMS norm of every query and key head, with the bits that `rotate` gives it; values pass through or are normed.
 
-    qkv                 [M, (H + 2G) * D]  float32; H or G may be 0
+    qkv                 [M, (H + 2G) * D]  float32; H or G may be 0; with keys_as_values [M, (H + G) * D]
     q_weight, k_weight  [D]                bf16 or both float32; of heads that are not there anything
     row_live            [M]                uint8; None: all rows are live. Queries and keys of a dead row are zero
-    out                 as qkv             float32  out
-    One launch. Raises ShapeError for shapes or dtypes that do not fit, and for D that is no multiple of 8 or above
-    MAX_HEAD_DIM.
+    out                 [M, (H + 2G) * D]  float32  out
+    v_norm              values are normed, too, without a weight; those of a dead row are zero
+    keys_as_values      values are the keys that qkv has
+    One launch. Raises ShapeError for shapes or dtypes that do not fit, and for D that
+    `limits.NORMED_HEAD` does not take.
     """
     rows, count = qkv.shape[0], num_heads + 2 * num_kv_heads
     check_head_dim(head_dim)
-    check_shape("qkv", qkv, rows, count * head_dim)
+    check_shape("qkv", qkv, rows, (count - num_kv_heads if keys_as_values else count) * head_dim)
     check_shape("out", out, rows, count * head_dim)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, qkv=qkv, out=out)
     *weights, wide = head_weights(eps, q_weight, k_weight, num_heads, num_kv_heads, head_dim)
-    kernel = _make_qk_norm(num_heads, num_kv_heads, head_dim, eps, wide)
+    kernel = _make_qk_norm(num_heads, num_kv_heads, head_dim, eps, wide, v_norm, keys_as_values)
     live = 0 if row_live is None else row_live
     return [KernelCall(kernel, (rows, -(-count // WARPS), 1), (qkv, *weights, live, out))]
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make_qk_norm(32, 8, 128, 1e-6), _make_qk_norm(6, 2, 40, 1e-5), _make_qk_norm(16, 2, 256, 1e-6, True)]
+    return [
+        _make_qk_norm(32, 8, 128, 1e-6),
+        _make_qk_norm(6, 2, 40, 1e-5),
+        _make_qk_norm(16, 2, 256, 1e-6, True),
+        _make_qk_norm(32, 16, 256, 1e-6, False, True),
+        _make_qk_norm(32, 4, 512, 1e-6, False, True, True),
+        _make_qk_norm(8, 0, 512, 1e-6, True),
+    ]

@@ -17,20 +17,20 @@ from lowlat.kernels.common.kv_codes import four_codes, load_scale
 from lowlat.kernels.common.memory import long_at
 from lowlat.kernels.common.norm_math import EVERY_LANE
 from lowlat.kernels.common.norm_row import is_live, weights_label
+from lowlat.kernels.elementwise.limits import MOST_HEAD
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.elementwise.qk_norm import (
     THREADS,
     WARPS,
     check_head_dim,
+    head_functions,
     head_weights,
     load_four,
-    normed_head,
-    weights_loader,
 )
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall, Workspace
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
 __all__ = ["LayerKV", "examples", "rotate", "rotate_layers"]
 
@@ -50,6 +50,8 @@ class _Heads:
     layers                 whose heads stand side by side in a row, each with caches and weights of its own; 0: one
     turning                elements of a head that turn, its first; 0: all
     wide                   weights of the norm are float32
+    v_norm                 values are normed without a weight
+    keys_as_values         the GEMM's output has no values: they are its keys, neither normed as such nor turned
     """
 
     queries: int
@@ -63,6 +65,8 @@ class _Heads:
     layers: int = 0
     turning: int = 0
     wide: bool = False
+    v_norm: bool = False
+    keys_as_values: bool = False
 
     @property
     def count(self) -> int:
@@ -75,6 +79,7 @@ class _Heads:
         cached = f"{cached}_block{self.block_size}" if self.block_size else ""
         cached += ("_coded" if self.coded else "") + (f"_layers{self.layers}" if self.layers else "")
         cached += f"_turning{self.turning}" if self.turning else ""
+        cached += ("_v_norm" if self.v_norm else "") + ("_keys_as_values" if self.keys_as_values else "")
         cached += weights_label(self.wide)
         return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
 
@@ -87,6 +92,18 @@ def _store_four(address: Any, x: Any) -> None:
 @device_function
 def _store_codes(address: Any, x: Any, scale: Any) -> None:
     ptx.store_global_u32(address, four_codes(x[0], x[1], x[2], x[3], scale))
+
+
+@device_function
+def _store_two(address: Any, x: Any) -> None:
+    _store_four(address, x[0])
+    _store_four(address + int64(256), x[1])
+
+
+@device_function
+def _store_two_codes(address: Any, x: Any, scale: Any) -> None:
+    _store_codes(address, x[0], scale)
+    _store_codes(address + int64(128), x[1], scale)
 
 
 @device_function
@@ -103,6 +120,16 @@ def _turned(x: Any, cos: Any, y: Any, sin: Any) -> Any:
 @device_function
 def _negative(x: Any) -> Any:
     return -x[0], -x[1], -x[2], -x[3]
+
+
+@device_function
+def _two_turned(x: Any, cos: Any, y: Any, sin: Any) -> Any:
+    return _turned(x[0], cos[0], y[0], sin[0]), _turned(x[1], cos[1], y[1], sin[1])
+
+
+@device_function
+def _two_negative(x: Any) -> Any:
+    return _negative(x[0]), _negative(x[1])
 
 
 def _make_turn_some(dim: int, turning: int) -> Any:
@@ -187,7 +214,13 @@ def _make_rotate(heads: _Heads) -> Kernel:
     rows, block_size, layers = heads.rows, heads.block_size, heads.layers
     rotated, normed, eps, coded = queries + keys, heads.eps is not None, heads.eps or 0.0, heads.coded
     some, turn_some = heads.turning > 0, _make_turn_some(dim, heads.turning or dim)
-    load_weights, step = weights_loader(heads.wide)
+    functions = head_functions(dim, heads.wide)
+    load, load_weights, step = functions.load, functions.load_weights, functions.step
+    norm, zeros, ones, is_wide = functions.norm, functions.zeros, functions.ones, functions.is_wide
+    turned, negative = (_two_turned, _two_negative) if is_wide else (_turned, _negative)
+    store, store_codes = (_store_two, _store_two_codes) if is_wide else (_store_four, _store_codes)
+    v_norm, keys_as_values = heads.v_norm, heads.keys_as_values
+    given = count - heads.values if keys_as_values else count
     half_bytes = dim // 8 * step
     norms_all = block_size > 0 and rows == 0  # of a chunk dead rows are no other ones until they are written
 
@@ -221,14 +254,17 @@ def _make_rotate(heads: _Heads) -> Kernel:
         head = int64(cuda.blockIdx.y) * int64(WARPS) + int64(thread >> uint32(5))
         active = lane < int64(dim // 8) and head < int64(count)
         turns = head < int64(rotated)
-        low_weights = high_weights = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+        low_weights = high_weights = zeros()
         if normed and turns:
             weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(step)
             low_weights, high_weights = load_weights(weight, active), load_weights(weight + int64(half_bytes), active)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        source = qkv + (place * int64(count) + head) * int64(4 * dim) + lane * int64(16)
-        low, high = load_four(source, active), load_four(source + int64(2 * dim), active)
+        source_head = head
+        if keys_as_values:
+            source_head = head if turns else head - int64(keys)
+        source = qkv + (place * int64(given) + source_head) * int64(4 * dim) + lane * int64(16)
+        low, high = load(source, active), load(source + int64(2 * dim), active)
         position = int64(ptx.load_global_i32(positions + row * int64(4)))
         live = is_live(row_live, row)
         target, group, group_count, written = q, head, int64(queries), active
@@ -245,24 +281,26 @@ def _make_rotate(heads: _Heads) -> Kernel:
         if turns:
             if some:
                 if normed:
-                    low, high = normed_head(low, high, low_weights, high_weights, live or norms_all, dim, eps)
+                    low, high = norm(low, high, low_weights, high_weights, live or norms_all, dim, eps)
                 low, high = turn_some(low, high, cos, sin, position, lane, active)
             else:
                 angle = position * int64(2 * dim) + lane * int64(16)
-                c, s = load_four(cos + angle, active), load_four(sin + angle, active)
+                c, s = load(cos + angle, active), load(sin + angle, active)
                 if normed:
-                    low, high = normed_head(low, high, low_weights, high_weights, live or norms_all, dim, eps)
-                low, high = _turned(low, c, _negative(high), s), _turned(high, c, low, s)
+                    low, high = norm(low, high, low_weights, high_weights, live or norms_all, dim, eps)
+                low, high = turned(low, c, negative(high), s), turned(high, c, low, s)
+        elif v_norm:
+            low, high = norm(low, high, ones(), ones(), live or norms_all, dim, eps)
         if coded and head >= int64(queries):
             if written:
                 scale = load_scale(kv_scales, head - int64(queries))  # values' heads stand after keys', as scales do
                 target += at * int64(dim) + lane * int64(4)
-                _store_codes(target, low, scale)
-                _store_codes(target + int64(dim // 2), high, scale)
+                store_codes(target, low, scale)
+                store_codes(target + int64(dim // 2), high, scale)
         elif written:
             target += at * int64(2 * dim) + lane * int64(8)
-            _store_four(target, low)
-            _store_four(target + int64(dim), high)
+            store(target, low)
+            store(target + int64(dim), high)
 
     return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS, settles=True)
 
@@ -288,12 +326,15 @@ def rotate(
     k_cache: torch.Tensor | None = None,
     v_cache: torch.Tensor | None = None,
     eps: float | None = None,
+    v_norm: bool = False,
+    keys_as_values: bool = False,
 ) -> list[KernelCall]:
     """`qk_norm` if eps is given, `rope`, and `kv_write` if caches are given, of the parts that are asked for.
 
     With chunk it is `prefill_kv_write`.
 
-    qkv                 [M, (H + 2G) * D]   float32: queries, keys, values, as far as they are asked for
+    qkv                 [M, (H + 2G) * D]   float32: queries, keys, values, as far as they are asked for; with
+                                            keys_as_values, which go with eps, as v_norm, [M, (H + G) * D]
     positions           [M] or [B, T]       int32, below C
     cos, sin            [C, R]              float32: the first 2 R elements of a head turn, at most D of them
     q_weight, k_weight  [D]                 bf16 or both float32, with eps, for the parts that are there
@@ -308,7 +349,7 @@ def rotate(
     kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
     k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
     One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D or 2 R that
-    is no multiple of 8, and D above `limits.NORMED_HEAD`.
+    is no multiple of 8, and D that `limits.NORMED_HEAD` does not take.
     """
     caches = _pair("k_cache", k_cache, v_cache)
     buffers = _pair("k", k, v)
@@ -320,7 +361,9 @@ def rotate(
         raise ShapeError("nothing to rotate: neither q nor k and v nor caches")
     rows, dim = positions.numel(), some.shape[-1]
     queries, groups = 0 if q is None else q.shape[1], kept[0].shape[1] if kept else 0
-    turning = _check_rows(qkv, cos, sin, row_live, rows, queries + 2 * groups, dim)
+    if (v_norm or keys_as_values) and (eps is None or not groups):
+        raise ShapeError("values are normed, or taken from keys, where keys are normed")
+    turning = _check_rows(qkv, cos, sin, row_live, rows, queries + (1 if keys_as_values else 2) * groups, dim)
     check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
     check_dtype(torch.bfloat16, q=q, k=k, v=v)
     check_dtype(torch.bfloat16 if kv_scales is None else torch.uint8, k_cache=k_cache, v_cache=v_cache)
@@ -340,7 +383,20 @@ def rotate(
         )
     coded = kv_scales is not None
     kernel = _make_rotate(
-        _Heads(queries, groups, groups, dim, eps, per_slot, block_size, coded, turning=turning, wide=wide)
+        _Heads(
+            queries,
+            groups,
+            groups,
+            dim,
+            eps,
+            per_slot,
+            block_size,
+            coded,
+            turning=turning,
+            wide=wide,
+            v_norm=v_norm,
+            keys_as_values=keys_as_values,
+        )
     )
     targets = (0 if q is None else q, *(kept or (0, 0)))
     live = 0 if row_live is None else row_live
@@ -422,6 +478,8 @@ def _check_rows(
     turning = 2 * cos.shape[1]
     if turning > dim or turning % 8 or not turning:
         raise ShapeError(f"cos has angles of {turning} elements of a head of {dim}, not of a multiple of 8 up to them")
+    if turning < dim and dim > MOST_HEAD:
+        raise ShapeError(f"heads of {dim} turn as a whole, not {turning} elements of them")
     check_shape("sin", sin, *cos.shape)
     check_row_live(row_live, rows)
     check_dtype(torch.float32, qkv=qkv, cos=cos, sin=sin)
@@ -482,4 +540,8 @@ def examples() -> list[Kernel]:
         _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True, 2)),
         _make_rotate(_Heads(16, 2, 2, 256, 1e-6, 4, 32, turning=64, wide=True)),
         _make_rotate(_Heads(6, 2, 2, 40, 1e-5, 0, 0, turning=32)),
+        _make_rotate(_Heads(32, 16, 16, 256, 1e-6, 1, 32, v_norm=True)),
+        _make_rotate(_Heads(32, 4, 4, 512, 1e-6, 1, 32, v_norm=True, keys_as_values=True)),
+        _make_rotate(_Heads(8, 2, 2, 512, 1e-6, 0, 32, True, v_norm=True, wide=True)),
+        _make_rotate(_Heads(8, 0, 0, 512, 1e-6, 0, 0)),
     ]

@@ -1,7 +1,4 @@
-"""A quantised weight unpacked to rows of bf16 in one launch, for a library's products; bound by memory.
-
-It knows neither products nor rows of activations.
-"""
+"""A quantised weight unpacked to rows of bf16 in one launch, for a library's products; bound by memory."""
 
 from functools import cache
 from typing import Any

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowlat.kernels.common.limits import Asked, Excess, Limit, Rule, Size
+from lowlat.kernels.common.limits import Asked, Excess, Limit, OnlyParam, Rule, Size
 from lowlat.kernels.formats import FORMATS
 
 __all__ = ["CHOSEN", "LIMITS", "MAX_CHOSEN", "MAX_EXPERTS", "MAX_ROUTED_WIDTH", "ROUTED", "ROUTED_WIDTH"]
@@ -19,8 +19,6 @@ def _chosen(asked: Asked) -> Excess | None:
     experts, chosen = asked.sizes.get("E"), asked.sizes["k"] - shared
     if experts is not None and not ROUTED.takes(experts - shared):
         return Excess("num_experts", str(ROUTED), experts - shared)
-    if "scale" in asked.weights:
-        return Excess("scales of experts", "absent", "given")
     return None if CHOSEN.takes(chosen) else Excess("num_experts_per_tok", str(CHOSEN), chosen)
 
 
@@ -41,7 +39,11 @@ class _Columns:
 
 LIMITS: Mapping[str, tuple[Rule, ...]] = {
     "experts_down": (_Columns("I", "moe_intermediate_size"),),
-    "experts_gate_up": (_Columns("N", "hidden_size"), Size("I", Limit(multiple=8), "moe_intermediate_size")),
+    "experts_gate_up": (
+        _Columns("N", "hidden_size"),
+        Size("I", Limit(multiple=8), "moe_intermediate_size"),
+        OnlyParam("activation", ("silu", "gelu_tanh")),
+    ),
     "narrow_linear": (Size("K", ROUTED_WIDTH, "hidden_size"),),  # by the router's kernel
     "router": (_chosen, Size("N", ROUTED_WIDTH, "hidden_size")),
 }

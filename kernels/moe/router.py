@@ -46,6 +46,7 @@ def router(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
     *,
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
@@ -60,6 +61,7 @@ def router(
     x               [M, N]  bf16; the rows before the norm where there is one
     weight, bias    [E, N], [E]  bf16; the weight row-major; without a bias None
     row_live        [M] or [B, T]  uint8; None: all rows are live
+    scale           [E]     float32  by which an expert's shares are multiplied last; None: they are not
     expert_ids      [M, k]  int32    out: largest logit first, the lowest id among equals; -1 in dead rows
     expert_weights  [M, k]  float32  out: shares; 0 in dead rows
     over_all        shares are those of the softmax over all logits; else they sum to 1
@@ -72,7 +74,8 @@ def router(
     logits = workspace(*router_workspace(x.shape[0], weight.shape[0]))
     calls = router_logits(x, weight, bias, norm=norm, logits=logits, gpu=gpu)
     routing = TopKRouting(logits, row_live, over_all, shared)
-    return calls + route_top_k(routing=routing, expert_ids=expert_ids, expert_weights=expert_weights)
+    outs = {"expert_ids": expert_ids, "expert_weights": expert_weights}
+    return calls + route_top_k(routing=routing, **outs, scale=scale)
 
 
 def router_logits(

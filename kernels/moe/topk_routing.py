@@ -2,7 +2,7 @@
 
 A warp has a row, and leaves its experts and their shares in shared memory. Where rows are few, every block of an MoE
 layer routes all of them for itself (`make_route`), and `expert_list` reads what it left; `route_top_k` is a launch of
-its own. It knows neither who wrote the logits nor what the experts compute.
+its own.
 """
 
 import math
@@ -89,11 +89,18 @@ class RoutingArea(Protocol):
     def shares_at(self) -> int: ...
 
 
-def route_top_k(*, routing: TopKRouting, expert_ids: torch.Tensor, expert_weights: torch.Tensor) -> list[KernelCall]:
+def route_top_k(
+    *,
+    routing: TopKRouting,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    scale: torch.Tensor | None = None,
+) -> list[KernelCall]:
     """Choose k experts for each of M rows, and their shares, as `TopKRouting` says, in one launch of a warp a row.
 
     expert_ids      [M, k]  int32    out: -1 in dead rows
     expert_weights  [M, k]  float32  out: 0 in dead rows
+    scale           [E]     float32  by which an expert's shares are multiplied last; None: they are not
     Some microseconds. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     rows, top_k = expert_ids.shape
@@ -102,8 +109,12 @@ def route_top_k(*, routing: TopKRouting, expert_ids: torch.Tensor, expert_weight
     check_dtype(torch.int32, expert_ids=expert_ids)
     check_dtype(torch.float32, expert_weights=expert_weights)
     grid = (-(-rows // ROWS), 1, 1)
-    arguments = (*routing.of(slice(None)), expert_ids, expert_weights, rows)
-    kernel = _make(routing.num_experts, top_k, routing.over_all, routing.shared)
+    arguments: tuple[Argument, ...] = (*routing.of(slice(None)), expert_ids, expert_weights, rows)
+    kernel = _make(routing.num_experts, top_k, routing.over_all, routing.shared, scale is not None)
+    if scale is not None:
+        check_shape("scale", scale, routing.num_experts)
+        check_dtype(torch.float32, scale=scale)
+        arguments = (*arguments, scale)
     return [KernelCall(kernel, grid, arguments)]
 
 
@@ -285,7 +296,7 @@ class _Block:
 
 
 @cache
-def _make(num_experts: int, top_k: int, over_all: bool = False, shared: bool = False) -> Kernel:
+def _make(num_experts: int, top_k: int, over_all: bool = False, shared: bool = False, scaled: bool = False) -> Kernel:
     pairs, threads = ROWS * top_k, 32 * ROWS
     shares_at = 4 * pairs
     route = make_route(_Block(threads, shares_at), top_k, num_experts, over_all, shared)
@@ -305,12 +316,32 @@ def _make(num_experts: int, top_k: int, over_all: bool = False, shared: bool = F
             ptx.store_global_u32(ids + at, ptx.load_shared_u32(own))
             ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(shares_at))))
 
+    def route_and_scale(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any, scale: Any) -> None:
+        area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
+        thread, first = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) * uint32(ROWS))
+        live = row_live
+        if live != int64(0):
+            live = row_live + int64(first)
+        count = uint32(min(uint32(uint32(rows) - first), uint32(ROWS)) * uint32(top_k))
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        route(area, logits + int64(first) * int64(4 * num_experts), live, int64(count), thread)
+        if thread < count:
+            at, own = int64(first * uint32(top_k) + thread) * int64(4), uint32(area + thread * uint32(4))
+            expert, share = ptx.load_shared_u32(own), ptx.load_shared_f32(uint32(own + uint32(shares_at)))
+            if expert != uint32(EVERY_LANE):  # a dead row's share is 0
+                share = ptx.mul_rn(share, ptx.load_global_f32(scale + int64(expert) * int64(4)))
+            ptx.store_global_u32(ids + at, expert)
+            ptx.store_global_f32(shares + at, share)
+
     signature = (*(types.int64,) * 5,)
     name = f"route_top_k_{num_experts}x{top_k}{'_over_all' if over_all else ''}{'_shared' if shared else ''}"
+    if scaled:
+        return Kernel(f"{name}_scaled", route_and_scale, (*signature, types.int64), threads, 1, 2 * shares_at)
     return Kernel(name, route_top_k, signature, threads, 1, 2 * shares_at)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
     shared = [_make(257, 9, shared=True), _make(MAX_EXPERTS + 1, MAX_CHOSEN + 1, over_all=True, shared=True)]
-    return [_make(128, 4), _make(128, 8, over_all=True), *shared]
+    return [_make(128, 4), _make(128, 8, over_all=True), _make(128, 8, scaled=True), *shared]

@@ -1,7 +1,4 @@
-"""The sum of an MoE layer's weighed outputs, from a row's first expert to its last, in a launch of its own.
-
-It knows neither who wrote the outputs nor what becomes of the sums.
-"""
+"""The sum of an MoE layer's weighed outputs, from a row's first expert to its last, in a launch of its own."""
 
 from functools import cache
 from typing import Any

@@ -5,7 +5,6 @@ each warp goes its own way within a tile of rows. A launch before makes what row
 Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
 """
 
-import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -37,7 +36,6 @@ TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
 NEVER = 1 << 40  # more rows than a chunk has
 WARPS = 4  # of a block that makes what rows bring
-SPREADS = os.environ.get("LOWLAT_WALK_SPREADS") != "0"
 
 
 @cache
@@ -342,11 +340,9 @@ def prefill_delta_rule(
     out: torch.Tensor,
     workspace: Workspace,
     gpu: Gpu = H200,
-    spreads: bool = SPREADS,
 ) -> list[KernelCall]:
     """`prefill_delta_rule` of the reference, whose arguments these are; mixed and out are bf16, weights float32.
 
-    spreads  SMs get as many of the walk's blocks as others, or one fewer: those that empty first would else get more
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
     Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
     """
@@ -367,7 +363,8 @@ def prefill_delta_rule(
     return [
         KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, chunk, vectors, gates, rows)),
         KernelCall(
-            _make_walk(heads, snapshot_pairs(snapshots), -(-blocks // gpu.num_multiprocessors) if spreads else 0),
+            # SMs that the launch before leaves first would else get more blocks than others, which all wait for
+            _make_walk(heads, snapshot_pairs(snapshots), -(-blocks // gpu.num_multiprocessors)),
             (blocks, 1, 1),
             (mixed, slot, chunk, 0 if snapshots is None else snapshots, vectors, gates, state, out, rows),
         ),

@@ -17,6 +17,7 @@ from lowlat.kernels.reference.speculation import (
     accept,
     choose_drafts,
     draft_block,
+    draft_lengths,
     draft_rows,
     draft_scores,
     draft_topk,
@@ -27,7 +28,6 @@ from lowlat.kernels.reference.speculation import (
     ngram_draft,
     suffix_draft,
     waiting,
-    widths,
 )
 from lowlat.kernels.reference.step import checks, publish, slots
 
@@ -40,6 +40,7 @@ OPERATIONS = operations_of(
     delta_conv,
     delta_rule,
     draft_block,
+    draft_lengths,
     draft_rows,
     choose_drafts,
     draft_scores,
@@ -65,5 +66,4 @@ OPERATIONS = operations_of(
     suffix_draft,
     waiting,
     length_probabilities,
-    widths,
 )

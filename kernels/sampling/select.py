@@ -4,7 +4,7 @@ A row of V numbers is cut into chunks of CHUNK, one block of THREADS threads eac
 how many rows there are. Numbers are ordered by an unsigned key (0.0 and -0.0 are equal) and then by the lowest
 index, both kept as one pair (key, low) with low = 2**32 - 1 - index: the larger pair comes first. (0, 0) is no
 number at all, and a key of BROKEN, above every other, says that the row holds a number that it may not hold. The
-last block of a row to arrive, by a counter, finishes the row. It does not know what the numbers mean.
+last block of a row to arrive, by a counter, finishes the row.
 """
 
 import functools

@@ -1,7 +1,6 @@
 """Acceptance and commit: `accept`, `truncate`, `commit` and `draft_rows` of the reference, alone or all in one launch.
 
-A block has a slot. A tree's rows may be compacted after all of it: compaction reads nothing that a commit changes. It
-knows no model and no sampler.
+A block has a slot. A tree's rows may be compacted after all of it: compaction reads nothing that a commit changes.
 """
 
 from collections.abc import Mapping

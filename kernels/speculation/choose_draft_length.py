@@ -1,7 +1,7 @@
-"""The choice of a step's width: `choose_draft_length` of the reference, alone or in the kernel of a step's start.
+"""The choice of a draft length: `choose_draft_length` of the reference, alone or in the kernel of a step's start.
 
-A thread adds up a width, and one chooses, and sets the condition of the SWITCH node whose bodies are the widths, where
-there is one.
+A thread adds up a length, and one chooses, and sets the condition of the SWITCH node whose bodies are the lengths,
+where there is one.
 """
 
 from dataclasses import astuple, dataclass
@@ -12,8 +12,16 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import int_at, long_at, set_int, turns
+from lowlat.kernels.reference.speculation.draft_lengths import (
+    BASE,
+    EDGE,
+    FIRST_TRIAL,
+    SLOPE,
+    TRIAL,
+    UNIT,
+    check_lengths,
+)
 from lowlat.kernels.reference.speculation.length_probabilities import MAX_WAITED
-from lowlat.kernels.reference.speculation.widths import BASE, EDGE, FIRST_TRIAL, SLOPE, TRIAL, UNIT, check_widths
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -42,7 +50,7 @@ LAST, WAITED, BODY, CHOICE_WORDS = 0, 1, 2, 3  # of the choice's words in shared
 class ChoicePlan:
     """The extents that the choice is specialised by.
 
-    most          the greatest width
+    most          the greatest draft length
     row           of the costs: the bucket's
     most_waiting  positions that may wait for the draft model; 0: nothing waits
     switching     it sets the condition of a SWITCH node
@@ -61,7 +69,7 @@ class ChoicePlan:
 
     @property
     def num_expected(self) -> int:
-        """Expected tokens of all slots by width."""
+        """Expected tokens of all slots by draft length."""
         return self.max_batch * (self.most + 1)
 
     @property
@@ -71,7 +79,7 @@ class ChoicePlan:
 
     @property
     def num_totals(self) -> int:
-        """Tokens and costs by width."""
+        """Tokens and costs by draft length."""
         return 2 * (self.most + 1)
 
 
@@ -88,10 +96,10 @@ def choice_plan(
     switching: bool,
 ) -> ChoicePlan:
     """The plan of a choice. Raises ShapeError for shapes that do not fit."""
-    check_widths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
+    check_lengths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
     max_batch, most = active.shape[0], draft_length_costs.shape[2] - 2
     if max_batch > MAX_SLOTS:
-        raise ShapeError(f"widths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
+        raise ShapeError(f"draft lengths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
     return ChoicePlan(max_batch, most, row, most_waiting, switching)
 
 
@@ -125,7 +133,7 @@ def choose_draft_length(
 
 @device_function
 def bounded(value: Any, most: Any) -> Any:
-    """A number kept from 0 to the greatest width."""
+    """A number kept from 0 to the greatest draft length."""
     return max(int64(0), min(int64(value), int64(most)))
 
 
@@ -160,30 +168,30 @@ def load_choice(thread: Any, threads: Any, sizes: Any, addresses: Any, shared: A
 
 
 @device_function
-def _add_up(width: Any, sizes: Any, shared: Any, totals: Any) -> None:
-    """The tokens of all active slots at a width, and what it costs."""
+def _add_up(length: Any, sizes: Any, shared: Any, totals: Any) -> None:
+    """The tokens of all active slots at a draft length, and what it costs."""
     max_batch, most, _row = sizes
     facts, expected, costs, _words = shared
     tokens, positions = int64(0), int64(0)
     for slot in range(max_batch):
         if facts[slot * FACTS + ACTIVE] != 0:
-            tokens += expected[slot * (most + 1) + min(width, facts[slot * FACTS + ALLOWED])]
+            tokens += expected[slot * (most + 1) + min(length, facts[slot * FACTS + ALLOWED])]
             positions += facts[slot * FACTS + COMMITTED]
-    base, slope = costs[BASE * (most + 2) + width], costs[SLOPE * (most + 2) + width]
-    totals[width] = tokens
-    totals[most + 1 + width] = base + ((slope * positions) >> int64(UNIT))
+    base, slope = costs[BASE * (most + 2) + length], costs[SLOPE * (most + 2) + length]
+    totals[length] = tokens
+    totals[most + 1 + length] = base + ((slope * positions) >> int64(UNIT))
 
 
 @device_function
 def _best(low: Any, high: Any, last: Any, tokens: Any, first: Any) -> Any:
-    """The width of most expected tokens by cost between two, of those that draft, and how much zero is better.
+    """The draft length of most expected tokens by cost between two, of those that draft, and how much zero is better.
 
-    tokens  by width; the costs begin at `first`
+    tokens  by draft length; the costs begin at `first`
     """
     drafted = max(low, min(int64(1), high))
-    for width in range(drafted + 1, high + 1):
-        if tokens[width] * tokens[first + drafted] > tokens[drafted] * tokens[first + width]:
-            drafted = int64(width)
+    for length in range(drafted + 1, high + 1):
+        if tokens[length] * tokens[first + drafted] > tokens[drafted] * tokens[first + length]:
+            drafted = int64(length)
     gap = tokens[0] * tokens[first + drafted] - tokens[drafted] * tokens[first]
     best = int64(drafted)
     if low == 0 and gap >= 0:
@@ -216,19 +224,19 @@ def _decide(sizes: Any, most_waiting: Any, bounds: Any, shared: Any, totals: Any
         waited = min(int64(words[WAITED]) + 1, int64(MAX_WAITED))
     idle = int64(totals[0]) * int64(totals[first + drafted])
     tries = best == 0 and high > 0 and waited >= FIRST_TRIAL and waited * (idle >> int64(TRIAL)) >= gap
-    width = drafted if tries else best
-    enough = int64(most_waiting) if width == 0 else int64(most + 2)
+    length = drafted if tries else best
+    enough = int64(most_waiting) if length == 0 else int64(most + 2)
     must_run = most_waiting > 0 and waiting >= enough
     words[LAST] = best
     words[WAITED] = int64(0) if tries and not must_run else waited
-    return int64(most + 1) if must_run else width
+    return int64(most + 1) if must_run else length
 
 
 @device_function
 def choose(thread: Any, plan: Any, bounds: Any, shared: Any, totals: Any, outs: Any, condition: Any) -> None:
     """Choose by what was loaded, by one block; the body stands in the words.
 
-    bounds  the least and the greatest width that the host allows, of which the first thread knows
+    bounds  the least and the greatest draft length that the host allows, of which the first thread knows
     """
     sizes, most_waiting, switching = plan[:3], plan[3], plan[4]
     most = sizes[1]

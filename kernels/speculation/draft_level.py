@@ -1,6 +1,6 @@
 """A level of the draft's tree on its own: its rows laid out, and its children's tokens, where no other kernel does it.
 
-It knows neither model nor dtype: rows are whole multiples of 16 bytes.
+Rows are whole multiples of 16 bytes.
 """
 
 from functools import cache

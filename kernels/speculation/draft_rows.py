@@ -1,6 +1,6 @@
 """Rows gathered between the target and the draft model: features, slots' rows from the last on, features at block ends.
 
-One launch each, a block a row. It knows neither model nor dtype: rows are whole multiples of 16 bytes.
+One launch each, a block a row. Rows are whole multiples of 16 bytes.
 """
 
 from collections.abc import Sequence

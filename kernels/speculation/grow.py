@@ -1,7 +1,7 @@
 """The growth of a dynamic tree: a level's drafts entered, the best of them laid out as rows, the best of all chosen.
 
-A draft's place in the order is the number of drafts that are better, which a thread counts in shared memory. The kernel
-knows neither model nor dtype: rows are whole multiples of 16 bytes.
+A draft's place in the order is the number of drafts that are better, which a thread counts in shared memory. Rows are
+whole multiples of 16 bytes.
 """
 
 from functools import cache

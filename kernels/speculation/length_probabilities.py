@@ -41,7 +41,7 @@ PRIOR_ROW = len(PRIORS) // NUM_RUNS
 
 @dataclass(frozen=True)
 class LearningPlan:
-    """The extents that counting is specialised by; a greatest width of 0: nothing is counted."""
+    """The extents that counting is specialised by; a greatest draft length of 0: nothing is counted."""
 
     batch: int = 0
     max_batch: int = 0
@@ -134,7 +134,7 @@ def _count(first: Any, tried: Any, right: Any, probabilities: Any, decay: Any, a
 
 @device_function
 def _reckon(own: Any, every: Any, probabilities: Any, slot: Any, expected: Any, most: Any) -> None:
-    """Tokens of a slot's step by its width, in 1024ths, by the acceptance probabilities that begin at two places."""
+    """Tokens of a slot's step by its length, in 1024ths, by the acceptance probabilities that begin at two places."""
     total, product, before, before_all = int64(ONE), int64(ONE), int64(ONE), int64(ONE)
     set_int(expected, slot * (most + 1), total)
     for position in range(most):

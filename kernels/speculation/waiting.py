@@ -1,6 +1,6 @@
 """Rows that wait for the draft model, and their features: the reference's `waiting_rows`, `take_features` and
-`keep_features`, each in a launch; the first two together, with the draft model's rows. It knows neither model nor
-dtype: rows are whole multiples of 16 bytes.
+`keep_features`, each in a launch; the first two together, with the draft model's rows. Rows are
+whole multiples of 16 bytes.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Checks of a step: `check_slots`, `check_rows`, `check_accepted` and `check_commit` of the reference, a launch each.
 
-They are for debugging: a block of its own looks at all slots, a few microseconds each. They know no request.
+They are for debugging: a block of its own looks at all slots, a few microseconds each.
 """
 
 from collections.abc import Mapping

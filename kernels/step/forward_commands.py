@@ -3,7 +3,7 @@
 The host writes while steps run, so two GPUs that read for themselves might see a command, or the end of a loop, in
 different steps. Counts alone are forwarded: the commands themselves lie in pinned memory that all GPUs read, and stand
 there until the step that takes them has been published. Rank 0 forwards again only after the step has exchanged rows,
-see `peers.words`. It knows neither requests nor rows.
+see `peers.words`.
 """
 
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ OTHERS = {".h5": "TensorFlow", ".msgpack": "Flax", ".onnx": "ONNX", ".npz": "Num
 
 
 def foreign_files(names: Iterable[str]) -> str | None:
-    """What files with these names are, where they are a model in a form that is not read; None for anything else."""
+    """The form of a model that files with these names are in, where it is not read; None for anything else."""
     names = sorted(names)
     if ADAPTER_FILE in names or any(name in names for name in ADAPTER_WEIGHTS):
         return "it is an adapter (LoRA), which lowlat does not apply; merge it into its model and take the result"
@@ -45,7 +45,7 @@ def foreign_files(names: Iterable[str]) -> str | None:
 
 
 def foreign_directory(directory: Path) -> str | None:
-    """What a directory holds, as `foreign_files` tells it, with the model that an adapter is for."""
+    """The form of a directory's files, as `foreign_files` tells it, with the model that an adapter is for."""
     try:
         why = foreign_files(entry.name for entry in directory.iterdir())
     except OSError as error:

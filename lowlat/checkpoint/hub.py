@@ -62,7 +62,7 @@ class _Listing:
 
     @property
     def text_files(self) -> tuple[str, ...]:
-        """What a tokenizer and chats need."""
+        """The files that a tokenizer and chats need."""
         further = (name for name in self.sizes if name.startswith(f"{TEMPLATES}/") and name.endswith(".jinja"))
         return (*TEXT_FILES, *(name for name in further if name.count("/") == 1))
 

@@ -1,7 +1,6 @@
 """Plain weights quantised on their way to an executor: linear layers rounded to nearest, all else as it is.
 
-The matrices of a layer become the parts of their format one at a time; there is never a second copy of all of them. It
-knows neither files nor families.
+The matrices of a layer become the parts of their format one at a time; there is never a second copy of all of them.
 """
 
 import math

@@ -1,7 +1,7 @@
 """From checkpoint tensors to canonical weights: recipes, checked as a whole before the first byte is read.
 
 A recipe says which stored tensors make one weight, and how; rows of a stored tensor can be placed without the rest of
-it. It knows neither configs nor families, and it reads nothing: `stored` does.
+it; the tensors are read by `stored`.
 """
 
 import math
@@ -17,7 +17,8 @@ from lowlat.errors import ConfigError
 
 __all__ = [
     "Arrange", "Conversion", "Piece", "Progress", "Recipe", "Span", "check_recipes", "check_values", "chosen_recipes",
-    "picked_piece", "place_rows", "placed_rows", "reshaped_piece", "with_stem",
+    "picked_piece", "place_rows", "placed_rows", "renamed_piece",
+    "renamed_recipe", "reshaped_piece",
 ]  # fmt: skip
 
 Arrange = Literal["rows", "deinterleave", "transpose", "transpose_deinterleave"]
@@ -130,6 +131,21 @@ def reshaped_piece(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -
     return Piece(name, stored, Conversion(shape, FLOATS, lambda _label, tensor: tensor.reshape(shape)))
 
 
+def renamed_piece(piece: Piece, rename: Callable[[str], str]) -> Piece:
+    """A piece by other names of tensors."""
+    conversion = piece.conversion
+    if conversion is not None:
+        conversion = replace(conversion, beside=tuple(renamed_piece(each, rename) for each in conversion.beside))
+    return replace(piece, name=rename(piece.name), conversion=conversion)
+
+
+def renamed_recipe(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
+    """The same weight of tensors of other names."""
+    pieces = tuple(renamed_piece(piece, rename) for piece in recipe.pieces)
+    other = None if recipe.other is None else renamed_recipe(recipe.other, rename)
+    return replace(recipe, pieces=pieces, other=other)
+
+
 def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, others: bool) -> list[Recipe]:
     """The recipes, those with another form in the form that the files have.
 
@@ -142,17 +158,6 @@ def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, 
         return recipe if recipe.other is None or has_own else recipe.other
 
     return [chosen(recipe) for recipe in recipes]
-
-
-def with_stem(recipe: Recipe, stem: str, other: str) -> Recipe:
-    """The recipe with another beginning of the names of the stored tensors that begin so."""
-
-    def piece(own: Piece) -> Piece:
-        inside = own.name.startswith(f"{stem}.")
-        return replace(own, name=other + own.name.removeprefix(stem)) if inside else own
-
-    form = None if recipe.other is None else with_stem(recipe.other, stem, other)
-    return replace(recipe, pieces=tuple(map(piece, recipe.pieces)), other=form)
 
 
 def check_recipes(checkpoint: Checkpoint, recipes: Sequence[Recipe], ignored: Collection[str] = ()) -> None:

@@ -2,7 +2,7 @@
 
 A stream reads ahead: a few threads read and arrange pieces of some megabytes each, straight into their place where
 nothing has to be changed, while the caller uses what was ready before. The memory between files and caller is bounded
-by `arena_bytes`, about two of the largest tensors. It knows neither configs nor families nor devices.
+by `arena_bytes`, about two of the largest tensors.
 """
 
 import os

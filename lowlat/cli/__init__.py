@@ -34,6 +34,7 @@ COMMANDS = {
         "lowlat.cli.commands.inspect",
         "Show geometry and memory of a model, draft model or tree; see if a pair speculates.",
     ),
+    "models": ("lowlat.cli.commands.models", "List published models that run, and which fit this machine."),
     "draft-model": (
         "lowlat.cli.commands.draft_model",
         "Make a draft model that drafts fewer ids of one that has more.",

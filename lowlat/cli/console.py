@@ -1,6 +1,6 @@
 """Output of commands: results on stdout, everything else on stderr; colours and bars on a terminal only.
 
-It knows neither models nor commands. rich is imported when a table or a bar is drawn.
+rich is imported when a table or a bar is drawn.
 """
 
 import json

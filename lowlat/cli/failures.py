@@ -49,7 +49,7 @@ def failure(error: Exception) -> Failure:
 
 
 def message_of(error: click.ClickException) -> str:
-    """What an error says, without a full stop."""
+    """The text of an error, without a full stop."""
     return error.format_message().removesuffix(".")
 
 

@@ -1,7 +1,7 @@
 """The state machine of launches under way: how many there are, what may be queued after them, and what to wait for.
 
-It counts entries of the ring, of which every step publishes one, and knows no device, no request and no tokens. What
-it decides is carried out by `lowlat.engine.run_ahead.Launches`. All launches run on one stream, one after the other.
+It counts entries of the ring, of which every step publishes one. What it decides is carried out by
+`lowlat.engine.run_ahead.Launches`. All launches run on one stream, one after the other.
 """
 
 from collections import deque

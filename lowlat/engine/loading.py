@@ -47,6 +47,7 @@ from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, Specula
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.snapshot_book import SnapshotBook
+from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
@@ -213,7 +214,7 @@ def load(
     )  # fmt: skip
     try:
         check_launches(options, executor.counts, used)
-        if geometry.max_width is not None:
+        if geometry.max_draft_length is not None:
             set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
     except LowlatError:
         executor.close()
@@ -243,18 +244,23 @@ def make_ladder(
     wide = None
     if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
         wide = geometry.partial.buffer + 1, speculative.num_speculative_tokens
-    adaptive = geometry.max_width is not None
+    adaptive = geometry.max_draft_length is not None
     return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide)
 
 
-def make_scheduler(ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig) -> Scheduler:
-    """The scheduler of a runtime, with its KV blocks. Raises ConfigError for sizes that do not fit each other."""
+def make_scheduler(
+    ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig, tiers: CacheTiers | None = None
+) -> Scheduler:
+    """The scheduler of a runtime, with its KV blocks, and the tiers below them.
+
+    Raises ConfigError for sizes that do not fit each other.
+    """
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk
     books: list[PoolBook] = [WindowBook(pool, geometry.prefill_chunk) for pool in geometry.window_pools]
     if _snapshot_bytes(geometry):
         interval = -(-options.state_interval // geometry.prefill_chunk) * geometry.prefill_chunk
         books.append(SnapshotBook(geometry.max_batch, geometry.num_snapshots, geometry.prefill_chunk, interval))
-    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books)
+    kvcache = KVCache(*sizes, reuse=options.prefix_reuse, share_decoded=options.share_decoded, books=books, tiers=tiers)
     return Scheduler(
         ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
         max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
@@ -290,7 +296,7 @@ def _check_memory(
 
 def build_program(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
     """The program of one bucket."""
-    if geometry.max_width is not None:
+    if geometry.max_draft_length is not None:
         return build_adaptive(geometry, bucket)
     return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])
 
@@ -373,7 +379,7 @@ def make_geometry(
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
     _check_choices(speculator, topologies)
-    _check_recurrent(config, topologies, speculative)
+    _check_layers(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
@@ -406,7 +412,7 @@ def make_geometry(
         simulated_seed=0 if simulated is None else simulated.simulated_seed,
         num_drafted_rows=num_drafted_rows,
         partial=partial,
-        max_width=_max_width(speculator, speculative),
+        max_draft_length=_max_draft_length(speculator, speculative),
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
         checks=_checks(options, has_partial=partial is not None),
@@ -429,21 +435,21 @@ def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
     return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
 
 
-def _check_recurrent(
+def _check_layers(
     config: ModelConfig, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> None:
-    """Raise ConfigError for what a target with recurrent states does not run: it verifies chains, over all its text."""
-    if not config.deltas:
+    """Raise ConfigError for trees, and for steps over a part of a text, where a target's layers take chains alone."""
+    layers = next((layer.mixer.chains_only for layer in config.layers if layer.mixer.chains_only), None)
+    if layers is None:
         return
     if speculative is not None and speculative.enable_specpv:
         raise ConfigError(
-            "enable_specpv is not implemented for targets with gated delta nets, whose states are rewound by length "
-            "alone; leave it out"
+            f"enable_specpv is not implemented for targets with {layers}, whose states hold all of a text; leave it out"
         )
     if any(not topology.is_chain for topology in topologies.values()):
         raise ConfigError(
-            "trees of drafts are not implemented for targets with gated delta nets, whose states follow one chain; "
-            "leave out tree and dynamic_tree_max_topk"
+            f"trees of drafts are not implemented for targets with {layers}, whose states follow one chain; leave out "
+            "tree and dynamic_tree_max_topk"
         )
 
 
@@ -499,8 +505,8 @@ def _chunks_at_once(options: RuntimeConfig) -> int:
     return min(options.max_prefill_chunks, -(-options.max_context // options.prefill_chunk))
 
 
-def _max_width(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:
-    """The greatest width where the device chooses each step's. Raises ConfigError where it cannot."""
+def _max_draft_length(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:
+    """The greatest draft length, where the device chooses each step's. Raises ConfigError where it cannot."""
     if speculator is None or speculative is None or not speculative.adaptive_width:
         return None
     if speculator.waiting_boundaries is None:

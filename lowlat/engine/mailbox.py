@@ -1,7 +1,7 @@
 """The host's side of a step: what it writes for the step to read, and what it reads of the step's publications.
 
-It knows the layout of the slot records, the command ring and the publication ring; it knows no request. Host memory
-is written and read through numpy, whose scalars cost a tenth of torch's: all of this lies between two steps.
+It knows the layout of the slot records, the command ring and the publication ring. Host memory is written and read
+through numpy, whose scalars cost a tenth of torch's: all of this lies between two steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -123,7 +123,7 @@ class Mailbox:
         self.max_draft_tokens = max_draft_tokens
         self._num_read = 0
         self._num_commands = 0
-        self._widths: tuple[int, int] | None = None  # as last written
+        self._draft_lengths: tuple[int, int] | None = None  # as last written
         self.num_seen = 0
 
     @property
@@ -212,14 +212,14 @@ class Mailbox:
         """Command a slot to go back to so many committed tokens; see `force_drafts` for what it then verifies."""
         self._command(REWIND, slot, length)
 
-    def bound_widths(self, least: int, most: int) -> None:
-        """Bound the widths that steps choose from the next one on; where none is chosen, nothing is written.
+    def bound_draft_lengths(self, least: int, most: int) -> None:
+        """Bound the draft lengths that steps choose from the next one on; where none is chosen, nothing is written.
 
         A request's own limit of drafts takes precedence over `least`.
         """
-        if (least, most) == self._widths or "length_bounds" not in self._arrays:
+        if (least, most) == self._draft_lengths or "length_bounds" not in self._arrays:
             return
-        self._widths = least, most
+        self._draft_lengths = least, most
         self._arrays["length_bounds"][:] = least, most
         self._host.send(("length_bounds",))
 
@@ -327,7 +327,7 @@ class Mailbox:
         return -(-count // min(PASS_ROWS, len(targets)))
 
     def read_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> PromptLogprobs | int:
-        """What these passes gave of the tokens after the positions; where logits were not finite, the first such
+        """The logprobs of the tokens after the positions, by these passes; where logits were not finite, the first such
         position, from `start` on."""
         self._host.fetch(ANSWERED)
         count, top = min(count, len(prompt) - start - 1), slice(1, 1 + (num_top or 0))

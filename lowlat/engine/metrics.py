@@ -1,7 +1,6 @@
 """Metrics of decoding and speculation: counters, their summaries, and the book that keeps them.
 
-Pure Python: it knows neither devices nor the scheduler. The names of the fields are the field's own
-(EAGLE and the serving engines); accepted totals exclude the bonus token.
+The names are the field's own (EAGLE and the serving engines); accepted totals exclude the bonus token.
 """
 
 from collections import OrderedDict

@@ -100,10 +100,12 @@ def _splits(loaded: Loaded, config: RuntimeConfig) -> list[int]:
         choose_split,
     )
 
-    counts = [spec.num_kv_heads for spec in loaded.rank_config.attentions.values()]
-    heads = {INVARIANT_HEADS} if config.tp_invariant else set(counts)
+    heads = {
+        (INVARIANT_HEADS if config.tp_invariant else spec.num_kv_heads, spec.head_dim)
+        for spec in loaded.rank_config.attentions.values()
+    }
     geometry = loaded.geometry
-    return [choose_split(geometry.max_batch, geometry.max_context, count) for count in sorted(heads)]
+    return [choose_split(geometry.max_batch, geometry.max_context, *each) for each in sorted(heads)]
 
 
 def _fields_of(record: Any) -> dict[str, Any]:

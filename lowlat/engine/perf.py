@@ -122,7 +122,7 @@ def _reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: 
 def steps_by_width(
     ladder: StepLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
 ) -> dict[str, list[int]]:
-    """Steps of slots that verified 0, 1, 2, ... drafts, under their name; nothing where widths are not chosen."""
+    """Steps of slots that verified 0, 1, 2, ... drafts, under their name; nothing where lengths are not chosen."""
     if not ladder.adaptive:
         return {}
     most = max(ladder.rows_of)
@@ -258,7 +258,7 @@ class PublishedSteps:
     """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason; `active` the slots.
 
     checks       of strict mode; None: none are made
-    adaptive     steps choose their width
+    adaptive     steps choose their draft length
     speculating  whether drafts are expected: it may change between requests
     """
 

@@ -24,6 +24,7 @@ from lowlat.engine.perf import PerfCounters
 from lowlat.engine.request_checks import Unbroken, check_depth
 from lowlat.engine.requests import Requests
 from lowlat.engine.steps import Steps
+from lowlat.engine.tiers import make_tiers
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.ipc.answer import Answer
@@ -69,7 +70,8 @@ class Runtime:
         self.num_speculative_tokens = depth = 0 if used is None else used.num_speculative_tokens
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
-        self.scheduler = make_scheduler(self.ladder, self.geometry, config)
+        self._tiers = make_tiers(loaded, config)
+        self.scheduler = make_scheduler(self.ladder, self.geometry, config, self._tiers)
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
@@ -319,7 +321,8 @@ class Runtime:
     def _kv_summary(self) -> dict[str, Any]:
         """Blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
         found = {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype}
-        return found | self.kvcache.pool_stats()
+        tiers = {} if self._tiers is None else {"tiers": self._tiers.stats()}
+        return found | self.kvcache.pool_stats() | tiers
 
     @owned
     def slots(self) -> list[dict[str, Any]]:

@@ -333,6 +333,7 @@ class Scheduler:
         """Ask the cache, but not again before something changed there: asking digests the prefix."""
         if self._refused is not None and self._refused == (request, self.kvcache.generation):
             return None
+        generation = self.kvcache.generation  # before it is asked: what comes meanwhile is worth another try
         allocation = self.kvcache.admit(
             request.request_id,
             request.prompt_token_ids,
@@ -341,7 +342,7 @@ class Scheduler:
             request.cache_salt,
             reads=request.reads_cache,
         )
-        self._refused = (request, self.kvcache.generation) if allocation is None else None
+        self._refused = (request, generation) if allocation is None else None
         return allocation
 
     def _num_chunks_left(self, slot: _Slot) -> int:

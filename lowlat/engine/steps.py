@@ -37,6 +37,8 @@ __all__ = ["Steps"]
 
 logger = logging.getLogger("lowlat.engine.steps")
 
+TIERS_WAIT_S = 0.005
+
 
 class Steps:
     """Runs steps for the live requests; the outputs that they give are appended to `requests.outputs`.
@@ -75,6 +77,7 @@ class Steps:
         self._failed_checks = FailedChecks(config.checked_kinds)
         self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._tracer = Tracer.from_config(config.traces)
+        self._mover = loaded.executor.mover
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
 
@@ -88,7 +91,7 @@ class Steps:
             if ahead and len(outputs) > num_before:
                 return
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
-        self.mailbox.bound_widths(0 if num_speculative_tokens is None else depth, depth)
+        self.mailbox.bound_draft_lengths(0 if num_speculative_tokens is None else depth, depth)
         if not (self._owes_step and self._scheduler.num_active):
             entries = self._admit(depth)
             if entries:
@@ -137,10 +140,14 @@ class Steps:
             logger.info("%s", self.published.told())
         self.launches.close()
         self.masks.release()
+        if self._kvcache.tiers is not None:
+            self._kvcache.tiers.close()
 
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
+        self._wait_for_tiers()
         plan = self._scheduler.plan()
+        self._fill_blocks()
         for admission in plan.admitted:
             self._requests.place(admission)
         return () if plan.prefill is None else self._prefill(plan.prefill, depth)
@@ -165,9 +172,31 @@ class Steps:
         passes = self.mailbox.ask_prompt(*own)
         with self._scheduler.pace.timed(size / self._geometry.prefill_chunk):
             entries = self.launches.prefill(size, first, passes)
+        self._keep_blocks()
         if passes and (problem := request.add_prompt(self.mailbox.read_prompt(*own), chunk.start)) is not None:
             self.end(request, "error", error=problem, code="not_finite")
         return entries
+
+    def _wait_for_tiers(self) -> None:
+        """Let a chunk come from a file, for a moment, where nobody decodes meanwhile."""
+        if self._kvcache.tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
+            with self._whole.waiting():
+                self._kvcache.tiers.wait(TIERS_WAIT_S)
+
+    def _fill_blocks(self) -> None:
+        """Write what prompts were found to have in the tiers of the cache to their blocks."""
+        loads = self._kvcache.take_loads()
+        if loads:
+            self._clear_blocks()  # some of them may have been a failed request's
+        for pool, places, content in loads:
+            self._mover.write(pool, places, content)
+
+    def _keep_blocks(self) -> None:
+        """Read what prefill has written for the tiers of the cache."""
+        tiers = self._kvcache.tiers
+        if tiers is not None:
+            for key, places in self._kvcache.take_saves():
+                tiers.put(key, self._mover.read(key.pool, places))
 
     def _join(self, request: Request) -> None:
         max_length = len(request.prompt) + request.params.max_tokens

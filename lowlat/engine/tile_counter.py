@@ -148,6 +148,6 @@ class TileCounter:
 
 
 def _work_of(geometry: StepGeometry, heads: _Heads, batch: int, rows: int) -> AttentionWork:
-    split = choose_split(geometry.max_batch, geometry.max_context, heads.num_kv_heads)
+    split = choose_split(geometry.max_batch, geometry.max_context, heads.num_kv_heads, heads.head_dim)
     group, coded = heads.num_heads // heads.num_kv_heads, geometry.config.coded_kv is not None
     return AttentionWork(batch, rows, group, heads.num_kv_heads, heads.head_dim, heads.window, 0, split, coded)

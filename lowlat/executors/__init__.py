@@ -1,7 +1,7 @@
 """The executors of Programs: their protocol, and the one that a device gets.
 
-The reference executor runs each operation by its torch meaning, on any device; the eager and graph executors are
-for GPUs and lower the same programs to kernels. They know neither models nor requests.
+The reference executor runs each operation by its torch meaning, on any device; the eager and graph executors are for
+GPUs and lower the same programs to kernels.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from lowlat.executors.block_moves import BlockMover
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Op, Program
 from lowlat.lowering.launch_counts import LaunchCounts
@@ -64,6 +65,10 @@ class Executor(Protocol):
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write buffers of the state by name, of every rank, after what was started before."""
+
+    @property
+    def mover(self) -> BlockMover:
+        """The copies of blocks and rows between the first rank's state and host memory."""
 
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool that a failed request may have filled with NaN."""

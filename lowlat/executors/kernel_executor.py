@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from lowlat.executors.allocation import (
     pinned_names,
     release_cached_memory,
 )
+from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.launcher import Launcher
@@ -308,6 +310,11 @@ class KernelExecutor(ABC):
         with self._failures(), torch.cuda.stream(self.stream):
             for name, value in values.items():
                 self.state[name].copy_(value)
+
+    @cached_property
+    def mover(self) -> BlockMover:
+        """The copies of blocks between this executor's state and host memory."""
+        return BlockMover(self.state, self.device, self.stream)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:

@@ -30,6 +30,7 @@ from lowlat.lowering.row_fusions import adds_ranks, gathered
 
 __all__ = ["GEMM_FUSIONS"]
 
+EPILOGUES = ("silu_mul", "add", "output_gate", "per_layer_gate", "gather_ranks", "cast", "rope", "bias_rows")
 ROTATED = ("positions", "cos", "sin")
 WRITTEN = ("row_live", "k_cache", "v_cache", "block_table", "slots", "write_lens", "offsets", "kv_scales")
 
@@ -74,8 +75,8 @@ def _normed_and_product(run: Run) -> list[str]:
     return [*_normed(run), _product(run)]
 
 
-def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
-    """The GEMM's operands, with the norm of its rows if the run has one."""
+def _prologue(binding: Binding, run: Run, keeps: bool = False) -> dict[str, Any]:
+    """The GEMM's operands, with the norm of its rows if the run has one; keeps: which others read, too."""
     linear, norm = run.op("linear"), run.find("rms_norm")
     options: dict[str, Any] = {
         "x": binding.buffers[linear.reads["x"]],
@@ -87,7 +88,8 @@ def _prologue(binding: Binding, run: Run) -> dict[str, Any]:
     if norm is not None:
         given = binding.arguments(norm)
         weight = binding.weights.vector(norm.weights["weight"])
-        options |= {"x": given["x"], "norm": NormPrologue(weight, given["eps"], given.get("row_live"))}
+        out = given["out"] if keeps else None
+        options |= {"x": given["x"], "norm": NormPrologue(weight, given["eps"], given.get("row_live"), out)}
     return options
 
 
@@ -145,11 +147,22 @@ def _rounded(binding: Binding, run: Run) -> Sequence[Call]:
     return decode_gemm(**_prologue(binding, run), out=binding.arguments(run.op("cast"))["out"])
 
 
-def _plain(binding: Binding, run: Run, best: PartialArgmax | None = None) -> Sequence[Call]:
+def _plain(binding: Binding, run: Run, best: PartialArgmax | None = None, *, keeps: bool = False) -> Sequence[Call]:
     columns = binding.weights.runs(run.op("linear").weights["weight"])
-    out, operands = binding.buffers[_product(run)], _prologue(binding, run)
+    out, operands = binding.buffers[_product(run)], _prologue(binding, run, keeps)
     cap = binding.arguments(run.op("linear")).get("softcap")
     return decode_gemm(**operands, out=out, columns=columns, best=best, softcap=cap)
+
+
+def _keeps(run: Run, gpu: Gpu) -> bool:
+    """Whether the norm's rows are read again, and the product is one that no epilogue takes and no argmax."""
+    product, following = _product(run), run.following
+    taken = following is not None and following.kind in EPILOGUES and product in following.reads.values()
+    return _fits(run, gpu) and not taken and _limit(run, product) is None
+
+
+def _with_kept_norm(binding: Binding, run: Run) -> Sequence[Call]:
+    return _plain(binding, run, keeps=True)
 
 
 def _gate_up(run: Run) -> dict[str, torch.Tensor]:
@@ -259,4 +272,5 @@ GEMM_FUSIONS = (
     Fusion("gemm+bias_rows", "linear bias_rows", 1, _with_block, _biases, _normed_and_product),
     Fusion("gemm+argmax", "rms_norm? linear", 0, _with_argmax, _chosen_from, _normed),
     Fusion("norm+gemm", "rms_norm linear", 1, _plain, _fits, _normed),
+    Fusion("norm, kept+gemm", "rms_norm linear", 1, _with_kept_norm, _keeps),
 )  # fmt: skip

@@ -39,6 +39,7 @@ def _mixes(run: Run, gpu: Gpu) -> bool:
     chosen = [routing.writes[name] for name in ("expert_ids", "expert_weights")]
     return (
         decodes(routing)
+        and "scale" not in routing.weights
         and not in_parts(down)
         and routing.reads["x"] == gate_up.reads["x"] == norm.writes["out"]
         and routing.reads.get("row_live") == norm.reads.get("row_live")

@@ -136,7 +136,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
     attend = attention if op.kind == "attention" else partial_attention
     return attend(
         **given,
-        split=choose_split(max_batch, max_context, heads),
+        split=choose_split(max_batch, max_context, heads, given["q"].shape[-1]),
         sinks=binding.sinks(op),
         workspace=binding.workspace,
         gpu=binding.gpu,

@@ -32,6 +32,7 @@ from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 from lowlat.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.prefill_attention import prefill_attention
+from lowlat.lowering.row_fusions import add_normed, added_hides, added_rows
 from lowlat.lowering.weight_parts import GEMMS
 
 __all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "multiply_chunks", "prefill_linear", "takes"]
@@ -140,15 +141,25 @@ def _is_one_gemm(rows: int, linear: Op, gpu: Gpu) -> bool:
 
 def _norms_for(run: Run, gpu: Gpu) -> bool:
     """Whether a GEMM reads the norm's rows, in sizes that our kernels have, and the norm reads the sum before it."""
-    added, norm, linear = run.find("add"), run.op("rms_norm"), run.op("linear")
+    norm, linear = _norm_of(run), run.op("linear")
     rows, width = run.shape(norm.writes["out"])
     return (
         linear.reads["x"] == norm.writes["out"]
-        and (added is None or norm.reads["x"] == added.writes["out"])
+        and (run.find("add") is None or added_rows(_until_norm(run)) is not None)
         and all(op.stage is Stage.PREFILL for op in run.ops)
         and _is_one_gemm(rows, linear, gpu)
         and width % WIDTH == 0
     )
+
+
+def _norm_of(run: Run) -> Op:
+    """The norm whose rows a GEMM reads: the last one."""
+    return run.all("rms_norm")[-1]
+
+
+def _until_norm(run: Run) -> Run:
+    """The run's operations up to that norm."""
+    return Run(run.program, run.start, run.ops.index(_norm_of(run)) + 1)
 
 
 def _attends_for(run: Run, gpu: Gpu) -> bool:
@@ -185,7 +196,8 @@ def _norms_and_feeds(run: Run, gpu: Gpu) -> bool:
 
 
 def _normed(run: Run) -> list[str]:
-    return [run.op("rms_norm").writes["out"]]
+    added = [] if run.find("add") is None else added_hides(_until_norm(run))
+    return [*added, _norm_of(run).writes["out"]]
 
 
 def _attended(run: Run) -> list[str]:
@@ -205,7 +217,10 @@ def _gates_first(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _norm(binding: Binding, run: Run, arranged: torch.Tensor | None = None) -> Sequence[Call]:
-    """The norm, with the residual sum before it where the run has one; as rows where they are not to be arranged."""
+    """The norm, with the residual sum before it where the run has one, and what that adds normed; as rows where they
+    are not to be arranged."""
+    if len(run.all("rms_norm")) > 1 or run.find("scale") is not None:
+        return add_normed(binding, _until_norm(run), arranged)
     norm, added = run.op("rms_norm"), run.find("add")
     given = {**binding.arguments(norm), **binding.vectors(norm)}
     if arranged is not None:
@@ -323,12 +338,23 @@ def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torc
         torch.mm(rows, weight.t(), out_dtype=torch.float32, out=results)
 
 
+ADDED = ("cast? rms_norm add scale? rms_norm", "add scale rms_norm")
 PREFILL_FUSIONS = (
+    *(
+        Fusion(
+            "norm+add+gated ffn", f"{added} linear silu_mul linear", 4, _gated_ffn, _norms_and_feeds, _normed_and_fed,
+            _gates_first,
+        )
+        for added in ADDED
+    ),
     Fusion(
         "norm+gated ffn", "add? rms_norm linear silu_mul linear", 3, _gated_ffn, _norms_and_feeds, _normed_and_fed,
         _gates_first,
     ),
     Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),
+    *(
+        Fusion("norm+add+prefill gemm", f"{added} linear", 2, _normed_linear, _norms_for, _normed) for added in ADDED
+    ),
     Fusion("norm+prefill gemm", "add? rms_norm linear", 1, _normed_linear, _norms_for, _normed),
     Fusion("attention+prefill gemm", "prefill_attention linear", 1, _attended_linear, _attends_for, _attended),
 )  # fmt: skip

@@ -47,7 +47,7 @@ def _convolves(run: Run, gpu: Gpu) -> bool:
 
 
 def _between(run: Run) -> list[str]:
-    """What a kernel keeps to itself: the convolution's output, and the rule's where that is normed."""
+    """The buffers that a kernel keeps to itself: the convolution's output, and the rule's where that is normed."""
     mixed = run.op("delta_conv").writes["out"]
     return [mixed] if run.find("delta_norm") is None else [mixed, run.op("delta_rule").writes["out"]]
 

@@ -89,8 +89,8 @@ def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def added_rows(run: Run) -> tuple[str, str] | None:
-    """What a run's residual sum adds, as it comes to the norm before it or to the sum, and the stream that it is added
-    to; None unless each operation of the run reads what those before it made.
+    """The summand of a run's residual sum, as it comes to the norm before it or to the sum, and the stream that it is
+    added to; None unless each operation of the run reads what those before it made.
 
     The run is of `cast`, `rms_norm`, `add`, `scale` and `rms_norm`, of which all but the sum may be absent.
     """
@@ -121,7 +121,7 @@ def _adds_normed(run: Run, gpu: Gpu) -> bool:
 
 
 def added_hides(run: Run) -> list[str]:
-    """What a launch keeps to itself: what is rounded, its norm, and the sum before it is scaled."""
+    """The buffers that a launch keeps to itself: what is rounded, its norm, and the sum before it is scaled."""
     place = run.ops.index(run.op("add"))
     hidden = [op.writes["out"] for op in run.ops[:place]]
     return [*hidden, run.op("add").writes["out"]] if run.find("scale") is not None else hidden
@@ -333,6 +333,7 @@ def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
         heads = binding.arguments(norm)
         weights = _head_weights(binding, norm)
         given |= {"qkv": heads["qkv"], "eps": heads["eps"], "row_live": heads.get("row_live"), **weights}
+        given |= {name: heads[name] for name in ("v_norm", "keys_as_values") if name in heads}
     if write is not None:
         written = binding.arguments(write)
         given |= {name: written[name] for name in written if name not in ("k", "v")}

@@ -36,9 +36,9 @@ def emit_decoder(
 ) -> list[str]:
     """Append the layers' operations; return the residual stream at boundaries 0 to L, as buffer names.
 
-    tokens  [M] int32; tables: cos and sin of each of the layers' rotations, [C, D / 2] float32. The KV cache and
-    recurrent states must be declared; the latter's lengths are set after the last layer. `last` is a buffer for the
-    last boundary; "": one of the rows' own.
+    tokens  [M] int32; tables: cos and sin of each of the layers' rotations, [C, D / 2] float32. The states that
+    layers keep must be declared; what ends their turn is the states' own, see `SequenceState.emit_end`. `last` is a
+    buffer for the last boundary; "": one of the rows' own.
     """
     emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage)
     scale = config.embedding_scale
@@ -54,9 +54,6 @@ def emit_decoder(
         output = emit_sandwich(emitter, layer, emit_ffn(emitter, layer, normed, middle), "post_ffn")
         out = last if number + 1 == config.num_layers else ""
         boundaries.append(_emit_end(emitter, layer, number, (middle, output), inputs, out))
-    if config.deltas:
-        form = "prefill_" if rows.chunk else ""
-        emitter.emit(f"{form}advance_states", dict(rows.recurrent), {"state_lens": "state_lens"})
     return boundaries
 
 

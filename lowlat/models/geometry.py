@@ -122,25 +122,29 @@ class ModelConfig(Decoder):
 
     family           a name in the table of `lowlat.models.families`
     embedding_scale  of the embedding's rows, in the compute dtype; None: they are taken as they are
+    logit_scale      of logits, which the weight of the final norm has: a power of two
     logit_softcap    logits l become c tanh(l / c); None: they stay
     coded_kv         None: the cache has the compute dtype
     window_limit     positions up to which windows that are not implemented change nothing
+    query_limit      positions up to which a scale of queries by position, which is not implemented, is 1
     """
 
     family: str
     tie_embeddings: bool
     dtype: ComputeDtype
     embedding_scale: float | None = None
+    logit_scale: float = 1.0
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     coded_kv: CodedKV | None = None
     window_limit: int | None = None
+    query_limit: int | None = None
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and text, at most."""
-        return self.max_position if self.window_limit is None else min(self.max_position, self.window_limit)
+        return min(limit for limit in (self.max_position, self.window_limit, self.query_limit) if limit is not None)
 
     def check_context(self, max_context: int, source: Path | str) -> None:
         """Raise ConfigError for a context that is longer than the model's; source is the config, for the message."""
@@ -148,6 +152,12 @@ class ModelConfig(Decoder):
             raise ConfigError(
                 f"max_context {max_context} exceeds sliding_window {self.window_limit} ({source}): this family runs "
                 "with full attention, which is the same up to there; lower max_context (--max-context)"
+            )
+        if self.query_limit is not None and self.query_limit < min(max_context, self.max_position):
+            raise ConfigError(
+                f"max_context {max_context} exceeds original_max_position_embeddings {self.query_limit} ({source}): "
+                "beyond it llama_4_scaling_beta scales queries by position, which is not implemented; lower "
+                "max_context (--max-context)"
             )
         if max_context > self.max_position:
             raise ConfigError(

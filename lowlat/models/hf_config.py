@@ -4,6 +4,7 @@ It knows transformers' conventions as of versions 4 and 5 and no family's own ke
 """
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from lowlat.models.geometry import ComputeDtype
 from lowlat.models.layer_spec import RopeConfig
 
 __all__ = [
+    "IMAGE_POSITIONS",
     "MAX_VOCABULARY",
     "check_architecture",
     "check_head_counts",
@@ -41,9 +43,14 @@ WRAPPERS = (
     "gemma3",
     "gemma4",
     "gemma4_unified",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
 )  # vision-language models whose text runs here
 OUTER_KEYS = ("model_type", "architectures", "tie_word_embeddings")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # how positions of images turn: those of text are all alike
 DTYPES = ("auto", "bfloat16", "float32")
 
 
@@ -217,10 +224,12 @@ def parse_rope(
     default_theta: float = 10000.0,
     absent: dict[str, Any] | None = None,
     partial: bool = False,
+    known: Collection[str] = (),
 ) -> RopeConfig:
     """RoPE from either spelling: rope_theta with rope_scaling, or rope_parameters.
 
-    absent is what a config without either means; partial: heads may turn in part, see `partial_rotary_dims`. A base
+    absent is what a config without either means; partial: heads may turn in part, see `partial_rotary_dims`; known:
+    keys of rope_parameters that the family has read. A base
     inside rope_parameters wins over one next to it, as in transformers. Raises ConfigError for kinds and keys that are
     not implemented.
     Source: transformers modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1.
@@ -232,8 +241,7 @@ def parse_rope(
         else:
             place.refuse_unless("partial_rotary_factor", (1.0, 1), "RoPE covers whole heads")
     if partial:
-        for key in ("mrope_section", "mrope_interleaved"):  # how positions of images are turned: of text all are alike
-            rope.raw(key)
+        known = (*known, *IMAGE_POSITIONS)
     outer = fields.number("rope_theta", 1.001, 1e15, default=default_theta)
     theta = rope.number("rope_theta", 1.001, 1e15, default=outer)
     kind = rope.optional_string("rope_type")
@@ -241,6 +249,8 @@ def parse_rope(
     if kind is not None and older is not None and kind != older:
         raise ConfigError(f"{rope.label}: rope_type {kind!r} and type {older!r} differ")
     kind = kind or older or "default"
+    if kind == "mrope" and IMAGE_POSITIONS[0] in known:
+        kind = "default"
     if kind not in ROPE_KINDS:
         raise ConfigError(f"{rope.label}: rope type {kind!r} is not implemented; implemented: {', '.join(ROPE_KINDS)}")
     if kind == "default":
@@ -251,7 +261,7 @@ def parse_rope(
         result = _llama3(rope, theta, max_position)
     else:
         result = _yarn(rope, theta, max_position)
-    rope.refuse_unknown(())
+    rope.refuse_unknown(known)
     return result
 
 

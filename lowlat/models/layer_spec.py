@@ -7,8 +7,8 @@ tensor parallelism are made by walking the specs.
 A new kind of layer is a new record in `Mixer` or `FFN`, and the places that walk specs say which records they know.
 """
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
 
 __all__ = [
     "FFN",
@@ -18,6 +18,7 @@ __all__ = [
     "DeltaSpec",
     "DenseSpec",
     "ExpertsSpec",
+    "Heads",
     "LayerSpec",
     "Mixer",
     "ParallelSpec",
@@ -59,6 +60,24 @@ class Rotation(NamedTuple):
     dims: int
 
 
+@dataclass(frozen=True)
+class Heads:
+    """The heads of a mixer, as ranks share them out.
+
+    count    that are shared out
+    groups   of which each is read by several of them
+    dim      numbers that one of them gives the output projection
+    key_dim  numbers of a head of the groups; 0: as many as `dim`
+    options  the names by which configs have count and groups
+    """
+
+    count: int
+    groups: int
+    dim: int
+    key_dim: int = 0
+    options: tuple[str, str] = ("num_attention_heads", "num_key_value_heads")
+
+
 class AttentionWidths:
     """The widths of attention, by numbers of heads."""
 
@@ -92,8 +111,10 @@ class AttentionSpec(AttentionWidths):
     window    positions that a row sees, its own included; None: all before it
     softcap   scores s become c tanh(s / c); None: they stay
     scale     of scores before the softcap; None: head_dim ** -0.5
+    chains_only  the name of such layers, where they run over chains of drafts alone; None: they take any rows
     """
 
+    chains_only: ClassVar[str | None] = None
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -110,6 +131,20 @@ class AttentionSpec(AttentionWidths):
     scale: float | None = None
     rotary_dims: int | None = None
     gated: bool = False
+
+    @property
+    def heads(self) -> Heads:
+        """Its query heads, which key-value heads serve."""
+        return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def with_heads(self, count: int, groups: int) -> "AttentionSpec":
+        """The same with so many query heads and key-value heads."""
+        return replace(self, num_heads=count, num_kv_heads=groups)
+
+    @property
+    def mixed_size(self) -> int:
+        """Width of what the output projection reads."""
+        return self.query_size
 
     @property
     def projected(self) -> str:
@@ -137,13 +172,30 @@ class DeltaSpec:
     num_value_heads  of values, of states and of gates; consecutive ones share a key head
     key_dim, value_dim  of their heads
     conv_size        inputs that the convolution sees, the row's own included
+    chains_only      as in `AttentionSpec`: its state follows one chain of tokens over a whole text
     """
 
+    chains_only: ClassVar[str | None] = "gated delta nets"
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
     conv_size: int = 4
+
+    @property
+    def heads(self) -> Heads:
+        """Its value heads, which key heads serve."""
+        options = ("linear_num_value_heads", "linear_num_key_heads")
+        return Heads(self.num_value_heads, self.num_key_heads, self.value_dim, self.key_dim, options)
+
+    def with_heads(self, count: int, groups: int) -> "DeltaSpec":
+        """The same with so many value heads and key heads."""
+        return replace(self, num_value_heads=count, num_key_heads=groups)
+
+    @property
+    def mixed_size(self) -> int:
+        """Width of what the output projection reads."""
+        return self.value_size
 
     @property
     def value_size(self) -> int:
@@ -243,6 +295,8 @@ class LayerSpec:
     per_layer_size  width P of the token's embedding of this layer, which gates a last sum: x += norm(out(gelu(gate x) *
                     embedding)); None: there is none
     scaled    whether the residual stream is multiplied by a number of the layer at its end
+    sum_scale  what mixer and FFN give is multiplied by it before it is added; None: it is added as it is. The weight
+               `layers.N.sum_scale` has it
     Norm weights are what a norm multiplies by: a family whose files store w and multiply by 1 + w adds the 1 at load.
     """
 
@@ -251,6 +305,7 @@ class LayerSpec:
     sandwich: bool = False
     per_layer_size: int | None = None
     scaled: bool = False
+    sum_scale: float | None = None
 
     @property
     def experts(self) -> ExpertsSpec | None:

@@ -1,7 +1,7 @@
 """RoPE tables from a RopeConfig, computed operation by operation as transformers does, so that bits agree.
 
-It knows neither models nor positions in use. Source: transformers modeling_rope_utils; RoFormer, arXiv 2104.09864;
-YaRN, arXiv 2309.00071; Llama 3.1 (frequencies by wavelength).
+Source: transformers modeling_rope_utils; RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; Llama 3.1 (frequencies by
+wavelength).
 """
 
 import math

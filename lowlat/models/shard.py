@@ -15,7 +15,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FORMATS, MatrixFormat
 from lowlat.kernels.reference.collectives.cuts import bounds
-from lowlat.models.layer_spec import DeltaSpec, ExpertsSpec, LayerSpec, Mixer, ParallelSpec
+from lowlat.models.layer_spec import ExpertsSpec, LayerSpec, ParallelSpec
 
 if TYPE_CHECKING:
     from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
@@ -132,13 +132,6 @@ def span(total: int, size: int, rank: int, unit: int = 1) -> tuple[int, int]:
     return ends[rank], ends[rank + 1]
 
 
-def _heads(mixer: Mixer) -> tuple[int, int, int]:
-    """Heads that are shared out, heads that several of them read, and the size of the former."""
-    if isinstance(mixer, DeltaSpec):
-        return mixer.num_value_heads, mixer.num_key_heads, mixer.value_dim
-    return mixer.num_heads, mixer.num_kv_heads, mixer.head_dim
-
-
 def head_unit(num_heads: int, num_kv_heads: int) -> int:
     """Query heads that stay together: an eighth of all, if these are whole groups or parts of one; else a group.
 
@@ -188,28 +181,24 @@ def _part(config: Config, rank: int, size: int, invariant: bool) -> Config:
 
 def _layer_shard(config: "Decoder", layer: LayerSpec, place: dict[str, Any]) -> LayerShard:
     unit, output_unit = _units(config, layer, place["invariant"])
-    num_heads, num_kv_heads, head_dim = _heads(layer.mixer)
+    heads = layer.mixer.heads
     return LayerShard(
         **place,
         unit=unit,
         output_unit=output_unit,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_heads=heads.count,
+        num_kv_heads=heads.groups,
+        head_dim=heads.dim,
         inner_size=layer.inner_sizes[0],
-        key_dim=layer.mixer.key_dim if isinstance(layer.mixer, DeltaSpec) else 0,
+        key_dim=heads.key_dim,
         shared_size=layer.inner_sizes[1],
     )
 
 
 def _layer_part(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
     """A layer with the heads and the inner width of a rank."""
-    counts = [stop - start for start, stop in (shard.heads, shard.kv_heads)]
-    mixer: Mixer
-    if isinstance(layer.mixer, DeltaSpec):
-        mixer = replace(layer.mixer, num_value_heads=counts[0], num_key_heads=counts[1])
-    else:
-        mixer = replace(layer.mixer, num_heads=counts[0], num_kv_heads=counts[1])
+    count, groups = (stop - start for start, stop in (shard.heads, shard.kv_heads))
+    mixer = layer.mixer.with_heads(count, groups)
     own, other = (stop - start for start, stop in (shard.inner, shard.shared_inner))
     if isinstance(layer.ffn, ParallelSpec):
         dense, experts = replace(layer.ffn.dense, inner_size=other), replace(layer.ffn.experts, inner_size=own)
@@ -245,15 +234,13 @@ def _check(config: "Decoder", size: int, owner: str, vocab_size: int, invariant:
 
 def _layer_problem(config: "Decoder", layer: LayerSpec, size: int, invariant: bool) -> str | None:
     """Why a layer cannot be cut; None where it can."""
-    (heads, kv_heads, head_dim), (unit, output_unit) = _heads(layer.mixer), _units(config, layer, invariant)
-    most = heads // head_unit(heads, kv_heads)
-    least = heads // size * head_dim if most == PARTS else output_unit
+    heads, (unit, output_unit) = layer.mixer.heads, _units(config, layer, invariant)
+    most = heads.count // head_unit(heads.count, heads.groups)
+    least = heads.count // size * heads.dim if most == PARTS else output_unit
     together = math.lcm(WIDTH, _dense_block(config))
     if size > most:
-        names = ("num_attention_heads", "num_key_value_heads")
-        if isinstance(layer.mixer, DeltaSpec):
-            names = ("linear_num_value_heads", "linear_num_key_heads")
-        return f"is more than {most}, the parts of {names[0]} {heads} with {names[1]} {kv_heads}"
+        count, groups = heads.options
+        return f"is more than {most}, the parts of {count} {heads.count} with {groups} {heads.groups}"
     if least % together:
         return f"cuts inputs of output projections at multiples of {least}, and {together} are held together"
     for width in filter(None, layer.inner_sizes):
@@ -269,8 +256,8 @@ def _units(config: "Decoder", layer: LayerSpec, invariant: bool) -> tuple[int, i
     The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
     """
     experts = 1 if layer.experts is None else FORMATS[layer.experts.weight_format].block
-    num_heads, num_kv_heads, head_dim = _heads(layer.mixer)
-    output = head_dim * head_unit(num_heads, num_kv_heads)
+    heads = layer.mixer.heads
+    output = heads.dim * head_unit(heads.count, heads.groups)
     unit = math.lcm(WIDTH, experts, _dense_block(config))
     whole = math.lcm(unit, STEP)
     has_steps = all(width % whole == 0 and width >= PARTS * whole for width in filter(None, layer.inner_sizes))

@@ -18,7 +18,7 @@ from lowlat.checkpoint.formats import narrowed, part_groups
 from lowlat.checkpoint.json_file import shown
 from lowlat.checkpoint.kv_scales import kv_scale_names, read_kv_scales
 from lowlat.checkpoint.quantising import QuantisedWeights, Quantiser
-from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes, chosen_recipes, with_stem
+from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes, chosen_recipes, renamed_recipe
 from lowlat.checkpoint.source import WeightSource
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.checkpoint.tensors import DTYPES, Checkpoint, OpenFiles, TensorEntry, stored_names
@@ -46,6 +46,7 @@ __all__ = [
 
 logger = logging.getLogger("lowlat")
 COMPARED_BYTES = 8 << 20
+LM_HEAD = "lm_head.weight"
 Config = TypeVar("Config", bound=Decoder)
 
 
@@ -93,7 +94,8 @@ def read_model_config(directory: str | Path, *, dtype: str = "auto") -> ModelCon
         config = FAMILIES[family].parse(fields, directory, resolve_dtype(fields, dtype, directory))
         names = stored_names(directory) if FAMILIES[family].ties_by_files else None
         if names is not None:
-            config = replace(config, tie_embeddings=not any(name.startswith("lm_head.") for name in names))
+            lm_head = f"{FAMILIES[family].names_in(names).lm_head}."
+            config = replace(config, tie_embeddings=not any(name.startswith(lm_head) for name in names))
         if config.quantisation is not None:
             target_recipes(config)  # a layer that its format cannot hold is known before anything is fetched
         if dtype == "auto" and is_quantised(fields, directory) and not _has_codes(config):
@@ -133,9 +135,8 @@ def target_recipes(config: ModelConfig, names: Collection[str] | None = None) ->
     names  of these; None: they are not known, and weights that files have in two forms are in the usual one
     """
     family = FAMILIES[config.family]
-    recipes = family.recipes(config)
-    if family.other_stem and names is not None and not any(name.startswith(f"{family.stem}.") for name in names):
-        recipes = [with_stem(recipe, family.stem, family.other_stem) for recipe in recipes]
+    rename = family.names_in(names).stored
+    recipes = [renamed_recipe(recipe, rename) for recipe in family.recipes(config)]
     recipes = chosen_recipes(recipes, names, others=config.quantisation is not None)
     return recipes if config.quantisation is None else config.quantisation.apply(recipes)
 
@@ -143,32 +144,30 @@ def target_recipes(config: ModelConfig, names: Collection[str] | None = None) ->
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
     """Buffers that old versions of transformers stored, scales of the KV cache, the copy of a tied embedding, and what
     is no part of the target."""
-    family = FAMILIES[config.family]
-    ignored = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(config.num_layers)}
-    ignored |= {name for layer in config.attentions for names in kv_scale_names(layer, family.stem) for name in names}
-    ignored.add("model.rotary_emb.inv_freq")
+    own = FAMILIES[config.family].names_in(checkpoint.entries)
+    ignored = {own.stored(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq") for layer in range(config.num_layers)}
+    ignored |= {name for layer in config.attentions for names in kv_scale_names(layer, own.stem) for name in names}
+    ignored.add(own.stored("model.rotary_emb.inv_freq"))
     if config.tie_embeddings:
-        ignored.add("lm_head.weight")
-    unread = _unread(config, (family.stem, *filter(None, (family.other_stem,))))
-    ignored |= {name for name in checkpoint.entries if name.startswith((*family.skipped, *unread))}
+        ignored.add(own.stored(LM_HEAD))
+    ignored |= {name for name in checkpoint.entries if name.startswith((*own.skipped, *_unread(config, own.stem)))}
     if config.quantisation is not None:
         ignored |= config.quantisation.unused(checkpoint)
     return ignored & set(checkpoint.entries)
 
 
-def _unread(config: ModelConfig, stems: Collection[str]) -> list[str]:
+def _unread(config: ModelConfig, stem: str) -> list[str]:
     """Beginnings of the names of what files have of keys and values of layers that have none of their own."""
     layers = config.attentions.keys() - config.caching.keys()
     parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
-    return [f"{stem}.layers.{layer}.self_attn.{part}" for stem in stems for layer in layers for part in parts]
+    return [f"{stem}.layers.{layer}.self_attn.{part}" for layer in layers for part in parts]
 
 
-def _check_tied_copy(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) -> None:
-    embedding = weights["embed.weight"]
-    entry = checkpoint.entries["lm_head.weight"]
+def _check_tied_copy(checkpoint: Checkpoint, name: str, weights: Mapping[str, torch.Tensor]) -> None:
+    embedding, entry = weights["embed.weight"], checkpoint.entries[name]
     if entry.shape != tuple(embedding.shape) or not _same_rows(entry, embedding):
         raise ConfigError(
-            f"{entry.file}: tensor 'lm_head.weight' differs from the embedding, though config.json says that "
+            f"{entry.file}: tensor {name!r} differs from the embedding, though config.json says that "
             f"they are tied (tie_word_embeddings)"
         )
 
@@ -196,8 +195,9 @@ def target_groups(config: ModelConfig, checkpoint: Checkpoint | None = None) -> 
         return part_groups(recipes, {})
     check_recipes(checkpoint, recipes, _ignored(config, checkpoint))
     groups = part_groups(narrowed(recipes, checkpoint.entries), checkpoint.entries)
-    if config.tie_embeddings and "lm_head.weight" in checkpoint.entries:
-        tied = partial(_check_tied_copy, checkpoint)
+    name = FAMILIES[config.family].names_in(checkpoint.entries).stored(LM_HEAD)
+    if config.tie_embeddings and name in checkpoint.entries:
+        tied = partial(_check_tied_copy, checkpoint, name)
         groups = [replace(group, finish=tied) if _is_embedding(group) else group for group in groups]
     return groups
 
@@ -246,7 +246,8 @@ def code_kv(target: OpenedTarget) -> OpenedTarget:
 def coded(config: ModelConfig, checkpoint: Checkpoint | None = None) -> ModelConfig:
     """The geometry of a model whose KV cache holds codes; without a checkpoint all scales are 1."""
     heads = {layer: spec.num_kv_heads for layer, spec in config.caching.items()}
-    return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads, FAMILIES[config.family].stem)))
+    stem = FAMILIES[config.family].names_in(None if checkpoint is None else checkpoint.entries).stem
+    return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads, stem)))
 
 
 def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
@@ -257,8 +258,7 @@ def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
             f"{label} is stored in {formats}, and {quantiser.option} {quantiser.kind!r} is for plain weights"
         )
     widths = {config.hidden_size, getattr(config, "target_hidden_size", 0)}
-    widths |= {spec.query_size for spec in config.attentions.values()}
-    widths |= {spec.value_size for spec in config.deltas.values()}
+    widths |= {layer.mixer.mixed_size for layer in config.layers}
     widths |= {size for layer in config.layers for size in layer.inner_sizes if size}
     widths |= {layer.per_layer_size for layer in config.layers if layer.per_layer_size is not None}
     return replace(config, quantiser=quantiser.fitted(*widths))

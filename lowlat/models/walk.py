@@ -142,7 +142,7 @@ def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> st
     if not layer.attention.gated:
         return attended
     width = layer.attention.query_size
-    gate = emitter.linear(normed, f"{layer.name}.gate", width, "gate")
+    gate = emitter.linear(normed, f"{layer.name}.gate", width, "gate", bias=layer.attention.qkv_bias)
     out = emitter.scratch("gated", emitter.rows.count, width)
     emitter.emit("output_gate", {"x": attended, "gate": gate, **emitter.live()}, {"out": out})
     return out
@@ -206,10 +206,15 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") ->
 
 
 def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
-    """The output of a mixer or an FFN, [M, N], normed where the layer says so: rounded, then normed.
+    """The output of a mixer or an FFN, [M, N], rounded and normed or scaled where the layer says so.
 
     norm  of "post_attn" and "post_ffn"
     """
+    if layer.spec.sum_scale is not None:
+        rounded = emitter.cast(output, f"{norm}.rounded")
+        out = emitter.scratch(f"{norm}.scaled", *emitter.builder.spec(rounded).shape)
+        emitter.emit("scale", {"x": rounded}, {"out": out}, weights={"scalar": f"{layer.name}.sum_scale"})
+        return out
     if not layer.spec.sandwich:
         return output
     if norm == "post_ffn" and isinstance(layer.spec.ffn, ParallelSpec):
@@ -218,7 +223,7 @@ def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str
 
 
 def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, inputs: str) -> str:
-    """What the token's embedding of this layer adds to the residual stream [M, N]: [M, N], normed.
+    """The summand that the token's embedding of this layer gives the residual stream [M, N]: [M, N], normed.
 
     inputs  the embeddings of all layers, [M, L P]
     """

@@ -1,7 +1,6 @@
 """The options of a Runtime: frozen, validated at construction, refused by name.
 
-It knows neither checkpoints nor devices; what depends on the model (context against max_position, boundaries
-against layers) is checked at load.
+What depends on the model (context against max_position, boundaries against layers) is checked at load.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +58,7 @@ class Limited(Protocol):
 
     @property
     def speculation_limits(self) -> Mapping[str, Any]:
-        """What it was loaded with, by option; empty without speculation."""
+        """The options that it was loaded with, by name; empty without speculation."""
 
 
 @documented
@@ -491,6 +490,18 @@ class RuntimeConfig:
     prefix_reuse: bool = declare(
         True, "Share the KV of complete prefill chunks between requests with equal prefixes.", rare=True
     )
+    host_cache_gib: float = declare(
+        0.0,
+        "Host memory for prefixes that the device's memory has no space for, GiB; with a cache_dir 1 at least.",
+        0.0,
+        16384.0,
+    )
+    cache_dir: str | Path | None = declare(
+        None,
+        "Directory for prefixes that outlive the process: prompts that begin alike are read again from its files.",
+        otherwise="no files",
+    )
+    cache_gib: float = declare(32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6)
     state_cache_gib: float = declare(
         2.0,
         "Memory for snapshots of recurrent states, GiB: prompts that share a prefix go on from one.",

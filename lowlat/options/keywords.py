@@ -76,6 +76,9 @@ class RuntimeOptions(TypedDict, total=False):
     max_stall_ms: float
     kv_blocks: int | None
     prefix_reuse: bool
+    host_cache_gib: float
+    cache_dir: str | Path | None
+    cache_gib: float
     state_cache_gib: float
     state_interval: int
     share_decoded: bool

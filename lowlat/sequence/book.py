@@ -1,6 +1,6 @@
 """The host's books of what requests hold: who has which blocks, and what of a prompt is there already.
 
-The scheduler calls them as requests come, grow and end, and knows no kind of state.
+The scheduler calls them as requests come, grow and end.
 """
 
 from abc import ABC, abstractmethod
@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowlat.errors import LowlatError
+from lowlat.sequence.tiers.key import Load, Save
+from lowlat.sequence.tiers.tiers import CacheTiers
 
 __all__ = ["Allocation", "BlockStats", "InvariantError", "SequenceBook"]
 
@@ -44,16 +46,21 @@ class BlockStats:
 class SequenceBook(ABC):
     """The host's book of what requests hold: of one runtime, for all of its states.
 
-    generation     grows whenever an admission that did not fit might fit now
     prefill_chunk  positions of one prefill chunk: the unit of sharing
+    tiers          of the cache below the device's memory; None: there are none
 
     Of a request the scheduler calls `check`, then `admit` until it fits, `append` and `mark_prefilled` for each part of
     its prompt, and `release`. Decode steps call nothing: admission reserves the worst case, so that no step can run
     out, and rows that a step rejects are forgotten on the device.
     """
 
-    generation: int
     prefill_chunk: int
+    tiers: CacheTiers | None = None
+
+    @property
+    @abstractmethod
+    def generation(self) -> int:
+        """A number that grows whenever an admission that did not fit might fit now."""
 
     @property
     @abstractmethod
@@ -116,6 +123,14 @@ class SequenceBook(ABC):
         poisoned: bool = False,
     ) -> None:
         """Take back what a request holds; what may be shared stays for others. The device must write to it no more."""
+
+    @abstractmethod
+    def take_loads(self) -> list[Load]:
+        """Contents of the tiers that the caller writes to the device before anything else is launched."""
+
+    @abstractmethod
+    def take_saves(self) -> list[Save]:
+        """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
 
     @abstractmethod
     def take_blocks_to_clear(self) -> list[int]:

@@ -11,10 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from lowlat.errors import ConfigError, RequestError
 from lowlat.sequence.book import Allocation, BlockStats, InvariantError, SequenceBook
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
+from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Save
+from lowlat.sequence.tiers.tiers import CacheTiers
 
 __all__ = ["KVCache"]
 
@@ -41,6 +45,7 @@ class KVCache(SequenceBook):
     reuse           share complete chunks written by prefill
     share_decoded   also share chunks that decoding wrote, wholly or in part
     books           of other pools, which belong to this book from now on
+    tiers           of the cache below the device's memory, whose chunks prompts find, too; None: there are none
 
     A block is free, in use (in a table), evictable (content nobody uses, free for admission), or waiting to
     be cleared. Admission reserves the worst case, so that no step can run out. Not safe for use by several
@@ -56,6 +61,7 @@ class KVCache(SequenceBook):
         reuse: bool,
         share_decoded: bool,
         books: Sequence[PoolBook] = (),
+        tiers: CacheTiers | None = None,
     ) -> None:
         if num_blocks < 2:
             raise ConfigError(f"kv_blocks must be at least 2 (block 0 is the null block), got {num_blocks}")
@@ -68,7 +74,10 @@ class KVCache(SequenceBook):
         self.prefill_chunk = prefill_chunk
         self.reuse = reuse
         self.share_decoded = reuse and share_decoded
-        self.generation = 0  # grows whenever an admission that did not fit might fit now
+        self.tiers = tiers if reuse else None
+        self._generation = 0
+        self._loads: list[Load] = []
+        self._saves: list[Save] = []
         self._index = PrefixIndex()
         self._books = tuple(books)
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the lowest on top at first
@@ -76,6 +85,11 @@ class KVCache(SequenceBook):
         self._dirty: set[int] = set()
         self._entries: dict[str, _Entry] = {}
         self._queries = self._query_tokens = self._hit_tokens = 0
+
+    @property
+    def generation(self) -> int:
+        """A number that grows whenever an admission that did not fit might fit now, or a chunk has come from a file."""
+        return self._generation + (0 if self.tiers is None else self.tiers.num_read)
 
     @property
     def capacity(self) -> int:
@@ -132,6 +146,8 @@ class KVCache(SequenceBook):
         self._check_admission(request_id, prompt_token_ids, max_total_tokens)
         self.check(request_id, max_total_tokens, num_overprovision)
         root = self._index.root(salt)
+        if reads and self.tiers is not None and not self._restore(self.tiers, prompt_token_ids, root):
+            return None
         digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
         num_found = len(digests)
         count = self._num_hits(digests)
@@ -155,6 +171,16 @@ class KVCache(SequenceBook):
         self._query_tokens += len(prompt_token_ids)
         self._hit_tokens += num_cached
         return Allocation(list(table), num_cached)
+
+    def take_loads(self) -> list[Load]:
+        """Contents of the tiers that the caller writes to the device before anything else is launched."""
+        loads, self._loads = self._loads, []
+        return loads
+
+    def take_saves(self) -> list[Save]:
+        """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
+        saves, self._saves = self._saves, []
+        return saves
 
     def append(self, request_id: str, start: int, stop: int) -> None:
         """Give a request its blocks of the prompt's positions [start, stop) in other pools; it has all of the first.
@@ -186,11 +212,11 @@ class KVCache(SequenceBook):
                 f"{entry.num_prefilled} of {len(entry.prompt)}"
             )
         entry.num_prefilled = num_tokens
-        self._register(request_id, entry.prompt, num_tokens)
+        self._note_saves(self._register(request_id, entry.prompt, num_tokens))
         if num_tokens == len(entry.prompt) and self._books:
             for book in self._books:
                 book.mark_prefilled(request_id)
-            self.generation += 1
+            self._generation += 1
 
     def release(
         self,
@@ -231,14 +257,14 @@ class KVCache(SequenceBook):
             self._index.touch(digest)
         for book in self._books:
             book.release(request_id)
-        self.generation += 1
+        self._generation += 1
 
     def take_blocks_to_clear(self) -> list[int]:
         """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""
         blocks, self._to_clear = self._to_clear, []
         if blocks:
             self._free.extend(blocks)
-            self.generation += 1
+            self._generation += 1
         return blocks
 
     def take_pool_blocks_to_clear(self) -> dict[str, list[int]]:
@@ -247,7 +273,7 @@ class KVCache(SequenceBook):
         Some may be handed out again already: zero them before the next part of a prompt is launched.
         """
         found = {book.name: blocks for book in self._books if (blocks := book.take_blocks_to_clear())}
-        self.generation += bool(found)
+        self._generation += bool(found)
         return found
 
     def stats(self) -> BlockStats:
@@ -336,8 +362,9 @@ class KVCache(SequenceBook):
             else:
                 self._free.append(block)
 
-    def _register(self, request_id: str, token_ids: Sequence[int], num_written: int) -> None:
-        """List the new complete chunks below num_written; one whose parent is gone is not listed."""
+    def _register(self, request_id: str, token_ids: Sequence[int], num_written: int) -> list[bytes]:
+        """List the new complete chunks below num_written, and return them; one whose parent is gone is not listed."""
+        listed: list[bytes] = []
         entry = self._entries[request_id]
         per_chunk = self.prefill_chunk // self.block_size
         for k in range(len(entry.digests), num_written // self.prefill_chunk if self.reuse else 0):
@@ -349,9 +376,64 @@ class KVCache(SequenceBook):
                 continue
             if self._index.get(digest) is None:
                 entry.held[k] = self._index.add(digest, parent, entry.table[k * per_chunk : (k + 1) * per_chunk])
-                self.generation += 1
+                self._generation += 1
             for book in self._books:
                 book.attach(request_id, k, digest)
+            listed.append(digest)
+        return listed
+
+    def _note_saves(self, digests: Iterable[bytes]) -> None:
+        """Chunks whose contents, of each pool that lists them, are to be kept in the tiers, where they are not yet."""
+        if self.tiers is None:
+            return
+        for digest in digests:
+            chunk = self._index.get(digest)
+            places = {"": None if chunk is None else chunk.blocks}
+            places |= {book.name: book.places(digest) for book in self._books}
+            for pool, found in places.items():
+                if found is not None and self.tiers.wants(ChunkKey(digest, pool)):
+                    self._saves.append(Save(ChunkKey(digest, pool), found))
+
+    def _restore(self, tiers: CacheTiers, prompt: Sequence[int], root: bytes) -> bool:
+        """List what the tiers hold of a prompt's chunks, in blocks that nobody uses; False: more is on its way."""
+        per_chunk, digest, held = self.prefill_chunk // self.block_size, root, list[CachedChunk]()
+        ready = True
+        for k in range((len(prompt) - 1) // self.prefill_chunk):
+            digest = self._index.digest(digest, self._chunk_of(prompt, k))
+            chunk = self._index.get(digest)
+            if chunk is not None:
+                self._index.acquire(chunk)
+            else:
+                found = tiers.find(ChunkKey(digest, ""))
+                ready = found is not COMING
+                if not isinstance(found, torch.Tensor) or len(self._free) + self._num_evictable() < per_chunk:
+                    break
+                chunk = self._index.add(digest, held[-1] if held else None, self._take(per_chunk))
+                self._loads.append(Load("", chunk.blocks, found))
+            held.append(chunk)
+        digests = [chunk.digest for chunk in held]
+        for book in self._books if ready else ():
+            ready = self._restore_of(book, tiers, digests) and ready
+        for chunk in reversed(held):
+            self._index.retire(chunk)
+        return ready
+
+    def _restore_of(self, book: PoolBook, tiers: CacheTiers, digests: Sequence[bytes]) -> bool:
+        """The same of another pool."""
+        contents: dict[bytes, torch.Tensor] = {}
+        coming = False
+
+        def is_kept(digest: bytes) -> bool:
+            nonlocal coming
+            found = tiers.find(ChunkKey(digest, book.name))
+            coming = coming or found is COMING
+            if isinstance(found, torch.Tensor):
+                contents[digest] = found
+            return digest in contents
+
+        restored = book.restore(digests, is_kept)
+        self._loads += [Load(book.name, places, contents[digest]) for digest, places in restored.items()]
+        return not coming
 
     def _distrust(self, request_id: str) -> None:
         """Unlist what a poisoned request wrote or read and all that was computed from it; mark it dirty."""
@@ -366,6 +448,7 @@ class KVCache(SequenceBook):
         for own in listed:
             for chunk in self._index.drop(own):
                 suspects.add(id(chunk))
+                self._forget_kept(chunk.digest)
                 for book in self._books:
                     book.drop(chunk.digest, poisoned=True)
                 self._dirty.update(chunk.blocks)
@@ -374,6 +457,12 @@ class KVCache(SequenceBook):
         for other in self._entries.values():
             if any(id(chunk) in suspects for chunk in other.held.values()):
                 other.tainted = True
+
+    def _forget_kept(self, digest: bytes) -> None:
+        """Take a chunk that may hold NaN out of the tiers."""
+        if self.tiers is not None:
+            for pool in ("", *(book.name for book in self._books)):
+                self.tiers.drop(ChunkKey(digest, pool))
 
     def _table_problems(self) -> list[str]:
         problems = []

@@ -6,7 +6,7 @@ that are kept as snapshots after chunks (`SnapshotBook`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from lowlat.sequence.prefix_index import PrefixIndex
 
@@ -30,6 +30,19 @@ class PoolBook(ABC):
     @abstractmethod
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
         """The first chunks of a chain, `most` at the most, after which a prompt can go on by what is listed here."""
+
+    @abstractmethod
+    def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
+        """List contents that lie in a tier of the cache, so that a prompt goes on after as many chunks as possible.
+
+        digests  a chain's first chunks, all listed in the first pool
+        is_kept  whether this pool's content of a chunk is in the tier
+        Returns the places that the caller fills before anything else is launched, by digest; they are listed already.
+        """
+
+    @abstractmethod
+    def places(self, digest: bytes) -> tuple[int, ...] | None:
+        """The blocks or rows of a listed chunk; None where it is not listed here."""
 
     @abstractmethod
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:

@@ -1,7 +1,7 @@
 """The prefix index: which complete chunks of one runtime's KV may be shared, who uses them, and which goes first.
 
 Its unit is the chunk, the unit in which KV may be shared at all: one with a block missing would be of no use
-to anybody. It hands out no blocks and knows no requests; `lowlat.sequence.kvcache` does both.
+to anybody. Blocks are handed out to requests by `lowlat.sequence.kvcache`.
 """
 
 import hashlib

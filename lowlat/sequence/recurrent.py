@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs import BufferSpec, Paging, Role
+from lowlat.graphs.program import ProgramBuilder, Stage
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.layers import TORCH_DTYPES
-from lowlat.sequence.snapshot_book import MAX_KEPT, PREFILL_STATES
+from lowlat.models.layers import TORCH_DTYPES, Rows
+from lowlat.sequence.snapshot_book import MAX_KEPT, PREFILL_STATES, SnapshotBook
 from lowlat.sequence.state import SequenceState
 
 __all__ = ["RecurrentState"]
+
+SNAPSHOTS = Paging.ROWS, SnapshotBook.name  # of buffers whose rows beyond the slots' are snapshots
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,19 @@ class RecurrentState(SequenceState):
                 "pending_d": (batch, ring, spec.num_value_heads, spec.value_dim),
                 "pending_g": (batch, ring, spec.num_value_heads),
             }
-            specs.append(BufferSpec(f"conv_state.{layer}", inputs, compute, Role.STATE))
+            specs.append(BufferSpec(f"conv_state.{layer}", inputs, compute, Role.STATE, *SNAPSHOTS))
             specs += [
-                BufferSpec(f"delta_{name}.{layer}", shape, torch.float32, Role.STATE) for name, shape in floats.items()
+                BufferSpec(
+                    f"delta_{name}.{layer}", shape, torch.float32, Role.STATE, *(SNAPSHOTS if name == "state" else ())
+                )
+                for name, shape in floats.items()
             ]
         return specs
+
+    def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
+        """Set the lengths that states contain, of all layers."""
+        kind = "prefill_advance_states" if rows.chunk else "advance_states"
+        builder.emit(kind, stage, reads=dict(rows.recurrent), writes={"state_lens": "state_lens"})
 
     def slot_bytes(self) -> dict[str, int]:
         """Bytes of a slot, pending rows included, and of a snapshot of it."""

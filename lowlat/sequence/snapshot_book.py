@@ -8,7 +8,7 @@ that it is told, and leaves its states in the rows that it is told.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowlat.sequence.pool_book import PoolBook
@@ -77,6 +77,24 @@ class SnapshotBook(PoolBook):
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
         """The first chunks, `most` at the most, the last of which has a snapshot."""
         return next((count for count in range(most, 0, -1) if digests[count - 1] in self._listed), 0)
+
+    def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
+        """List the snapshot after the last chunk that has one, here or in the tier."""
+        for digest in reversed(digests):
+            if digest in self._listed:
+                return {}
+            if is_kept(digest):
+                row = self._take()
+                if row is None:
+                    return {}
+                self._listed[digest] = _Snapshot(digest, row)
+                return {digest: (row,)}
+        return {}
+
+    def places(self, digest: bytes) -> tuple[int, ...] | None:
+        """The row of a listed snapshot."""
+        snapshot = self._listed.get(digest)
+        return None if snapshot is None else (snapshot.row,)
 
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
         """Every request fits."""

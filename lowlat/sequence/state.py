@@ -6,6 +6,8 @@ Which request holds which part of them is the host's to know: `lowlat.sequence.b
 from abc import ABC, abstractmethod
 
 from lowlat.graphs import BufferSpec, Role
+from lowlat.graphs.program import ProgramBuilder, Stage
+from lowlat.models.layers import Rows
 
 __all__ = ["SequenceState"]
 
@@ -20,6 +22,10 @@ class SequenceState(ABC):
     @abstractmethod
     def specs(self) -> list[BufferSpec]:
         """The buffers that hold it: by position or by block of a pool, by slot, or the host's orders about them."""
+
+    def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
+        """Append the operations, after those of all layers, by which these rows are in the state; most have none."""
+        return
 
     @property
     def num_bytes(self) -> int:

@@ -6,7 +6,7 @@ it runs; those of a complete chunk of a prompt stay listed until somebody needs 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowlat.errors import RequestError
@@ -88,6 +88,37 @@ class WindowBook(PoolBook):
             if all(digests[k] in self._parts for k in range(first, count)):
                 return count
         return 0
+
+    def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
+        """List the chunks that rows after these see, as many of these chunks as the tier and free blocks allow."""
+        for count in range(len(digests), 0, -1):
+            first = self.pool.first_block(count * self._chunk) // self.per_chunk
+            seen = digests[first:count]
+            missing = [digest for digest in seen if digest not in self._parts]
+            if not missing:
+                return {}
+            if not all(is_kept(digest) for digest in missing):
+                continue
+            held = [self._parts[digest] for digest in seen if digest in self._parts]
+            for part in held:
+                part.num_users += 1
+                self._unused.pop(part.digest, None)
+            available = len(self._free) + len(self._unused) * self.per_chunk - self._num_outstanding()
+            found: dict[bytes, tuple[int, ...]] = {}
+            if len(missing) * self.per_chunk <= available:
+                for digest in missing:
+                    blocks = found[digest] = tuple(self._take(self.per_chunk))
+                    held.append(_Part(digest, blocks, num_users=1))
+                    self._parts[digest] = held[-1]
+            for part in held:
+                self._retire(part, newest=True)
+            return found
+        return {}
+
+    def places(self, digest: bytes) -> tuple[int, ...] | None:
+        """The blocks of a listed chunk."""
+        part = self._parts.get(digest)
+        return None if part is None else part.blocks
 
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
         """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""

@@ -1,9 +1,9 @@
-"""Steps whose width is chosen on the device: an opening that chooses, and a body for each width.
+"""Steps whose draft length is chosen on the device: an opening that chooses, and a body for each length.
 
-A body drafts first, then verifies, accepts, commits and publishes: so a step's width is that of its drafts and of its
+A body drafts first, then verifies, accepts, commits and publishes: so a step's length is that of its drafts and of its
 rows, and one choice a step is enough. The draft model runs over the positions committed since it last ran,
-whose features wait in state; a body of width zero runs it only when too many wait. The opening lists the
-active slots for all bodies, and lays out the only row of each for those of width zero. Where a prompt's first token is
+whose features wait in state; a body of length zero runs it only when too many wait. The opening lists the
+active slots for all bodies, and lays out the only row of each for those of length zero. Where a prompt's first token is
 chosen, nothing is drafted.
 """
 
@@ -28,7 +28,7 @@ RECORD = ("length_probabilities", "length_runs", "length_expected")
 
 
 def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
-    """The Program of a bucket where widths are chosen: an opening, a body, or that of a first token."""
+    """The Program of a bucket where draft lengths are chosen: an opening, a body, or that of a first token."""
     if is_choice(bucket):
         return _Opening(geometry, bucket, TreeTopology.chain(0)).build()
     return _Body(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)).build()
@@ -40,7 +40,7 @@ def _opened(batch: int) -> str:
 
 
 class _Opening(StepBuilder):
-    """The host's commands, the choice of the width, and the rows of a step without drafts."""
+    """The host's commands, the choice of the draft length, and the rows of a step without drafts."""
 
     def build(self) -> Program:
         """All operations, checked and frozen."""
@@ -64,7 +64,7 @@ class _Opening(StepBuilder):
 
 
 class _Body(StepBuilder):
-    """A step of one width."""
+    """A step of one draft length."""
 
     @property
     def extends(self) -> bool:

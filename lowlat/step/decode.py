@@ -146,6 +146,8 @@ class StepBuilder:
             emit_lm_head(self.builder, config, rows, "prefilled_residual", stage)
             return ["prefilled_residual"]
         boundaries = emit_decoder(self.builder, config, rows, "row_tokens", self.tables, stage)
+        for state in self.geometry.sequence_states:
+            state.emit_end(self.builder, rows, stage)
         emit_lm_head(self.builder, config, rows, boundaries[-1], stage)
         return boundaries
 

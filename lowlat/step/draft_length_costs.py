@@ -1,7 +1,7 @@
-"""The costs of steps by their width, by which the device chooses: bytes that they read, or times that were measured.
+"""The costs of steps by draft length, by which the device chooses: bytes that they read, or times that were measured.
 
 They are relative integers, of a step without positions and for each position that its slots attend to. Where the draft
-model reads features, a step of width zero also bears its share of the runs that its positions wait for.
+model reads features, a step of length zero also bears its share of the runs that its positions wait for.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ import torch
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_parts
-from lowlat.kernels.reference.speculation.widths import BASE, LARGEST_COST, SLOPE, UNIT
+from lowlat.kernels.reference.speculation.draft_lengths import BASE, LARGEST_COST, SLOPE, UNIT
 from lowlat.step.variants import bodies_of
 
 __all__ = ["Costs", "StepCosts", "by_bytes", "cost_table"]
@@ -70,7 +70,7 @@ def _position_bytes(op: Op, program: Program) -> int:
 
 
 def cost_table(shape: Sequence[int], costs: Costs, context: int, num_waiting: int) -> torch.Tensor:
-    """The costs of buckets' bodies as `draft_length_costs` has them, those of width zero with their share of the last
+    """The costs of buckets' bodies as `draft_length_costs` has them, those of length zero with their share of the last
     one.
 
     shape        of `draft_length_costs`

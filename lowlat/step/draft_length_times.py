@@ -1,4 +1,4 @@
-"""The times of captured steps by their width, by which the device chooses it: measured at load, or read.
+"""The times of captured steps by their draft length, by which the device chooses it: measured at load, or read.
 
 Steps are timed back to back, as they run where the host is ahead, so that launches do not count; with sampling, over
 random tokens; at a short and a long context, between and beyond which times are taken as linear. Times are kept in the
@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from lowlat.graphs import Bucket, BufferSet
+from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.graphs.program import Program
 from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
@@ -37,8 +37,9 @@ from lowlat.step.variants import bodies_of
 
 __all__ = ["by_time", "set_costs"]
 
+PAGED = (Paging.POSITIONS, Paging.BLOCKS)
 STEPS = 6  # that run one after the other and are timed together, after one that is not timed
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # of all widths: as many as fit into that time; medians count
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # of all lengths: as many as fit into that time; medians count
 CONTEXTS = 256, 16384  # positions of a slot: few and many, if the runtime has as many
 TEMPERATURE_TIMED = 0.7
 FORMAT = 2  # of the file
@@ -89,7 +90,7 @@ def set_costs(
     *,
     fuse: bool,
 ) -> None:
-    """Give the device the costs by which it chooses widths: times where steps are captured, else bytes of weights.
+    """Give the device the costs by which it chooses lengths: times where steps are captured, else bytes of weights.
 
     weights  by canonical name; their content is not read
     """
@@ -149,7 +150,7 @@ def _times_of(executor: CapturedSteps, bucket: Bucket, context: int, num_waiting
     """The times of a bucket's bodies after so many positions of each slot."""
     most = bucket.num_speculative_tokens
     slots = {name: values.to(executor.device) for name, values in _slots(executor.state, bucket.batch, context).items()}
-    # at width zero a position more waits after every step: the draft model runs in none of them, or in the second
+    # at length zero a position more waits after every step: the draft model runs in none of them, or in the second
     waiting = dict.fromkeys(range(most + 1), 1) | {0: -STEPS}
     if num_waiting:
         waiting[most + 1] = num_waiting - 1
@@ -206,7 +207,7 @@ def _slots(state: BufferSet, batch: int, length: int) -> dict[str, torch.Tensor]
 
 
 def _num_blocks(state: BufferSet) -> int:
-    return min((spec.shape[0] for spec in state.specs.values() if spec.paging is not None), default=1)
+    return min((spec.shape[0] for spec in state.specs.values() if spec.paging in PAGED), default=1)
 
 
 def _kept_times(
@@ -257,4 +258,4 @@ def _write(path: Path, values: Mapping[str, Any]) -> None:
         part.write_text(json.dumps(values))
         part.replace(path)
     except OSError as error:
-        logger.warning("times of steps by width cannot be kept in %s: %s", path.parent, error)
+        logger.warning("times of steps by draft length cannot be kept in %s: %s", path.parent, error)

@@ -62,6 +62,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
     if partial is not None:
         builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
     boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage, last=leaves)
+    for state in geometry.sequence_states:
+        state.emit_end(builder, rows, stage)
     if refresh:
         return builder.build()
     builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})

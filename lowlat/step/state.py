@@ -63,7 +63,7 @@ class StepGeometry:
     prefill_chunk       positions of a chunk of prefill
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model after a slot's last token
-    max_width    the greatest width, where each step's is chosen again; None: it is the bucket's
+    max_draft_length  the greatest draft length, where each step's is chosen again; None: it is the bucket's
     partial      SpecPV's sizes; None: everything is attended to
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
@@ -84,7 +84,7 @@ class StepGeometry:
     max_prefill_chunks: int = 1
     simulated_acceptance: float | None = None
     simulated_seed: int = 0
-    max_width: int | None = None
+    max_draft_length: int | None = None
     num_drafted_rows: int = 0
     partial: PartialKV | None = None
     prompt_logits: bool = False
@@ -103,7 +103,7 @@ class StepGeometry:
     def window_pools(self) -> tuple[WindowPool, ...]:
         """The pools of these windows."""
         blocks = self.window_blocks or (self.num_blocks,) * len(self.windows)
-        behind = self.overhang + (0 if self.max_width is None else self.num_waiting)
+        behind = self.overhang + (0 if self.max_draft_length is None else self.num_waiting)
         if self.partial is not None:  # a refresh, or a verification, begins so far back
             behind += self.partial.buffer + self.partial.num_queries
         sizes = (self.block_size, self.prefill_sizes[-1], behind, self.overhang)
@@ -139,13 +139,13 @@ class StepGeometry:
     @cached_property
     def sequence_states(self) -> tuple[SequenceState, ...]:
         """The state that the target's layers keep for a slot between steps."""
-        kv = PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)
+        states: list[SequenceState] = [PagedKV(self.config, self.num_blocks, self.block_size, self._blocks_by_window)]
         if self.config.deltas:
-            return kv, RecurrentState(self.config, self.max_batch, self.max_rows, self.num_snapshots)
-        if self.partial is None:
-            return (kv,)
-        sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)
-        return kv, SparseLists(self.config, self.partial, *sizes)
+            states.append(RecurrentState(self.config, self.max_batch, self.max_rows, self.num_snapshots))
+        if self.partial is not None:
+            sizes = (self.num_blocks, self.block_size, self.max_batch, self.table_width)
+            states.append(SparseLists(self.config, self.partial, *sizes))
+        return tuple(states)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -224,7 +224,8 @@ def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
     """All buffers of role STATE, COMMAND and PUBLICATION."""
     state = [*_slot_state(geometry), *_host_buffers(geometry), *_kept_state(geometry)]
     state += [] if geometry.checks is None else check_specs(geometry.max_batch, RING_ENTRIES)
-    return state if geometry.max_width is None else [*state, *_width_state(geometry, geometry.max_width)]
+    most = geometry.max_draft_length
+    return state if most is None else [*state, *_draft_length_state(geometry, most)]
 
 
 def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
@@ -259,15 +260,15 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
 
 
 def waiting_boundaries(geometry: StepGeometry) -> tuple[int, ...]:
-    """The target's boundaries whose rows wait for the draft model, where the width of steps is chosen; else none."""
+    """The target's boundaries whose rows wait for the draft model, where steps choose their draft length; else none."""
     speculator = geometry.speculator
-    if geometry.max_width is None or speculator is None:
+    if geometry.max_draft_length is None or speculator is None:
         return ()
     return speculator.waiting_boundaries or ()
 
 
-def _width_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
-    """The buffers that the choice of widths keeps, and the features that wait for the draft model."""
+def _draft_length_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
+    """The buffers that the choice of draft lengths keeps, and the features that wait for the draft model."""
     batch, hidden = geometry.max_batch, geometry.config.hidden_size
     boundaries = waiting_boundaries(geometry)
     specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [

@@ -1,4 +1,4 @@
-"""Tokenizer, chat template, detokeniser, stop strings, parsed answers. It knows neither models nor devices."""
+"""Tokenizer, chat template, detokeniser, stop strings, parsed answers."""
 
 from lowlat.text.answers import AnswerDelta, AnswerStream, tools_of
 from lowlat.text.codec import TextCodec

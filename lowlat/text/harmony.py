@@ -154,7 +154,7 @@ class HarmonyReader:
                 message.content_type = plain[0]
 
     def _as_text(self, deltas: list[ChannelDelta]) -> None:
-        """What was no header becomes text in no channel."""
+        """Show what was no header as text in no channel."""
         message = self._open
         message.in_text = True
         self._show("".join(text for _, text in message.header), deltas)

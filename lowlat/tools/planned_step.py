@@ -24,7 +24,7 @@ from lowlat.lowering.covers import uncovered
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import read_model_config
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.config import AUTO_METHOD, RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.windows import check_draft_window
@@ -159,10 +159,14 @@ def _read(
     config.check_context(options.max_context, model / "config.json")
     if speculative is None or not speculative.enabled:
         return config, None
+    preset = read_geometries().get(str(model))
+    if preset is None:
+        return config, plan_speculator(speculative, config, model)
+    if speculative.method == AUTO_METHOD and speculative.model in (None, PRESET_DRAFT_MODEL):
+        speculative = replace(speculative, method=preset.drafting)
     if speculative.model != PRESET_DRAFT_MODEL:
-        preset = str(model) in read_geometries()
-        return config, plan_speculator(speculative, config, None if preset else model)
-    return config, _preset_speculator(read_geometries()[str(model)], config, speculative)
+        return config, plan_speculator(speculative, config)
+    return config, _preset_speculator(preset, config, speculative)
 
 
 def _preset_speculator(preset: Geometry, config: ModelConfig, speculative: SpeculativeConfig) -> Speculator:

@@ -29,7 +29,7 @@ SHARD_BYTES = 2 << 30
 MAX_COPIED_BYTES = 64 << 20
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 SUFFIX = ".weight"
-ROUTERS = ("re:.*mlp[.]gate$", "re:.*mlp[.]shared_expert_gate$")
+ROUTERS = ("re:.*mlp[.]gate$", "re:.*mlp[.]shared_expert_gate$", "re:.*block_sparse_moe[.]gate$")
 SMALL = "re:.*linear_attn[.]in_proj_(b|a|ba)$"  # of delta nets: a row or two a head
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
@@ -69,10 +69,11 @@ def quantise_checkpoint(directory: Path, out: Path, quantiser: Quantiser) -> Wri
         _copy_beside(directory, partial)
         sizes = _write_shards(target.weights.checkpoint, partial, quantiser, layers)
         config = read_object(directory / "config.json")
-        plain = [] if quantiser.lm_head else ["lm_head"]
+        own = FAMILIES[target.config.family].names_in(target.weights.checkpoint.entries)
+        plain = [] if quantiser.lm_head else [own.lm_head]
         plain += [] if target.config.experts is None else ROUTERS
         plain += [SMALL] if target.config.deltas else []
-        plain += [f"re:{start.replace('.', '[.]')}.*" for start in FAMILIES[target.config.family].skipped]
+        plain += [f"re:{start.replace('.', '[.]')}.*" for start in own.skipped]
         config["quantization_config"] = _quantization_config(quantiser, plain)
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         open_target(partial)

@@ -1,4 +1,4 @@
-"""What cannot be served is refused before it queues, by value, limit and knob; what has no room is told so at once."""
+"""Requests that cannot be served are refused before they queue, by value, limit and knob; at once without capacity."""
 
 import threading
 import time

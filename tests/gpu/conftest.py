@@ -1,4 +1,4 @@
-"""What tests on a GPU share: their marker, and the launchers that run kernels there."""
+"""The parts that tests on a GPU share: their marker, and the launchers that run kernels there."""
 
 from collections.abc import Iterator
 from pathlib import Path

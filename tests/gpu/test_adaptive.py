@@ -1,4 +1,4 @@
-"""Steps that choose their width on a GPU: kernels against references, graphs against launches one by one, loops."""
+"""Steps that choose their draft length: kernels against references, graphs against launches one by one, loops."""
 
 import random
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from draft_length_cases import MOST, check_waiting, check_widths
+from draft_length_cases import MOST, check_lengths, check_waiting
 from kernel_cases import Bench
 from recording import prompt_of, run_all
 from tiny_models import PairPaths, make_pair
@@ -31,7 +31,7 @@ MODES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("seed", range(4))
 def test_widths_are_the_reference_s(seed: int, bench: Bench) -> None:
-    chosen = check_widths(bench, seed, 8 + 4 * (seed % 2), steps=400)
+    chosen = check_lengths(bench, seed, 8 + 4 * (seed % 2), steps=400)
     assert {0, MOST + 1} <= chosen and len(chosen) > 3
 
 
@@ -48,7 +48,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
 
 
 def load(pair: PairPaths, executor: str, **options: Any) -> Runtime:
-    """A runtime that chooses widths up to 7."""
+    """A runtime that chooses draft lengths up to 7."""
     config = SpeculativeConfig(model=pair.head, num_speculative_tokens=7, adaptive_width=True, strict=True)
     return Runtime.load(pair.target, config, executor=executor, **{**OPTIONS, **options})
 
@@ -89,7 +89,7 @@ def runtimes(pair: PairPaths) -> Iterator[dict[str, Runtime]]:
 
 @pytest.mark.parametrize("depths", [None, 0, 3, "random"])
 @pytest.mark.parametrize("name", ["graph", "loop", "eager", "alone"])
-def test_no_width_changes_a_token(
+def test_no_draft_length_changes_a_token(
     name: str, depths: Any, runtimes: dict[str, Runtime], expected: list[list[int]]
 ) -> None:
     depth = random.Random(5).choices(range(8), k=3000).__getitem__ if depths == "random" else depths

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -215,6 +216,20 @@ def test_rows_of_a_chain_have_the_bits_of_rows_alone(
     case.q, case.live = random_bf16(nodes, *q.shape[1:]), torch.ones(nodes, dtype=torch.uint8, device="cuda")
     case.q[0::2] = q
     assert same(bench.run(case)[0::2], together)
+
+
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_keys_and_values_that_take_turns_change_no_bit(bench: Bench, shape: str, window: int | None) -> None:
+    """As on GPUs whose blocks have less shared memory than a tile of heads of 512 takes."""
+    small = replace(bench.launcher.gpu, shared_bytes=99 * 1024)
+    for rows, group in ((1, 8), (4, 8), (7, 4)):
+        masks = [chain(rows) if shape == "chain" else tree(rows, seed) for seed in range(6)]
+        case = Case(list(DENSE[6:]), masks, head_dim=512, group=group, window=window)
+        want = bench.run(case, early_metadata=True)
+        check(want, case.expected())
+        for num_blocks in (None, 5):
+            assert same(bench.run(case, gpu=small, num_blocks=num_blocks, early_metadata=True), want)
 
 
 def test_a_broken_draft_leaves_the_rows_before_it(bench: Bench) -> None:

@@ -1,6 +1,5 @@
-"""`lowlat bench` on a GPU: the wall, the floor, memory and stages; the same by a loop on the device; suites; peers."""
+"""`lowlat bench` on a GPU: the wall, the floor, memory and stages; the same by a loop on the device; peers."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -31,24 +30,6 @@ def test_rows_stand_beside_the_wall(tmp_path: Path, extra: str) -> None:
     profiles = read_profiles(tmp_path)
     assert len(profiles) == (4 if extra == "--profile" else 0)
     assert all(stage.stage for profile in profiles for stage in profile.stages)
-
-
-def test_suites_tell_the_gpu_and_the_share_of_its_bandwidth(repository: Path, tmp_path: Path) -> None:
-    out = tmp_path / "suites.json"
-    suites = [f"bench/test_{name}.py" for name in ("step", "cycle", "kernels", "first_token")]
-    chosen = ["-k", "not kernel or attention or lm_head", "--rounds", "40", f"--benchmark-json={out}"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites, *chosen]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(out.read_text())
-    assert result["machine_info"]["gpu"] and float(result["machine_info"]["clocks"]["clocks.sm"]) > 0
-    found = {each["name"]: each for each in result["benchmarks"]}
-    assert any("attention" in name for name in found) and any("S=3-socket" in name for name in found)
-    for name, each in found.items():
-        info = each["extra_info"]
-        assert 0 < info["ms_p50"] <= info["ms_p99"] and len(each["stats"]["data"]) == info["samples"], name
-        if "lm_head" in name or name.startswith("test_step"):
-            assert 0.02 < info["share_of_wall"] < 3, name
 
 
 def test_transformers_beside_lowlat_on_a_gpu(repository: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What goes wrong with captured steps, each tried on the GPU: what a capture may hold, what a replay sees, memory."""
+"""Traps of captured steps, each tried on the GPU: what a capture may hold, what a replay sees, memory."""
 
 import gc
 import itertools

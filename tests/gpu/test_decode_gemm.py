@@ -200,5 +200,9 @@ def test_a_product_norms_its_rows_as_a_norm_alone_does(launcher: Launcher, width
         launcher.run(*apart, *decode_gemm(x=normed, weight=weight, out=want))
         outs = [torch.full((rows, width), torch.nan, device="cuda") for _ in range(20)]
         launcher.run(*(call for out in outs for call in decode_gemm(x=x, weight=weight, out=out, norm=norm)))
+        kept = torch.full_like(x, torch.nan)
+        outs.append(torch.full((rows, width), torch.nan, device="cuda"))
+        launcher.run(*decode_gemm(x=x, weight=weight, out=outs[-1], norm=dataclasses.replace(norm, out=kept)))
+        assert torch.equal(kept, normed)
         assert want.isfinite().all()
         assert all(torch.equal(out, want) for out in outs)

@@ -33,6 +33,20 @@ def test_the_first_elements_turn_and_weights_are_wide(
         check_chunk_write(lab, heads, eps, (64, 32, 17), coded=coded and heads[2] % 16 == 0, **wide)
 
 
+@pytest.mark.parametrize("from_keys", [False, True])
+@pytest.mark.parametrize("heads", [(32, 4, 512), (16, 8, 256), (6, 2, 40), (0, 1, 512)])
+def test_values_are_normed_or_keys_and_heads_may_be_wide(
+    lab: Lab, heads: tuple[int, int, int], from_keys: bool
+) -> None:
+    kinds: tuple[dict[str, Any], ...] = ({"v_norm": True}, {})
+    for values in ({"keys_as_values": from_keys, **each} for each in kinds):
+        check_rotate(lab, heads, 1e-6, batch=3, rows=4, block=16, **values)
+        check_rotate(lab, heads, 1e-6, batch=1, rows=1, block=32, dtype=torch.float32, **values)
+        check_chunk_write(lab, heads, 1e-6, (64, 32, 17), **values)
+    check_rotate(lab, (8, 2, 512), None)
+    check_rotate(lab, (8, 0, 512), 1e-6)
+
+
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("eps", [None, 1e-6])
 @pytest.mark.parametrize("heads", [(32, 8, 128), (64, 8, 64), (6, 2, 48), (0, 8, 128)])

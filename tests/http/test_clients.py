@@ -1,4 +1,4 @@
-"""What other people's clients send, recorded once by `bench.clients`, is answered in the shapes that they read.
+"""Requests of other people's clients, recorded once by `bench.clients`, are answered in the shapes that they read.
 
 A file of `clients/` has the requests of a client in its version. They go to a small random chat model on the reference
 executor, and answers are checked by the types of OpenAI's package, which forbid what is missing or of another type.

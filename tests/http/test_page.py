@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,7 +256,7 @@ print("hi")
 """
 
 
-def text_parts(text: str, size: int = 7) -> list[dict[str, Any]]:
+def text_parts(text: str, size: int = 7) -> list[Mapping[str, Any]]:
     """Parts of an answer that spell a text."""
     return [{"text": text[place : place + size]} for place in range(0, len(text), size)]
 

@@ -1,4 +1,4 @@
-"""What tests over sockets share."""
+"""Fixtures that tests over sockets share."""
 
 from socket_fixtures import no_leaks, serve, server, soon, transport
 

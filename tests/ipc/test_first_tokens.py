@@ -1,4 +1,4 @@
-"""What a first token need not wait for: others do what they can while the I/O thread sleeps."""
+"""A first token does not wait for work that other threads can do while the I/O thread sleeps."""
 
 import threading
 import time

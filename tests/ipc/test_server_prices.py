@@ -1,4 +1,4 @@
-"""What one client costs the others: questions, long texts, ended requests, wrong messages; and users' shares."""
+"""The costs of one client for the others: questions, long texts, ended requests, wrong messages; and users' shares."""
 
 import gc
 import time

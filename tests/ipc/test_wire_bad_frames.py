@@ -1,4 +1,4 @@
-"""What a server must refuse: every entry of the table, in no time, without memory, with the field that is wrong."""
+"""A server refuses bad frames: every entry of the table, in no time, without memory, with the field that is wrong."""
 
 import gc
 import json

@@ -19,7 +19,7 @@ def test_against_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     check_begin_step(BENCH, seed * 7, batch=batch, max_batch=batch + seed % 2, **sizes, how=how)
 
 
-def test_a_width_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_length_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """After commands, too; the condition of the SWITCH node is what is chosen."""
     decided: list[tuple[int, int]] = []
     monkeypatch.setattr(begin_step, "THREADS", 96)

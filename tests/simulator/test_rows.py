@@ -18,7 +18,7 @@ from row_cases import (
 BENCH = Bench(torch.device("cpu"), simulate)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_compaction(seed: int) -> None:
     check_compaction(BENCH, seed, layers=1)
 
@@ -31,12 +31,12 @@ def test_features_last_rows_and_boundaries() -> None:
     check_boundary(BENCH, 5, width=16)
 
 
-@pytest.mark.parametrize(("start", "live"), [(0, 14), (0, 3), (4, 9), (12, 12), (8, 0), (5, 8)])
+@pytest.mark.parametrize(("start", "live"), [(0, 14), (8, 0), (5, 8)])
 def test_prefill_rows(start: int, live: int) -> None:
     check_prefill_rows(BENCH, 6, width=16, start=start, live=live)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_levels_and_writes(seed: int) -> None:
     check_level(BENCH, seed, width=24)
     check_block(BENCH, seed, width=24, accepted=1 + seed, drafting=2 + seed)

@@ -1,4 +1,4 @@
-"""Steps that choose their width: programs lower, drafts are those of fixed widths, times are kept."""
+"""Steps that choose their draft length: programs lower, drafts are those of fixed lengths, times are kept."""
 
 import json
 from dataclasses import replace
@@ -80,7 +80,7 @@ def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) ->
 
 
 def test_positions_that_wait_are_run_over_before_there_are_too_many(pair: PairPaths) -> None:
-    """Steps of width zero leave them, and one in so many runs the draft model; drafts after it are as ever."""
+    """Steps of length zero leave them, and one in so many runs the draft model; drafts after it are as ever."""
     with load(pair, max_batch=2) as runtime:
         runtime.submit(prompt_of(20), SamplingParams(max_tokens=90, temperature=0.0))
         state, waiting = runtime.executor.state, list[int]()
@@ -93,7 +93,7 @@ def test_positions_that_wait_are_run_over_before_there_are_too_many(pair: PairPa
 
 
 def test_all_programs_lower() -> None:
-    """A choice is one launch, and a body has those of a step of its width; without drafts one less, with the choice as
+    """A choice is one launch, and a body has those of a step of its length; without drafts one less, with the choice as
     many.
     """
     pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=3)

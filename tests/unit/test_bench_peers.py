@@ -283,19 +283,19 @@ def test_what_cannot_be_measured_has_a_reason() -> None:
 def test_a_comparison_is_written_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "peers.json"
     sizes = ["--context", 24, "-S", "0,2", "--steps", 5, "--warm-up", 1, "--repeats", 2, "--accept-length", 2]
-    engines = "lowlat,sglang,transformers"
+    engines = "lowlat,sglang"
     given = ["--geometry", "tiny", "--engines", engines, *sizes, "--device", "cpu", "--out", out]
     assert run.main([str(part) for part in given]) == 0
     result = bench("peers.results").read_peers(out)
     rows = {(row.engine, row.case.num_speculative_tokens): row for row in result.rows}
-    assert set(rows) == {("lowlat", 0), ("lowlat", 2), ("transformers", 0)}
+    assert set(rows) == {("lowlat", 0), ("lowlat", 2)}
     assert all(row.num_steps >= 10 and row.first_token_ms.p50 > 0 for row in rows.values())
     assert len(result.load) == len(result.rows) and min(result.load) >= 0
     assert 1 < rows["lowlat", 2].accept_length < 3  # of ten steps
     missing = {(each.engine, each.case and each.case.num_speculative_tokens) for each in result.not_compared}
-    assert missing == {("sglang", None), ("transformers", 2)}
+    assert missing == {("sglang", None)}
     assert result.environment.model == "tiny" and "weights: random" in result.environment.simulated
-    assert "| 1 x 24, S=0 | transformers |" in capsys.readouterr().out
+    assert "| 1 x 24, S=0 | lowlat |" in capsys.readouterr().out
     broken = {**json.loads(out.read_text()), "version": 2}
     out.write_text(json.dumps(broken))
     with pytest.raises(ConfigError, match="version 2"):

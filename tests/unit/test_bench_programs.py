@@ -24,14 +24,14 @@ TIMES = ["--small", "--device", "cpu", "--replays", "1", "--turn", "1", "--commi
 @pytest.mark.second
 def test_first_tokens_have_a_row_for_each_prompt_depth_and_way(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    given = ["--directory", tmp_path, "--tiny", "--device", "cpu", "--prompt", 5, 140, "--runs", 2, "--out", out]
+    given = ["--directory", tmp_path, "--tiny", "--device", "cpu", "--prompt", 5, "--runs", 1, "--out", out]
     first_token.main([*map(str, given), "--commit", "c0ffee1"])
     found = json.loads(out.read_text())
     assert found["weights"] == "random" and found["commit"] == "c0ffee1"
     cases = [(row["num_speculative_tokens"], row["through"], row["prompt"]) for row in found["rows"]]
-    assert cases == [(depth, way, length) for depth in (0, 3) for way in ("process", "socket") for length in (5, 140)]
+    assert cases == [(depth, way, 5) for depth in (0, 3) for way in ("process", "socket")]
     assert all(0 < row["ms_least"] <= row["ms_p50"] <= row["ms_p99"] for row in found["rows"])
-    assert all(row["next_ms_p50"] > 0 and row["runs"] == 2 for row in found["rows"])
+    assert all(row["next_ms_p50"] > 0 and row["runs"] == 1 for row in found["rows"])
 
 
 def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_from_some_agreement_on() -> None:
@@ -48,22 +48,6 @@ def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_f
     assert gains["0.9"] < 1 < gains["0.97"] < gains["0.99"] < gains["1.0"]
     four = specpv.cycle(sizes, 4, 3.1, found, full, partial)["gain_by_agreement"]  # each request is refreshed by itself
     assert four["1.0"] == pytest.approx(32 / 39 / (3.1 / 6), abs=1e-3)
-
-
-@pytest.mark.second
-@pytest.mark.parametrize("batch", [1, 2])
-def test_lossless_rows_of_a_geometry_have_cycles_timed_beside_the_partial_steps_they_are_made_of(
-    tmp_path: Path, batch: int
-) -> None:
-    out = tmp_path / "specpv.json"
-    sizes = ["--context", "512", "--retrieval", "4", "--threshold", "128", "--tokens", "160"]
-    sizes += ["--batch", str(batch)]
-    assert specpv.main(["--model", "tiny", "--lossless", "--device", "cpu", "--out", str(out), *sizes]) == 0
-    full, partial, cycles = json.loads(out.read_text())
-    assert (full["attention"], partial["lossy"], cycles["lossy"]) == ("full", True, False)
-    assert (partial["simulated"], cycles["simulated"]) == (True, False)
-    assert cycles["ms_a_proposal"] == partial["ms_p50"] < cycles["ms_p50"] and cycles["partial_steps_a_cycle"] > 2
-    assert cycles["verified_tokens"] > 0 and {row["batch"] for row in (full, partial, cycles)} == {batch}
 
 
 @pytest.mark.second
@@ -136,34 +120,30 @@ def test_a_dense_step_has_a_row_next_to_torchs(tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())
     assert row["case"] == "2 x 24, S=1" and row["tokens_per_s_is_simulated"] and row["torch_graph_ms_p50"] > 0
     assert row["floor_ms"] == pytest.approx(row["bytes"] / row["wall_gb_per_s"] / 1e6, abs=5e-5)
+    assert dense.main([*TIMES, "--case", "2x24x1", "--attention", "flex", "--out", str(out)]) == 1
+    (row,) = json.loads(out.read_text())
+    assert "'flex' needs an NVIDIA GPU; --attention has here: flash, " in row["error"]
 
 
 @pytest.mark.second
-def test_a_step_of_experts_has_a_row_and_a_soak(tmp_path: Path) -> None:
-    out, soaked = tmp_path / "oss.json", tmp_path / "soak.json"
+def test_a_step_of_experts_has_a_row(tmp_path: Path) -> None:
+    out = tmp_path / "oss.json"
     assert gpt_oss.main([*TIMES, "--case", "small, 1 x 320, S=0", "--no-plot", "--out", str(out)]) == 0
     (row,) = json.loads(out.read_text())
     assert row["distinct_experts"] == row["expected_experts"] == 2.0 and row["bound_speedup"] is None
     assert "small, 1 x 320, S=0" in out.with_suffix(".md").read_text()
-    command = ["--soak", "3", "--context", "64", "--drafts", "0", "--out", str(soaked)]
-    assert gpt_oss.main([*TIMES, *command]) == 0
-    (row,) = json.loads(soaked.read_text())
-    assert (row["steps"], row["passes"], row["tokens_a_step"], row["problems"]) == (3, 1, 1.0, [])
     with pytest.raises(SystemExit):
         gpt_oss.main([*TIMES, "--out", str(out), "--case", "unknown"])
 
 
 @pytest.mark.second
-def test_steps_of_several_gpus_have_rows_and_soaks(tmp_path: Path) -> None:
+def test_steps_of_several_gpus_have_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     assert parallel.main([*TIMES, "--only", "tiny, 1 x", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())
     kinds = [(row["tensor_parallel_size"], row.get("tp_invariant", False)) for row in rows]
     assert kinds == [(1, False), (2, False), (2, True)]
     assert ["exchange_us" in row for row in rows] == [False, True, False]
-    assert parallel.main([*TIMES, "--only", "tiny, 1 x", "--soak", "6", "--out", str(out)]) == 0
-    (row,) = json.loads(out.read_text())
-    assert (row["steps"], row["tokens_a_step"], row["problems"], row["tp_invariant"]) == (6, 1.0, [], True)
 
 
 @pytest.mark.second
@@ -202,14 +182,14 @@ def test_steps_of_hybrids_have_rows_and_draft_by_mtp(tmp_path: Path, monkeypatch
     monkeypatch.setattr(bench("lib.model"), "known_geometry", lambda name: HYBRID)
     out, given = (
         tmp_path / "rows.json",
-        ["--geometry", "a-small-hybrid", "--method", "mtp", "--weights", "bf16", "int4"],
+        ["--geometry", "a-small-hybrid", "--method", "mtp", "--weights", "int4"],
     )
     assert weights.main([*TIMES, *given, "--case", "1x40x0", "2x40x2", "--out", str(out)]) == 0
     rows = json.loads(out.read_text())
     assert [(row["weights"], row.get("method")) for row in rows] == [
-        *(("bf16", None), ("bf16", "mtp")),
-        *(("int4", None), ("int4", "mtp")),
+        ("int4", None),
+        ("int4", "mtp"),
     ]
     state = 3 * 4 * 16 * 16 * 4  # of three layers, a request
-    assert [row["state_bytes"] for row in rows] == [2 * state, 4 * state] * 2
+    assert [row["state_bytes"] for row in rows] == [2 * state, 4 * state]
     assert all(row["bytes"] > row["state_bytes"] and 2 <= row["distinct_experts"] <= 8 for row in rows)

@@ -188,11 +188,11 @@ MENDED = ["accepted length", "count of drafts", "position", "mask", *DRAFTED]
 
 
 def every_way(names: Iterable[str]) -> list[Any]:
-    """Each name with a tree, and with the other ways: one now, all in the second stage; some steps draft nothing."""
+    """Each name with a tree, and masks and positions with the other ways; some steps draft nothing."""
     cases = [("tree", name) for name in names]
-    others = [(way, name) for way in WAYS for name in names if way != "tree" and (way[0] == "c") <= (name in SPOILS)]
-    others += [("chain", name) for name in names if name in DRAFTED]
-    return cases + [case if case[1] in ("mask", "masks in state") else later(*case) for case in others]
+    others = [(way, name) for way in WAYS for name in ("mask", "masks in state") if way != "tree" and name in names]
+    drawn = [case for case in others if case[0] != "chosen widths" or case[1] in SPOILS]
+    return cases + drawn + [later("dynamic tree", name) for name in names if name in ("position", "path")]
 
 
 @pytest.mark.parametrize(("way", "name"), every_way([*SPOILS, *DRAFTED]))

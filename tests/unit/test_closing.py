@@ -1,4 +1,4 @@
-"""What is left when a runtime is closed, or could not be made: nothing of weights, KV, scratch and arguments."""
+"""A runtime that is closed, or could not be made, leaves nothing of weights, KV, scratch and arguments."""
 
 import json
 from collections.abc import Callable

@@ -134,7 +134,8 @@ def alone(pair: PairPaths) -> dict[int, list[list[int]]]:
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("device_loop", "lead", "seed"), [(*way, number % 2) for number, way in enumerate(WAYS, start=1)]
+    ("device_loop", "lead", "seed"),
+    [(*way, number % 2) for number, way in enumerate((WAYS[1], WAYS[2], WAYS[4]), start=1)],
 )
 def test_any_order_gives_the_tokens_of_each_request_alone(
     device_loop: bool, lead: int, seed: int, alone: dict[int, list[list[int]]], make: Make

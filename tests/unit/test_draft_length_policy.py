@@ -1,5 +1,5 @@
-"""The choice of widths, simulated: against the best width for all on recorded texts and at imposed acceptance, by times
-of steps near an H200's; and the measurement of those times, on a GPU that is made up."""
+"""The choice of draft lengths, simulated: against the best one for all on recorded texts and at imposed acceptance, by
+times of steps near an H200's; and the measurement of those times, on a GPU that is made up."""
 
 import json
 import random
@@ -14,13 +14,13 @@ from lowered import Pair
 from stages import later
 
 from lowlat.graphs import Bucket, BufferSet
+from lowlat.kernels.reference.speculation.draft_lengths import UNIT, choose_draft_length
 from lowlat.kernels.reference.speculation.length_probabilities import (
-    MAX_WIDTH,
+    MAX_LENGTH,
     NUM_RUNS,
     join_lengths,
     learn_draft_lengths,
 )
-from lowlat.kernels.reference.speculation.widths import UNIT, choose_draft_length
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.step.begin_step import CHOSEN
 from lowlat.step.draft_length_costs import StepCosts, cost_table
@@ -32,7 +32,7 @@ TEXTS = Path(__file__).parents[1] / "data" / "right_drafts.json"  # of the bundl
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 WAITING = 64  # positions that wait for the draft model, at most
 INTS: dict[str, Any] = {"dtype": torch.int32}
-TIMES_US: dict[str, Sequence[float]] = {  # of a step of width 0 to 7, and of zero with the draft model, near an H200's
+TIMES_US: dict[str, Sequence[float]] = {  # of a step of length 0 to 7, and of zero with the draft model, near an H200's
     "bundled": (141, 183, 224, 246, 300, 329, 348, 366, 165),
     "llama": (3700, 3990, 4260, 4480, 4860, 5150, 5400, 5580, 3760),
     "mixture": (1790, 2210, 2570, 2930, 3290, 3650, 4010, 4370, 1850),
@@ -40,31 +40,31 @@ TIMES_US: dict[str, Sequence[float]] = {  # of a step of width 0 to 7, and of ze
 
 
 class Replay:
-    """A slot whose widths the reference chooses, on texts that say at each position how many drafts are right.
+    """A slot whose draft lengths the reference chooses, on texts that say at each position how many drafts are right.
 
-    times  us that steps take; known: those by which widths are chosen
+    times  us that steps take; known: those by which lengths are chosen
     """
 
     def __init__(self, times: Sequence[float], known: Sequence[float] | None = None) -> None:
         self.times = times
-        bucket = choice_bucket(1, MAX_WIDTH)
+        bucket = choice_bucket(1, MAX_LENGTH)
         costs = {bucket: StepCosts(times if known is None else known, [0.0] * len(times))}
         ints = torch.zeros(1, NUM_INTS, dtype=torch.int64)
-        ints[0, DRAFT_LIMIT] = MAX_WIDTH
+        ints[0, DRAFT_LIMIT] = MAX_LENGTH
         self._record: dict[str, Any] = {
             "extended": torch.zeros(1, **INTS),
-            "length_probabilities": torch.zeros(2, NUM_RUNS, MAX_WIDTH, 2, **INTS),
+            "length_probabilities": torch.zeros(2, NUM_RUNS, MAX_LENGTH, 2, **INTS),
             "length_runs": torch.zeros(1, **INTS),
-            "length_expected": torch.zeros(1, MAX_WIDTH + 1, **INTS),
+            "length_expected": torch.zeros(1, MAX_LENGTH + 1, **INTS),
         }
         self._policy = {
             name: torch.zeros(1, **INTS) for name in ("length_last", "length_waited", "draft_length_choice")
         }
         self._chosen_by = {
             "slot_ints": ints,
-            "draft_length_costs": cost_table((1, 2, MAX_WIDTH + 2), costs, 1024, WAITING),
+            "draft_length_costs": cost_table((1, 2, MAX_LENGTH + 2), costs, 1024, WAITING),
         }
-        self._chosen_by |= {"length_bounds": torch.tensor([0, MAX_WIDTH], **INTS), "active": torch.ones(1, **INTS)}
+        self._chosen_by |= {"length_bounds": torch.tensor([0, MAX_LENGTH], **INTS), "active": torch.ones(1, **INTS)}
         self._slots = torch.zeros(1, **INTS)
 
     def run(self, text: Sequence[int]) -> tuple[int, float]:
@@ -76,22 +76,22 @@ class Replay:
             given = {name: self._record[name] for name in ("extended", "length_expected")}
             choose_draft_length(lengths=length, **self._chosen_by, **given, **self._policy, row=0, most_waiting=WAITING)
             body = int(self._policy["draft_length_choice"])
-            width = min(body if body <= MAX_WIDTH else 0, len(text) - place - 1)
-            right = min(text[place], width)
-            told = (torch.tensor([value], **INTS) for value in (right + 1, width, int(width > 0), int(length) - 1))
+            drafts = min(body if body <= MAX_LENGTH else 0, len(text) - place - 1)
+            right = min(text[place], drafts)
+            told = (torch.tensor([value], **INTS) for value in (right + 1, drafts, int(drafts > 0), int(length) - 1))
             learn_draft_lengths(self._slots, *told, **self._record, extends=body > 0)
             spent += self.times[body]
             place, length = place + right + 1, length + right + 1
         return place, spent
 
 
-def tokens_per_us(texts: Sequence[Sequence[int]], step_us: float, width: int) -> float:
-    """The speed of one fixed width on texts."""
+def tokens_per_us(texts: Sequence[Sequence[int]], step_us: float, length: int) -> float:
+    """The speed of one fixed length on texts."""
     tokens = steps = 0
     for text in texts:
         place = 0
         while place < len(text):
-            place, steps = place + 1 + min(text[place], width, len(text) - place - 1), steps + 1
+            place, steps = place + 1 + min(text[place], length, len(text) - place - 1), steps + 1
         tokens += place
     return tokens / (steps * step_us)
 
@@ -114,17 +114,17 @@ def regimes(length: int = 3000, period: int = 500) -> list[list[int]]:
     text = []
     for place in range(length):
         rate, right = (0.05, 0.95)[place // period % 2], 0
-        while right < MAX_WIDTH and source.random() < rate:
+        while right < MAX_LENGTH and source.random() < rate:
             right += 1
         text.append(right)
     return [text]
 
 
 def speeds(replay: Replay, texts: Sequence[Sequence[int]]) -> tuple[float, list[float]]:
-    """Tokens a us of chosen widths and of each fixed one."""
+    """Tokens a us of chosen lengths and of each fixed one."""
     parts = [replay.run(text) for text in texts]
     chosen = sum(tokens for tokens, _ in parts) / sum(spent for _, spent in parts)
-    return chosen, [tokens_per_us(texts, us, width) for width, us in enumerate(replay.times[: MAX_WIDTH + 1])]
+    return chosen, [tokens_per_us(texts, us, length) for length, us in enumerate(replay.times[: MAX_LENGTH + 1])]
 
 
 @pytest.mark.second
@@ -153,7 +153,7 @@ def test_at_imposed_acceptance_it_is_near_the_best_length(name: str, mean: float
         assert chosen > least * max(fixed), (seed, chosen / max(fixed), fixed.index(max(fixed)))
 
 
-def test_it_goes_beyond_any_width_where_texts_change() -> None:
+def test_it_goes_beyond_any_draft_length_where_texts_change() -> None:
     chosen, fixed = speeds(Replay(TIMES_US["bundled"]), regimes())
     assert chosen > 1.2 * max(fixed)
 
@@ -196,7 +196,7 @@ class Gpu:
         """Microseconds of a step."""
         slots = 0.9 + 0.1 * bucket.batch
         us: float = TIMES_US["bundled"][body]
-        return us * slots + positions * (0.02 if 1 <= body <= MAX_WIDTH else 0.01)
+        return us * slots + positions * (0.02 if 1 <= body <= MAX_LENGTH else 0.01)
 
     def step(self, bucket: Bucket) -> None:
         """Launch a step; the device begins it when it has done what was before."""
@@ -237,15 +237,15 @@ class Gpu:
 @pytest.mark.parametrize("launch_us", [5.0, 40.0])
 def test_times_are_those_of_steps_that_follow_each_other(launch_us: float) -> None:
     """Of every body, whatever a launch takes, at any number of positions, and with the draft model's share."""
-    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=MAX_WIDTH)
+    pair = Pair(DEMO / "target", DEMO / "head", adaptive_width=True, num_speculative_tokens=MAX_LENGTH)
     geometry = replace(pair.geometry, max_context=4096, max_batch=2)
     gpu = Gpu(BufferSet(state_specs(geometry), torch.device("cpu")), geometry.num_waiting, launch_us)
-    buckets = [choice_bucket(batch, MAX_WIDTH) for batch in (2, 1)]
+    buckets = [choice_bucket(batch, MAX_LENGTH) for batch in (2, 1)]
     costs = by_time(gpu, buckets, geometry.num_waiting)
     for bucket in buckets:
         for positions in (200, 2000, 5000):
             found = costs[bucket].at(positions)
-            for body in range(MAX_WIDTH + 2):
+            for body in range(MAX_LENGTH + 2):
                 true = gpu.cost(bucket, body, positions) / 1000
                 assert found[body] == pytest.approx(true, rel=0.01), (bucket, body, positions)
     assert gpu.num_steps < 10000 and not gpu.state["length_bounds"].any()

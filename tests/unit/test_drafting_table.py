@@ -17,7 +17,7 @@ from lowlat.errors import ConfigError, RequestError
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.options.request import StepOutput
 
-FIRST = 14  # cases of the first stage: they hold most pairs
+FIRST = 10  # cases of the first stage: they hold most pairs
 CASES = covering()
 SIZES: dict[str, Any] = {"max_batch": 3, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "tp_invariant": True}
 SPECPV: dict[str, Any] = {
@@ -42,7 +42,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 EDGES = random_edges(3, 97, num_states=6, most=60, forced=0.3)
 PROMPTS = ([*range(20, 27)] * 4 + [20, 21], [40, 41, 42] * 3, [50, 51])  # all decode at once; the last is disturbed
-MAX_TOKENS = 14
+MAX_TOKENS = 12
 Answer = tuple[list[int], list[Any]]  # tokens, and their logprobs
 
 
@@ -214,6 +214,6 @@ def test_every_pair_stands_in_a_case() -> None:
     found = {pair for case in CASES for pair in pairs_of(case)}
     assert found == every_pair()
     first = {pair for case in CASES[:FIRST] for pair in pairs_of(case)}
-    assert len(first) > 0.7 * len(found)
+    assert len(first) > 0.55 * len(found)
     for method in FACTORS["method"]:
         assert any(case["method"] == method for case in CASES[:FIRST])

@@ -10,6 +10,7 @@ import torch
 from recording import Depth, Recorder, prompt_of, run_all, run_one
 from safetensors.torch import load_file, save_file
 from stages import later
+from tiny_dflash import dflash_draft_model
 from tiny_gemma import E2B, E4B, GEMMA_3_27B, MOE
 from tiny_models import make_pair, make_target, transformers_logits
 
@@ -81,8 +82,8 @@ def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_pa
     prompt = prompt_of(67)
     with Runtime.load(pair.target, **{**OPTIONS, "prefix_reuse": False}) as runtime:
         tokens, logits = traced(runtime, prompt)
-    own: dict[str, Any] = {"eagle3": {"model": pair.head}, "ngram": {"prompt_lookup_min": 1}}.get(method, {})
-    draft = SpeculativeConfig(method=method, num_speculative_tokens=7, strict=True, **own)
+    methods: dict[str, dict[str, Any]] = {"eagle3": {"model": pair.head}, "ngram": {"prompt_lookup_min": 1}}
+    draft = SpeculativeConfig(method=method, num_speculative_tokens=7, strict=True, **methods.get(method, {}))
     with Runtime.load(pair.target, draft, **OPTIONS) as runtime:
         for depth in (0, 1, 3, 7):
             found = traced(runtime, prompt, depth)
@@ -92,6 +93,26 @@ def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_pa
         names = [runtime.submit(each, SAMPLED) for each in (prompt, prompt_of(40, seed=3))]
         assert run_all(runtime)[names[0]] == tokens
         assert runtime.kvcache.pool_stats()["windows"][0]["num_used"] == 0
+
+
+@pytest.mark.parametrize("flags", [{}, {"markov_rank": 4, "layout": "speculators"}])
+def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dict[str, Any], tmp_path: Path) -> None:
+    """DFlash's and DSpark's: scaled where it is the target's, as it is where it is their own."""
+    target, prompt = make_target(tmp_path / "target", "gemma4_text", **MOE), prompt_of(40)
+    with Runtime.load(tmp_path / "target", **OPTIONS) as runtime:
+        tokens = run_one(runtime, prompt, SAMPLED)
+    for own in (False, True):
+        dflash_draft_model(tmp_path / f"{own}", target, own_embedding=own, captures=(1, 3), **flags)
+        method = "dspark" if flags else "dflash"
+        draft = SpeculativeConfig(method=method, model=tmp_path / f"{own}", num_speculative_tokens=3, strict=True)
+        with Runtime.load(tmp_path / "target", draft, **OPTIONS) as runtime:
+            program = runtime.executor.program(runtime.ladder.choose(1, 3))
+            embeds = {op.weights["weight"]: op.params.get("scale") for op in program.ops if op.kind == "embed"}
+            assert embeds["embed.weight"] == torch.tensor(32**0.5).item()
+            assert not own or embeds["head.embed.weight"] is None
+            counts = [op for op in program.ops if op.kind == "embed" and op.params.get("scale") is not None]
+            assert len(counts) == (1 if own else 2)
+            assert run_one(runtime, prompt, SAMPLED) == tokens
 
 
 @pytest.mark.parametrize("options", [{"num_key_value_heads": 4}, later({**MOE, **CUT}), {**E2B, **CUT}])

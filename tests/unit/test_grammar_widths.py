@@ -186,7 +186,7 @@ def test_no_width_or_neighbour_changes_a_document(
 
 @pytest.mark.second
 @given(way=st.sampled_from(list(WAYS)), first=st.integers(0, NUM_GRAMMARS - 1), moves=MOVES)
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_no_width_or_neighbour_changes_many_documents(
     way: str, first: int, moves: list[tuple[str, int]], played: Played
 ) -> None:
@@ -199,7 +199,7 @@ def test_every_kind_of_grammar_meets_every_way_of_drafting(way: str, played: Pla
     """Three at a time, with some cancelled; drafts are accepted, and so is what is forced."""
     chance = random.Random(4)
     moves = [("submit", seed) for seed in (1, *chance.sample(range(NUM_GRAMMARS), 12))]
-    for place in range(0, 60, 4):
+    for place in range(0, 40, 4):
         moves.insert(place, ("step", chance.randrange(10)))
         moves.append((chance.choice(("cancel", "limit", "limit", "step")), chance.randrange(120)))
         moves += [("step", chance.randrange(10)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What the executors with kernels allocate and bind, where a launcher that launches nothing stands for a GPU."""
+"""Buffers that executors with kernels allocate and bind, where a launcher that launches nothing stands for a GPU."""
 
 import re
 import time

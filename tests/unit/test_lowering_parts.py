@@ -1,4 +1,4 @@
-"""What tp_invariant lowers to on GPUs: no order of sums depends on how many ranks there are, and what is refused."""
+"""Lowering under tp_invariant: no order of sums depends on how many ranks there are, and what is refused."""
 
 import re
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
 """Lowering of hybrids: what a gated delta net's operations become in a step and in prefill, together and alone."""
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -136,6 +137,37 @@ def test_every_kernel_has_an_example(pairs: Mapping[bool, Pair]) -> None:
     for pair in pairs.values():
         for made in (step_of(pair, 2), pair.lower_program(nets_of(build_prefill(pair.geometry)))):
             assert {family(call.kernel) for call in made.calls} <= known
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_norms_that_several_gemms_read_have_no_launch_of_their_own(batch: int, pairs: Mapping[bool, Pair]) -> None:
+    """A narrow GEMM's launch makes them, or the first block of the wide one, which both leave them to the others."""
+    made = pairs[True].lower(0, batch)
+    groups = [group for group in made.groups if group.stage is Stage.VERIFY]
+    names = [group.name for group in groups]
+    assert "rms_norm" not in names
+    assert [names.count(name) for name in ("norm+narrow gemm", "norm, kept+gemm", "narrow_linear")] == [1, 1, 1]
+    for group, reader in itertools.pairwise(groups):
+        if group.name in ("norm+narrow gemm", "norm, kept+gemm"):
+            (call,) = group.kernel_calls
+            assert reached((call,), made.buffers["normed"]) and "normed" not in group.hidden
+            assert call.kernel.name.startswith("router" if "narrow" in group.name else "decode_gemm_float32")
+            assert ("_kept" in call.kernel.name) == ("kept" in group.name)
+        if group.name == "norm+narrow gemm":
+            assert reader.name == "linear" and reached(reader.kernel_calls, made.buffers["normed"])
+    gate = next(group for group in groups if group.name == "gemm+output_gate")
+    assert reached(gate.kernel_calls, made.buffers["normed"])
+    alone = [call.kernel.name for call in pairs[False].lower(0, batch).calls]
+    assert sum(name.startswith("router") and "_alone" in name for name in alone) == 2
+
+
+def test_gated_attention_may_have_biases(tmp_path: Path) -> None:
+    make_target(tmp_path, "qwen3_5_text", attention_bias=True, **SIZES)
+    made = Pair(tmp_path).lower(0, 2)
+    gate = next(group for group in made.groups if group.name == "gemm+output_gate")
+    (call,) = gate.kernel_calls
+    assert reached((call,), made.weights.bias("layers.1.gate.bias"))
+    assert any(reached(group.kernel_calls, made.weights.bias("layers.1.qkv.bias")) for group in made.groups)
 
 
 @pytest.mark.parametrize("fuse", [True, False])

@@ -52,7 +52,7 @@ def test_every_draft_length_gives_the_same_tokens_next_to_neighbours(hybrid: Pat
     sampling = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed) for seed in range(3)]
     with Runtime.load(hybrid, **OPTIONS) as runtime:
         expected = [run_one(runtime, *each) for each in zip(prompts, sampling, strict=True)]
-    for options, depths in ((mtp(7), range(1, 8)), (mtp(4, adaptive_width=True), (None,))):
+    for options, depths in ((mtp(7), (1, 4, 7)), (mtp(4, adaptive_width=True), (None,))):
         with Runtime.load(hybrid, options, **OPTIONS) as runtime:
             for depth in depths:
                 names = [runtime.submit(*each) for each in zip(prompts, sampling, strict=True)]
@@ -67,7 +67,6 @@ def test_every_draft_length_gives_the_same_tokens_next_to_neighbours(hybrid: Pat
         ("qwen3_5_text", "nvfp4", {}),
         later("qwen3_5_text", "fp8-channel", {"text_drafts": "suffix"}),
         ("qwen3_5_moe_text", None, {"draft_quantize": "fp8", "draft_window": 6}),
-        later("qwen3_next", None, {}),
     ],
 )
 def test_layers_as_files_have_them(family: str, quantised: str | None, options: dict[str, Any], tmp_path: Path) -> None:

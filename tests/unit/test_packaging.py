@@ -1,4 +1,4 @@
-"""What is installed: wheel and sdist built from a copy of the tree, the names they own, how to get there."""
+"""The installed package: wheel and sdist built from a copy of the tree, the names they own, how to get there."""
 
 import ast
 import importlib.util

@@ -233,10 +233,7 @@ def test_an_mtp_layers_drafts_equal_its_equations(family: str, by_expert: bool, 
 @pytest.mark.parametrize(
     ("length", "flags"),
     [
-        *(
-            (length, {"num_hidden_layers": layers})
-            for length, layers in ((1, 2), (2, 1), (8, 2), (9, 1), (10, 2), (33, 2))
-        ),
+        *((length, {"num_hidden_layers": layers}) for length, layers in ((1, 2), (8, 2), (9, 1), (33, 2))),
         *(later(length, {"mask_token": 5, "num_hidden_layers": length % 3 + 1}) for length in (1, 10)),
         *(later(length, {"layout": "z-lab"}) for length in (8, 9)),
         later(1, {"layout": "deepspec", "markov_rank": 8}),
@@ -257,11 +254,8 @@ def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, flags: di
     ("depths", "layers", "flags"),
     [
         ((3, 0, 0, 2, 0, 5), 1, {"fc_norm": True}),
-        ((6,), 2, {"fc_norm": True}),
         ((0, 7), 1, {"mask_token": 3}),
-        ((1, 4, 2, 0), 2, {"mask_token": 3}),
         ((3, 0, 0, 2, 0, 5), 1, {"layout": "z-lab"}),
-        ((0, 7), 2, {"layout": "z-lab"}),
         ((1, 4, 2, 0), 2, {"layout": "deepspec", "markov_rank": 4}),
     ],
     ids=str,
@@ -278,9 +272,7 @@ def test_drafts_equal_the_paper_when_the_depth_changes(
         drive(pair, runtime, prompt, truth, depths)
 
 
-@pytest.mark.parametrize(
-    ("window", "own"), [(1, None), (3, None), (7, None), (16, None), (3, (7,)), (16, (7, 7)), (6, (9, None))]
-)
+@pytest.mark.parametrize(("window", "own"), [(1, None), (7, None), (3, (7,)), (16, (7, 7)), (6, (9, None))])
 @pytest.mark.second
 def test_a_draft_window_keeps_the_first_rows_and_the_last(window: int, own: Any, tmp_path: Path) -> None:
     """Where a layer has a window of its own, the smaller holds, and no first row is kept."""
@@ -306,9 +298,7 @@ def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
         drive(pair, runtime, prompt, truth, depths=[3])
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "norm_output", "d2t", "two-layers-one-window", "p-eagle", "p-eagle-four-layers", "dspark-gated"]
-)
+@pytest.mark.parametrize("name", ["norm_output", "d2t", "two-layers-one-window", "p-eagle-four-layers", "dspark-gated"])
 @pytest.mark.second
 def test_a_trees_nodes_are_the_papers_likeliest_children(name: str, tmp_path: Path) -> None:
     """Node (0, 1) is the second likeliest token after the likeliest: by the paper, along each path on its own."""

@@ -65,6 +65,7 @@ CASES = {
     "qwen3_moe-shares-of-all": Case("qwen3_moe", {"norm_topk_prob": False, "legacy_config": True}),
     "qwen3_5": Case("qwen3_5_text"),
     "qwen3_5-tied": Case("qwen3_5_text", {"tie_word_embeddings": True, "linear_num_value_heads": 2}),
+    "qwen3_5-biases": Case("qwen3_5_text", {"attention_bias": True}),
     "qwen3_5_moe": Case("qwen3_5_moe_text", {"head_dim": 24}),
     "qwen3_5_moe-own-shared": Case("qwen3_5_moe_text", {"shared_expert_intermediate_size": 40}),
     "qwen3_next": Case("qwen3_next"),

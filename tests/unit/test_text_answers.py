@@ -14,7 +14,7 @@ from lowlat.options.request import Parse
 from lowlat.text import AnswerStream, IncrementalDetokenizer, TextCodec
 from lowlat.text.answers.base import AnswerFormat, Parts, Tools
 from lowlat.text.answers.harmony import HarmonyAnswer
-from lowlat.text.answers.syntax import LISTED_SYNTAX, LLAMA3_SYNTAX, MISTRAL_SYNTAX, TAGGED_SYNTAX
+from lowlat.text.answers.syntax import BRACED_SYNTAX, LISTED_SYNTAX, LLAMA3_SYNTAX, MISTRAL_SYNTAX, TAGGED_SYNTAX
 from lowlat.text.answers.tagged import THOUGHTS, TaggedAnswer
 from lowlat.text.detokenizer import Marker
 from lowlat.text.templates.tags import CALL, END_CALL, END_THOUGHT, PYTHON_TAG, THOUGHT
@@ -43,6 +43,7 @@ FORMATS: dict[str, Any] = {
     "llama3 tools": lambda: TaggedAnswer(syntax=LLAMA3_SYNTAX, tools=TOOLS),
     "mistral": lambda: TaggedAnswer(syntax=MISTRAL_SYNTAX, thought=THOUGHTS[1]),
     "listed": lambda: TaggedAnswer(syntax=LISTED_SYNTAX),
+    "gemma": lambda: TaggedAnswer(syntax=BRACED_SYNTAX, thought=THOUGHTS[3], tools=TOOLS),
     "forced": lambda: TaggedAnswer(syntax=TAGGED_SYNTAX, tools=Tools(required=True)),
     "llama3 forced": lambda: TaggedAnswer(syntax=LLAMA3_SYNTAX, tools=Tools(required=True)),
     "mistral forced": lambda: TaggedAnswer(syntax=MISTRAL_SYNTAX, tools=Tools(required=True)),
@@ -185,6 +186,33 @@ def read(parser: AnswerFormat, pieces: list[str]) -> Answer:
         ("listed", '<|tool_call|>[{"name": "f", "arguments": {"a": 1}}]<|/tool_call|>', ("", "", [("f", '{"a": 1}')])),
         ("listed", '<|tool_call|>[{"name": "f", "argu', ("", "", [])),
         ("listed", "<|tool_call|>[]x", ("<|tool_call|>[]x", "", [])),
+        (
+            "gemma",
+            "<|channel>thought\nso it is\n<channel|>Look. "
+            '<|tool_call>call:f{b:true,i:-2.5,l:[1,<|"|>a, "b"}\n<|"|>,[]],o:{x:{},y:null},s:<|"|>é\\<|"|>}<tool_call|>'
+            "<|tool_call>call:g{}<tool_call|>",
+            (
+                "Look.",
+                "so it is",
+                [
+                    (
+                        "f",
+                        '{"b": true, "i": -2.5, "l": [1, "a, \\"b\\"}\\n", []], "o": {"x": {}, "y": null}, '
+                        '"s": "\u00e9\\\\"}',
+                    ),
+                    ("g", "{}"),
+                ],
+            ),
+        ),
+        ("gemma", "<|channel>thought\n<channel|>Hi", ("Hi", "", [])),
+        (
+            "gemma",
+            '<|tool_call>call:f{s:12,k: "a\\"b",w:word }',
+            ("", "", [("f", '{"s": "12", "k": "a\\"b", "w": "word"}')]),
+        ),
+        ("gemma", "<|tool_call>call:f{i:1<tool_call|>", ("", "", [("f", '{"i": ')])),
+        ("gemma", "<|tool_call>cal", ("", "", [])),
+        ("gemma", "<|tool_call>what {it} is", ("<|tool_call>what {it} is", "", [])),
     ],
 )
 def test_answers_are_read_however_they_are_cut(kind: str, text: str, expected: Answer) -> None:

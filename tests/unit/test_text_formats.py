@@ -27,6 +27,10 @@ TEMPLATES = {
     "Harmony": (TOOLS_FIRST + TALK, HARMONY),
     "Mistral": (TOOLS_FIRST + "{# [TOOL_CALLS]f[CALL_ID]i[ARGS]{} #}" + TALK, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
     "Mistral, listed": (TOOLS_FIRST + "{# [TOOL_CALLS] #}" + TALK, ("[TOOL_CALLS]",)),
+    "Gemma 4": (
+        TOOLS_FIRST + '{# <|tool_call>call:f{x:<|"|>y<|"|>}<tool_call|> #}' + TALK,
+        ("<|tool_call>", "<tool_call|>", '<|"|>'),
+    ),
     "Seed": (TOOLS_FIRST + "{# <seed:tool_call><function=f><parameter=x> #}" + TALK, ("<seed:tool_call>",)),
     "Qwen3-Coder": (TOOLS_FIRST + "{# <tool_call><function=f><parameter=x> #}" + TALK, ()),
     "Hermes": (TOOLS_FIRST + "{# <tool_call> #}" + TALK, ()),

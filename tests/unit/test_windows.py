@@ -19,12 +19,12 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "max_batch": 2,
-    "max_context": 1200,
+    "max_context": 700,
     "block_size": 16,
     "prefill_chunk": 64,
     "max_prefill_chunks": 2,
 }
-SAMPLED = SamplingParams(max_tokens=190, temperature=0.8, seed=3)  # the ring comes round
+SAMPLED = SamplingParams(max_tokens=100, temperature=0.8, seed=3)  # the ring comes round
 METHODS: dict[str, dict[str, Any]] = {
     "alone": {},
     "chain": {"method": "eagle3", "num_speculative_tokens": 3},
@@ -70,35 +70,35 @@ def expected(pair: PairPaths) -> dict[int, Trace]:
         patch.setattr(state, "kept_windows", lambda windows, max_context: ())
         with load(pair, "alone", prefix_reuse=False) as runtime:
             assert not runtime.kvcache.pool_stats()
-            return {length: traced(runtime, prompt_of(length)) for length in (420, 385)}
+            return {length: traced(runtime, prompt_of(length)) for length in (228, 193)}
 
 
-@pytest.mark.parametrize("method", [later("alone"), "chain", later("tree"), later("widths")])
+@pytest.mark.parametrize("method", [later("tree"), "widths"])
 def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
     method: str, pair: PairPaths, expected: dict[int, Trace]
 ) -> None:
     """Alone, after a cached prefix, and next to requests that join, are cancelled and take the blocks it gave back."""
     with load(pair, method) as runtime:
-        assert_same(traced(runtime, prompt_of(420)), expected[420])
-        assert_same(traced(runtime, prompt_of(385)), expected[385])
-        assert runtime.kvcache.stats().hit_tokens == 384
-        hits = 384
-        name = runtime.submit(prompt_of(420), SAMPLED)
+        assert_same(traced(runtime, prompt_of(228)), expected[228])
+        assert_same(traced(runtime, prompt_of(193)), expected[193])
+        assert runtime.kvcache.stats().hit_tokens == 192
+        hits = 192
+        name = runtime.submit(prompt_of(228), SAMPLED)
         tokens: list[int] = []
         other = ""
         while runtime.busy:
             for output in runtime.step():
                 if output.request_id == name:
                     tokens += output.token_ids
-            if len(tokens) in range(20, 150, 10) and runtime.busy:
+            if len(tokens) in range(20, 80, 10) and runtime.busy:
                 if other and any(each["request_id"] == other for each in runtime.slots()):
                     runtime.cancel(other)
                     other = ""
                 elif not other:
-                    other = runtime.submit(prompt_of(300 + len(tokens), seed=len(tokens)), SAMPLED)
+                    other = runtime.submit(prompt_of(200 + len(tokens), seed=len(tokens)), SAMPLED)
             runtime.kvcache.invariants()
-        assert tokens == expected[420][0]
-        assert runtime.kvcache.stats().hit_tokens - hits >= 384
+        assert tokens == expected[228][0]
+        assert runtime.kvcache.stats().hit_tokens - hits >= 192
         assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats()["windows"])
 
 
@@ -110,18 +110,18 @@ def test_layers_of_other_sizes_keep_few_blocks_too(fields: dict[str, Any], tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "kept_windows", lambda windows, max_context: ())
         with load(pair, "alone", prefix_reuse=False) as runtime:
-            expected = traced(runtime, prompt_of(385))
+            expected = traced(runtime, prompt_of(193))
     with load(pair, "alone") as runtime:
         [pool], buffers = runtime.geometry.window_pools, runtime.executor.state
         sizes = {cache.shape[3]: cache.shape[0] for name, cache in buffers.items() if name.startswith("k_cache")}
         assert sizes == {fields["head_dim"]: pool.num_blocks, fields["global_head_dim"]: runtime.geometry.num_blocks}
-        for hits in (0, 384):
-            assert_same(traced(runtime, prompt_of(385)), expected)
+        for hits in (0, 192):
+            assert_same(traced(runtime, prompt_of(193)), expected)
             assert runtime.kvcache.stats().hit_tokens == hits
             runtime.kvcache.invariants()
 
 
-@pytest.mark.parametrize("method", [later("chain"), "widths"])
+@pytest.mark.parametrize("method", ["chain"])
 def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths, tmp_path: Path) -> None:
     """Its drafts, and so what is accepted of them, are those of one pool; after a cached prefix, too."""
     head = shutil.copytree(pair.head, tmp_path / "head")
@@ -136,12 +136,12 @@ def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths,
             with load(PairPaths(pair.target, head), method) as runtime:
                 assert [each.window for each in runtime.geometry.window_pools] == ([16, 24] if pooled else [])
                 for _ in range(2):
-                    name = runtime.submit(prompt_of(385), SAMPLED)
+                    name = runtime.submit(prompt_of(193), SAMPLED)
                     tokens = run_all(runtime)[name]
                     drafted = runtime.metrics(name).speculation
                     assert drafted is not None
                     found.append((tokens, drafted.total_accepted_tokens))
-                assert runtime.kvcache.stats().hit_tokens == 384
+                assert runtime.kvcache.stats().hit_tokens == 192
                 runtime.kvcache.invariants()
     assert found[0][0] == found[1][0] and found[0] == found[2] and found[1] == found[3] and found[0][1] > 0
 
@@ -152,7 +152,7 @@ def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) 
         assert pool.num_blocks < geometry.num_blocks * 0.8
         buffers = runtime.executor.state
         assert (buffers["k_cache.0"].shape[0], buffers["k_cache.1"].shape[0]) == (pool.num_blocks, geometry.num_blocks)
-        names = [runtime.submit(prompt_of(600, seed=seed), SamplingParams(max_tokens=1300)) for seed in range(2)]
+        names = [runtime.submit(prompt_of(300, seed=seed), SamplingParams(max_tokens=1300)) for seed in range(2)]
         while any(each["phase"] != "decoding" for each in runtime.slots()) or len(runtime.slots()) < 2:
             runtime.step()
         [stats] = runtime.summary()["kv"]["windows"]
@@ -166,7 +166,7 @@ def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) 
 def test_a_failed_request_s_blocks_are_cleared_in_every_pool(pair: PairPaths) -> None:
     """Its keys are not finite: it ends by name, and nobody meets them again."""
     with load(pair, "alone") as runtime:
-        runtime.submit(prompt_of(420), SAMPLED)
+        runtime.submit(prompt_of(228), SAMPLED)
         while not runtime.slots() or runtime.slots()[0]["phase"] != "decoding":
             runtime.step()
         session = next(iter(runtime._requests.values()))

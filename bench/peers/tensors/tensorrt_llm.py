@@ -11,7 +11,6 @@ by side, [n, layers x N], in the layers' order, as `hidden_state_features` or, b
 Source: nvidia.github.io/TensorRT-LLM, llm-api/reference/SaveHiddenStatesDecodingConfig.
 """
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 
 import torch
 
-from bench.peers.tensors.arguments import arguments, integers, target_recording
+from bench.peers.tensors.arguments import arguments, target_recording, write
 from lowlat.errors import ConfigError
-from lowlat.tools.compare.recording import Recording, save_recording
+from lowlat.tools.compare.recording import Recording
 
 __all__ = ["config_arguments", "main", "recording_of"]
 
@@ -53,10 +52,7 @@ def recording_of(saved: Mapping[str, Any], following: int, layers: Sequence[int]
 
 def main(given: Sequence[str] | None = None) -> None:
     """Run the prompt and write what was captured."""
-    parser = arguments(__doc__)
-    parser.set_defaults(dtype="bfloat16")
-    parser.add_argument("--layers", type=integers, required=True, metavar="I,I,...", help="layers, 0 to L - 1")
-    options = parser.parse_args(given)
+    options = arguments(__doc__, layers="layers, 0 to L - 1").parse_args(given)
     from tensorrt_llm import LLM, SamplingParams
     from tensorrt_llm.llmapi import KvCacheConfig, SaveHiddenStatesDecodingConfig
 
@@ -74,9 +70,7 @@ def main(given: Sequence[str] | None = None) -> None:
         engine.shutdown()
         (path,) = sorted(Path(folder).glob("*.pt"))
         (saved,) = torch.load(path, map_location="cpu", weights_only=True)
-    recording = recording_of(saved, int(found.outputs[0].token_ids[0]), options.layers)
-    save_recording(recording, options.out)
-    print(f"saved {len(options.layers) + 1} stages of {len(recording.tokens)} tokens to {options.out}", file=sys.stderr)
+    write(recording_of(saved, int(found.outputs[0].token_ids[0]), options.layers), options.out)
 
 
 if __name__ == "__main__":

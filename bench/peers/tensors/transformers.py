@@ -8,14 +8,13 @@ the final norm; the one that enters that norm is kept by a forward pre-hook.
 Source: huggingface.co/docs/transformers, main_classes/output.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from bench.peers.tensors.arguments import arguments, target_recording
-from lowlat.tools.compare.recording import Recording, save_recording
+from bench.peers.tensors.arguments import arguments, target_recording, write
+from lowlat.tools.compare.recording import Recording
 
 __all__ = ["main", "record_target"]
 
@@ -48,8 +47,7 @@ def main(given: Sequence[str] | None = None) -> None:
     dtype = getattr(torch, options.dtype)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="eager")
     recording = record_target(model.to(options.device).eval(), options.token_ids, options.num_tokens)
-    save_recording(recording, options.out)
-    print(f"saved {len(recording.stages)} stages of {len(recording.tokens)} tokens to {options.out}", file=sys.stderr)
+    write(recording, options.out)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ model. Chunked prefill must be off.
 Source: docs.vllm.ai, features/speculative_decoding/extract_hidden_states.
 """
 
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from bench.peers.tensors.arguments import arguments, integers, target_recording
+from bench.peers.tensors.arguments import arguments, target_recording, write
 from lowlat.errors import ConfigError
-from lowlat.tools.compare.recording import Recording, save_recording
+from lowlat.tools.compare.recording import Recording
 
 __all__ = ["engine_arguments", "main", "recording_of"]
 
@@ -64,10 +63,7 @@ def recording_of(
 
 def main(given: Sequence[str] | None = None) -> None:
     """Decode greedily, run all tokens but the last as a prompt, and write what the connector saved of that."""
-    parser = arguments(__doc__)
-    parser.set_defaults(dtype="bfloat16")
-    parser.add_argument("--layers", type=integers, required=True, metavar="B,B,...", help="boundaries, 0 to L")
-    options = parser.parse_args(given)
+    options = arguments(__doc__, layers="boundaries, 0 to L").parse_args(given)
     from vllm import LLM, SamplingParams
     from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as connector
 
@@ -79,8 +75,7 @@ def main(given: Sequence[str] | None = None) -> None:
         once = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         (found,) = engine.generate([{"prompt_token_ids": tokens[:-1]}], once)
         saved = connector.load_hidden_states(found.kv_transfer_params["hidden_states_path"])
-    save_recording(recording_of(saved, tokens, len(options.token_ids), options.layers), options.out)
-    print(f"saved {len(options.layers)} boundaries of {len(tokens)} tokens to {options.out}", file=sys.stderr)
+    write(recording_of(saved, tokens, len(options.token_ids), options.layers), options.out)
 
 
 if __name__ == "__main__":

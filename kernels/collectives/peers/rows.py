@@ -7,7 +7,7 @@ part. So a grid may be cut in any way, and rows may be left out of an all-reduce
 same.
 
 All blocks of a launch must run next to those of the other ranks' launches: ranks that share a GPU have no room for
-that. It knows neither GEMMs nor MoE layers.
+that.
 """
 
 from dataclasses import dataclass

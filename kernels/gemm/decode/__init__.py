@@ -1,4 +1,1 @@
-"""GEMMs of 1 to 64 rows: mma.sync, weights streamed past L1, prologues and epilogues fused.
-
-They know no operation's neighbours; fusions are chosen by the lowering.
-"""
+"""GEMMs of 1 to 64 rows: mma.sync, weights streamed past L1, prologues and epilogues fused."""

@@ -148,13 +148,17 @@ def decode_gemm(
         live, scattered = zeroes and row_live is not None, columns is not None
         shape = DecodeGemmShape(weight.rows, depth, epilogue, bias is not None, live, None, before, kept, scattered)
     wide_norm = norm is not None and are_wide(norm.weight)
+    normed_rows = None if norm is None else norm.out
     shape = replace(
-        shape, wide_norm=wide_norm, weights=weight.tile_format, ranks=1 if peers is None else peers.size, parts=parts
-    )
+        shape, wide_norm=wide_norm, keeps_norm=normed_rows is not None, weights=weight.tile_format,
+        ranks=1 if peers is None else peers.size, parts=parts,
+    )  # fmt: skip
     shape = replace(shape, block=_block_shape(beside, count, shape), softcap=softcap)
     if activation is not None:
         shape = replace(shape, activation=activation)
     _check_together(shape, columns)
+    if normed_rows is not None:
+        _check_kept(normed_rows, x, shape)
     if gated is not None:
         _check_gated(gated, out, shape, activates=activation is not None, residual=residual)
         shape = replace(shape, pitch=gated.stride(0) if gated_by == GELU_GATE else 0)
@@ -172,7 +176,7 @@ def decode_gemm(
         added = added if rows_beside is None else rows_beside[part]
         optional = (alive, bias, added, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.memory, x[part], *(0 if each is None else each for each in optional))
-        arguments = (*arguments, rows, *_beside(rotation, peers, part), *normed)
+        arguments = (*arguments, rows, *_beside(rotation, peers, part, normed_rows), *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
     return calls
 
@@ -251,10 +255,14 @@ def _epilogue(out: torch.Tensor, activates: bool, residual: torch.Tensor | None,
     return ALL_REDUCE
 
 
-def _beside(rotation: Rotation | None, peers: PeerRows | None, part: slice) -> tuple[Argument, ...]:
-    """The arguments that only ROTATE uses, or EXCHANGE."""
+def _beside(
+    rotation: Rotation | None, peers: PeerRows | None, part: slice, kept: torch.Tensor | None
+) -> tuple[Argument, ...]:
+    """The arguments that only ROTATE uses, or EXCHANGE; the first is where normed rows go, if they are kept."""
     if rotation is not None:
         return _rotation_arguments(rotation, part)
+    if kept is not None:
+        return kept[part], *(0,) * (NUM_BESIDE - 1)
     return (0,) * NUM_BESIDE if peers is None else peers.arguments
 
 
@@ -283,6 +291,13 @@ def _check_gated(
         check_dtype(torch.bfloat16, gated=gated, out=out)
     if gated.stride(1) != 1 or (shape.epilogue == GATE and not gated.is_contiguous()):
         raise ShapeError(f"rows that are gated lie side by side, got strides {gated.stride()}")
+
+
+def _check_kept(kept: torch.Tensor, x: torch.Tensor, shape: DecodeGemmShape) -> None:
+    check_shape("norm.out", kept, *x.shape)
+    check_dtype(torch.bfloat16, norm_out=kept)
+    if shape.epilogue != FLOAT32 or shape.best is not None or shape.block is not None:
+        raise ShapeError(f"normed rows are kept by plain GEMMs, not with {shape.epilogue}, a block or best pairs")
 
 
 def _check_parts(parts: KParts, shape: DecodeGemmShape) -> None:
@@ -324,7 +339,11 @@ def _norm_arguments(norm: NormPrologue) -> tuple[Argument, ...]:
 def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     flags = "".join(letter for letter, on in (("b", shape.bias), ("l", shape.live), ("s", shape.scattered)) if on)
     heads = "" if shape.heads is None else "_" + "x".join(str(int(each)) for each in astuple(shape.heads))
-    norm = "" if shape.norm_eps is None else f"_norm_eps{shape.norm_eps!r}{weights_label(shape.wide_norm)}"
+    norm = (
+        ""
+        if shape.norm_eps is None
+        else f"_norm_eps{shape.norm_eps!r}{weights_label(shape.wide_norm)}{'_kept' * shape.keeps_norm}"
+    )
     best = "" if shape.best is None else f"_best{shape.best.blocks}x{shape.best.limit:x}"
     ranks = f"_ranks{shape.ranks}" if shape.ranks > 1 else ""
     kind = "" if shape.weights == BF16_TILES else f"{shape.weights.label}_"
@@ -375,7 +394,7 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
             ahead = fill(mine, weight, warp, lane)
         cuda.syncthreads()
         ptx.wait_for_previous_kernel()
-        norm_rows(held, words, scales, x, norm_live, count, thread)
+        norm_rows(held, words, scales, x, norm_live, count, positions, thread)
         if warp < uint32(multiplying):
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif uint32(WARPS) <= warp < uint32(WARPS + finishing):
@@ -447,7 +466,8 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         most = min(rows, rows_at_once(gpu))
         plan = plan_decode_gemm(most, shape.width, gpu, held, weights=shape.weights, depth=shape.depth)
         made.append(_make(shape, plan))
-    for rows, shape in examples_for(gpu, normed, 2):
+    kept = DecodeGemmShape(5120, 2048, FLOAT32, False, False, None, 1e-6, wide_norm=True, keeps_norm=True)
+    for rows, shape in (*examples_for(gpu, normed, 2), (1, kept), (8, kept)):
         if held := steps_to_hold(rows, shape.depth, gpu):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, gpu, held)))
     return made + _many_steps(gpu)

@@ -1,7 +1,7 @@
 """The product of a step whose groups of columns have scales of their own: each group's sums are scaled, and added.
 
 A group's sums begin at zero and are exact products in float32; one multiply-add brings them to their size and joins
-them to the others. So the order of accumulation is the weight's alone. It knows neither pipelines nor epilogues.
+them to the others. So the order of accumulation is the weight's alone.
 """
 
 from typing import Any

@@ -21,7 +21,8 @@ class RowNorm:
 
     words, scales  of its part of all rows, and of the norm's weight
     begin          before the wait
-    finish         after it: the rows, normed, in shared memory; the block has met when it returns
+    finish         after it: the rows, normed, in shared memory; the block has met when it returns; `kept` is where the
+                   first block writes them, where the shape says so
     """
 
     words: int
@@ -45,7 +46,7 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
         load_scales(scales, weight, thread)
 
     @device_function
-    def finish(held: Any, words: Any, scales: Any, x: Any, row_live: Any, count: Any, thread: Any) -> None:
+    def finish(held: Any, words: Any, scales: Any, x: Any, row_live: Any, count: Any, kept: Any, thread: Any) -> None:
         row = int64((thread & uint32(31)) // uint32(share))
         live = ptx.ballot(uint32(is_live(row_live, min(row, int64(count) - int64(1)))))
         load_rows(words, x, count, thread)
@@ -53,7 +54,7 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
         sum_squares(words, sums, thread)
         cuda.syncthreads()
         inverse = inverse_rms(_total(uint32(sums + uint32(row) * uint32(WARPS * 4))), depth, eps)
-        scale_rows(held, inverse, live, words, scales, thread)
+        scale_rows(held, inverse, live, words, scales, count, kept, thread)
         cuda.syncthreads()
 
     return RowNorm(4 * own * plan.columns, functions.size * own, begin, finish)
@@ -70,7 +71,9 @@ def _nothing() -> RowNorm:
         return
 
     @device_function
-    def finish(_held: Any, _words: Any, _scales: Any, _x: Any, _row_live: Any, _count: Any, _thread: Any) -> None:
+    def finish(
+        _held: Any, _words: Any, _scales: Any, _x: Any, _row_live: Any, _count: Any, _kept: Any, _thread: Any
+    ) -> None:
         return
 
     return RowNorm(1, 1, begin, finish)
@@ -178,9 +181,12 @@ def _make_sum_lanes(plan: DecodeGemmPlan) -> Any:
 def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int, functions: NormFunctions) -> Any:
     scale, size, held_weights = functions.scale, functions.size, functions.held
     columns, rows_bytes, padded, share = plan.columns, plan.rows_bytes, shape.steps * 8, _lanes_a_row(plan)
+    keeps, depth = shape.keeps_norm, shape.depth
 
     @device_function
-    def scale_rows(held: Any, lane_inverse: Any, live: Any, words: Any, scales: Any, thread: Any) -> None:
+    def scale_rows(
+        held: Any, lane_inverse: Any, live: Any, words: Any, scales: Any, count: Any, kept: Any, thread: Any
+    ) -> None:
         """The norm of all rows, step by step as the GEMM reads them; zeros for dead rows and past a row's end."""
         for row in range(columns):
             inverse = lane_inverse
@@ -196,6 +202,8 @@ def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int, fun
                     place = held + (chunk >> uint32(3)) * uint32(rows_bytes) + uint32(row * 64)
                     place = place + ((chunk >> uint32(2)) & uint32(1)) * uint32(rows_bytes // 2)
                     ptx.store_shared_128(uint32(place + (chunk & uint32(3)) * uint32(16)), a, b, c, d)
+                    if keeps and cuda.blockIdx.x == 0 and row < count and chunk < uint32(depth // 8):
+                        ptx.store_global_128(kept + int64(row * 2 * depth) + int64(chunk) * int64(16), a, b, c, d)
 
     return scale_rows
 

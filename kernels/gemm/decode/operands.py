@@ -38,11 +38,13 @@ class NormPrologue:
 
     weight    [K]        bf16
     row_live  [M]        uint8; None: all rows are live; dead ones become zeros
+    out       [M, K]     bf16, out: the normed rows, for other readers; None: nobody else reads them
     """
 
     weight: torch.Tensor
     eps: float
     row_live: torch.Tensor | None = None
+    out: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -212,6 +212,7 @@ class DecodeGemmShape:
     weights    how the weight is held
     ranks      that add up their sums; more than one with EXCHANGE alone
     wide_norm  the norm's weight is float32
+    keeps_norm  the first block writes the normed rows; with FLOAT32 alone, without best
     activation of gates whose ups are next to them, by its name; with SILU alone
     softcap    c: numbers x become c tanh(x / c); with FLOAT32 alone, without a block. None: they stay
     pitch      from one row that is gated to the next; with GELU_GATE alone
@@ -232,6 +233,7 @@ class DecodeGemmShape:
     parts: KParts | None = None
     block: BlockShape | None = None
     wide_norm: bool = False
+    keeps_norm: bool = False
     activation: str = SILU
     softcap: float | None = None
     pitch: int = 0

@@ -1,4 +1,1 @@
-"""GEMMs of hundreds of rows for capability 9.0: wgmma, K in fixed segments, the segments' sums added in order.
-
-They know no chunk, prompt or cache.
-"""
+"""GEMMs of hundreds of rows for capability 9.0: wgmma, K in fixed segments, the segments' sums added in order."""

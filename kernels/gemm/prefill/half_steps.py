@@ -1,7 +1,6 @@
 """The main loop of a prefill GEMM's wide tiles, half a step at a time.
 
-The tensor cores never wait for a warp, as long as steps are there; it takes registers that warps which copy leave. It
-knows neither copies nor units.
+The tensor cores never wait for a warp, as long as steps are there; it takes registers that warps which copy leave.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""The sum of parts of K as a tree of neighbouring pairs, each part scaled before, the first with the bias.
-
-It knows neither who wrote the parts nor what becomes of the sum.
-"""
+"""The sum of parts of K as a tree of neighbouring pairs, each part scaled before, the first with the bias."""
 
 from functools import cache
 from typing import Any

@@ -1,7 +1,7 @@
 """The sums of a prefill GEMM's tile over all segments of K: totals stand next to the sums of the segment under way.
 
 Small tiles leave registers for all totals. Of large ones a part stands in shared memory, where each thread has a place
-of its own that nobody else reads. It knows neither copies nor units.
+of its own that nobody else reads.
 """
 
 from typing import Any

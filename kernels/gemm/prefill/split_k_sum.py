@@ -1,7 +1,5 @@
 """The sum of a prefill GEMM's segments of K: added from the first to the last, scaled, with the bias, in original
 columns.
-
-It knows neither who wrote them nor what becomes of the sums.
 """
 
 from functools import cache

@@ -1,8 +1,7 @@
 """Steps of packed weights in registers: sixteen words of bf16 pairs a lane, whatever format holds them.
 
 A lane's words are those that packed bf16 has: of row g the eight columns of either half, then of row g + 8, g a quarter
-of the lane. Scales of groups of columns are applied and the product rounded once; scales of whole rows are not. It
-knows neither copies nor products.
+of the lane. Scales of groups of columns are applied and the product rounded once; scales of whole rows are not.
 """
 
 from typing import Any

@@ -1,7 +1,5 @@
 """The sum of an MoE layer's weighed outputs where K is summed in parts: over a row's experts for each part, then
 parts as a tree.
-
-It knows neither who writes the outputs nor what becomes of the sum.
 """
 
 from functools import cache, partial

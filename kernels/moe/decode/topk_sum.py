@@ -1,8 +1,8 @@
 """The sum that a mixture of experts adds to the residual stream: weighed outputs, from a row's first expert to its
 last.
 
-Every sum is rounded by itself, as the reference has it. Where experts are cut for several GPUs, these add up their
-sums before. It knows neither who writes the outputs nor what becomes of the sum.
+Every sum is rounded by itself, as the reference has it. Where experts are cut for several GPUs, these add up their sums
+before.
 """
 
 from typing import Any

@@ -1,12 +1,12 @@
-"""The acceptance probabilities of drafts, and the tokens that a step should bring by its width: how a step's drafts
-fared is counted here.
+"""The acceptance probabilities of drafts, and the tokens that a step should bring by its draft length: it is counted
+here how a step's drafts fared.
 
 A slot's drafts are a chain. Acceptance probabilities by position say how often a draft whose predecessors were right
 was right as well. They are kept apart by the run of right drafts of the last step that drafted, which tells more than
 anything else: after a long run the next drafts are nearly always right, after a wrong one often not. There are
 acceptance probabilities of each slot, which forget what is old, and of all requests, from which a new request begins
 and which its own observations move little by little. What a slot has not seen lately is taken from the position before
-it, in the proportion that holds over all requests. The expected tokens of a width are one plus the sum over its drafts
+it, in the proportion that holds over all requests. The expected tokens of a length are one plus the sum over its drafts
 of the products of the acceptance probabilities up to each. All numbers are integers, so that every executor counts
 alike.
 """
@@ -22,8 +22,8 @@ __all__ = [
     "AGE",
     "ALL_DECAY",
     "DECAY",
+    "MAX_LENGTH",
     "MAX_WAITED",
-    "MAX_WIDTH",
     "NUM_RUNS",
     "ONE",
     "PRIOR",
@@ -36,11 +36,11 @@ __all__ = [
     "run_index",
 ]
 
-MAX_WIDTH = 7
+MAX_LENGTH = 7
 ONE = 1024
 RUNS = (1, 3, 7)  # right drafts from which on a run is of the next kind
 NUM_RUNS = 1 + len(RUNS)
-MAX_WAITED = 1 << 16  # steps at width zero: more than any draft waits for
+MAX_WAITED = 1 << 16  # steps at length zero: more than any draft waits for
 DECAY = 5  # an observation of a slot loses a 32nd of its weight to each that follows
 ALL_DECAY = 8  # one over all requests a 256th
 AGE = 6  # and what a slot has not seen again in a step a 64th
@@ -64,7 +64,7 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, ONE * PRIOR_WEIGHT) for rate in rates)
     update  extended         int32  [max_B]                      positions that the draft model has run over
     update  length_probabilities       int32  [max_B + 1, {NUM_RUNS}, K, 2]  right drafts and those to be; last: all
     update  length_runs       int32  [max_B]                      right drafts of the last step that drafted
-    update  length_expected   int32  [max_B, K + 1]               tokens of the next step by its width, in {ONE}ths
+    update  length_expected   int32  [max_B, K + 1]               tokens of the next step by its length, in {ONE}ths
 """)
 def learn_draft_lengths(
     slots: torch.Tensor,
@@ -121,7 +121,7 @@ def _count(own: list[list[int]], every: list[list[int]], tried: int, right: int)
 
 
 def expected_tokens(own: list[list[int]], every: list[list[int]]) -> list[int]:
-    """Tokens of a step by its width, in 1024ths."""
+    """Tokens of a step by its draft length, in 1024ths."""
     total, product, before, before_all = ONE, ONE, ONE, ONE
     found = [total]
     for position, ((right, tried), (all_right, all_tried)) in enumerate(zip(own, every, strict=True)):
@@ -144,7 +144,7 @@ def expected_tokens(own: list[list[int]], every: list[list[int]]) -> list[int]:
     update  length_probabilities      int32  [max_B + 1, {NUM_RUNS}, K, 2]
     update  length_runs      int32  [max_B]
     update  length_expected  int32  [max_B, K + 1]
-    update  length_waited    int32  [1]                          steps at width zero: its first step tries a draft
+    update  length_waited    int32  [1]                          steps at length zero: its first step tries a draft
 """)
 def join_lengths(
     slots: torch.Tensor,
@@ -181,7 +181,7 @@ def check_probabilities(
 ) -> None:
     """Raise ShapeError for a record of acceptance probabilities of other shapes than there are."""
     slots, most = length_runs.shape[0], length_probabilities.shape[2]
-    if not 1 <= most <= MAX_WIDTH:
-        raise ShapeError(f"drafts have acceptance probabilities by position for 1 to {MAX_WIDTH} positions, got {most}")
+    if not 1 <= most <= MAX_LENGTH:
+        raise ShapeError(f"drafts have acceptance probabilities by position for 1 to {MAX_LENGTH}, got {most}")
     check_shape("length_probabilities", length_probabilities, slots + 1, NUM_RUNS, most, 2)
     check_shape("length_expected", length_expected, slots, most + 1)

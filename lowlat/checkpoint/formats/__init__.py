@@ -15,7 +15,7 @@ from lowlat.checkpoint.formats.base import Matrices, StoredFormat
 from lowlat.checkpoint.formats.bf16 import STORED_BF16
 from lowlat.checkpoint.formats.methods import read_quantisation
 from lowlat.checkpoint.formats.mxfp4 import STORED_MXFP4
-from lowlat.checkpoint.formats.quantisation import Quantisation, narrowed, renamed
+from lowlat.checkpoint.formats.quantisation import Quantisation, narrowed
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.checkpoint.stored import Group, Weights
 from lowlat.checkpoint.tensors import TensorEntry
@@ -24,7 +24,7 @@ from lowlat.kernels.formats import matrix_name
 
 __all__ = [
     "STORED_FORMATS", "Matrices", "Quantisation", "StoredFormat", "check_widths", "narrowed", "part_groups",
-    "read_format", "read_quantisation", "renamed",
+    "read_format", "read_quantisation",
 ]  # fmt: skip
 
 STORED_FORMATS: Mapping[str, StoredFormat] = {each.name: each for each in (STORED_BF16, STORED_MXFP4)}

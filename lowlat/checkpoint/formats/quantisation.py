@@ -1,13 +1,14 @@
 """Which layers of a checkpoint are quantised, and how: the rules of its config, applied to plain recipes.
 
-Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts. It knows
-no family and no spelling of configs.
+Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import torch
 
@@ -17,7 +18,7 @@ from lowlat.checkpoint.tensors import Checkpoint, TensorEntry
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import MatrixFormat
 
-__all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes", "renamed"]
+__all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes"]
 
 LAYER_CLASS = "Linear"
 PLAIN = ("embed", "per_layer_embed", "router", "shared_gate")  # canonical weights that no GEMM of a linear layer reads
@@ -54,7 +55,19 @@ class Names:
 
     def match(self, module: str) -> bool:
         """Whether a linear layer of this name is among them."""
-        return self.whole or any(_matches(pattern, module) for pattern in self.patterns)
+        if self.whole:
+            return True
+        literal, others = self._by_kind  # configs list hundreds of names, and models have tens of thousands of layers
+        parts = module.split(".")
+        runs = itertools.combinations(range(len(parts) + 1), 2)
+        named = bool(literal) and any(".".join(parts[start:end]) in literal for start, end in runs)
+        return named or any(_matches(pattern, module) for pattern in others)
+
+    @cached_property
+    def _by_kind(self) -> tuple[frozenset[str], tuple[str, ...]]:
+        """Names of whole parts between dots, and patterns that are matched one by one."""
+        others = tuple(name for name in self.patterns if name.startswith("re:") or "*" in name or "?" in name)
+        return frozenset(self.patterns).difference(others), others
 
 
 def _check_expression(label: str, name: str) -> None:
@@ -73,9 +86,7 @@ def _check_expression(label: str, name: str) -> None:
 def _matches(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern.removeprefix("re:"), module) is not None
-    if "*" in pattern or "?" in pattern:
-        return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
-    return f".{pattern}." in f".{module}."
+    return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
 
 
 @dataclass(frozen=True)
@@ -174,12 +185,3 @@ def narrowed(recipes: Sequence[Recipe], entries: Mapping[str, TensorEntry]) -> l
         else recipe
         for recipe in recipes
     ]
-
-
-def renamed(piece: Piece, names: dict[str, str]) -> Piece:
-    """A piece by other names of tensors."""
-    conversion = piece.conversion
-    if conversion is not None:
-        beside = tuple(replace(each, name=names.get(each.name, each.name)) for each in conversion.beside)
-        conversion = replace(conversion, beside=beside)
-    return replace(piece, name=names.get(piece.name, piece.name), conversion=conversion)

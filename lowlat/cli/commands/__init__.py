@@ -1,1 +1,1 @@
-"""The commands, one module each, imported when the command runs. They know no kernel."""
+"""The commands, one module each, imported when the command runs."""

@@ -32,11 +32,14 @@ __all__ = ["Plan", "buffer_dict", "parts_of", "plan_runtime"]
 WeightPlan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 PART_OF = {  # the last name but the tensor's own: `layers.3.qkv.weight` is qkv
     **dict.fromkeys(("embed",), "embedding"),
-    **dict.fromkeys(("qkv", "q", "kv", "o", "gate", "q_norm", "k_norm", "sinks"), "attention"),
+    **dict.fromkeys(("qkv", "qk", "q", "kv", "o", "gate", "q_norm", "k_norm", "sinks"), "attention"),
     **dict.fromkeys((f"delta_{part}" for part in ("in", "ba", "conv", "a", "dt", "norm", "out")), "delta_nets"),
     **dict.fromkeys(("gate_up", "down"), "ffn"),
     **dict.fromkeys(("router", "experts", "shared", "shared_gate"), "experts"),
+    **dict.fromkeys((f"per_layer_{part}" for part in ("embed", "projection", "norm", "gate", "out")), "per_layer"),
     **dict.fromkeys(("attn_norm", "ffn_norm", "norm", "embed_norm", "hidden_norm", "input_norm", "fc_norm"), "norms"),
+    **dict.fromkeys((f"post_{part}_norm" for part in ("attn", "ffn", "dense", "experts", "per_layer")), "norms"),
+    **dict.fromkeys(("router_norm", "pre_experts_norm", "scalar"), "norms"),
     **dict.fromkeys(("fc",), "fc"),
     **dict.fromkeys(("lm_head",), "lm_head"),
     **dict.fromkeys(("draft_to_target",), "draft_map"),

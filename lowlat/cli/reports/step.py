@@ -58,7 +58,7 @@ class _Counted:
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """What groups that repeat have in common: a layer's, whether or not a norm precedes its first one."""
+        """The key that groups which repeat have in common: a layer's, whether or not a norm precedes its first one."""
         return self.group.stage, self.group.name, len(self.group.calls), self.moved.kv_read
 
 

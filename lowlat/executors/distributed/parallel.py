@@ -13,6 +13,7 @@ import torch
 
 from lowlat.errors import DeviceError
 from lowlat.executors import LaunchCounts, OpHook
+from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.distributed.peers import PeerMemory, planned_bytes
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.kernel_executor import abandon
@@ -156,6 +157,11 @@ class ParallelExecutor:
         """See `LoopingExecutor.wait_loop`."""
         with self._together():
             return self._leader.wait_loop(count)
+
+    @property
+    def mover(self) -> BlockMover:
+        """The first rank's; the tiers of the prefix cache are refused for several."""
+        return self.ranks[0].mover
 
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool, of every rank."""

@@ -1,6 +1,6 @@
 """The watchdog of a device: it tells work that hangs from work that is slow, by how long such work took before.
 
-It knows neither steps nor devices, and is not asked, so costs nothing, where work ends within a millisecond.
+It is not asked, so costs nothing, where work ends within a millisecond.
 """
 
 import time

@@ -7,6 +7,7 @@ reads a large model's weights as bf16, in panels of their own, with the same bit
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 
@@ -20,6 +21,7 @@ from lowlat.executors.allocation import (
     first_rows,
     release_cached_memory,
 )
+from lowlat.executors.block_moves import BlockMover
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
@@ -177,6 +179,11 @@ class ReferenceExecutor:
         """Write buffers of the state by name."""
         for name, value in values.items():
             self.state[name].copy_(value)
+
+    @cached_property
+    def mover(self) -> BlockMover:
+        """The copies of blocks between this executor's state and host memory."""
+        return BlockMover(self.state, self.device, torch.cuda.current_stream() if self.device.type == "cuda" else None)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:

@@ -4,55 +4,88 @@
 before it loads a model. `tests/examples` has two.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
-from lowlat.models.families import gemma2, gemma3, gemma4, gpt_oss, llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe
+from lowlat.models.families import (
+    ernie4_5,
+    gemma2,
+    gemma3,
+    gemma4,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+    qwen_vl,
+    seed_oss,
+    smollm3,
+)
 from lowlat.models.families.dense import decoder_recipes
+from lowlat.models.families.names import TensorNames
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "Family", "TensorNames"]
 
 
 @dataclass(frozen=True)
 class Family:
     """A family: how its config.json is read, and how its canonical weights are made of stored tensors.
 
-    stem           the beginning of its decoder's names in files
-    other_stem     the same in some files; "": in all it is that
-    skipped        beginnings of the names of tensors that are no part of the target
+    recipes        by the names of text models, which `names` translates
+    names          of its files, the usual ones first
     ties_by_files  whether the LM head is the embedding says not the config but whether files have one
     """
 
     parse: Callable[[Fields, Path, ComputeDtype], ModelConfig]
     recipes: Callable[[ModelConfig], list[Recipe]] = decoder_recipes
-    stem: str = "model"
-    other_stem: str = ""
-    skipped: tuple[str, ...] = ()
+    names: tuple[TensorNames, ...] = (TensorNames(),)
     ties_by_files: bool = False
+
+    def names_in(self, stored: Collection[str] | None) -> TensorNames:
+        """The names of files with these tensors; None: the usual ones."""
+        return next((each for each in self.names if stored is not None and each.fit(stored)), self.names[0])
 
 
 def _hybrid(stem: str = "model") -> Family:
-    return Family(qwen3_5.parse, qwen3_5.recipes, stem, skipped=qwen3_5.SKIPPED, ties_by_files=True)
+    return Family(qwen3_5.parse, qwen3_5.recipes, (TensorNames(stem, skipped=qwen3_5.SKIPPED),), ties_by_files=True)
 
 
-def _gemma3(stem: str, other: str) -> Family:
-    return Family(gemma3.parse, gemma3.recipes, stem, other, gemma3.SKIPPED)
+def _gemma3(*stems: str) -> Family:
+    names = tuple(TensorNames(stem, skipped=gemma3.SKIPPED) for stem in stems)
+    return Family(gemma3.parse, gemma3.recipes, names)
 
 
 def _gemma4(stem: str) -> Family:
-    return Family(gemma4.parse, gemma4.recipes, stem, skipped=gemma4.SKIPPED)
+    return Family(gemma4.parse, gemma4.recipes, (TensorNames(stem, skipped=gemma4.SKIPPED),))
 
+
+QWEN_VL = tuple(TensorNames(stem, skipped=qwen_vl.SKIPPED) for stem in ("model.language_model", "model"))
+MISTRAL3 = (
+    TensorNames("language_model.model", "language_model.lm_head", mistral.SKIPPED),
+    TensorNames("model.language_model", skipped=mistral.SKIPPED),
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama.parse),
     "mistral": Family(mistral.parse),
+    "ministral3": Family(mistral.parse),
+    "mistral3": Family(mistral.parse, names=MISTRAL3),
+    "mixtral": Family(mixtral.parse, mixtral.recipes),
     "qwen2": Family(qwen2.parse),
     "qwen3": Family(qwen3.parse),
     "qwen3_moe": Family(qwen3_moe.parse, qwen3_moe.recipes),
+    "qwen2_5_vl": Family(qwen_vl.parse, names=QWEN_VL),
+    "qwen3_vl": Family(qwen_vl.parse, names=QWEN_VL),
+    "qwen3_vl_moe": Family(qwen_vl.parse, qwen_vl.recipes, QWEN_VL),
     "qwen3_5": _hybrid("model.language_model"),
     "qwen3_5_text": _hybrid(),
     "qwen3_5_moe": _hybrid("model.language_model"),
@@ -60,10 +93,15 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": _hybrid(),
     "gemma2": Family(gemma2.parse, gemma2.recipes),
     "gemma3": _gemma3("language_model.model", "model.language_model"),
-    "gemma3_text": _gemma3("model", ""),
+    "gemma3_text": _gemma3("model"),
     "gemma4": _gemma4("model.language_model"),
     "gemma4_text": _gemma4("model"),
     "gemma4_unified": _gemma4("model.language_model"),
     "gemma4_unified_text": _gemma4("model"),
     "gpt_oss": Family(gpt_oss.parse, gpt_oss.recipes),
+    "phi3": Family(phi3.parse, phi3.recipes),
+    "granite": Family(granite.parse, granite.recipes),
+    "seed_oss": Family(seed_oss.parse),
+    "smollm3": Family(smollm3.parse),
+    "ernie4_5": Family(ernie4_5.parse, ernie4_5.recipes),
 }

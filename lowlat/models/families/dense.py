@@ -1,8 +1,9 @@
 """Common parts of the target families: the keys that all configs have, and the recipes of attention and dense FFN.
 
-It knows the checkpoint names of transformers' decoders; each family's own keys are in its own module.
+It knows the tensors' names of transformers' text models; each family's own keys are in its own module.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lowlat.models.hf_config import (
     check_head_counts,
     max_positions,
     parse_rope,
+    partial_rotary_dims,
     special_tokens,
 )
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeConfig
@@ -107,7 +109,7 @@ def parse_decoder(
     dtype: ComputeDtype,
     *,
     family: str,
-    architecture: str,
+    architecture: str | tuple[str, ...],
     default_head_dim: int | None = None,
     qkv_bias: bool = False,
     output_bias: bool = False,
@@ -115,35 +117,52 @@ def parse_decoder(
     qk_norm: bool = False,
     experts: ExpertsSpec | None = None,
     window_limit: int | None = None,
+    partial: bool = False,
+    scale: float | None = None,
+    tied: bool = False,
+    default_theta: float = 10000.0,
+    rope_keys: Collection[str] = (),
+    harmless: Collection[str] = (),
 ) -> ModelConfig:
     """The geometry of a decoder whose layers are all alike, with full attention, from the keys that families share.
 
+    architecture  the class, or the classes, that its configs name
     experts       in place of the dense FFN
     window_limit  positions up to which the windows that it asks for change nothing
+    partial       whether heads may turn in part, by partial_rotary_factor
+    scale         of scores
+    tied          whether the LM head is the embedding where the config does not say
+    rope_keys     of rope_parameters that the family reads itself; harmless: the same of the config, or no matter
     The family's own keys must have been read before: here every key that nobody read is refused. Raises ConfigError.
     """
-    check_architecture(fields, (architecture,))
+    check_architecture(fields, (architecture,) if isinstance(architecture, str) else architecture)
     check_settled(fields, qk_norm=qk_norm)
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     quantisation = read_quantisation(fields, directory)
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
-    rope = parse_rope(fields, max_position=sizes.max_position)
-    mixer = sizes.attention(rope, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
+    rope = parse_rope(
+        fields, max_position=sizes.max_position, default_theta=default_theta, partial=partial, known=rope_keys
+    )
+    dims = partial_rotary_dims(fields, sizes.head_dim, default=1.0) if partial else sizes.head_dim
+    rotary = None if dims == sizes.head_dim else dims
+    mixer = sizes.attention(
+        rope, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm, scale=scale, rotary_dims=rotary
+    )
     ffn = DenseSpec(inner_size=sizes.intermediate_size, bias=mlp_bias) if experts is None else experts
     config = ModelConfig(
         family=family,
         **sizes.model(),
         max_position=max_positions(rope, sizes.max_position),
         layers=(LayerSpec(mixer=mixer, ffn=ffn),) * sizes.num_layers,
-        tie_embeddings=fields.boolean("tie_word_embeddings", False),
+        tie_embeddings=fields.boolean("tie_word_embeddings", tied),
         dtype=dtype,
         eos_token_ids=ends,
         bos_token_id=begin,
         quantisation=quantisation,
         window_limit=window_limit,
     )
-    fields.refuse_unknown(HARMLESS_KEYS)
+    fields.refuse_unknown(HARMLESS_KEYS.union(harmless))
     return config
 
 
@@ -162,13 +181,13 @@ def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:
     return Recipe(weight, (Piece(tensor, (size,), added),), torch.float32)
 
 
-def outer_recipes(config: ModelConfig, stem: str = "model") -> list[Recipe]:
-    """Embedding, final norm, and the LM head unless it is the embedding; stem: the beginning of the decoder's names."""
+def outer_recipes(config: ModelConfig) -> list[Recipe]:
+    """Embedding, final norm, and the LM head unless it is the embedding."""
     dtype = TORCH_DTYPES[config.dtype]
     table = (config.vocab_size, config.hidden_size)
     recipes = [
-        Recipe("embed.weight", (Piece(f"{stem}.embed_tokens.weight", table),), dtype),
-        Recipe("norm.weight", (Piece(f"{stem}.norm.weight", (config.hidden_size,)),), dtype),
+        Recipe("embed.weight", (Piece("model.embed_tokens.weight", table),), dtype),
+        Recipe("norm.weight", (Piece("model.norm.weight", (config.hidden_size,)),), dtype),
     ]
     if not config.tie_embeddings:
         recipes.append(Recipe("lm_head.weight", (Piece("lm_head.weight", table),), dtype))
@@ -204,12 +223,12 @@ def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
     return recipes
 
 
-def dense_recipes(config: ModelConfig, layer: int, stem: str = "model") -> list[Recipe]:
-    """The gated FFN of one layer; none where the layer has another; stem: the beginning of the decoder's names."""
+def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
+    """The gated FFN of one layer; none where the layer has another."""
     dtype, ffn = TORCH_DTYPES[config.dtype], config.layers[layer].dense
     if ffn is None:
         return []
-    stored, canonical = f"{stem}.layers.{layer}.mlp", f"layers.{layer}"
+    stored, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
     hidden, inner = config.hidden_size, ffn.inner_size
     gates = tuple(Piece(f"{stored}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up"))
     recipes = [

@@ -151,13 +151,13 @@ def norm_recipe(config: ModelConfig, weight: str, tensor: str, size: int, *, plu
     return Recipe(weight, (Piece(tensor, (size,)),), TORCH_DTYPES[config.dtype])
 
 
-def gemma_recipes(config: ModelConfig, stem: str, *, plus_one: bool) -> list[Recipe]:
+def gemma_recipes(config: ModelConfig, *, plus_one: bool) -> list[Recipe]:
     """Embedding, norms, attention and dense FFNs. plus_one: norms multiply by 1 more than what files store."""
     dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
-    made = [recipe for recipe in outer_recipes(config, stem) if recipe.weight != "norm.weight"]
-    made.append(norm_recipe(config, "norm.weight", f"{stem}.norm.weight", hidden, plus_one=plus_one))
+    made = [recipe for recipe in outer_recipes(config) if recipe.weight != "norm.weight"]
+    made.append(norm_recipe(config, "norm.weight", "model.norm.weight", hidden, plus_one=plus_one))
     for layer, spec in config.attentions.items():
-        of, canonical = f"{stem}.layers.{layer}", f"layers.{layer}"
+        of, canonical = f"model.layers.{layer}", f"layers.{layer}"
         rows = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
         pieces = tuple(Piece(f"{of}.self_attn.{part}_proj.weight", (rows[part], hidden)) for part in spec.projected)
         output = Piece(f"{of}.self_attn.o_proj.weight", (hidden, spec.query_size))
@@ -173,5 +173,5 @@ def gemma_recipes(config: ModelConfig, stem: str, *, plus_one: bool) -> list[Rec
         ]
         made.append(Recipe(f"{canonical}.{spec.projected}.weight", pieces, dtype))
         made.append(Recipe(f"{canonical}.o.weight", (output,), dtype))
-        made += dense_recipes(config, layer, stem)
+        made += dense_recipes(config, layer)
     return made

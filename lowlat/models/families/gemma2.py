@@ -51,4 +51,4 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a Gemma 2 is made."""
-    return gemma_recipes(config, "model", plus_one=True)
+    return gemma_recipes(config, plus_one=True)

@@ -70,4 +70,4 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a Gemma 3 is made."""
-    return gemma_recipes(config, "language_model.model" if config.family == "gemma3" else "model", plus_one=True)
+    return gemma_recipes(config, plus_one=True)

@@ -37,7 +37,6 @@ ARCHITECTURES = tuple(
     for kind in ("", "Unified")
     for ending in ("ForConditionalGeneration", "ForCausalLM", "TextModel")
 )
-WRAPPED = ("gemma4", "gemma4_unified")  # whose config and tensors stand inside those of a model that sees
 SKIPPED = tuple(f"model.{name}." for name in ("vision_tower", "audio_tower", "embed_vision", "embed_audio"))
 SKIPPED += ("model.vision_embedder.",)
 ROPES = {
@@ -146,7 +145,8 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     sizes = parse_sizes(fields)
     attentions = _attentions(fields, sizes, parse_ropes(fields, sizes.max_position, ROPES))
     experts = _experts(fields)
-    size = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, default=own_embeddings)
+    has_none = fields.values.get("hidden_size_per_layer_input", 0) is None  # null: 0, and no default
+    size = fields.integer("hidden_size_per_layer_input", 0, MAX_WIDTH, default=0 if has_none else own_embeddings)
     ids = fields.integer("vocab_size_per_layer_input", 0, 1 << 24, default=sizes.vocab_size)
     if size and ids != sizes.vocab_size:
         raise ConfigError(
@@ -211,9 +211,8 @@ def _per_layer_recipes(config: ModelConfig, layer: int, size: int, of: str) -> l
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a Gemma 4 is made."""
-    stem = "model.language_model" if config.family in WRAPPED else "model"
     dtype, hidden, size = TORCH_DTYPES[config.dtype], config.hidden_size, config.per_layer_size
-    made = gemma_recipes(config, stem, plus_one=False)
+    made = gemma_recipes(config, plus_one=False)
     if size is not None:
         width = config.num_layers * size
         shapes = {
@@ -222,11 +221,11 @@ def recipes(config: ModelConfig) -> list[Recipe]:
             "per_layer_norm": ("per_layer_projection_norm", (size,)),
         }
         made += [
-            Recipe(f"{weight}.weight", (Piece(f"{stem}.{name}.weight", shape),), dtype)
+            Recipe(f"{weight}.weight", (Piece(f"model.{name}.weight", shape),), dtype)
             for weight, (name, shape) in shapes.items()
         ]
     for layer, spec in enumerate(config.layers):
-        of = f"{stem}.layers.{layer}"
+        of = f"model.layers.{layer}"
         made.append(Recipe(f"layers.{layer}.scalar", (Piece(f"{of}.layer_scalar", (1,)),), torch.float32))
         if size is not None:
             made += _per_layer_recipes(config, layer, size, of)

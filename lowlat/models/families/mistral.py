@@ -1,28 +1,51 @@
-"""Mistral (dense): config.json to geometry, its windows as a limit of the context."""
+"""Mistral, Ministral 3 and the text of Mistral Small 3.1 and later (dense): config.json to geometry.
 
+Windows are a limit of the context. So is the context from which Ministral 3 scales queries by their position.
+Source: transformers models/mistral, ministral3, mistral3.
+"""
+
+from dataclasses import replace
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.models.families.dense import parse_decoder
+from lowlat.models.families.dense import MAX_POSITIONS, parse_decoder
+from lowlat.models.families.known_keys import IMAGE_KEYS
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import window_limit
 
-__all__ = ["parse"]
+__all__ = ["SKIPPED", "parse"]
 
+SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 DEFAULT_WINDOW = 4096
+ARCHITECTURES = {
+    "mistral": "MistralForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral3": "Mistral3ForConditionalGeneration",
+}
+BETA = "llama_4_scaling_beta"
+ROPE_KEYS = (BETA, "max_position_embeddings")
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Mistral. Raises ConfigError for what lowlat does not implement.
 
-    A window limits the context: up to its size nothing differs. A config without the key has one of 4096 positions; a
-    model without windows says null. Source: transformers models/mistral.
+    A window limits the context: up to its size nothing differs. A Mistral's config without the key has one of 4096
+    positions; a model without windows says null.
     """
-    return parse_decoder(
+    family = str(fields.values["model_type"])
+    rope = fields.optional_object("rope_parameters")
+    scaled = rope is not None and bool(rope.optional_number(BETA, 0.0, 1e3))
+    config = parse_decoder(
         fields,
         directory,
         dtype,
-        family="mistral",
-        architecture="MistralForCausalLM",
-        window_limit=window_limit(fields, default=DEFAULT_WINDOW),
+        family=family,
+        architecture=ARCHITECTURES[family],
+        default_head_dim=None if family == "mistral" else 128,
+        window_limit=window_limit(fields, default=DEFAULT_WINDOW if family == "mistral" else None),
+        rope_keys=ROPE_KEYS,
+        harmless=IMAGE_KEYS if family == "mistral3" else (),
     )
+    if rope is None or not scaled:
+        return config
+    return replace(config, query_limit=rope.integer("original_max_position_embeddings", 1, MAX_POSITIONS))

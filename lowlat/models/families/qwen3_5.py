@@ -59,18 +59,13 @@ HARMLESS = frozenset(
 Span = tuple[int, int]
 
 
-def _stem(config: ModelConfig) -> str:
-    return "model.language_model" if config.family in WRAPPED else "model"
-
-
 def _refuse(fields: Fields) -> None:
     """Refuse keys that ask for another forward pass, by name."""
     check_settled(fields, qk_norm=True, shared_expert=True)
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     fields.refuse_unless("output_gate_type", ("swish", "silu"), "delta nets whose gate is a SiLU")
     fields.refuse_unless("mamba_ssm_dtype", ("float32",), "states in float32")
-    for key in ("attention_bias", "qkv_bias"):
-        fields.refuse_unless(key, (False,), "attention without biases")
+    fields.refuse_unless("qkv_bias", (False,), "biases by attention_bias")
     gate = fields.raw("attn_output_gate")
     if "attn_output_gate" in fields.values and gate is not True:
         raise fields.error("attn_output_gate", "true: attention has an output gate")
@@ -159,9 +154,12 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
     rope = parse_rope(fields, max_position=sizes.max_position, partial=True)
     rotary = partial_rotary_dims(fields, sizes.head_dim, default=0.25)
+    biased = fields.boolean("attention_bias", False)
     mixers: dict[str, Mixer] = {
         LAYER_KINDS[0]: _delta(fields),
-        LAYER_KINDS[1]: sizes.attention(rope, qk_norm=True, gated=True, rotary_dims=rotary),
+        LAYER_KINDS[1]: sizes.attention(
+            rope, qkv_bias=biased, output_bias=biased, qk_norm=True, gated=True, rotary_dims=rotary
+        ),
     }
     has_experts = _has_experts(fields, family, sizes.num_layers)
     experts = _experts(fields, family) if any(has_experts) else None
@@ -195,18 +193,25 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 def _attention_recipes(config: ModelConfig, layer: int, spec: AttentionSpec) -> list[Recipe]:
     """Projections of gated attention: files have queries and gates in one matrix, by head."""
     dtype, hidden, size = TORCH_DTYPES[config.dtype], config.hidden_size, spec.head_dim
-    of, canonical = f"{_stem(config)}.layers.{layer}.self_attn", f"layers.{layer}"
-    both = (2 * spec.query_size, hidden)
+    of, canonical = f"model.layers.{layer}.self_attn", f"layers.{layer}"
 
-    def halves(first: int) -> Piece:
+    def halves(first: int, part: str, *columns: int) -> Piece:
         spans = tuple((2 * head * size + first, 2 * head * size + first + size) for head in range(spec.num_heads))
-        return picked_piece(Piece(f"{of}.q_proj.weight", both), spans)
+        return picked_piece(Piece(f"{of}.q_proj.{part}", (2 * spec.query_size, *columns)), spans)
 
-    keys = tuple(Piece(f"{of}.{part}_proj.weight", (spec.kv_size, hidden)) for part in "kv")
+    def projections(part: str, *columns: int) -> list[Recipe]:
+        """Queries, keys and values, and gates: their weights or biases."""
+        keys = tuple(Piece(f"{of}.{letter}_proj.{part}", (spec.kv_size, *columns)) for letter in "kv")
+        return [
+            Recipe(f"{canonical}.qkv.{part}", (halves(0, part, *columns), *keys), dtype),
+            Recipe(f"{canonical}.gate.{part}", (halves(size, part, *columns),), dtype),
+        ]
+
     return [
-        Recipe(f"{canonical}.qkv.weight", (halves(0), *keys), dtype),
-        Recipe(f"{canonical}.gate.weight", (halves(size),), dtype),
+        *projections("weight", hidden),
         Recipe(f"{canonical}.o.weight", (Piece(f"{of}.o_proj.weight", (hidden, spec.query_size)),), dtype),
+        *(projections("bias") if spec.qkv_bias else ()),
+        *([Recipe(f"{canonical}.o.bias", (Piece(f"{of}.o_proj.bias", (hidden,)),), dtype)] if spec.output_bias else ()),
         *(plus_one_norm(f"{canonical}.{part}_norm.weight", f"{of}.{part}_norm.weight", size) for part in "qk"),
     ]
 
@@ -239,7 +244,7 @@ def _projections(config: ModelConfig, of: str, spec: DeltaSpec) -> tuple[tuple[P
 
 def _delta_recipes(config: ModelConfig, layer: int, spec: DeltaSpec) -> list[Recipe]:
     dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
-    of, canonical = f"{_stem(config)}.layers.{layer}.linear_attn", f"layers.{layer}"
+    of, canonical = f"model.layers.{layer}.linear_attn", f"layers.{layer}"
     big, small = _projections(config, of, spec)
     taps = (spec.num_channels, 1, spec.conv_size)
 
@@ -260,7 +265,7 @@ def _delta_recipes(config: ModelConfig, layer: int, spec: DeltaSpec) -> list[Rec
 def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec) -> list[Recipe]:
     """Router and experts, of files that have the experts in one tensor, or one by one; and the shared expert."""
     dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
-    mlp, canonical = f"{_stem(config)}.layers.{layer}.mlp", f"layers.{layer}"
+    mlp, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
     count, inner, own = experts.num_experts, experts.inner_size, experts.shared_ffn
     shapes = {"gate_up": (("gate", "up"), (inner, hidden)), "down": (("down",), (hidden, inner))}
     gate = Piece(f"{mlp}.shared_expert_gate.weight", (1, hidden))
@@ -292,15 +297,13 @@ def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec) -> li
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a hybrid is made."""
-    stem, hidden = _stem(config), config.hidden_size
-    made = [recipe for recipe in outer_recipes(config, stem) if recipe.weight != "norm.weight"]
-    made.append(plus_one_norm("norm.weight", f"{stem}.norm.weight", hidden))
+    hidden = config.hidden_size
+    made = [recipe for recipe in outer_recipes(config) if recipe.weight != "norm.weight"]
+    made.append(plus_one_norm("norm.weight", "model.norm.weight", hidden))
     norms = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     for layer, spec in enumerate(config.layers):
         for weight, name in norms.items():
-            made.append(
-                plus_one_norm(f"layers.{layer}.{weight}.weight", f"{stem}.layers.{layer}.{name}.weight", hidden)
-            )
+            made.append(plus_one_norm(f"layers.{layer}.{weight}.weight", f"model.layers.{layer}.{name}.weight", hidden))
         if isinstance(spec.mixer, DeltaSpec):
             made += _delta_recipes(config, layer, spec.mixer)
         else:
@@ -308,5 +311,5 @@ def recipes(config: ModelConfig) -> list[Recipe]:
         if isinstance(spec.ffn, ExpertsSpec):
             made += _expert_recipes(config, layer, spec.ffn)
         else:
-            made += dense_recipes(config, layer, stem)
+            made += dense_recipes(config, layer)
     return made

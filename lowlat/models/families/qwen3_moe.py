@@ -14,10 +14,11 @@ from lowlat.models.hf_config import window_limit
 from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.models.layers import TORCH_DTYPES
 
-__all__ = ["parse", "recipes"]
+__all__ = ["parse", "parse_experts", "recipes"]
 
 
-def _experts(fields: Fields) -> ExpertsSpec:
+def parse_experts(fields: Fields, *, normed: bool = False) -> ExpertsSpec:
+    """The experts of every layer; normed: whether shares sum to 1 where norm_topk_prob is missing."""
     step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
     dense = fields.optional_integers("mlp_only_layers", 0, 1 << 20, max_count=1 << 12)
     if step != 1 or dense:
@@ -33,13 +34,13 @@ def _experts(fields: Fields) -> ExpertsSpec:
         inner_size=fields.integer("moe_intermediate_size", 1, MAX_WIDTH),
         num_experts=count,
         num_experts_per_token=fields.integer("num_experts_per_tok", 1, count),
-        shares_of_all=not fields.boolean("norm_topk_prob", False),
+        shares_of_all=not fields.boolean("norm_topk_prob", normed),
     )
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Qwen3-MoE. Raises ConfigError for what lowlat does not implement, dense layers among it."""
-    experts = _experts(fields)
+    experts = parse_experts(fields)
     biased = fields.boolean("attention_bias", False)
     return parse_decoder(
         fields,

@@ -11,7 +11,7 @@ EXTENSION = "lowlat.exchange"  # its name among a scope's extensions
 
 
 class Exchange(Protocol):
-    """What a server's connection offers while one request is answered."""
+    """The part of a server's connection that is used while one request is answered."""
 
     def admit(self) -> bool:
         """Note that the caller has the key; False where so many callers are connected that this one cannot be."""

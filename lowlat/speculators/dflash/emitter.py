@@ -106,9 +106,10 @@ class DflashEmitter:
         """The block and all its drafts; returns the drafted nodes."""
         draft = self.draft
         level, tokens = self._block(scope, scope.topology.depth + self.first_row)
-        stream = level.embed(
-            tokens, "head.embed.weight" if draft.own_embedding else "embed.weight", draft.hidden_size, "embedded"
-        )
+        table, scale = "head.embed.weight", None
+        if not draft.own_embedding:  # it was trained with the target's embedding as the target has it, scaled
+            table, scale = "embed.weight", scope.config.embedding_scale
+        stream = level.embed(tokens, table, draft.hidden_size, "embedded", scale=scale)
         for number in range(draft.num_layers):
             stream = self._emit_layer(level, stream, number)
         level.stage = Stage.DRAFT_LM_HEAD

@@ -4,15 +4,15 @@ It knows the normalised names of head tensors; `config` and `draft_file` read co
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import torch
 
-from lowlat.checkpoint.formats import narrowed, renamed
-from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes
+from lowlat.checkpoint.formats import narrowed
+from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes, renamed_recipe
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
@@ -95,7 +95,7 @@ def draft_weight_plan(
 
 def stored_recipe(recipe: Recipe, tensors: DraftTensors) -> Recipe:
     """The recipe with the names that this head's file uses."""
-    return replace(recipe, pieces=tuple(renamed(piece, tensors.stored) for piece in recipe.pieces))
+    return renamed_recipe(recipe, lambda name: tensors.stored.get(name, name))
 
 
 def unused_tensors(config: DraftConfig, tensors: DraftTensors) -> set[str]:

@@ -1,7 +1,7 @@
 """The speculation tree: from a table of choices to nodes, levels, paths and packed masks.
 
-A topology is static: which token a node drafts is known in each step only, where it hangs is known here. It
-knows no tokens and no device. The arrays that the step needs are built from it in `lowlat.step.decode`.
+A topology is static: which token a node drafts is known in each step only, where it hangs is known here. The arrays
+that the step needs are built from it in `lowlat.step.decode`.
 """
 
 from collections.abc import Iterable, Sequence

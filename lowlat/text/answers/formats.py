@@ -7,7 +7,14 @@ lowlat's own (`templates.generic_tools`), which asks for Hermes' format. Without
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowlat.text.answers.syntax import LISTED_SYNTAX, LLAMA3_SYNTAX, MISTRAL_SYNTAX, TAGGED_SYNTAX, CallSyntax
+from lowlat.text.answers.syntax import (
+    BRACED_SYNTAX,
+    LISTED_SYNTAX,
+    LLAMA3_SYNTAX,
+    MISTRAL_SYNTAX,
+    TAGGED_SYNTAX,
+    CallSyntax,
+)
 from lowlat.text.answers.tagged import THOUGHTS, ThoughtTags
 from lowlat.text.codec import TextCodec
 from lowlat.text.harmony import HarmonyParser
@@ -15,6 +22,7 @@ from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
     CALL,
     CALLS,
+    CHANNEL_CALL,
     END_LISTED,
     FUNCTION,
     LISTED,
@@ -76,6 +84,13 @@ FORMATS = (
         MISTRAL_SYNTAX,
     ),
     CallFormat(
+        "Gemma 4",
+        "Gemma 4",
+        '`<|tool_call>call:f{x:1,y:<|"|>text<|"|>}<tool_call|>`',
+        lambda has: has(CHANNEL_CALL),
+        BRACED_SYNTAX,
+    ),
+    CallFormat(
         "Seed",
         "Seed-OSS",
         "`<seed:tool_call><function=f><parameter=x>1</parameter></function></seed:tool_call>`",
@@ -124,6 +139,7 @@ REASONING = (
     ("Harmony", "gpt-oss", "`<|channel|>analysis<|message|>...<|end|>`"),
     ("think", "Qwen3, QwQ, R1 distills, SmolLM3, Magistral 2506", "`<think>...</think>`, or the prompt opens it"),
     ("THINK", "Magistral 2507 and later, Ministral 3", "`[THINK]...[/THINK]`"),
+    ("channel", "Gemma 4", "`<|channel>thought ...<channel|>`"),
     ("seed:think", "Seed-OSS", "`<seed:think>...</seed:think>`"),
 )
 

@@ -108,7 +108,7 @@ def _format(codec: TextCodec, prompt: Sequence[int], tools: Tools | None) -> tup
     syntax = None if kind is None else kind.syntax
     if thought is None and syntax is None:
         return None, {}
-    tags = {*(thought or ()), *(() if syntax is None else syntax.tags)}
+    tags = {*((thought.opening, thought.closing) if thought else ()), *(() if syntax is None else syntax.tags)}
     markers = {number: text for number, text in codec.added_tokens().items() if text in tags}  # which are no text
     made = TaggedAnswer(
         thought=thought,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowlat.text.answers.base import CallBody, Calls, Parts, Tools
+from lowlat.text.answers.braced_call import BracedCall
 from lowlat.text.answers.function_call import FunctionCall
 from lowlat.text.answers.json_call import ListedCalls, PendingCall
 from lowlat.text.answers.named_call import NamedCall
@@ -11,7 +12,9 @@ from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
     CALL,
     CALLS,
+    CHANNEL_CALL,
     END_CALL,
+    END_CHANNEL_CALL,
     END_LISTED,
     FUNCTION,
     ID_MARK,
@@ -19,9 +22,10 @@ from lowlat.text.templates.tags import (
     PYTHON_TAG,
     SEED_CALL,
     SEED_END_CALL,
+    STRING_MARK,
 )
 
-__all__ = ["LISTED_SYNTAX", "LLAMA3_SYNTAX", "MISTRAL_SYNTAX", "TAGGED_SYNTAX", "CallSyntax"]
+__all__ = ["BRACED_SYNTAX", "LISTED_SYNTAX", "LLAMA3_SYNTAX", "MISTRAL_SYNTAX", "TAGGED_SYNTAX", "CallSyntax"]
 
 Make = Callable[[str, Tools], CallBody]
 
@@ -132,6 +136,7 @@ def _python(opening: str, tools: Tools) -> CallBody:
 
 
 TAGGED_SYNTAX = CallSyntax({CALL: _tagged, SEED_CALL: _tagged, FUNCTION: FunctionCall}, (END_CALL, SEED_END_CALL))
+BRACED_SYNTAX = CallSyntax({CHANNEL_CALL: BracedCall}, (END_CHANNEL_CALL,), (STRING_MARK,))
 LISTED_SYNTAX = CallSyntax({LISTED: _listed}, (END_LISTED,))
 MISTRAL_SYNTAX = CallSyntax({CALLS: _mistral}, inner=(ID_MARK, ARGUMENTS_MARK), short=True)
 LLAMA3_SYNTAX = CallSyntax({PYTHON_TAG: _python, FUNCTION: FunctionCall}, bare={"{": _bare_object, "[": _bare_list})

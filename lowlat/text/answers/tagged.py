@@ -18,16 +18,18 @@ SHOWN = 2  # characters at an answer's end that are no tag yet
 
 
 class ThoughtTags(NamedTuple):
-    """The tags around a thought."""
+    """The tags around a thought. label: what stands after the first, and is no thought."""
 
     opening: str
     closing: str
+    label: str = ""
 
 
 THOUGHTS = (
     ThoughtTags(THOUGHT, END_THOUGHT),
     ThoughtTags("[THINK]", "[/THINK]"),
     ThoughtTags("<seed:think>", "</seed:think>"),
+    ThoughtTags("<|channel>", "<channel|>", "thought"),
 )
 
 
@@ -61,7 +63,7 @@ class TaggedAnswer:
         self._called = False
         self._call: CallBody | None = None
         self._is_bare = False
-        self._step = self._in_thought if thinking else self._at_begin
+        self._step = self._at_label if thinking else self._at_begin
 
     def push(self, pieces: Sequence[str], parts: Parts) -> None:
         """See `AnswerFormat`."""
@@ -107,11 +109,19 @@ class TaggedAnswer:
         tag = "" if self._tags is None else self._tags.opening
         if tag and text.startswith(tag):
             self._held = text[len(tag) :]
-            self._step = self._in_thought
+            self._step = self._at_label
         elif tag.startswith(text) and tag:
             return False
         else:
             self._step = self._at_content
+        return True
+
+    def _at_label(self, parts: Parts) -> bool:
+        label = "" if self._tags is None else self._tags.label
+        if label.startswith(self._held) and self._held != label:
+            return False
+        self._held = self._held.removeprefix(label)
+        self._step = self._in_thought
         return True
 
     def _in_thought(self, parts: Parts) -> bool:

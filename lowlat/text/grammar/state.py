@@ -1,4 +1,4 @@
-"""The position of one request in its grammar, as the host's pipeline uses it; it knows no library of grammars."""
+"""The position of one request in its grammar, as the host's pipeline uses it."""
 
 from collections.abc import Sequence
 from typing import Protocol

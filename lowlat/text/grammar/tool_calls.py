@@ -15,14 +15,18 @@ from msgspec.structs import replace
 from lowlat.errors import RequestError
 from lowlat.text.answers.formats import format_of
 from lowlat.text.codec import TextCodec
+from lowlat.text.grammar.braced import BracedRules
 from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
 from lowlat.text.grammar.parameters import parameter_rules
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
     CALL,
+    CALL_HEAD,
     CALLS,
+    CHANNEL_CALL,
     END_CALL,
+    END_CHANNEL_CALL,
     END_FUNCTION,
     END_LISTED,
     FUNCTION,
@@ -30,6 +34,7 @@ from lowlat.text.templates.tags import (
     LISTED,
     SEED_CALL,
     SEED_END_CALL,
+    STRING_MARK,
 )
 
 __all__ = ["tool_grammar"]
@@ -131,6 +136,24 @@ def _functions(
 def _seed(codec: TextCodec, calls: ToolCalls) -> list[str]:
     """The same in Seed's tags, values without lines of their own."""
     return _functions(codec, calls, (SEED_CALL, SEED_END_CALL), "")
+
+
+def _braced(codec: TextCodec, calls: ToolCalls) -> list[str]:
+    """`<|tool_call>call:name{key:value,...}<tool_call|>`, one call after the other."""
+    opening, closing, mark = (_tag(codec, tag) for tag in (CHANNEL_CALL, END_CHANNEL_CALL, STRING_MARK))
+    rules = []
+    for place, function in enumerate(calls.functions):
+        if not function.name or any(character in "{}:<>" or character.isspace() for character in function.name):
+            raise RequestError(f"tool_calls: the name {function.name!r:.80} holds a brace, a colon or white space")
+        schema, _ = _exact(function.name, function.parameters or ANYTHING, strict=function.strict)
+        made = BracedRules(mark, strict=function.strict, prefix=f"of_{place}")
+        try:
+            arguments = made.arguments(schema)
+        except NotHeld as error:
+            raise RequestError(f"tool_calls: {function.name}: {error}") from None
+        rules += [f"head_{place}: {_literal(CALL_HEAD + function.name)} {arguments}", *made.lines]
+    lines = _in_text(calls, opening, f"({_names('head', calls)}) {closing}")
+    return [*lines, *([] if TEXT in lines else [TEXT]), *rules]
 
 
 def _mistral(codec: TextCodec, calls: ToolCalls) -> list[str]:
@@ -256,6 +279,7 @@ GRAMMARS: Mapping[str, Grammar] = {
     "Harmony": _harmony,
     "Mistral": _mistral,
     "Mistral, listed": _listed_in(CALLS),
+    "Gemma 4": _braced,
     "Seed": _seed,
     "Qwen3-Coder": _functions,
     "Hermes": _tagged,

@@ -4,7 +4,10 @@ __all__ = [
     "ARGUMENTS_MARK",
     "CALL",
     "CALLS",
+    "CALL_HEAD",
+    "CHANNEL_CALL",
     "END_CALL",
+    "END_CHANNEL_CALL",
     "END_FUNCTION",
     "END_LISTED",
     "END_PARAMETER",
@@ -16,6 +19,7 @@ __all__ = [
     "PYTHON_TAG",
     "SEED_CALL",
     "SEED_END_CALL",
+    "STRING_MARK",
     "THOUGHT",
 ]
 
@@ -26,4 +30,6 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 LISTED, END_LISTED = "<|tool_call|>", "<|/tool_call|>"
 CALLS, ID_MARK, ARGUMENTS_MARK = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+CHANNEL_CALL, END_CHANNEL_CALL = "<|tool_call>", "<tool_call|>"
+CALL_HEAD, STRING_MARK = "call:", '<|"|>'
 PYTHON_TAG = "<|python_tag|>"

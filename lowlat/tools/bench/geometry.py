@@ -18,6 +18,8 @@ from lowlat.checkpoint.source import Named, WeightSource
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config, target_recipes
+from lowlat.speculators.mtp.config import COUNT_KEYS
+from lowlat.speculators.mtp.geometry import MtpConfig
 
 __all__ = ["Geometry", "Head", "Noise", "RandomWeights", "random_target", "read_geometries"]
 
@@ -55,12 +57,30 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def has_draft_models(self) -> bool:
         """Whether there is one of any method."""
-        return any((self.head, self.peagle, self.dflash, self.dspark))
+        return any(self._drafters.values())
+
+    @property
+    def _drafters(self) -> dict[str, Head | None]:
+        return {"eagle3": self.head, "peagle": self.peagle, "dflash": self.dflash, "dspark": self.dspark}
+
+    @property
+    def drafting(self) -> str:
+        """The method that "auto" stands for: the target's MTP layer's, else that of the first draft model.
+
+        Raises ConfigError where there is neither.
+        """
+        if any(self.target.get(key) for key in COUNT_KEYS):
+            return MtpConfig.method
+        found = next((method for method, head in self._drafters.items() if head is not None), None)
+        if found is None:
+            raise ConfigError(
+                "method 'auto' finds nothing to draft with: the geometry has neither MTP nor draft models"
+            )
+        return found
 
     def drafter(self, method: str) -> Head:
         """The draft model of a method. Raises ConfigError where the geometry has none."""
-        found: dict[str, Head | None] = {"eagle3": self.head, "peagle": self.peagle, "dflash": self.dflash}
-        found["dspark"] = self.dspark
+        found = self._drafters
         head = found.get(method)
         if head is None:
             known = ", ".join(name for name, each in found.items() if each is not None) or "none"
@@ -157,7 +177,7 @@ class RandomWeights(WeightSource):
 
 def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and deviation of a weight, so that activations keep their size and routers spread their rows."""
-    if "norm" in name:
+    if "norm" in name or name.endswith((".scalar", "router.scale")):
         return 1.0, 0.1
     if name.endswith("bias"):
         return 0.0, 0.0 if "router" in name else 0.02

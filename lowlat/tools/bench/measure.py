@@ -162,8 +162,8 @@ class CaseRun:
         tiles = reduce(_sum_tiles, (samples.tiles for samples in self._samples))
         times = Spread.of(pooled)
         experts = fmean(self._experts) if self._experts else None
-        widths = steps_by_width(runtime.ladder, perf.undrafted_steps, stats).get("steps_by_width")
-        moved = self._bytes([length] * max(1, round(fmean(active))), experts, widths)
+        chosen = steps_by_width(runtime.ladder, perf.undrafted_steps, stats).get("steps_by_width")
+        moved = self._bytes([length] * max(1, round(fmean(active))), experts, chosen)
         floor = None if self._wall is None else moved / self._wall / 1e6
         imposed = runtime.geometry.simulated_acceptance
         return Row(
@@ -189,21 +189,21 @@ class CaseRun:
             eagle_speculation=Speculation(**stats.to_dict(sum(active))) if stats.num_drafts else None,
             repeats=tuple(samples.summary() for samples in self._samples),
             perf=Perf(**perf.to_dict()),
-            steps_by_width=widths,
-            mean_width=None if widths is None else round(_mean_width(widths), 4),
+            steps_by_width=chosen,
+            mean_width=None if chosen is None else round(_mean_length(chosen), 4),
             numerics=runtime.numerics,
             attention_tiles=tiles,
         )
 
-    def _bytes(self, lengths: Sequence[float], experts: float | None, widths: Sequence[int] | None) -> int:
-        """Bytes of a step of active requests of these lengths; of chosen widths the mean over what was chosen."""
+    def _bytes(self, lengths: Sequence[float], experts: float | None, chosen: Sequence[int] | None) -> int:
+        """Bytes of a step of active requests of these lengths; of chosen lengths the mean over what was chosen."""
         runtime = self._runtime
         bucket = runtime.ladder.choose(len(lengths), self._case.num_speculative_tokens)
-        if widths is None:
+        if chosen is None:
             return step_bytes(runtime, bucket, lengths, experts)
-        bodies = zip(bodies_of(bucket), widths, strict=False)
+        bodies = zip(bodies_of(bucket), chosen, strict=False)
         total = sum(count * step_bytes(runtime, body, lengths, experts) for body, count in bodies if count)
-        return round(total / sum(widths))
+        return round(total / sum(chosen))
 
     def _params(self, max_tokens: int, number: int) -> SamplingParams:
         return SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=number, temperature=self._temperature)
@@ -377,9 +377,9 @@ def _sum_tiles(counts: Tiles, others: Tiles, sign: int = 1) -> Tiles:
     }
 
 
-def _mean_width(widths: Sequence[int]) -> float:
-    """The mean of widths that were chosen so often, by width."""
-    return sum(width * count for width, count in enumerate(widths)) / max(sum(widths), 1)
+def _mean_length(counts: Sequence[int]) -> float:
+    """The mean of draft lengths that were chosen so often, by length."""
+    return sum(length * count for length, count in enumerate(counts)) / max(sum(counts), 1)
 
 
 def _memory(device: torch.device) -> Memory:

@@ -1,4 +1,4 @@
-"""The schema of result files: what was measured, of what, on what. Reading one checks it; it knows no runtime."""
+"""The schema of result files: what was measured, of what, on what. Reading one checks it."""
 
 import os
 from collections.abc import Sequence

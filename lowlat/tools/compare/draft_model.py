@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from lowlat.checkpoint.tensors import Checkpoint
+from lowlat.models.families import FAMILIES
 from lowlat.models.layer_spec import Rotation
 from lowlat.models.rope import rope_tables
+from lowlat.models.target import read_model_config
 from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.tensors import open_draft_model
 from lowlat.speculators.peagle.geometry import PeagleConfig
@@ -45,15 +47,16 @@ class PlainDraftModel:
         names = {name: normalised for normalised, name in stored.stored.items() if normalised != "t2d"}
         tensors = {names[entry.name]: tensor for entry, tensor in stored.checkpoint.read(list(names))}
         checkpoint = Checkpoint.open(Path(target))
-        borrowed = {}
+        family = FAMILIES[read_model_config(target, dtype="float32").family]
+        names_of_target, borrowed = family.names_in(checkpoint.entries), {}
         if not config.own_embedding:
             borrowed["embed_tokens.weight"] = EMBEDDING
         if not config.own_lm_head:
-            borrowed["lm_head.weight"] = LM_HEAD if LM_HEAD in checkpoint.entries else EMBEDDING
+            borrowed["lm_head.weight"] = LM_HEAD if names_of_target.stored(LM_HEAD) in checkpoint.entries else EMBEDDING
         if config.final_hidden:
             borrowed["target.norm.weight"] = FINAL_NORM
         for own, name in borrowed.items():
-            ((_, tensors[own]),) = checkpoint.read([name])
+            ((_, tensors[own]),) = checkpoint.read([names_of_target.stored(name)])
         floats = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
         return cls(config, floats, target_eps)
 

@@ -1,7 +1,6 @@
 """Stage by stage against another implementation: what lowlat computed, how far it lies from what was expected.
 
-A recording is taken from a real runtime by a hook, so it says what decoding did. This module knows no other
-implementation.
+A recording is taken from a real runtime by a hook, so it says what decoding did.
 """
 
 import math

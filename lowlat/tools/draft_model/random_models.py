@@ -56,8 +56,12 @@ DRAFT_MODELS: Mapping[str, type[Eagle3Speculator] | type[DflashSpeculator]] = {
 
 
 def draft_config(head: Head, target: ModelConfig, method: str = "eagle3") -> Eagle3Config | DflashConfig:
-    """The geometry of a draft model for a target. Raises ConfigError for sizes that no such draft model has."""
-    names, shape = ("hidden_size", "vocab_size", "max_position", "rms_norm_eps"), target.attention
+    """The geometry of a draft model for a target, with the heads of its first layer with attention.
+
+    Raises ConfigError for sizes that no such draft model has.
+    """
+    names = ("hidden_size", "vocab_size", "max_position", "rms_norm_eps")
+    shape = next(iter(target.attentions.values()))
     mixer = AttentionSpec(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,

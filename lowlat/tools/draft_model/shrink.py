@@ -1,8 +1,7 @@
 """A head with a smaller draft vocabulary, made of one with a larger: fewer rows of its LM head, which a draft reads.
 
-A token outside the draft vocabulary is never drafted, and output stays the target's; acceptance pays for the speed.
-The new directory keeps the layout's names, so that whatever reads the old head reads the new one. It knows neither
-text nor runtimes.
+A token outside the draft vocabulary is never drafted, and output stays the target's; acceptance pays for the speed. The
+new directory keeps the layout's names, so that whatever reads the old head reads the new one.
 """
 
 import json
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from lowlat.checkpoint.json_file import read_object
 from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.errors import ConfigError
+from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import MAX_VOCABULARY
 from lowlat.models.target import read_model_config
@@ -126,7 +126,8 @@ def _lm_head(tensors: DraftTensors, vocab: int, target: Path | None, model: Mode
         )
     else:
         checkpoint = Checkpoint.open(target)
-        name = "model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight"
+        own = FAMILIES[model.family].names_in(checkpoint.entries)
+        name = own.stored("model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight")
         if name not in checkpoint.entries:
             raise ConfigError(f"{target}: tensor {name!r} is missing")
     ((_, found),) = checkpoint.read([name])

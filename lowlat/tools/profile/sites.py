@@ -1,6 +1,6 @@
 """The launches of a step as a profile sees them: their stage, the bytes that they must read, how they exchange.
 
-It learns that from the groups that a step was lowered to, and knows neither executors nor a profiler.
+It learns that from the groups that a step was lowered to.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,8 @@
 """The time of every call, stage and step, from the starts and ends of recorded kernels.
 
 Kernels overlap: a dependent launch starts early and waits for the one before it, so durations do not add up. A call's
-time is how far it moves the latest end so far, so that the times of calls add up to the step. Time in
-which a call waits because nothing was launched counts to it as well; the idle share tells how much that is. This module
-knows no device and no profiler.
+time is how far it moves the latest end so far, so that the times of calls add up to the step. Time in which a call
+waits because nothing was launched counts to it as well; the idle share tells how much that is.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What is wrong is found before torch is imported, and told in one line, as JSON under --json, whatever is wrong."""
+"""Faults are found before torch is imported, and told in one line, as JSON under --json, whatever is wrong."""
 
 import json
 import os
@@ -179,8 +179,9 @@ def test_a_prompt_that_is_not_utf8_is_refused(talker: Path) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("delay_s", [0.8, 3.0])
-@pytest.mark.parametrize("command", ["serve", "generate --prompt Hello --max-tokens 1900 --ignore-eos"])
+@pytest.mark.parametrize(
+    ("command", "delay_s"), [("serve", 0.8), ("generate --prompt Hello --max-tokens 1900 --ignore-eos", 3.0)]
+)
 def test_ctrl_c_ends_quietly_while_it_loads(command: str, delay_s: float, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}

@@ -56,6 +56,12 @@ def test_a_preset_has_its_draft_model_and_its_published_size() -> None:
     assert plain["step"]["operations"] < total["operations"]
 
 
+def test_method_auto_of_a_preset_is_its_mtp_layer_or_its_first_draft_model() -> None:
+    for preset, method in (("qwen3.5-9b", "mtp"), ("llama-8b", "eagle3")):
+        found = answer("inspect", "step", preset, "--method", "auto", "-S", 1, "--json")
+        assert found["method"] == method and found["bucket"]["rows"] == 2
+
+
 @pytest.mark.parametrize("gpu", ["a100", "b200", "rtx5090", "h100"])
 def test_any_described_gpu(gpu: str) -> None:
     found = answer("inspect", "step", "--gpu", gpu, "--json")

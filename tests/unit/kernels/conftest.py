@@ -1,4 +1,4 @@
-"""What tests of kernels share."""
+"""Fixtures that tests of kernels share."""
 
 import os
 import shutil

@@ -45,7 +45,7 @@ NARROW = re.compile(
 )
 PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
 CODES = re.compile(r"attention_\d.*_[cd]$")
-ACTIVATING = re.compile(r"silu|swiglu|gated|gate_up|experts_(grouped|gemm|mlp)|expert")
+ACTIVATING = re.compile(r"silu|gelu|swiglu|gated|gate_up|experts_(grouped|gemm|mlp)|expert")
 # 8.x lacks registers for attention's tiles, the widest router's weights and the rows that a prompt's recurrence loads
 # ahead: some hundred bytes a thread, once
 SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144|prefill_gated_delta_\d"), 256

@@ -61,7 +61,7 @@ def test_ranks_add_up_what_they_multiply(
     assert int(abort[0]) == 0
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 0), (2, 1), later(4, 2), later(8, 7)])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), later(8, 7)])
 def test_a_rank_whose_numbers_come_back_to_it_waits_for_nobody(ranks: int, rank: int) -> None:
     """As it is timed on a GPU of its own: it sums what it has sent, again and again, by one plan and another."""
     rows, width, abort = 3, 48, torch.zeros(1, dtype=torch.int64)
@@ -70,7 +70,7 @@ def test_a_rank_whose_numbers_come_back_to_it_waits_for_nobody(ranks: int, rank:
     with walked(walker) as modules:
         thin: Any = modules[-1]
         peers = looped(PeerRows(rank, areas, abort))
-        for turn in range(5):
+        for turn in range(3):
             plan = dataclasses.replace(thin.plan_decode_gemm(rows, width, SMALL), stages=1 + turn % 2)
             out, part = torch.full((rows, width), torch.nan).bfloat16(), torch.zeros(rows, width)
             given: dict[str, Any] = {"x": random(rows, 72), "weight": pack(random(width, 72)), "plan": plan}
@@ -96,7 +96,6 @@ def test_a_gemm_adds_up_over_ranks_with_a_residual_alone() -> None:
     [
         (1, 200, {}),
         (3, 97, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
-        (9, 130, {"num_blocks": 1}),
         (19, 33, {"stages": 1}),
     ],
 )

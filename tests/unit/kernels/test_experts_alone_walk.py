@@ -133,7 +133,7 @@ def walked_router(rows: int, workspace: Poisoned, given: dict[str, Any], eps: fl
     return found
 
 
-@pytest.mark.parametrize(("rows", "width", "experts"), [(1, 72, 5), later(5, 40, 9), (1, 4096 + 72, 6)])
+@pytest.mark.parametrize(("rows", "width", "experts"), [(5, 72, 9), later(1, 4096 + 72, 6)])
 def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(rows: int, width: int, experts: int) -> None:
     """Logits, ids and shares; more rows than a block holds, more chunks of a row than a thread has, dead rows."""
     given, workspaces = router_inputs(rows, width, experts), (Poisoned(), Poisoned())
@@ -151,7 +151,7 @@ def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(rows: 
     assert all(each.asked[0] == router_workspace(rows, experts) for each in workspaces)
 
 
-@pytest.mark.parametrize(("kind", "rows", "quantised"), [("random", 6, True), ("dead", 10, False)])
+@pytest.mark.parametrize(("kind", "rows", "quantised"), [("dead", 10, True)])
 def test_prefill_s_gemms_stand_alone_or_behind_each_other(kind: str, rows: int, quantised: bool) -> None:
     """A down GEMM that groups pairs for itself has the bits of one that takes the gate_up GEMM's lists."""
     up = make_experts(3, 64, 64, quantised=quantised, gated=True)

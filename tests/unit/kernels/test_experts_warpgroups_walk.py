@@ -26,9 +26,7 @@ NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *GEMM, *KERNELS)
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
-@pytest.mark.parametrize(
-    ("quantised", "rows", "biased"), [(True, 70, True), later("fp8", 30, False), later(False, 20, True)]
-)
+@pytest.mark.parametrize(("quantised", "rows", "biased"), [(True, 40, True), later("fp8", 30, False)])
 def test_a_moe_by_warpgroups_is_the_reference_s(
     quantised: Any, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,6 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
         later("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
         later("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
         later("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
-        later("fp8", 2, 32, 9, 1, {}),
         later("fp8_block", 1, 32, 16, 2, {"weight_tiles": 1}),
         later("int4_128", 3, 32, 16, 2, {}),
         later("nvfp4", 1, 48, 9, 1, {"stages": 1}),
@@ -107,7 +106,7 @@ def test_any_number_of_ranks_has_the_tree_of_eight_parts(
     whole = tree_sum(alone)
     expected = x.double() @ weight.double().t() + bias.double()
     torch.testing.assert_close(whole.double(), expected, rtol=2e-3, atol=2e-3)
-    for size, sets in ((1, 1), (2, 1), (2, 2), (4, 4), (8, 8)) if name == "bf16" else ((1, 1), (2, 2), (4, 4)):
+    for size, sets in ((1, 1), (2, 1), (8, 8)) if name == "bf16" else ((1, 1), (4, 4)):
         own, count = [64 * end for end in bounds(steps, size, unit)], 8 // size
         ranks = [
             multiply(slice(start, stop), count, sets, not number) if stop > start else torch.zeros(rows, width)
@@ -116,7 +115,7 @@ def test_any_number_of_ranks_has_the_tree_of_eight_parts(
         assert torch.equal(tree_sum(ranks), whole), size
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4])
 def test_ranks_add_up_parts_as_they_multiply(ranks: int) -> None:
     """The residual stream of every rank is that of one GPU, which has all parts."""
     rows, width, steps = 2, 72, 12

@@ -57,10 +57,9 @@ def walked(
     [
         (SMALL, 0, 64, None, 0, False),
         (replace(SMALL, size=40), 250, 33, None, 1, True),
-        (replace(SMALL, dim=128, size=160), 128, 160, None, 0, False),
+        (replace(SMALL, dim=128, size=72), 128, 72, None, 0, False),
         (replace(SMALL, dim=512, size=40), 120, 33, None, 0, False),
         later(replace(SMALL, dim=256, size=130), 60, 130, None, 0, True),
-        later(replace(SMALL, dim=256, size=40), 320, 33, 100, 0, False),
         later(replace(SMALL, dim=512, size=72), 250, 72, 129, 1, True),
         later(SMALL, 320, 64, 100, 0, True),
         later(replace(SMALL, dim=128, size=32), 400, 32, None, 0, True),
@@ -93,8 +92,7 @@ def test_bits_of_rows_do_not_depend_on_the_launch(dim: int, window: int | None) 
     ("shape", "start", "count", "groups"),
     [
         (replace(SMALL, size=40), 250, 33, 1),
-        (replace(SMALL, dim=128, size=72), 128, 72, 2),
-        later(replace(SMALL, size=130), 0, 100, 2),
+        later(replace(SMALL, dim=128, size=72), 128, 72, 2),
         later(replace(SMALL, dim=256, size=40), 30, 40, 1),
         later(replace(SMALL, dim=512, size=40), 30, 40, 2),
     ],

@@ -1,4 +1,4 @@
-"""What replaces slow spots of Numba's compiler gives what Numba's own does."""
+"""The replacements of slow spots of Numba's compiler give what Numba's own do."""
 
 import copy
 import re

@@ -1,4 +1,4 @@
-"""What is drawn: history, bans, cut-offs and ties, and that a draw depends on nothing else."""
+"""Draws of tokens: history, bans, cut-offs and ties, and that a draw depends on nothing else."""
 
 from typing import Any
 

@@ -57,7 +57,7 @@ def expected(world: World, logits: torch.Tensor, slots: list[int], live: torch.T
 
 
 @pytest.mark.second
-@pytest.mark.parametrize(("vocabulary", "ways"), [(97, (True,)), (4104, (False, True))])
+@pytest.mark.parametrize(("vocabulary", "ways"), [(97, (False,)), (4104, (True,))])
 def test_tokens_of_the_reference(vocabulary: int, ways: tuple[bool, ...]) -> None:
     """Plain rows, and rows whose wishes touch one chunk of two, or both; drawn ones; a pad and a dead row."""
     world, slots = make_world(vocabulary, OPTIONS, [4]), [*range(len(OPTIONS)), -1, 3]

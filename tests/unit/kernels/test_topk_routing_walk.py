@@ -16,12 +16,12 @@ NAMES = (
 )
 
 
-def chosen(routing: TopKRouting, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen(routing: TopKRouting, top_k: int, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     rows, walker = len(routing.logits), Walker()
     ids = torch.full((rows, top_k), 77, dtype=torch.int32)
     shares = torch.full((rows, top_k), torch.nan)
     with walkable(walker, *NAMES) as modules:
-        for call in modules[-1].route_top_k(routing=routing, expert_ids=ids, expert_weights=shares):
+        for call in modules[-1].route_top_k(routing=routing, expert_ids=ids, expert_weights=shares, scale=scale):
             walker.run(call)
     return ids, shares
 
@@ -47,6 +47,18 @@ def test_rows_choose_as_the_reference_does(kind: str, rows: int, top_k: int, cou
     assert torch.equal(ids, wanted)
     torch.testing.assert_close(shares, exact_shares(logits, wanted), rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(shares, about, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def test_shares_are_scaled_by_expert_last() -> None:
+    routing, scale = (
+        TopKRouting(make_logits("random", 6, 20), (torch.arange(6) % 3 != 1).to(torch.uint8)),
+        torch.rand(20),
+    )
+    (ids, shares), (same, scaled) = chosen(routing, 3), chosen(routing, 3, scale)
+    assert torch.equal(ids, same)
+    assert torch.equal(scaled, torch.where(ids >= 0, shares * scale[ids.clamp(min=0).long()], 0))
+    with pytest.raises(ShapeError, match="scale must have shape"):
+        route_top_k(routing=routing, expert_ids=ids, expert_weights=shares, scale=scale[1:])
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ async def completions(request: Request) -> Response:
 
 
 def _echo_options(asked: CompletionRequest, prompt: str | list[int]) -> dict[str, int]:
-    """What is needed to give a prompt back: its logprobs where they are asked for, and of token ids their texts."""
+    """The options by which a prompt is given back: logprobs where they are asked for, and of token ids the texts."""
     if not asked.echo or (asked.logprobs is None and isinstance(prompt, str)):
         return {}
     return {"prompt_logprobs": max(asked.logprobs or 0, asked.prompt_logprobs or 0)}

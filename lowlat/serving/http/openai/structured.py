@@ -100,7 +100,7 @@ class Calling:
         return shown_tools(self._plain())
 
     def options(self, bound: Mapping[str, Any], param: str) -> dict[str, Any]:
-        """What binds the answer: the format of its text, or calls that are forced or strict; {} where nothing does.
+        """The fields that bind the answer: a format of its text, or calls that are forced or strict; {} where none do.
 
         bound  the format, by the field param: that of the text where nothing is called
         Raises ApiError for a format of answers that may also be calls, unless it is JSON.

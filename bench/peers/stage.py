@@ -1,62 +1,21 @@
-"""The stage of the suites: the pair that is measured, one runtime of it at a time, and a case of steps as samples.
+"""A subject's steps as `lowlat bench run` measures them, by `CaseRun`: one runtime at a time, cases that share it."""
 
-Steps are run and summed up as `lowlat bench run` does it, by `CaseRun`; the suites add what pytest-benchmark gives:
-raw samples, storage, comparison, and a failure where a figure became worse.
-"""
-
-import argparse
 import gc
-import subprocess
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from bench.lib.conditions import stamps_of
 from lowlat.engine.runtime import Runtime
 from lowlat.executors.devices import leave_a_core
-from lowlat.tools.bench.machine import processor
 from lowlat.tools.bench.measure import CaseRun, room_of
-from lowlat.tools.bench.results import Row
 from lowlat.tools.bench.run import measure_wall_of
 from lowlat.tools.bench.scenarios import Case, Scenario
 from lowlat.tools.bench.subject import Subject
 
-__all__ = ["Stage", "describe_machine", "suite_cases"]
+__all__ = ["Stage"]
 
 BLOCK_SIZE = 32
 EXTRA_ROWS = 64  # a step's rows after a request's last token, at most
-SMALL, BUNDLED, LARGE = 64, 512, 8192  # tokens of a prompt: on a CPU, of the bundled pair on a GPU, else
-FIRST_TOKEN_PROMPTS = 4  # lengths, each an eighth of the next
-CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit", "temperature.gpu")
-
-
-def suite_cases(kind: str, options: argparse.Namespace) -> list[Case]:
-    """The cases that the options name: steps without drafts, cycles with them, or prompts of single requests."""
-    contexts = options.context or (_context(options),)
-    if kind == "prompt_case":
-        lengths = options.context or tuple(max(1, contexts[0] >> 3 * place) for place in range(FIRST_TOKEN_PROMPTS))
-        return [Case(length, 1, depth) for depth in (0, *options.depth) for length in lengths]
-    depths = (0,) if kind == "step_case" else options.depth
-    return [Case(context, batch, depth) for depth in depths for context in contexts for batch in options.batch]
-
-
-def _context(options: argparse.Namespace) -> int:
-    if options.device == "cpu" or not torch.cuda.is_available():
-        return SMALL
-    return BUNDLED if options.geometry is None and options.model is None else LARGE
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Code, versions, GPU, driver and clocks."""
-    info: dict[str, Any] = {"processor": processor(), "lowlat": stamps_of(device)}
-    if device.type == "cuda":
-        asked = f"--query-gpu={','.join(CLOCKS)}"
-        command = ["nvidia-smi", asked, "--format=csv,noheader,nounits", f"--id={device.index or 0}"]
-        shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-        info["gpu"] = torch.cuda.get_device_name(device)
-        info["clocks"] = dict(zip(CLOCKS, (part.strip() for part in shown.split(",")), strict=False))
-    return info
 
 
 class Stage:
@@ -108,11 +67,6 @@ class Stage:
         for _ in range(self.repeats):
             run.repeat()
         return run
-
-    def steps(self, case: Case, cases: Sequence[Case]) -> tuple[list[float], Row]:
-        """Milliseconds of each timed step of a case, and its row."""
-        run = self.run(case, cases)
-        return [ms for samples in run.samples for ms in samples.step_ms], run.row()
 
     def _scenario(self, case: Case) -> Scenario:
         return Scenario(

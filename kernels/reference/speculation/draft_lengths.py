@@ -1,8 +1,8 @@
-"""The width of a step: how many drafts are made and verified, by what they should bring against what they cost.
+"""The draft length of a step: how many drafts are made and verified, by what they should bring against what they cost.
 
-The expected tokens of a width are those of all slots by their acceptance probabilities, see `length_probabilities`; a
-width costs what a step of it takes, and more the more positions are attended to. The width of most expected tokens by
-its cost is chosen, but the last one stays unless another is better by more than a 256th. At width zero nothing is
+The expected tokens of a length are those of all slots by their acceptance probabilities, see `length_probabilities`; a
+length costs what a step of it takes, and more the more positions are attended to. The length of most expected tokens by
+its cost is chosen, but the last one stays unless another is better by more than a 256th. At length zero nothing is
 learnt: so a draft is tried now and then, as often as costs at most a 512th of the time by what is known. The same seed
 gives the same tokens whatever is chosen. All numbers are integers, so that every executor chooses alike.
 """
@@ -12,7 +12,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.length_probabilities import MAX_WAITED, MAX_WIDTH
+from lowlat.kernels.reference.speculation.length_probabilities import MAX_LENGTH, MAX_WAITED
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 
 __all__ = [
@@ -25,16 +25,16 @@ __all__ = [
     "UNIT",
     "best_length",
     "bounds_of",
-    "check_widths",
+    "check_lengths",
     "choose_draft_length",
-    "costs_by_width",
+    "costs_by_length",
     "slot_limits",
-    "tokens_by_width",
+    "tokens_by_length",
 ]
 
-EDGE = 8  # a width is left for one that is better by more than a 256th
-TRIAL = 9  # drafts are tried at width zero where that takes at most a 512th of the time
-FIRST_TRIAL = 6  # steps at width zero before the first of them: so few positions wait that the draft model need not run
+EDGE = 8  # a length is left for one that is better by more than a 256th
+TRIAL = 9  # drafts are tried at length zero where that takes at most a 512th of the time
+FIRST_TRIAL = 6  # steps at length zero before the first of them: so few positions wait that no draft model need run
 BASE, SLOPE = 0, 1  # of costs: without positions, and for each UNIT of them
 UNIT = 10  # positions, as a power of two
 LARGEST_COST = 1 << 29  # costs times expected tokens of eight slots fit into 64 bits with room to spare
@@ -67,20 +67,20 @@ def choose_draft_length(
     row: int,
     most_waiting: int,
 ) -> None:
-    """Choose the width of a step.
+    """Choose the draft length of a step.
 
     row           of the costs: the bucket's
     most_waiting  positions that may wait for the draft model before it must run; 0: nothing waits
-    A body that drafts takes K + 1 waiting positions: where more wait, a step of width zero first runs the draft model,
+    A body that drafts takes K + 1 waiting positions: where more wait, a step of length zero first runs the draft model,
     and the one after it drafts. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    check_widths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
+    check_lengths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
     most = draft_length_costs.shape[2] - 2
     slots = [slot for slot, each in enumerate(active.tolist()) if each]
     allowed = slot_limits(slots, slot_ints, most)
     waiting = max((int(lengths[slot]) - 1 - int(extended[slot]) for slot in slots), default=0)
-    expected = tokens_by_width(length_expected, allowed)
-    costs = costs_by_width(draft_length_costs[row], sum(int(lengths[slot]) for slot in slots))
+    expected = tokens_by_length(length_expected, allowed)
+    costs = costs_by_length(draft_length_costs[row], sum(int(lengths[slot]) for slot in slots))
     low, high = bounds_of(length_bounds, allowed, most)
     choice = low
     if slots:
@@ -88,10 +88,10 @@ def choose_draft_length(
         waited = 0 if best else min(int(length_waited) + 1, MAX_WAITED)
         idle = expected[0] * costs[drafted]
         tried = not best and high > 0 and waited >= FIRST_TRIAL and waited * (idle >> TRIAL) >= gap
-        width = drafted if tried else best
-        must_run = bool(most_waiting) and waiting >= (most_waiting if width == 0 else most + 2)
+        length = drafted if tried else best
+        must_run = bool(most_waiting) and waiting >= (most_waiting if length == 0 else most + 2)
         length_last[0], length_waited[0] = best, 0 if tried and not must_run else waited
-        choice = most + 1 if must_run else width
+        choice = most + 1 if must_run else length
     draft_length_choice[0] = choice
 
 
@@ -101,18 +101,18 @@ def slot_limits(slots: list[int], slot_ints: torch.Tensor, most: int) -> dict[in
 
 
 def bounds_of(length_bounds: torch.Tensor, limits: dict[int, int], most: int) -> tuple[int, int]:
-    """The least and the greatest width of a step, by the host's bounds and its slots' limits."""
+    """The least and the greatest draft length of a step, by the host's bounds and its slots' limits."""
     low, high = (max(0, min(int(bound), most)) for bound in length_bounds)
     return low, max(low, min(high, max(limits.values(), default=0)))
 
 
-def tokens_by_width(expected: torch.Tensor, limits: dict[int, int]) -> list[int]:
-    """The expected tokens of all slots together by width, of each slot as far as it may draft."""
-    widths = range(expected.shape[1])
-    return [sum(int(expected[slot, min(width, limit)]) for slot, limit in limits.items()) for width in widths]
+def tokens_by_length(expected: torch.Tensor, limits: dict[int, int]) -> list[int]:
+    """The expected tokens of all slots together by draft length, of each slot as far as it may draft."""
+    most = expected.shape[1]
+    return [sum(int(expected[slot, min(length, limit)]) for slot, limit in limits.items()) for length in range(most)]
 
 
-def costs_by_width(costs: torch.Tensor, positions: int) -> list[int]:
+def costs_by_length(costs: torch.Tensor, positions: int) -> list[int]:
     """The costs of a step over so many positions, by their BASE and SLOPE [2, n]."""
     return [base + (slope * positions >> UNIT) for base, slope in zip(*costs.tolist(), strict=True)]
 
@@ -120,14 +120,14 @@ def costs_by_width(costs: torch.Tensor, positions: int) -> list[int]:
 def best_length(
     expected: list[int], costs: list[int], low: int, high: int, last: int | None = None
 ) -> tuple[int, int, int]:
-    """The width of most expected tokens by cost between two, of those that draft, and how much zero is better.
+    """The draft length of most expected tokens by cost between two, of those that draft, and how much zero is better.
 
     last  the one that stays unless another is better by more than a 256th; None: none does
     """
     best = drafted = max(low, min(1, high))
-    for width in range(drafted + 1, high + 1):
-        if expected[width] * costs[drafted] > expected[drafted] * costs[width]:
-            best = drafted = width
+    for length in range(drafted + 1, high + 1):
+        if expected[length] * costs[drafted] > expected[drafted] * costs[length]:
+            best = drafted = length
     gap = expected[0] * costs[drafted] - expected[drafted] * costs[0]
     if low == 0 and gap >= 0:
         best = 0
@@ -138,7 +138,7 @@ def best_length(
     return best, drafted, max(gap, 0)
 
 
-def check_widths(
+def check_lengths(
     active: torch.Tensor,
     lengths: torch.Tensor,
     extended: torch.Tensor,
@@ -149,8 +149,10 @@ def check_widths(
 ) -> None:
     """Raise ShapeError for shapes that `choose_draft_length` does not take."""
     (max_batch,), (buckets, _, columns) = active.shape, draft_length_costs.shape
-    if not 3 <= columns <= MAX_WIDTH + 2 or not 0 <= row < buckets:
-        raise ShapeError(f"costs must be of widths to 1 up to {MAX_WIDTH} and have row {row}; got {buckets}, {columns}")
+    if not 3 <= columns <= MAX_LENGTH + 2 or not 0 <= row < buckets:
+        raise ShapeError(
+            f"costs must be of draft lengths to 1 up to {MAX_LENGTH} and have row {row}; got {buckets}, {columns}"
+        )
     for name, tensor in (("lengths", lengths), ("extended", extended)):
         check_shape(name, tensor, max_batch)
     check_shape("length_bounds", length_bounds, 2)

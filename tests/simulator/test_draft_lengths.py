@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from draft_length_cases import MOST, check_waiting, check_widths
+from draft_length_cases import MOST, check_lengths, check_waiting
 from kernel_cases import Bench, simulate
 
 BENCH = Bench(torch.device("cpu"), simulate)
 
 
 def test_widths() -> None:
-    chosen = check_widths(BENCH, 0, 8) | check_widths(BENCH, 1, 10)
+    chosen = check_lengths(BENCH, 0, 8) | check_lengths(BENCH, 1, 10)
     assert {0, MOST + 1} < chosen and len(chosen) > 3
 
 

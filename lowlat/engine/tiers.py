@@ -1,0 +1,76 @@
+"""The tiers of the prefix cache of one runtime: their sizes, and who may read what they keep."""
+
+import hashlib
+from pathlib import Path
+
+from lowlat.engine.loading import Loaded
+from lowlat.engine.numerics import digest_of, numerics_of
+from lowlat.errors import ConfigError
+from lowlat.executors.block_moves import content_layout
+from lowlat.options.config import RuntimeConfig
+from lowlat.sequence.tiers.disk import DiskTier
+from lowlat.sequence.tiers.host import HostTier
+from lowlat.sequence.tiers.tiers import CacheTiers
+
+__all__ = ["make_tiers"]
+
+GIB = 1 << 30
+LEAST_HOST_GIB = 1.0  # next to files: what was read waits there for its request
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+
+
+def make_tiers(loaded: Loaded, config: RuntimeConfig) -> CacheTiers | None:
+    """The tiers that the options ask for; None: there are none.
+
+    Raises ConfigError for what has none, and for a directory that cannot be used.
+    """
+    if not config.host_cache_gib and config.cache_dir is None:
+        return None
+    if not config.prefix_reuse:
+        raise ConfigError("host_cache_gib and cache_dir keep what prefix_reuse shares, which is off; turn it on")
+    if config.share_decoded:
+        raise ConfigError("host_cache_gib and cache_dir keep what prefill wrote alone: leave share_decoded off")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            "host_cache_gib and cache_dir are not implemented for several devices (tensor_parallel_size "
+            f"{config.tensor_parallel_size}); leave them out"
+        )
+    disk, host_gib = None, config.host_cache_gib
+    if config.cache_dir is not None:
+        disk = DiskTier(Path(config.cache_dir), int(config.cache_gib * GIB), _fingerprint(loaded, config))
+        host_gib = max(host_gib, LEAST_HOST_GIB)
+    return CacheTiers(HostTier(int(host_gib * GIB)), disk, loaded.executor.mover.pinned)
+
+
+def _fingerprint(loaded: Loaded, config: RuntimeConfig) -> str:
+    """The digest of all that decides the bits of a chunk's content: numerics, models' files, and how it is laid out."""
+    state = loaded.executor.state
+    pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})
+    facts = {
+        "numerics": numerics_of(loaded, config),
+        "target": _files(loaded.target.directory),
+        "draft": None if loaded.speculator is None else _files(loaded.speculator.directory),
+        "layout": {pool: content_layout(state, pool, 1) for pool in pools},
+    }
+    return digest_of(facts)
+
+
+def _files(directory: Path | None) -> tuple[tuple[str, int, str], ...]:
+    """Names, sizes and samples of a model's files: two models, or versions of one, differ in some."""
+    if directory is None:
+        return ()
+    found = []
+    for path in sorted(directory.glob("*")):
+        if path.is_file() and path.suffix in (".safetensors", ".json", ".gguf"):
+            size = path.stat().st_size
+            found.append((path.name, size, _sampled(path, size)))
+    return tuple(found)
+
+
+def _sampled(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(size * number // SAMPLES)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,130 @@
+"""Copies of blocks and rows of the state between a device and host memory, for the tiers of the prefix cache.
+
+What a pool's buffers hold of some blocks is gathered into one flat content, [n] uint8, in order of the buffers' names.
+On a GPU the gathering runs on the executor's stream, after what was launched before; the copy over the bus runs on a
+stream of its own, from or to a few staging buffers, so that steps do not wait for it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from lowlat.graphs import BufferSet
+
+__all__ = ["BlockMover", "content_layout"]
+
+NUM_STAGING = 4
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a content that one buffer has: where it begins, and shape and dtype of a block or row."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def content_layout(state: BufferSet, pool: str, count: int) -> tuple[tuple[Piece, ...], int]:
+    """The pieces of a content of `count` blocks or rows of a pool, and its bytes."""
+    pieces, start = [], 0
+    for name in sorted(state.specs):
+        spec = state.specs[name]
+        if spec.paging is None or spec.pool != pool:
+            continue
+        pieces.append(Piece(name, start, (count, *spec.shape[1:]), spec.dtype))
+        start += -(-count * prod(spec.shape[1:]) * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return tuple(pieces), start
+
+
+class BlockMover:
+    """Reads and writes blocks and rows of one executor's state.
+
+    stream  the executor's, on a GPU; None: the state is on the CPU, and nothing waits
+    """
+
+    def __init__(self, state: BufferSet, device: torch.device, stream: "torch.cuda.Stream | None" = None) -> None:
+        self._state, self._device, self._stream = state, device, stream
+        self._copies = None if stream is None else torch.cuda.Stream(device)
+        self._staging: list[torch.Tensor] = []
+        self._free: list[torch.cuda.Event] = []  # of each staging buffer: when it may be written again
+        self._next = 0
+
+    def pinned(self, content: torch.Tensor) -> torch.Tensor:
+        """A content in memory that the device copies from."""
+        return content if self._stream is None else content.pin_memory()
+
+    @torch.inference_mode()
+    def read(self, pool: str, places: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """Start to read blocks or rows as they are after what was launched; returns a function that waits for them.
+
+        It gives the content, [n] uint8 in host memory, and may be called by another thread.
+        """
+        pieces, size = content_layout(self._state, pool, len(places))
+        if self._stream is None or self._copies is None:
+            content = torch.zeros(size, dtype=torch.uint8)
+            self._gather(pieces, places, content)
+            return lambda: content
+        with torch.cuda.device(self._device):
+            number, staging = self._stage(size, self._stream)
+            with torch.cuda.stream(self._stream):
+                self._gather(pieces, places, staging)
+            self._copies.wait_stream(self._stream)
+            with torch.cuda.stream(self._copies):
+                host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                host.copy_(staging, non_blocking=True)
+                done = self._free[number] = self._copies.record_event()
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return host
+
+        return wait
+
+    @torch.inference_mode()
+    def write(self, pool: str, places: Sequence[int], content: torch.Tensor) -> None:
+        """Write a content to blocks or rows, before what is launched later."""
+        pieces, size = content_layout(self._state, pool, len(places))
+        if content.numel() != size:
+            raise ValueError(f"a content of {content.numel()} bytes for {len(places)} places of {size}")
+        if self._stream is None or self._copies is None:
+            self._scatter(pieces, places, content)
+            return
+        with torch.cuda.device(self._device):
+            number, staging = self._stage(size, self._copies)
+            with torch.cuda.stream(self._copies):
+                staging.copy_(content, non_blocking=True)
+            self._stream.wait_stream(self._copies)
+            with torch.cuda.stream(self._stream):
+                self._scatter(pieces, places, staging)
+                self._free[number] = self._stream.record_event()
+            # host memory must stay until the copy has ended: torch's cache of pinned memory sees to that
+
+    def _stage(self, size: int, user: "torch.cuda.Stream") -> tuple[int, torch.Tensor]:
+        """The next staging buffer, which `user` may write as soon as what used it before has ended."""
+        if not self._staging or self._staging[0].numel() < size:
+            torch.cuda.synchronize(self._device)
+            self._staging = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(NUM_STAGING)]
+            self._free = [torch.cuda.current_stream(self._device).record_event() for _ in range(NUM_STAGING)]
+        self._next = (self._next + 1) % NUM_STAGING
+        user.wait_event(self._free[self._next])
+        return self._next, self._staging[self._next][:size]
+
+    def _gather(self, pieces: Sequence[Piece], places: Sequence[int], content: torch.Tensor) -> None:
+        index = torch.tensor(places, dtype=torch.long, device=self._device)
+        for piece in pieces:
+            torch.index_select(self._state[piece.name], 0, index, out=_view(content, piece))
+
+    def _scatter(self, pieces: Sequence[Piece], places: Sequence[int], content: torch.Tensor) -> None:
+        index = torch.tensor(places, dtype=torch.long, device=self._device)
+        for piece in pieces:
+            self._state[piece.name].index_copy_(0, index, _view(content, piece))
+
+
+def _view(content: torch.Tensor, piece: Piece) -> torch.Tensor:
+    size = prod(piece.shape) * piece.dtype.itemsize
+    return content[piece.start : piece.start + size].view(piece.dtype).view(piece.shape)

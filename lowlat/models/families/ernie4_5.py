@@ -1,0 +1,52 @@
+"""ERNIE 4.5 (dense): config.json to geometry, and rows of queries and keys in the order of RoPE that turns halves.
+
+Its RoPE turns neighbours, pairs (2i, 2i + 1) of a head: with even rows before odd ones these are pairs (i, i + D / 2).
+Source: transformers models/ernie4_5.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Piece, Recipe, picked_piece
+from lowlat.models.families.dense import decoder_recipes, parse_decoder
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+
+__all__ = ["parse", "recipes"]
+
+
+def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of an ERNIE 4.5. Raises ConfigError for what lowlat does not implement."""
+    biased = fields.boolean("use_bias", False)
+    return parse_decoder(
+        fields,
+        directory,
+        dtype,
+        family="ernie4_5",
+        architecture="Ernie4_5ForCausalLM",
+        default_head_dim=128,
+        qkv_bias=biased,
+        output_bias=biased,
+        mlp_bias=biased,
+        tied=True,
+        default_theta=500000.0,
+    )
+
+
+def _evens_first(piece: Piece, size: int) -> Piece:
+    rows = (head + first + row for head in range(0, piece.shape[0], size) for first in (0, 1) for row in
+            range(0, size, 2))  # fmt: skip
+    return picked_piece(piece, tuple((row, row + 1) for row in rows))
+
+
+def recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of an ERNIE 4.5 is made."""
+
+    def turned(recipe: Recipe) -> Recipe:
+        if not recipe.weight.rpartition(".")[0].endswith(".qkv"):
+            return recipe
+        query, key, value = recipe.pieces
+        size = config.attention.head_dim
+        return replace(recipe, pieces=(_evens_first(query, size), _evens_first(key, size), value))
+
+    return list(map(turned, decoder_recipes(config)))

@@ -1,0 +1,45 @@
+"""Phi-3 and Phi-4 (dense): config.json to geometry. Files have queries, keys and values in one matrix, and both gates.
+
+Source: transformers models/phi3.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Piece, Recipe
+from lowlat.models.families.dense import MAX_POSITIONS, decoder_recipes, parse_decoder
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import window_limit
+
+__all__ = ["parse", "recipes"]
+
+FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+
+
+def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of a Phi-3. Raises ConfigError for what lowlat does not implement, `longrope` among it."""
+    fields.optional_integer("original_max_position_embeddings", 1, MAX_POSITIONS)  # longrope's
+    fields.refuse_unless("attention_bias", (False,), "attention without biases")
+    fields.refuse_unless("mlp_bias", (False,), "an FFN without biases")
+    return parse_decoder(
+        fields,
+        directory,
+        dtype,
+        family="phi3",
+        architecture="Phi3ForCausalLM",
+        window_limit=window_limit(fields),
+        partial=True,
+    )
+
+
+def recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of a Phi-3 is made."""
+
+    def fused(recipe: Recipe) -> Recipe:
+        layer, _, name = recipe.weight.removesuffix(".weight").rpartition(".")
+        if name not in FUSED:
+            return recipe
+        return replace(recipe, pieces=(Piece(f"model.{layer}.{FUSED[name]}.weight", recipe.shape),))
+
+    return list(map(fused, decoder_recipes(config)))

@@ -1,0 +1,71 @@
+"""The text of Qwen2.5-VL and Qwen3-VL, dense or with experts: config.json to geometry. What sees images is skipped.
+
+Of text all three numbers of a position are alike, so that `mrope_section` means nothing.
+Source: transformers models/qwen2_5_vl, qwen3_vl, qwen3_vl_moe.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.checkpoint.recipes import Conversion, Piece, Recipe
+from lowlat.checkpoint.tensors import FLOAT_NAMES
+from lowlat.models.families import qwen3_moe
+from lowlat.models.families.dense import parse_decoder
+from lowlat.models.families.known_keys import IMAGE_KEYS
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import IMAGE_POSITIONS, window_limit
+
+__all__ = ["MOE", "SKIPPED", "parse", "recipes"]
+
+MOE = "qwen3_vl_moe"
+SKIPPED = ("model.visual.", "visual.")
+CLASSES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", MOE: "Qwen3VLMoe"}
+
+
+def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of the text model. Raises ConfigError for what lowlat does not implement."""
+    family = str(fields.values["model_type"])
+    third = family != "qwen2_5_vl"
+    biased = fields.boolean("attention_bias", False) if third else True
+    return parse_decoder(
+        fields,
+        directory,
+        dtype,
+        family=family,
+        architecture=f"{CLASSES[family]}ForConditionalGeneration",
+        default_head_dim=128 if third else None,
+        qkv_bias=biased,
+        output_bias=biased and third,
+        qk_norm=third,
+        experts=qwen3_moe.parse_experts(fields, normed=True) if family == MOE else None,
+        window_limit=window_limit(fields, off_by_default=True, default=4096, default_first=28),
+        default_theta=5e6 if third else 1e6,
+        rope_keys=IMAGE_POSITIONS,
+        harmless=IMAGE_KEYS,
+    )
+
+
+def recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of a model with experts is made: files have them in one tensor, else one by one.
+
+    In published files each expert's matrix is transposed, in those that transformers 5 writes it is not.
+    """
+
+    def fused(recipe: Recipe) -> Recipe:
+        layer, _, name = recipe.weight.removesuffix(".weight").rpartition(".experts.")
+        if not layer:
+            return recipe
+        count, rows, columns = recipe.shape
+
+        def make(label: str, stored: torch.Tensor) -> torch.Tensor:
+            plain = stored.shape[1:] == (rows, columns)
+            return (stored if plain else stored.transpose(1, 2)).reshape(count * rows, columns)
+
+        both = Conversion((count * rows, columns), tuple(FLOAT_NAMES), make, also=((count, rows, columns),))
+        piece = Piece(f"model.{layer}.mlp.experts.{name}_proj", (count, columns, rows), both)
+        return replace(recipe, pieces=(piece,), other=recipe)
+
+    return list(map(fused, qwen3_moe.recipes(config)))

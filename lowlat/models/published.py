@@ -1,0 +1,161 @@
+"""Published models by name: the shapes of their config.json, and public draft models that go with them.
+
+A shape has the keys that say a geometry, as the model's own file spells them; weights and tokenizers are elsewhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["PUBLISHED", "Published"]
+
+KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("vocab_size", "max_position_embeddings"),
+)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model.
+
+    name    ORG/NAME of its repository
+    family  the model_type of its config.json
+    shape   hidden, inner, layers, query heads, KV heads, vocabulary, positions
+    keys    the config's others
+    drafts  draft models by ORG/NAME; "mtp": a layer in its own files
+    inside  whether these keys stand in `text_config`, and the type that this one names
+    """
+
+    name: str
+    family: str
+    shape: tuple[int, ...]
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    drafts: tuple[str, ...] = ()
+    inside: str = ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        text = {"rms_norm_eps": 1e-5, "torch_dtype": "bfloat16"} | dict(zip(KEYS, self.shape, strict=True)) | self.keys
+        if not self.inside:
+            return {**text, "model_type": self.family}
+        return {"model_type": self.family, "text_config": {**text, "model_type": self.inside}, "vision_config": {}}
+
+
+def _llama3_rope(factor: float = 8.0) -> dict[str, Any]:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"rope_theta": 5e5, "rope_scaling": {**scaling, "original_max_position_embeddings": 8192}}
+
+
+HEADS_OF_128 = {"head_dim": 128}
+MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "tie_word_embeddings": True}
+MINISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "original_max_position_embeddings": 16384,
+}
+QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN3_MOE = {**QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768} | {
+    "norm_topk_prob": True
+}
+QWEN35 = {"head_dim": 256, "rms_norm_eps": 1e-6, "linear_num_key_heads": 16, "full_attention_interval": 4} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+}
+QWEN35_MOE = {**QWEN35, "linear_num_value_heads": 32, "num_experts": 256, "num_experts_per_tok": 8} | {
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+MROPE = {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [24, 20, 20]}}
+GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0} | {
+    "quantization_config": {"quant_method": "mxfp4"}
+}
+
+PUBLISHED = (
+    Published(
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "llama",
+        (4096, 14336, 32, 32, 8, 128256, 131072),
+        _llama3_rope(),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    ),
+    Published("meta-llama/Llama-3.3-70B-Instruct", "llama", (8192, 28672, 80, 64, 8, 128256, 131072), _llama3_rope()),
+    Published(
+        "Qwen/Qwen2.5-7B-Instruct", "qwen2", (3584, 18944, 28, 28, 4, 152064, 32768), {"rope_theta": 1e6}
+    ),
+    Published("Qwen/Qwen3-8B", "qwen3", (4096, 12288, 36, 32, 8, 151936, 40960), QWEN3),
+    Published("Qwen/Qwen3-32B", "qwen3", (5120, 25600, 64, 64, 8, 151936, 40960), QWEN3),
+    Published("Qwen/Qwen3-30B-A3B", "qwen3_moe", (2048, 6144, 48, 32, 4, 151936, 40960), QWEN3_MOE),
+    Published(
+        "Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", (4096, 12288, 36, 32, 8, 151936, 262144),
+        {**QWEN3, "rope_theta": 5e6, **MROPE}, inside="qwen3_vl_text",
+    ),
+    Published(
+        "Qwen/Qwen3-VL-30B-A3B-Instruct", "qwen3_vl_moe", (2048, 6144, 48, 32, 4, 151936, 262144),
+        {**QWEN3_MOE, "rope_theta": 5e6, **MROPE}, inside="qwen3_vl_moe_text",
+    ),
+    Published(
+        "Qwen/Qwen2.5-VL-7B-Instruct", "qwen2_5_vl", (3584, 18944, 28, 28, 4, 152064, 128000),
+        {"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rms_norm_eps": 1e-6,
+         "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28, "vision_config": {}},
+    ),
+    Published(
+        "Qwen/Qwen3.6-27B", "qwen3_5", (5120, 17408, 64, 24, 4, 248320, 262144),
+        {**QWEN35, "linear_num_value_heads": 48}, ("mtp",), "qwen3_5_text",
+    ),
+    Published(
+        "Qwen/Qwen3.6-35B-A3B", "qwen3_5_moe", (2048, 1, 40, 16, 2, 248320, 262144), QWEN35_MOE, ("mtp",),
+        "qwen3_5_moe_text",
+    ),
+    Published(
+        "mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral3", (5120, 32768, 40, 32, 8, 131072, 131072),
+        {**HEADS_OF_128, "rope_theta": 1e9, "sliding_window": None}, inside="mistral",
+    ),
+    Published(
+        "mistralai/Ministral-3-8B-Instruct-2512", "mistral3", (4096, 14336, 34, 32, 8, 131072, 262144),
+        {**HEADS_OF_128, "rope_parameters": MINISTRAL_ROPE, "sliding_window": None}, inside="ministral3",
+    ),
+    Published(
+        "mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral", (4096, 14336, 32, 32, 8, 32000, 32768),
+        {"rope_theta": 1e6, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2,
+         "router_aux_loss_coef": 0.02},
+    ),
+    Published(
+        "microsoft/phi-4", "phi3", (5120, 17920, 40, 40, 10, 100352, 16384),
+        {"rope_theta": 250000.0, "rope_scaling": None, "original_max_position_embeddings": 16384, "embd_pdrop": 0.0,
+         "resid_pdrop": 0.0, "sliding_window": None, "attention_bias": False},
+    ),
+    Published(
+        "ibm-granite/granite-3.3-8b-instruct", "granite", (4096, 12800, 40, 32, 8, 49159, 131072),
+        {**MULTIPLIERS, "attention_multiplier": 0.0078125, "logits_scaling": 16.0, "rope_theta": 1e7},
+    ),
+    Published(
+        "ByteDance-Seed/Seed-OSS-36B-Instruct", "seed_oss", (5120, 27648, 64, 80, 8, 155136, 524288),
+        {**HEADS_OF_128, "attention_bias": True, "attention_out_bias": False, "residual_dropout": 0.1,
+         "mlp_bias": False, "rms_norm_eps": 1e-6, "rope_theta": 1e7, "rope_scaling": {"rope_type": "default"}},
+    ),
+    Published(
+        "HuggingFaceTB/SmolLM3-3B", "smollm3", (2048, 11008, 36, 16, 4, 128256, 65536),
+        {"rope_theta": 5e6, "no_rope_layers": [1, 1, 1, 0] * 9, "no_rope_layer_interval": 4, "rms_norm_eps": 1e-6,
+         "use_sliding_window": False, "sliding_window": None, "mlp_bias": False},
+    ),
+    Published(
+        "baidu/ERNIE-4.5-0.3B-PT", "ernie4_5", (1024, 3072, 18, 16, 2, 103424, 131072),
+        {**HEADS_OF_128, "use_bias": False, "tie_word_embeddings": True, "rope_theta": 500000.0},
+    ),
+    Published(
+        "openai/gpt-oss-20b", "gpt_oss", (2880, 2880, 24, 64, 8, 201088, 131072), {**GPT_OSS, "num_local_experts": 32}
+    ),
+    Published(
+        "openai/gpt-oss-120b", "gpt_oss", (2880, 2880, 36, 64, 8, 201088, 131072),
+        {**GPT_OSS, "num_local_experts": 128},
+        ("nvidia/gpt-oss-120b-Eagle3", "lmsys/EAGLE3-gpt-oss-120b-bf16", "RedHatAI/gpt-oss-120b-speculator.eagle3"),
+    ),
+)  # fmt: skip

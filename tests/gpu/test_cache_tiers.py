@@ -1,0 +1,57 @@
+"""The tiers of the prefix cache on a GPU: what was read by another runtime, or left the device, changes no token."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording import prompt_of, run_all
+from tiny_models import make_target
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+
+pytestmark = pytest.mark.gpu
+
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, seed=11)
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 512}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": SIZES | {"head_dim": 128},
+    "qwen3_5_text": SIZES
+    | {"head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "gain": 0.4}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 2048}
+    | {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]},
+}
+OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 700, "block_size": 32, "prefill_chunk": 64} | {
+    "dtype": "bfloat16",
+    "max_prefill_chunks": 4,
+}
+
+
+def speculation(depth: int) -> SpeculativeConfig | None:
+    if not depth:
+        return None
+    return SpeculativeConfig(method="ngram", num_speculative_tokens=depth, prompt_lookup_min=1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_and_host_memory_change_no_token(family: str, tmp_path: Path) -> None:
+    make_target(tmp_path / "target", family, **FAMILIES[family])
+    prompts = [prompt_of(count, seed=count) for count in (300, 450, 390)]
+
+    def answers(runtime: Runtime) -> list[list[int]]:
+        names = [runtime.submit(prompt, SAMPLED) for prompt in prompts]
+        found = run_all(runtime)
+        runtime.kvcache.invariants()
+        return [found[name] for name in names]
+
+    target, options = tmp_path / "target", {"device": "cuda", **OPTIONS}
+    with Runtime.load(target, prefix_reuse=False, **options) as runtime:
+        expected = answers(runtime)
+    for depth in (0, 3, 3):
+        with Runtime.load(target, speculation(depth), cache_dir=tmp_path / "cache", **options) as runtime:
+            assert answers(runtime) == expected
+            found = runtime.kvcache.stats().hit_tokens
+    assert found >= 3 * 256 and runtime.config.cache_dir is not None
+    small = {**options, "max_batch": 1, "kv_blocks": 26, "state_cache_gib": 0.001}
+    with Runtime.load(target, host_cache_gib=0.5, **small) as runtime:
+        assert [answers(runtime) for _ in range(2)] == [expected] * 2
+        assert runtime.kvcache.stats().hit_tokens >= 3 * 256

@@ -1,0 +1,221 @@
+"""The tiers of the prefix cache: a prompt goes on from what another process read, with the tokens of a cold start."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recording import prompt_of, run_all
+from tiny_models import make_target
+
+from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.errors import ConfigError
+from lowlat.sequence.tiers.disk import DiskTier
+from lowlat.sequence.tiers.host import HostTier
+from lowlat.sequence.tiers.key import COMING, ChunkKey
+from lowlat.sequence.tiers.tiers import CacheTiers
+
+CHUNK = 16
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "max_batch": 2,
+    "max_context": 200,
+    "block_size": 8,
+    "prefill_chunk": CHUNK,
+    "max_prefill_chunks": 4,
+}
+# full attention alone, with windows, with recurrent states
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gpt_oss": {"sliding_window": 24}, "qwen3_5_text": {"gain": 0.5}}
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+KEY = ChunkKey(b"k" * 32, "")
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for family, own in FAMILIES.items():
+        found[family] = tmp_path_factory.mktemp(family)
+        make_target(found[family], family, **own)
+    return found
+
+
+def answer(runtime: Runtime, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+    """The tokens of an answer next to a neighbour's, and the tokens of both prompts that were found."""
+    before = runtime.kvcache.stats().hit_tokens
+    params = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
+    name = runtime.submit(prompt, params, **options)
+    other = runtime.submit(prompt_of(20, seed=7), params)
+    tokens = run_all(runtime)
+    runtime.kvcache.invariants()
+    return tokens[name] + tokens[other], runtime.kvcache.stats().hit_tokens - before
+
+
+@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "ngram"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_process_goes_on_from_the_files(
+    targets: dict[str, Path], family: str, speculative: SpeculativeConfig | None, tmp_path: Path
+) -> None:
+    prompt, longer = prompt_of(5 * CHUNK + 3), prompt_of(5 * CHUNK + 3) + prompt_of(30, seed=9)
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache"}
+    with Runtime.load(targets[family], speculative, prefix_reuse=False, **OPTIONS) as runtime:
+        cold = [answer(runtime, each)[0] for each in (prompt, longer)]
+    with Runtime.load(targets[family], speculative, **options) as runtime:
+        assert answer(runtime, prompt) == (cold[0], 0)
+    with Runtime.load(targets[family], speculative, **options) as runtime:
+        assert answer(runtime, longer) == (cold[1], 5 * CHUNK + CHUNK)  # the neighbour's chunk, too
+        assert answer(runtime, prompt, cache_salt="another") == (cold[0], CHUNK)
+        tiers = runtime.summary()["kv"]["tiers"]
+        assert tiers["read"] >= 6 and tiers["disk_bytes"] > 0 and tiers["misses"] == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_device_lets_go_of_comes_back_from_host_memory(targets: dict[str, Path], family: str) -> None:
+    prompts = [prompt_of(5 * CHUNK + 3, seed=seed) for seed in range(4)]
+    small = {**OPTIONS, "max_batch": 1, "kv_blocks": 27, "state_cache_gib": 0.0001}
+    with Runtime.load(targets[family], host_cache_gib=0.1, **small) as runtime:
+        cold = [answer(runtime, prompt)[0] for prompt in prompts]
+        again = [answer(runtime, prompt) for prompt in prompts]
+        assert [tokens for tokens, _ in again] == cold
+        assert [found for _, found in again][:3] == [6 * CHUNK] * 3
+
+
+def files_of(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.chunk"))
+
+
+@pytest.mark.parametrize("damage", ["torn", "altered", "swapped", "empty"])
+def test_a_damaged_file_is_a_miss_and_is_taken_out(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    for number in range(2):
+        tier.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
+    path, other = files_of(tmp_path)
+    data = bytearray(path.read_bytes())
+    if damage == "altered":
+        data[len(data) // 2] ^= 1
+    data = bytearray(other.read_bytes()) if damage == "swapped" else data
+    path.write_bytes(data[: {"torn": len(data) - 1, "empty": 0}.get(damage, len(data))])
+    with caplog.at_level(logging.WARNING):
+        assert tier.read(key(0)) is None
+    assert len(caplog.records) == 1 and "cached prefix" in caplog.text and files_of(tmp_path) == [other]
+
+
+def test_damaged_files_are_read_again_by_prefill_with_one_warning(
+    targets: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache"}
+    prompt = prompt_of(5 * CHUNK + 3)
+    with Runtime.load(targets["llama"], **options) as runtime:
+        expected = answer(runtime, prompt)[0]
+    for path in files_of(tmp_path):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with caplog.at_level(logging.WARNING), Runtime.load(targets["llama"], **options) as runtime:
+        assert answer(runtime, prompt) == (expected, 0)
+    assert len([record for record in caplog.records if "cached prefix" in record.message]) == 1
+    with Runtime.load(targets["llama"], **options) as runtime:  # the first of each chain has been written again
+        assert answer(runtime, prompt) == (expected, 2 * CHUNK)
+
+
+def test_what_differs_in_bits_is_nobodys_hit(targets: dict[str, Path], tmp_path: Path) -> None:
+    options, prompt = {**OPTIONS, "cache_dir": tmp_path / "cache"}, prompt_of(5 * CHUNK + 3)
+    with Runtime.load(targets["llama"], **options) as runtime:
+        answer(runtime, prompt)
+    for other in ({"dtype": "bfloat16"}, {"prefill_chunk": 32}):
+        with Runtime.load(targets["llama"], **{**options, **other}) as runtime:
+            assert answer(runtime, prompt)[1] == 0
+    weights = targets["llama"] / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-8] + b"\0" * 8)
+    try:
+        with Runtime.load(targets["llama"], **options) as runtime:
+            assert answer(runtime, prompt)[1] == 0
+    finally:
+        weights.write_bytes(kept)
+
+
+def test_what_a_nan_touched_is_taken_out(targets: dict[str, Path], tmp_path: Path) -> None:
+    options, prompt = {**OPTIONS, "cache_dir": tmp_path / "cache"}, prompt_of(5 * CHUNK + 3)
+    with Runtime.load(targets["llama"], **options) as runtime:
+        name = runtime.submit(prompt, SamplingParams(max_tokens=8))
+        runtime.step()
+        for key, buffer in runtime.executor.state.items():
+            if key.startswith("k_cache"):
+                buffer[runtime.scheduler.kvcache.commands(name)["prefill_table"][1]] = float("nan")
+        outputs = [output for _ in range(9) if runtime.busy for output in runtime.step()]
+        assert outputs[-1].error_code == "not_finite"
+    assert files_of(tmp_path) == []
+
+
+def test_a_directory_that_lets_others_in_is_refused(targets: dict[str, Path], tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"lets others in \(mode 755\).*chmod 700"):
+        Runtime.load(targets["llama"], cache_dir=tmp_path, **OPTIONS)
+    with pytest.raises(ConfigError, match="prefix_reuse"):
+        Runtime.load(targets["llama"], host_cache_gib=1.0, prefix_reuse=False, **OPTIONS)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
+        Runtime.load(targets["llama"], host_cache_gib=1.0, tensor_parallel_size=2, **OPTIONS)
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(bytes([number]) * 32, "")
+
+
+def test_the_host_tier_holds_no_more_than_its_budget_and_forgets_the_oldest() -> None:
+    tier = HostTier(100)
+    for number in range(4):
+        tier.put(key(number), torch.zeros(40, dtype=torch.uint8))
+    assert key(1) not in tier and key(2) in tier and key(3) in tier and tier.num_bytes == 80
+    assert tier.get(key(2)) is not None
+    tier.put(key(4), torch.zeros(60, dtype=torch.uint8))
+    assert key(2) in tier and key(3) not in tier and tier.num_bytes == 100
+    tier.put(key(5), torch.zeros(101, dtype=torch.uint8))
+    assert key(5) not in tier and tier.num_bytes == 100
+
+
+def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path) -> None:
+    first, second = (DiskTier(tmp_path / "cache", 4000, "f" * 16) for _ in range(2))
+    for number in range(4):
+        first.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
+        os.utime(first.root / f"{key(number).digest.hex()}.chunk", (number, number))
+    sizes = [path.stat().st_size for path in files_of(tmp_path)]
+    assert len(sizes) == 3 and sum(sizes) <= 4000 and key(0) not in first
+    found = second.read(key(2))
+    assert found is not None and found.tolist() == [2] * 1000
+    second.write(key(7), torch.zeros(1000, dtype=torch.uint8))  # counts the other's files
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 4000 and key(7) in first
+    assert DiskTier(tmp_path / "cache", 4000, "g" * 16).read(key(7)) is None
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files_of(tmp_path))
+
+
+def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    tier.root.chmod(0o500)
+    if os.access(tier.root, os.W_OK):  # root writes all the same
+        tier.root.rmdir()
+    with caplog.at_level(logging.WARNING):
+        for number in range(3):
+            tier.write(key(number), torch.zeros(10, dtype=torch.uint8))
+    assert len(caplog.records) == 1 and "cannot be written" in caplog.text
+    assert tier.read(key(0)) is None
+
+
+def test_a_content_that_is_dropped_while_it_is_saved_is_found_by_nobody(tmp_path: Path) -> None:
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    tiers = CacheTiers(HostTier(1 << 20), disk)
+    tiers.put(KEY, lambda: torch.zeros(10, dtype=torch.uint8))
+    tiers.drop(KEY)
+    assert tiers.find(KEY) is None
+    tiers.flush()
+    assert tiers.find(KEY) is None and files_of(tmp_path) == []
+    tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+    tiers.close()
+    again = CacheTiers(HostTier(1 << 20), disk)
+    assert again.find(KEY) is COMING
+    again.flush()
+    found = again.find(KEY)
+    assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10 and again.num_read == 1
+    again.close()

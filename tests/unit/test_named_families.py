@@ -1,0 +1,161 @@
+"""Families of which lowlat has all operations: parity with transformers, and their published configs."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from recording import Recorder, run_all
+from safetensors.torch import load_file, save_file
+from tiny_models import COMMON, transformers_logits
+
+from lowlat import Runtime, SamplingParams
+from lowlat.errors import ConfigError
+from lowlat.models.target import load_target, read_model_config
+
+TOLERANCE = 1e-4
+PROMPT, COMPLETION = 71, 24
+OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 103, "block_size": 8, "prefill_chunk": 32} | {
+    "device": "cpu",
+    "dtype": "float32",
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "original_max_position_embeddings": 128} | {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+SCALED = YARN | {"llama_4_scaling_beta": 0.1, "max_position_embeddings": 2048}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1} | {
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+}
+MOE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of one of transformers' classes; text: the config is inside a vision-language model's."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+    vision: dict[str, Any] | None = None
+
+    def make(self, directory: Path) -> Any:
+        """Write a random model; transformers' own of it."""
+        config = getattr(transformers, f"{self.name}Config")
+        common = COMMON | self.options
+        torch.manual_seed(0)
+        if self.vision is None:
+            model = getattr(transformers, f"{self.name}ForCausalLM")(config(**common))
+        else:
+            made = config(text_config=common, vision_config=self.vision, tie_word_embeddings=False)
+            made._attn_implementation = "eager"
+            model = getattr(transformers, f"{self.name}ForConditionalGeneration")(made)
+        model = model.float().eval().requires_grad_(False)
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            elif name.endswith("bias"):
+                parameter.copy_(0.3 * noise)
+            elif "embed" in name:
+                parameter.copy_(noise)
+            else:
+                parameter.copy_((3 if "lm_head" in name else 1) * noise / parameter.shape[-1] ** 0.5)
+        model.save_pretrained(directory)
+        return model
+
+
+CASES = {
+    "ministral3": Case("Ministral3", {"rope_parameters": SCALED, "max_position_embeddings": 2048}),
+    "mistral3": Case("Mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL),
+    "mistral3-ministral3": Case(
+        "Mistral3", {"model_type": "ministral3", "rope_parameters": SCALED, "max_position_embeddings": 2048}, PIXTRAL
+    ),
+    "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "qwen2_5_vl": Case("Qwen2_5_VL", {"model_type": "qwen2_5_vl_text", **MROPE}, VISION),
+    "qwen3_vl": Case("Qwen3VL", {"model_type": "qwen3_vl_text", **MROPE}, VISION),
+    "qwen3_vl_moe": Case("Qwen3VLMoe", {"model_type": "qwen3_vl_moe_text", **MROPE, **MOE}, VISION),
+    "phi3": Case("Phi3", {"pad_token_id": 0}),
+    "phi3-partial": Case("Phi3", {"pad_token_id": 0, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+    "granite": Case("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22, "logits_scaling": 8.0, "tie_word_embeddings": True}),
+    "granite-plain": Case("Granite"),
+    "seed_oss": Case("SeedOss"),
+    "smollm3": Case("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0}),
+    "ernie4_5": Case("Ernie4_5", {"head_dim": 12}),
+    "ernie4_5-biased": Case("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = CASES[name].make(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(0, COMMON["vocab_size"], (PROMPT,), generator=generator).tolist()
+    with Runtime.load(tmp_path, **OPTIONS) as runtime:
+        recorder = Recorder(runtime)
+        request = recorder.submit(prompt, SamplingParams(max_tokens=COMPLETION))
+        completion = run_all(runtime)[request]
+    expected = transformers_logits(model, prompt + completion)[PROMPT - 1 : -1]
+    assert completion == expected.argmax(-1).tolist()
+    found = torch.stack([recorder.logits[request][PROMPT + k] for k in range(COMPLETION)])
+    assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < TOLERANCE
+
+
+def test_queries_scaled_by_position_limit_the_context(tmp_path: Path) -> None:
+    CASES["ministral3"].make(tmp_path)
+    with pytest.raises(ConfigError, match="original_max_position_embeddings 128"):
+        Runtime.load(tmp_path, **{**OPTIONS, "max_context": 129})
+    assert read_model_config(tmp_path).max_context == 128
+
+
+def test_a_divisor_of_logits_that_is_no_power_of_two_is_refused(tmp_path: Path) -> None:
+    CASES["granite"].make(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"logits_scaling": 6.0}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match="logits_scaling must be a power of two"):
+        read_model_config(tmp_path)
+
+
+def test_published_experts_are_transposed(tmp_path: Path) -> None:
+    CASES["qwen3_vl_moe"].make(tmp_path)
+    before, path = load_target(tmp_path).weights, tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in [each for each in tensors if ".experts." in each]:
+        tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    after = load_target(tmp_path).weights
+    assert all(torch.equal(after[each], before[each]) for each in before)
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "lm_head"),
+    [
+        ("qwen2_5_vl", "model", "lm_head"),
+        ("mistral3", "model.language_model", "lm_head"),
+        ("mistral3", "language_model.model", "language_model.lm_head"),
+    ],
+)
+def test_files_of_other_versions_have_other_names(name: str, stem: str, lm_head: str, tmp_path: Path) -> None:
+    CASES[name].make(tmp_path)
+    before = load_target(tmp_path).weights
+    path = tmp_path / "model.safetensors"
+
+    def renamed(old: str) -> str:
+        for start in ("model.language_model.", "language_model.model."):
+            if old.startswith(start):
+                return f"{stem}.{old.removeprefix(start)}"
+        return f"{lm_head}.weight" if old.endswith("lm_head.weight") else old
+
+    save_file({renamed(old): tensor for old, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    after = load_target(tmp_path).weights
+    assert after.keys() == before.keys() and all(torch.equal(after[each], before[each]) for each in before)
