@@ -34,8 +34,8 @@ def command(model: Path, head: Path | None, json_output: bool) -> None:
     if json_output:
         print_json(found)
         return
-    for one in found.values():
-        click.echo(f"{one['directory']}  {format_bytes(one['bytes'])}")
+    for each in found.values():
+        click.echo(f"{each['directory']}  {format_bytes(each['bytes'])}")
 
 
 def _fetched(directory: Path) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class _Grouped(GroupedCommand):
 @click.option("--config", type=FILE, metavar="FILE", help="Settings from a TOML file: name = value.")
 @click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
 @click.option("--make-curve-keys", type=NEW_FOLDER, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
-@click.option("--demo", is_flag=True, help="Serve SmolLM2-135M-Instruct, fetched once (93 MB), and its draft model.")
+@click.option("--demo", is_flag=True, help="Serve a small chat model, fetched once (93 MB).")
 @json_flag("Say that the server is ready as one JSON object.")
 @_settings
 def command(
