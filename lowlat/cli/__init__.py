@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": ("lowlat.cli.commands.serve", "Serve a model to other processes, until it is ended."),
     "http": ("lowlat.cli.commands.http", "Start an HTTP gateway to a running server: OpenAI's interface, and a page."),
     "chat": ("lowlat.cli.commands.chat", "Talk with a model, or with a running server."),
+    "pull": ("lowlat.cli.commands.pull", "Fetch a model into the cache, so that a later start needs no network."),
     "top": ("lowlat.cli.commands.top", "Watch a running server: slots, queue, speed, acceptance."),
     "inspect": (
         "lowlat.cli.commands.inspect",

@@ -10,8 +10,9 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import click
 
 import lowlat
 from lowlat.cli.console import print_json
+from lowlat.cli.options import bundled
 from lowlat.cli.paths import check_model
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint
@@ -34,24 +36,51 @@ if TYPE_CHECKING:
     from lowlat.engine.runtime import Runtime
     from lowlat.serving.engine import RuntimeEngine
 
-__all__ = ["serve"]
+__all__ = ["BUNDLED", "CHAT", "Pair", "serve"]
 
 logger = logging.getLogger("lowlat.serving")
 SAMPLING = (
     "requests that leave sampling open get {}, as the model's authors advise; sampling_defaults 'lowlat' turns it off"
 )
-BUNDLED_NAME = "lowlat-demo"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is served where no model is named.
+
+    target       gives the model's directory, which may have to be fetched
+    draft_model  its draft model's directory
+    name         what clients are told it is called; None: its directory's name
+    """
+
+    target: Callable[[], Path]
+    draft_model: Path
+    name: str | None
+
+
+def _chat_model() -> Path:
+    from lowlat.cli.commands.demo import chat_model
+
+    return chat_model(None)
+
+
+BUNDLED = Pair(lambda: bundled("target"), bundled("head"), "lowlat-demo")
+CHAT = Pair(_chat_model, bundled("chat_head"), "SmolLM2-135M-Instruct")
 SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
 
 
-def serve(settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path, *, json_output: bool) -> int:
-    """Serve until drained or failed; returns the exit code. Raises ConfigError before anybody could connect."""
+def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool) -> int:
+    """Serve until drained or failed; returns the exit code.
+
+    unnamed  what is served where the settings name no model
+    Raises ConfigError before anybody could connect.
+    """
     if settings["model"] is not None:
         check_model(settings["model"])
     _check_free(settings.endpoint())
     if settings["http"] is not None:
         check_gateway(settings["http"])
-    loading = _Loading(settings, bundled_target, bundled_draft_model)
+    loading = _Loading(settings, unnamed)
     curve = None
     if settings["curve_keys"] is not None:
         from lowlat.serving.curve_keys import server_curve
@@ -118,12 +147,13 @@ def _drained_by_signals(server: Server) -> Iterator[None]:
 class _Loading:
     """A load in the decode thread, and the facts that it makes known: for the ready line, and the server's codec."""
 
-    def __init__(self, settings: ServeConfig, bundled_target: Path, bundled_draft_model: Path) -> None:
+    def __init__(self, settings: ServeConfig, unnamed: Pair) -> None:
         self._settings = settings
-        self._directory = settings["model"] or bundled_target
-        self._speculative = settings.speculation(bundled_draft_model)
+        self._speculative = settings.speculation(unnamed.draft_model)
         if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
             check_model(self._speculative.model)
+        self._unnamed = unnamed
+        self._name = settings["name"] or (unnamed.name if settings["model"] is None else None)
         self.codec = ServingCodec()
         self.facts: dict[str, Any] = {}
 
@@ -135,15 +165,17 @@ class _Loading:
 
         settings = self._settings
         runtime = load_runtime(
-            self._directory, self._speculative, settings["max_context"], **settings.runtime_options()
+            settings["model"] or self._unnamed.target(),
+            self._speculative,
+            settings["max_context"],
+            **settings.runtime_options(),
         )
         self.codec.bind(runtime.codec)
-        name = settings["name"] or (BUNDLED_NAME if settings["model"] is None else None)
         strict = settings["perf_mode"] == "strict"
         defaults = sampling_defaults(runtime.directory, settings["sampling_defaults"], strict=strict)
         if defaults:
             logger.info("%s", SAMPLING.format(advice_line(defaults)))
-        engine = RuntimeEngine(runtime, name, defaults)
+        engine = RuntimeEngine(runtime, self._name, defaults)
         self.facts = _facts(engine.info, runtime)
         return engine
 

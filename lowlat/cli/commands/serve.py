@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import click
 
 from lowlat.cli.console import print_json
-from lowlat.cli.options import F, GroupedCommand, bundled, declared_options, json_flag
+from lowlat.cli.options import F, GroupedCommand, declared_options, json_flag
 from lowlat.cli.paths import FILE, NEW_FOLDER
 from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variables
 
@@ -37,12 +37,18 @@ class _Grouped(GroupedCommand):
 @click.option("--config", type=FILE, metavar="FILE", help="Settings from a TOML file: name = value.")
 @click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
 @click.option("--make-curve-keys", type=NEW_FOLDER, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
+@click.option("--demo", is_flag=True, help="Serve a small chat model, fetched once (93 MB).")
 @json_flag("Say that the server is ready as one JSON object.")
 @_settings
 def command(
-    config: Path | None, show_config: bool, make_curve_keys: Path | None, json_output: bool, **options: Any
+    config: Path | None,
+    show_config: bool,
+    make_curve_keys: Path | None,
+    demo: bool,
+    json_output: bool,
+    **options: Any,
 ) -> None:
-    """Serve a model to other processes of this machine; without options, the bundled pair.
+    """Serve a model to other processes here; without options, the bundled pair.
 
     Every setting can be given as an option (rare ones by --set name=value), as LOWLAT_NAME in the environment, or as
     `name = value` in a TOML file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running
@@ -52,6 +58,8 @@ def command(
         _make_keys(make_curve_keys, json_output)
         return
     settings = ServeConfig.gather(options, os.environ, config)
+    if demo and settings["model"] is not None:
+        raise click.UsageError(f"give --demo or a model, not both; {settings['model']} is one")
     for name in unknown_variables(os.environ):
         logger.warning("%s in the environment is no setting; `lowlat serve --show-config` lists them", name)
     if show_config:
@@ -61,9 +69,9 @@ def command(
             click.echo(settings.to_toml())
         return
 
-    from lowlat.cli.serving import serve
+    from lowlat.cli.serving import BUNDLED, CHAT, serve
 
-    code = serve(settings, bundled("target"), bundled("head"), json_output=json_output)
+    code = serve(settings, CHAT if demo else BUNDLED, json_output=json_output)
     if code:
         raise click.exceptions.Exit(code)
 

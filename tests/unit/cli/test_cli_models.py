@@ -40,6 +40,16 @@ def test_a_download_is_inspected_before_it_is_made_and_then_used(hub: Hub, tmp_p
     assert here["download"] is None and {key: here[key] for key in same} == {key: planned[key] for key in same}
 
 
+def test_what_was_pulled_is_not_fetched_again(hub: Hub) -> None:
+    pulled = answer("pull", *PAIR, "--json")
+    weights = sum(file.stat().st_size for file in (DEMO / "target").glob("*.safetensors"))
+    assert pulled["model"]["bytes"] > weights and Path(pulled["draft_model"]["directory"]).is_dir()
+    before = len(hub.fetched(".safetensors"))
+    assert pulled["model"]["directory"] in lowlat("pull", *PAIR).stdout
+    assert len(hub.fetched(".safetensors")) == before
+    assert "no such directory; expected a Hugging Face model directory" in refusal("pull", "/no/where")
+
+
 def test_other_commands_take_names(hub: Hub, tmp_path: Path) -> None:
     hub.gated = True
     ids = tmp_path / "ids"

@@ -170,6 +170,7 @@ def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
         (("--set", "max_queue=1"), "max_queue has a flag: --max-queue"),
         (("--set", "spin-s=1", "--set", "spin_s=2"), "--set gives spin_s twice"),
         (("--set", "max_credit=0"), "max_credit must be from 1"),
+        (("--demo", "--model", "x"), "give --demo or a model, not both; x is one"),
         (("--model", "x", "-S", 2), "num_speculative_tokens (option) needs a draft model"),
     ],
 )
