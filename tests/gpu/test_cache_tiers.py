@@ -12,12 +12,14 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 pytestmark = pytest.mark.gpu
 
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, seed=11)
-SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 512}
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 512} | {
+    "max_position_embeddings": 2048
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 128},
     "qwen3_5_text": SIZES
     | {"head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "gain": 0.4}
-    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "max_position_embeddings": 2048}
+    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     | {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]},
 }
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 700, "block_size": 32, "prefill_chunk": 64} | {
