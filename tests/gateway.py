@@ -20,6 +20,7 @@ from lowlat.ipc.limits import Limits
 from lowlat.ipc.wire import Message, Sampling
 from lowlat.serving.http.connections import ConnectionLimits
 from lowlat.serving.http.server import Address, run
+from lowlat.text.templates.messages import call_values
 
 __all__ = ["KEY", "RecordingCodec", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
 
@@ -67,8 +68,16 @@ class RecordingCodec(FakeCodec):
 
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
         """Encode, and note."""
-        self.chats.append(([msgspec.to_builtins(message) for message in messages], dict(options)))
+        self.chats.append(([_for_template(message) for message in messages], dict(options)))
         return super().encode_chat(messages, options, **how)
+
+
+def _for_template(message: Message) -> dict[str, Any]:
+    """A message with the arguments of its calls as templates read them."""
+    value: dict[str, Any] = msgspec.to_builtins(message)
+    for call in value.get("tool_calls") or ():
+        call["function"]["arguments"] = call_values(call["function"]["arguments"])
+    return value
 
 
 @dataclass

@@ -131,6 +131,8 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
             parameter.copy_(_random_values(name, parameter, gain, added_norms=family in ADDED_NORMS))
             if family in GEMMAS and "embed_tokens" in name:
                 parameter /= 4 * math.sqrt(parameter.shape[-1])  # less than what layers add
+            if family.startswith("gemma4") and name.endswith("q_norm.weight"):
+                parameter /= math.sqrt(parameter.shape[-1])  # its scores have no scale of their own
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(1 + 0.2 * torch.randn(1))

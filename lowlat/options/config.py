@@ -439,7 +439,7 @@ class RuntimeConfig:
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     quantize: Literal["fp8", "int4"] | None = declare(
-        None, "Round a plain target's linear layers at load: to FP8 by row, or to INT4 in groups of 128, 64 or 32."
+        None, "Round a plain target's linear layers at load: FP8 by row, INT4 in groups of 128 to 32."
     )
     quantize_lm_head: bool = declare(False, "Round the LM head, too.", rare=True)
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = declare(
@@ -495,13 +495,16 @@ class RuntimeConfig:
         "Host memory for prefixes that the device's memory has no space for, GiB; with a cache_dir 1 at least.",
         0.0,
         16384.0,
+        rare=True,
     )
     cache_dir: str | Path | None = declare(
         None,
-        "Directory for prefixes that outlive the process: prompts that begin alike are read again from its files.",
+        "Directory for cached prefixes that outlive the process.",
         otherwise="no files",
     )
-    cache_gib: float = declare(32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6)
+    cache_gib: float = declare(
+        32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6, rare=True
+    )
     state_cache_gib: float = declare(
         2.0,
         "Memory for snapshots of recurrent states, GiB: prompts that share a prefix go on from one.",
@@ -535,8 +538,7 @@ class RuntimeConfig:
     )
     device_loop: bool = declare(
         False,
-        "Let the GPU repeat steps by itself while nobody joins or leaves: step times then do not depend on what the "
-        "host does. Needs executor graph; loading captures every bucket twice.",
+        "Let the GPU repeat steps by itself while nobody joins or leaves. Needs executor graph.",
     )
     perf_mode: Literal["default", "strict"] = declare(
         "default",

@@ -72,8 +72,9 @@ def test_every_stage_of_a_target_agrees_with_transformers(family: str, tmp_path:
     assert result.exit_code == 0
     assert report["passed"] and report["greedy_identical"]
     names = [stage["stage"] for stage in report["stages"]]
-    assert names == [*(f"target.residual.{b}" for b in range(4)), "target.pre_head_hidden", "target.logits"]
-    assert [stage["num_rows"] for stage in report["stages"]] == [53] * 4 + [6] * 2
+    count = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"] + 1
+    assert names == [*(f"target.residual.{b}" for b in range(count)), "target.pre_head_hidden", "target.logits"]
+    assert [stage["num_rows"] for stage in report["stages"]] == [53] * count + [6] * 2
     assert all(stage["cosine"] > 0.999999 and stage["max_difference"] < 1e-3 for stage in report["stages"])
     assert report["stages"][-1]["top_k_overlap"] > 0.99
 

@@ -173,12 +173,17 @@ def decode_gemm(
         alive = None if row_live is None else row_live.reshape(-1)[part]
         rows_beside = residual if gated is None else gated
         added = columns if beside is None else beside.block[beside.row :]
-        added = added if rows_beside is None else rows_beside[part]
+        added = added if rows_beside is None else _span(rows_beside[part])
         optional = (alive, bias, added, None if out is None else out[part], pairs)
         arguments: tuple[Argument, ...] = (weight.memory, x[part], *(0 if each is None else each for each in optional))
         arguments = (*arguments, rows, *_beside(rotation, peers, part, normed_rows), *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
     return calls
+
+
+def _span(rows: torch.Tensor) -> torch.Tensor:
+    """Rows, or, of rows of a wider matrix, all numbers from the first one's first to the last one's last, [n]."""
+    return rows if rows.is_contiguous() else rows.as_strided(((len(rows) - 1) * rows.stride(0) + rows.shape[1],), (1,))
 
 
 def _given(plan: DecodeGemmPlan, shape: DecodeGemmShape, held: int) -> DecodeGemmPlan:

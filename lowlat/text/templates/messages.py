@@ -10,7 +10,7 @@ from lowlat.errors import ConfigError, RequestError
 from lowlat.ipc.messages import Message
 from lowlat.text.codec import TextCodec
 
-__all__ = ["encode_messages"]
+__all__ = ["call_values", "encode_messages"]
 
 TAKEN = ("self", "messages", "allow_special", "max_context", "max_tokens")
 
@@ -55,11 +55,11 @@ def _for_template(message: Message, codec: TextCodec) -> dict[str, Any]:
     for call in value.get("tool_calls") or ():
         function = call.get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function["arguments"] = _call_values(function["arguments"])
+            function["arguments"] = call_values(function["arguments"])
     return value
 
 
-def _call_values(arguments: str) -> Any:
+def call_values(arguments: str) -> Any:
     """A call's arguments as templates read them: a JSON object, unless the caller sent another value.
 
     What is no JSON, such as arguments that were cut off, becomes a string of JSON, so that a prompt stays well-formed.

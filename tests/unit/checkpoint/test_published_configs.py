@@ -241,7 +241,6 @@ def test_hybrids(config: dict[str, Any], giga: float, state_mb: float, tmp_path:
         ({"output_gate_type": "sigmoid"}, "output_gate_type = 'sigmoid' is not implemented"),
         ({"attn_output_gate": False}, "attn_output_gate must be true"),
         ({"attn_output_gate": None}, "attn_output_gate must be true"),
-        ({"attention_bias": True}, "attention_bias = True is not implemented"),
         ({"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype = 'bfloat16' is not implemented"),
         ({"layer_types": ["linear_attention"] * 31 + ["sliding_attention"]}, "entry 'sliding_attention'"),
         ({"layer_types": ["linear_attention"] * 32}, "names no layer with full_attention"),

@@ -210,7 +210,7 @@ def test_columns_are_of_plain_products_in_runs() -> None:
     best = PartialArgmax(torch.zeros(2, 9, 2, dtype=torch.int32), FINITE)
     for options, message in (
         ({"residual": residual, "out": out.bfloat16()}, "columns are of plain GEMMs, not of add ones"),
-        ({"silu": True, "out": out[:, :24].bfloat16()}, "not of silu ones"),
+        ({"activation": "silu", "out": out[:, :24].bfloat16()}, "not of silu ones"),
         ({"best": best}, "or those that keep best pairs"),
         ({"weight": pack(random(50, 64)), "out": torch.empty(2, 50)}, "runs of 8, which do not divide a weight of 50"),
         ({"columns": runs[:5]}, "columns must have shape"),

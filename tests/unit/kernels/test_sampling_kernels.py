@@ -91,7 +91,7 @@ def test_what_stands_alone_makes_its_own_pairs() -> None:
         assert all(isinstance(each, torch.Tensor) and each.shape == (6, 2, 2) for each in pairs)
     with pytest.raises(ShapeError, match="row_live must"):
         pair_kernels.finite(logits, flags[:1], finite=flags, workspace=memory)
-    with pytest.raises(ShapeError, match="logits must"):
+    with pytest.raises(ShapeError, match="logits: columns must"):
         pair_kernels.finite(torch.zeros(6, 262145), flags, finite=flags, workspace=memory)
 
 
