@@ -292,7 +292,7 @@ def test_the_command_lists_launches_and_plans_without_a_gpu(pair: Pair) -> None:
     shown = lowlat(*options, "--geometry", "tiny-experts").output
     assert "EAGLE3_LM_HEAD_SMALLVOC" in " ".join(shown.split()) and "launches of tiny-experts" in shown
     assert "needs an NVIDIA GPU" in refusal("tune", "--device", "cpu")
-    assert "heads of 64, 128, 256 or 512 dimensions" in refusal("tune", "--list", "--geometry", NOT_COVERED)
+    assert "head_dim 64, 128, 256 or 512" in refusal("tune", "--list", "--geometry", NOT_COVERED)
     assert "geometry 'x' is not known; there are" in refusal("tune", "--list", "--geometry", "x")
     assert "--draft-model needs --model" in refusal("tune", "--draft-model", bundled("head"))
     assert "needs a draft model to round" in refusal("tune", "--model", bundled("target"), "--draft-quantize", "fp8")
@@ -364,6 +364,7 @@ def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
         name = f"llama-8b with {method}"
         pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), Sizes((1,), (3, 5, 7))
     del pairs["llama-70b"]  # whole it has no entry that smaller ones lack
+    del pairs["gemma-3-27b"]  # its vocabulary of 262,208 is above what kernels take
     few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
     return {name: listed([pair], "all", sizes.get(name, few), gpu) for name, pair in pairs.items()}
 

@@ -5,7 +5,7 @@ reads. Where a pair is cut for several GPUs, the programs are one rank's, on one
 read.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,6 +34,7 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.weight_parts import expert_parts, gemm_weights
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
 from lowlat.models.weight_plan import weight_plan
@@ -83,11 +84,12 @@ class Pair:
     draft_tensor_parallel_size: int | None = None
 
     @property
-    def split_heads(self) -> int:
-        """The key-value heads by which a GPU's splits of positions are chosen."""
+    def split_heads(self) -> tuple[int, ...]:
+        """The numbers of key-value heads by which a GPU's splits of positions are chosen, each once."""
         if self.tp_invariant:
-            return INVARIANT_HEADS
-        return max(self.config.attention.num_kv_heads // self.tensor_parallel_size, 1)
+            return (INVARIANT_HEADS,)
+        counts = (spec.num_kv_heads for spec in self.config.attentions.values())
+        return tuple(dict.fromkeys(max(count // self.tensor_parallel_size, 1) for count in counts))
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,17 @@ def _few_layers(pair: Pair) -> Pair:
         speculator = speculator.with_config(replace(speculator.config, capture_boundaries=boundaries))
     kinds = tuple(dict.fromkeys(config.layers))
     count = min(config.num_layers, max(LEAST_LAYERS, len(kinds), *boundaries, 0))
-    layers = (*kinds, *config.layers)[:count]
+    few = (*kinds, *config.layers)[:count]
+    layers = tuple(_reading_from(layer, few.index, config) for layer in few)
     return replace(pair, config=replace(config, layers=layers), speculator=speculator)
+
+
+def _reading_from(layer: LayerSpec, place_of: Callable[[LayerSpec], int], config: ModelConfig) -> LayerSpec:
+    """A layer among few: one that reads another's keys and values reads those of the first layer of that kind."""
+    mixer = layer.mixer
+    if not isinstance(mixer, AttentionSpec) or mixer.kv_layer is None:
+        return layer
+    return replace(layer, mixer=replace(mixer, kv_layer=place_of(config.layers[mixer.kv_layer])))
 
 
 def weight_shapes(pair: Pair) -> dict[str, torch.Tensor]:

@@ -81,7 +81,10 @@ def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, gpu: Gpu = H200) -
     found = collect(whole, gpu, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
         each_size = [
-            (pair, each) for pair in pairs for each in sizes.of_attention(pair.tensor_parallel_size, pair.split_heads)
+            (pair, each)
+            for pair in pairs
+            for heads in pair.split_heads
+            for each in sizes.of_attention(pair.tensor_parallel_size, heads)
         ]
         found += collect([part for pair, each in each_size for part in every_part(pair, gpu, each)], gpu, rest)
     return found

@@ -35,7 +35,8 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None, num_blocks: int) -
 
     def counted(name: str, function: Any) -> Any:
         def count(*arguments: Any) -> Any:
-            seen[name] += int(arguments[-1]) == 0  # the lane
+            lane = next(each for each in reversed(arguments) if not isinstance(each, tuple))
+            seen[name] += int(lane) == 0
             return function(*arguments)
 
         return count
