@@ -46,7 +46,7 @@ SAMPLING = (
 
 @dataclass(frozen=True)
 class Pair:
-    """What is served where no model is named.
+    """The model, and its draft model, that are served where none is named.
 
     target       gives the model's directory, which may have to be fetched
     draft_model  its draft model's directory

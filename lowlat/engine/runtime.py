@@ -70,7 +70,7 @@ class Runtime:
         self.num_speculative_tokens = depth = 0 if used is None else used.num_speculative_tokens
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
-        self._tiers = make_tiers(loaded, config)
+        self._tiers = make_tiers(loaded, config, self.numerics)
         self.scheduler = make_scheduler(self.ladder, self.geometry, config, self._tiers)
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)

@@ -77,7 +77,6 @@ class Steps:
         self._failed_checks = FailedChecks(config.checked_kinds)
         self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._tracer = Tracer.from_config(config.traces)
-        self._mover = loaded.executor.mover
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
 
@@ -189,14 +188,14 @@ class Steps:
         if loads:
             self._clear_blocks()  # some of them may have been a failed request's
         for pool, places, content in loads:
-            self._mover.write(pool, places, content)
+            self._executor.mover.write(pool, places, content)
 
     def _keep_blocks(self) -> None:
         """Read what prefill has written for the tiers of the cache."""
         tiers = self._kvcache.tiers
         if tiers is not None:
             for key, places in self._kvcache.take_saves():
-                tiers.put(key, self._mover.read(key.pool, places))
+                tiers.put(key, self._executor.mover.read(key.pool, places))
 
     def _join(self, request: Request) -> None:
         max_length = len(request.prompt) + request.params.max_tokens

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from lowlat.engine.loading import Loaded
-from lowlat.engine.numerics import digest_of, numerics_of
+from lowlat.engine.numerics import digest_of
 from lowlat.errors import ConfigError
 from lowlat.executors.block_moves import content_layout
 from lowlat.options.config import RuntimeConfig
@@ -19,8 +19,10 @@ LEAST_HOST_GIB = 1.0  # next to files: what was read waits there for its request
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
 
 
-def make_tiers(loaded: Loaded, config: RuntimeConfig) -> CacheTiers | None:
+def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTiers | None:
     """The tiers that the options ask for; None: there are none.
+
+    numerics  the digest of all that decides the runtime's bits
 
     Raises ConfigError for what has none, and for a directory that cannot be used.
     """
@@ -37,17 +39,17 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig) -> CacheTiers | None:
         )
     disk, host_gib = None, config.host_cache_gib
     if config.cache_dir is not None:
-        disk = DiskTier(Path(config.cache_dir), int(config.cache_gib * GIB), _fingerprint(loaded, config))
+        disk = DiskTier(Path(config.cache_dir), int(config.cache_gib * GIB), _fingerprint(loaded, numerics))
         host_gib = max(host_gib, LEAST_HOST_GIB)
     return CacheTiers(HostTier(int(host_gib * GIB)), disk, loaded.executor.mover.pinned)
 
 
-def _fingerprint(loaded: Loaded, config: RuntimeConfig) -> str:
+def _fingerprint(loaded: Loaded, numerics: str) -> str:
     """The digest of all that decides the bits of a chunk's content: numerics, models' files, and how it is laid out."""
     state = loaded.executor.state
     pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})
     facts = {
-        "numerics": numerics_of(loaded, config),
+        "numerics": numerics,
         "target": _files(loaded.target.directory),
         "draft": None if loaded.speculator is None else _files(loaded.speculator.directory),
         "layout": {pool: content_layout(state, pool, 1) for pool in pools},

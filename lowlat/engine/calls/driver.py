@@ -7,6 +7,7 @@ goes into the mailbox of each request, and a loop of asyncio is told once a step
 import asyncio
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
@@ -260,15 +261,16 @@ class Driver:
             self._end(ticket, why())
 
 
-class _Order:
+class _Order(ABC):
     """Something for the driver's thread to do between two steps."""
 
+    @abstractmethod
     def obey(self, runtime: "Runtime") -> None:
         """Do it."""
-        raise NotImplementedError
 
     def give_back(self, why: Callable[[], LowlatError]) -> None:
-        """The thread ends, and has not done it."""
+        """The thread ends, and has not done it: some orders have nobody who waits."""
+        return
 
 
 class _Submit(_Order):

@@ -22,7 +22,7 @@ LATE = "timeout_s has passed"
 
 
 class _Reading(Generic[Box]):
-    """What both kinds of streams share: the ticket, what has come of it, and the way out."""
+    """The common part of both kinds of streams: the ticket, what has come of it, and the way out."""
 
     def __init__(self, driver: Driver, mailbox: Box) -> None:
         self._driver = driver

@@ -39,7 +39,7 @@ class DiskTier:
 
     def __init__(self, directory: Path, max_bytes: int, fingerprint: str) -> None:
         self.max_bytes, self.fingerprint = max_bytes, fingerprint
-        self.root = directory / fingerprint[:32]
+        self.root = directory / fingerprint
         self._has_warned = False
         try:
             for folder in (directory, self.root):

@@ -9,7 +9,7 @@ __all__ = ["COMING", "ChunkKey", "Load", "Presence", "Save"]
 
 
 class Presence(Enum):
-    """What is known of a content that is not in host memory."""
+    """The state of a content that is not in host memory."""
 
     COMING = "coming"  # it is being read from a file
 
@@ -18,7 +18,7 @@ COMING: Final = Presence.COMING
 
 
 class ChunkKey(NamedTuple):
-    """What a content belongs to.
+    """The chunk and the pool that a content belongs to.
 
     digest  the chained digest of the chunk's tokens, all before it and the salt, 32 bytes
     pool    the pool whose blocks, or rows, it is of: "" the first
