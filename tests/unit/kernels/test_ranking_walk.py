@@ -1,4 +1,4 @@
-"""The last block of a row, walked thread by thread on a CPU: it ranks the row, and sums it, from what its blocks left."""
+"""The last block of a row, walked thread by thread on a CPU: it ranks and sums the row from what its blocks left."""
 
 from typing import Any
 
