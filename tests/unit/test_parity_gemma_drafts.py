@@ -60,7 +60,13 @@ def test_ranks_share_out_the_heads_of_such_layers(flags: dict[str, Any], tmp_pat
         options = {**OPTIONS, "tensor_parallel_size": size, "tp_invariant": True}
         with Runtime.load(pair.target_dir, draft, **options) as runtime:
             tokens = run_one(runtime, prompt_of(21), SamplingParams(max_tokens=8), depth=3)
-            found.append((tokens, runtime.summary()["eagle_speculation"]["total_accepted_tokens"], runtime.executor.state["drafts"].tolist()))
+            found.append(
+                (
+                    tokens,
+                    runtime.summary()["eagle_speculation"]["total_accepted_tokens"],
+                    runtime.executor.state["drafts"].tolist(),
+                )
+            )
     assert found[0] == found[1]
 
 

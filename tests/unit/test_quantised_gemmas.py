@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from checkpoint_files import edit_json
-from quantised_layers import LAYOUTS, quantise_target
+from quantised_layers import quantise_target
 from recording import prompt_of
 from safetensors.torch import load_file, save_file
 from stages import later
@@ -17,9 +17,13 @@ from unit.test_quantised_targets import OPTIONS, traced
 from lowlat import Runtime, SamplingParams
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "global_head_dim": 32}
-SMALL = {**E4B, **SIZES, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 97, "num_hidden_layers": 4} | {
-    "layer_types": E4B["layer_types"][:4]
-}
+SMALL = {
+    **E4B,
+    **SIZES,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 97,
+    "num_hidden_layers": 4,
+} | {"layer_types": E4B["layer_types"][:4]}
 EMBEDDINGS = ("embed_tokens", "per_layer_model_projection")
 PER_LAYER = ("per_layer_input_gate", "per_layer_projection")
 ROUTER = (".router.",)
@@ -64,10 +68,16 @@ def into_wrapper(directory: Path, model_type: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout", "wrapped"),
     [
-        *(("31b", "fp8-block", False), ("31b", "nvfp4", True), ("26b", "fp8-channel", True), ("e4b", "w4a16-32", False)),
-        *later(("31b", "fp8-channel", False), ("31b", "awq", True), ("31b", "gptq-v1", False), ("27b", "awq", False)),
-        *later(("27b", "nvfp4-modelopt", False), ("26b", "nvfp4", True), ("26b", "w4a16-32", False)),
-        *later(("e4b-gates", "fp8-block", True), ("e4b", "awq", False), ("26b", "gptq-symmetric", False)),
+        *(
+            ("31b", "fp8-block", False),
+            ("31b", "nvfp4", True),
+            ("26b", "fp8-channel", True),
+            ("e4b", "w4a16-32", False),
+        ),
+        *(later("31b", "fp8-channel", False), later("31b", "awq", True), later("31b", "gptq-v1", False)),
+        *(later("27b", "awq", False), later("27b", "nvfp4-modelopt", False), later("26b", "nvfp4", True)),
+        *(later("26b", "w4a16-32", False), later("e4b-gates", "fp8-block", True), later("e4b", "awq", False)),
+        later("26b", "gptq-symmetric", False),
     ],
 )
 def test_logits_are_those_of_the_dequantised_model(name: str, layout: str, wrapped: bool, tmp_path: Path) -> None:
@@ -91,11 +101,10 @@ def test_logits_are_those_of_the_dequantised_model(name: str, layout: str, wrapp
 def leave_plain(directory: Path, plain: tuple[str, ...]) -> None:
     """Name what is plain in quantization_config, as each maker does; and modules that this model has not."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
-    names = ["lm_head", *(f"re:.*{part}.*" for part in (*plain, "vision_tower", "audio_tower"))]
-    key = {"compressed-tensors": "ignore", "modelopt": "exclude_modules"}.get(config["quant_method"])
-    if key is not None and config["quant_method"] == "modelopt":
-        names = ["lm_head", *(f"*{part.strip('.')}*" for part in (*plain, "vision_tower"))]
-    elif key is None:
-        key, names = "modules_to_not_convert", [part.strip(".") for part in (*plain, "vision_tower")] or None
-    edit_json(directory / "config.json", quantization_config={**config, key: names})
-    assert config["quant_method"] in {each["quant_method"] for each, _ in LAYOUTS.values()}
+    parts = [part.strip(".") for part in (*plain, "vision_tower")]
+    own = {
+        "compressed-tensors": {"ignore": ["lm_head", *(f"re:.*{part}.*" for part in parts)]},
+        "modelopt": {"exclude_modules": ["lm_head", *(f"*{part}*" for part in parts)]},
+        "gptq": {"dynamic": {f"-:.*{part}.*": {} for part in parts}},
+    }.get(config["quant_method"], {"modules_to_not_convert": parts})
+    edit_json(directory / "config.json", quantization_config={**config, **own})
