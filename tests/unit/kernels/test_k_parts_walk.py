@@ -26,7 +26,7 @@ from lowlat.kernels.toolchain.kernel import Gpu
 SHARED = ("activation", "pipeline", "kv_codes", "norm_math", "norm_row")
 PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
 DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("all_reduce_epilogue", "epilogue", "gemm")
+ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "gemm")
 WALKED = (
     *(
         *(f"common.{name}" for name in SHARED),
