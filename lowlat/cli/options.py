@@ -5,6 +5,7 @@ Defaults are the records' own: an option that was not given is not passed on.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -12,6 +13,7 @@ import click
 
 from lowlat.cli.console import want_json
 from lowlat.cli.paths import FOLDER, MODEL, check_model
+from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
 from lowlat.options.declaration import Option, options_of
 from lowlat.options.request import ADVISED_OPTIONS, SamplingParams
@@ -49,6 +51,10 @@ PATHS = {"curve_keys": FOLDER}  # settings that must be there
 MAX_DIGITS = 20
 MAX_OPTION_BYTES = 1 << 20
 STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype")  # options of how a target's numbers are held
+NO_DEMO_MODELS = (
+    "the demo models are not installed: `pip install lowlat-demo-models` (from a checkout: `pip install "
+    "./lowlat/demo`), or name a model, as in `lowlat chat Qwen/Qwen3-0.6B`"
+)
 CURVE_HELP = "Folder with server.key and client.key_secret, for tcp://."
 
 
@@ -134,8 +140,17 @@ class GroupedCommand(click.Command):
 
 
 def bundled(part: str) -> Path:
-    """The path of a bundled directory or file: target, head (its draft model), chat_head, *.json."""
-    return Path(__file__).resolve().parent.parent / "demo" / part
+    """The path of a demo model's directory (target, head: its draft model, chat_head), or of the prompts for them.
+
+    A checkout has the models next to the prompts; an installed lowlat has those of the wheel lowlat-demo-models.
+    Raises ConfigError where neither is there.
+    """
+    for package in ("lowlat.demo", "lowlat_demo_models"):
+        spec = find_spec(package)
+        for folder in () if spec is None else spec.submodule_search_locations or ():
+            if (path := Path(folder).resolve() / part).exists():
+                return path
+    raise ConfigError(NO_DEMO_MODELS)
 
 
 def declared_options(function: F, options: Iterable[Option]) -> F:

@@ -132,7 +132,7 @@ class ServeConfig:
         RuntimeConfig(**options, **({} if context is None else {"max_context": context}))
         return options
 
-    def speculation(self, bundled_draft_model: Path) -> SpeculativeConfig | None:
+    def speculation(self, bundled_draft_model: Path | None) -> SpeculativeConfig | None:
         """How to speculate; None without a draft model. Raises ConfigError, also for settings that need one."""
         given = {
             option.key: self[option.key] for option in GROUPS["speculation"] if self.sources[option.key] != "default"

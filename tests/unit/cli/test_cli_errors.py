@@ -1,11 +1,13 @@
 """Quick help, messages and exit codes, and what reaches a terminal."""
 
+import inspect
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from cli_calls import lowlat, refusal
 from click.testing import CliRunner
@@ -18,6 +20,21 @@ from lowlat.cli.options import parse_biases
 
 HELP_LIMIT_S = 0.3
 BUSY_MACHINE = 4  # times slower than an idle one
+
+
+def commands() -> list[tuple[tuple[str, ...], click.Command]]:
+    """Every command that runs, with the words that name it."""
+    found: list[tuple[tuple[str, ...], click.Command]] = []
+    left: list[tuple[tuple[str, ...], click.Command]] = [((), cli)]
+    while left:
+        words, command = left.pop()
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            inner = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
+            left += [((*words, name), each) for name, each in inner if each is not None]
+        else:
+            found.append((words, command))
+    return found
 
 
 def test_help_is_quick_and_loads_no_torch() -> None:
@@ -43,6 +60,13 @@ def test_every_command_has_help(name: str) -> None:
     result = lowlat(name, "--help")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: cli {name}")
+
+
+@pytest.mark.parametrize(("words", "command"), commands(), ids=lambda each: " ".join(each) if each else "")
+def test_every_commands_function_takes_what_its_options_give(words: tuple[str, ...], command: click.Command) -> None:
+    assert command.callback is not None
+    names = [each.name for each in command.params if each.expose_value and each.name is not None]
+    inspect.signature(command.callback).bind(**dict.fromkeys(names))
 
 
 def test_unknown_command_and_option_are_usage_errors() -> None:

@@ -34,7 +34,7 @@ SIZING = (
 @click.option(
     "--gpu",
     "--card",
-    "card",
+    "gpu",
     default="NVIDIA H200",
     show_default=True,
     metavar="NAME",
