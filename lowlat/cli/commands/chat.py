@@ -4,15 +4,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import click
 
 from lowlat.cli.connecting import ServedModel, connected, refuse_the_servers_own, server_options
 from lowlat.cli.console import stream_text
 from lowlat.cli.generation import Generation, Output
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
-    GroupedCommand,
     asked_sampling,
     bundled,
     defaults_option,
@@ -26,9 +26,7 @@ from lowlat.cli.options import (
 )
 from lowlat.cli.paths import check_model
 from lowlat.errors import Busy, CapacityError, LowlatError, RequestError, ServerGone
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
-from lowlat.options.declaration import options_of
-from lowlat.options.request import SamplingParams
+from lowlat.options.config import RuntimeConfig
 
 __all__ = ["command"]
 
@@ -37,7 +35,7 @@ HELP = """\
 /system TEXT    clear, with another system message; without TEXT, with none
 /retry          answer the last message again
 /quit           end, as does Ctrl-D
-A line that ends with \\ goes on in the next. Ctrl-C ends an answer, not the chat.\
+A line ending with \\ goes on in the next. Ctrl-C ends an answer, not the chat.\
 """
 OFFER = "name a model (`lowlat chat ORG/NAME`), or let `lowlat chat --demo` fetch a small one, once (93 MB)"
 
@@ -65,15 +63,8 @@ class _Model(Protocol):
     def answer_of(self, generation: Generation) -> str: ...
 
 
-class _Help(GroupedCommand):
+class _Help(SectionedCommand):
     """A command whose help ends with what may be typed in the chat."""
-
-    groups: ClassVar[Mapping[str, str]] = {
-        **{option.key: "sampling" for option in options_of(SamplingParams)},
-        "sampling_defaults": "sampling",
-        **{option.key: "with MODEL: speculation" for option in options_of(SpeculativeConfig)},
-        **{option.key: "with MODEL: runtime" for option in options_of(RuntimeConfig)},
-    }
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the lines that are commands."""
@@ -85,9 +76,9 @@ class _Help(GroupedCommand):
 @click.command("chat", cls=_Help)
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @server_options
-@click.option("--demo", is_flag=True, help="Talk with SmolLM2-135M-Instruct, fetched once (93 MB).")
+@click.option("--demo", is_flag=True, help="Talk with a small chat model, fetched once (93 MB).")
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
-@click.option("--plain", is_flag=True, help="Continue each line as text, without chat template or memory.")
+@click.option("--plain", is_flag=True, help="Continue each line as text; no chat template, no memory.")
 @sampling_options
 @defaults_option
 @speculation_options

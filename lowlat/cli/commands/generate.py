@@ -11,6 +11,7 @@ import click
 from lowlat.cli.connecting import Asked, connected, refuse_the_servers_own, server_options
 from lowlat.cli.console import print_json, stream_text
 from lowlat.cli.generation import Generation, Output
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
     DIRECTORY,
     IntegerList,
@@ -39,7 +40,7 @@ logger = logging.getLogger("lowlat")
 MAX_PROMPT_BYTES = 64 << 20
 
 
-@click.command("generate")
+@click.command("generate", cls=SectionedCommand)
 @click.argument("model", type=DIRECTORY, required=False)
 @click.argument("text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
@@ -47,12 +48,14 @@ MAX_PROMPT_BYTES = 64 << 20
     "--prompt-file",
     type=click.File("rb"),
     metavar="FILE",
-    help="Read the prompt from a file, without the newline at its end; - is stdin.",
+    help="Read the prompt from a file; - is stdin. A newline at its end is not of it.",
 )
 @click.option("--token-ids", type=IntegerList(), metavar="1,2,3", help="The prompt as token ids.")
-@click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's message, for the chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
-@click.option("--allow-special", is_flag=True, help="Special tokens that the prompt spells are tokens, and not text.")
+@click.option(
+    "--allow-special", is_flag=True, help="Special tokens that the prompt spells are tokens; by default they are text."
+)
 @speculation_options
 @sampling_options
 @defaults_option
@@ -63,9 +66,9 @@ MAX_PROMPT_BYTES = 64 << 20
 def command(model: Path | None, **values: Any) -> None:
     """Continue PROMPT with MODEL, a Hugging Face directory or ORG/NAME; without one, with the bundled pair.
 
-    With --endpoint a running server does it, and PROMPT stands alone. Text streams to stdout as it is decided; without
-    a tokenizer, token ids do. With --chat, of a model that answers in Harmony's channels a terminal shows the final one
-    as it is and the others dim, a pipe gets the final one alone.
+    With --endpoint a running server does it, and PROMPT stands alone. Text, or token ids where there is no tokenizer,
+    streams to stdout. With --chat a terminal shows the channels of Harmony before the final one dim, a pipe the final
+    one alone.
     """
     served = values["endpoint"] is not None
     if served and not _named_prompts(values):  # PROMPT stands where MODEL or ENDPOINT would

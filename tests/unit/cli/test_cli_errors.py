@@ -5,6 +5,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -16,25 +17,26 @@ from tiny_models import PairPaths, make_target
 
 from lowlat import Runtime
 from lowlat.cli import COMMANDS, cli, console
+from lowlat.cli.help import DeclaredOption
 from lowlat.cli.options import parse_biases
 
 HELP_LIMIT_S = 0.3
+SCREEN_LINES, SCREEN_COLUMNS = 25, 82  # click's own pages are wider than 80 where a line is one word
 BUSY_MACHINE = 4  # times slower than an idle one
 
 
-def commands() -> list[tuple[tuple[str, ...], click.Command]]:
-    """Every command that runs, with the words that name it."""
-    found: list[tuple[tuple[str, ...], click.Command]] = []
-    left: list[tuple[tuple[str, ...], click.Command]] = [((), cli)]
-    while left:
-        words, command = left.pop()
+def command_lines(group: click.Group = cli, words: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command that runs, after the words that name it."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
         if isinstance(command, click.Group):
-            context = click.Context(command)
-            inner = [(name, command.get_command(context, name)) for name in command.list_commands(context)]
-            left += [((*words, name), each) for name, each in inner if each is not None]
-        else:
-            found.append((words, command))
-    return found
+            yield from command_lines(command, f"{words}{name} ")
+        elif command is not None:
+            yield words + name, command
+
+
+COMMAND_LINES = dict(command_lines())
 
 
 def test_help_is_quick_and_loads_no_torch() -> None:
@@ -62,11 +64,27 @@ def test_every_command_has_help(name: str) -> None:
     assert result.stdout.startswith(f"Usage: cli {name}")
 
 
-@pytest.mark.parametrize(("words", "command"), commands(), ids=lambda each: " ".join(each) if each else "")
-def test_every_commands_function_takes_what_its_options_give(words: tuple[str, ...], command: click.Command) -> None:
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_help_has_two_screens_and_help_all_every_option(name: str) -> None:
+    shown = lowlat(*name.split(), "--help").stdout
+    assert len(shown.splitlines()) <= 2 * SCREEN_LINES and max(map(len, shown.splitlines())) <= SCREEN_COLUMNS
+    if "--help-all" not in shown:
+        return
+    whole = lowlat(*name.split(), "--help-all").stdout
+    for option in COMMAND_LINES[name].params:
+        if isinstance(option, DeclaredOption) and option.hidden:
+            assert f"  {option.declared.key}=" in whole
+        elif isinstance(option, click.Option) and not option.hidden:
+            assert all(spelling in whole for spelling in option.opts)
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_every_commands_function_takes_what_its_options_give(name: str) -> None:
+    command = COMMAND_LINES[name]
     assert command.callback is not None
     names = [each.name for each in command.params if each.expose_value and each.name is not None]
-    inspect.signature(command.callback).bind(**dict.fromkeys(names))
+    context = [None] if hasattr(command.callback, "__wrapped__") else []  # click.pass_context gives it one
+    inspect.signature(command.callback).bind(*context, **dict.fromkeys(names))
 
 
 def test_unknown_command_and_option_are_usage_errors() -> None:
