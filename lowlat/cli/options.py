@@ -13,7 +13,7 @@ import click
 
 from lowlat.cli.console import want_json
 from lowlat.cli.help import DeclaredOption
-from lowlat.cli.paths import FOLDER, MODEL, check_model
+from lowlat.cli.paths import FILE, FOLDER, MODEL, check_model
 from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
 from lowlat.options.declaration import Option, options_of
@@ -37,6 +37,7 @@ __all__ = [
     "parse_biases",
     "record_options",
     "runtime_options",
+    "runtime_values",
     "sampling_options",
     "sampling_params",
     "sampling_values",
@@ -47,7 +48,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 DIRECTORY = click.Path(path_type=Path)  # a command's own to check, or its loader's
-PATHS = {"curve_keys": FOLDER}  # settings that must be there
+PATHS = {"curve_keys": FOLDER, "tree": FILE, "draft_vocab": FILE}  # what must be there
 SAMPLING, SPECULATION, RUNTIME = "sampling", "speculation", "runtime"  # sections of the help
 RECORD_SECTIONS: dict[type, str] = {SamplingParams: SAMPLING, SpeculativeConfig: SPECULATION, RuntimeConfig: RUNTIME}
 MAX_DIGITS = 20
@@ -352,6 +353,13 @@ def runtime_options(function: F) -> F:
         *("quantize", "quantize_lm_head", "kv_cache_dtype"),
     )
     return record_options(RuntimeConfig, *names)(function)
+
+
+def runtime_values(values: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    """The options of RuntimeConfig that were given, next to a command's own, checked. Raises ConfigError."""
+    given = {**own, **given_options(values, RuntimeConfig)}
+    RuntimeConfig(**given)
+    return given
 
 
 def trace_config(names: str | None) -> TraceConfig:

@@ -3,6 +3,7 @@
 What depends on the model (context against max_position, boundaries against layers) is checked at load.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ METHOD_OPTIONS[AUTO_METHOD] = tuple(
 )
 
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 _SIZES = frozenset({"num_speculative_tokens", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"})
 
 
@@ -588,7 +590,7 @@ class RuntimeConfig:
             raise ConfigError(
                 f"prefill_chunk must be a multiple of block_size {self.block_size}, got {self.prefill_chunk}"
             )
-        if not isinstance(self.device, str):
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")
         if not isinstance(self.traces, TraceConfig):
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")

@@ -264,7 +264,10 @@ def _overridden(scenario: "Scenario", values: Mapping[str, Any]) -> "Scenario":
     try:
         return msgspec.convert(msgspec.to_builtins(scenario) | given, type(scenario))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}") from error
+        text, _, place = str(error).partition(" - at `$.")
+        flags = {field: f"--{name.replace('_', '-')}" for name, field in names.items()} | {names["depths"]: "-S"}
+        flag = next((flag for field, flag in flags.items() if place.startswith(field)), "the scenario")
+        raise ConfigError(f"{flag}: {text[:1].lower()}{text[1:]}") from error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from lowlat import Runtime
 from lowlat.cli import COMMANDS, cli, console
 from lowlat.cli.help import DeclaredOption
 from lowlat.cli.options import parse_biases
+from lowlat.engine.calls.streams import Stream
 
 HELP_LIMIT_S = 0.3
 SCREEN_LINES, SCREEN_COLUMNS = 25, 82  # click's own pages are wider than 80 where a line is one word
@@ -152,7 +153,7 @@ def test_interruption_ends_with_130(pair: PairPaths, monkeypatch: pytest.MonkeyP
     def interrupt(*_arguments: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Runtime, "step", interrupt)
+    monkeypatch.setattr(Stream, "__next__", interrupt)
     assert refusal("generate", pair.target, "--token-ids", "1", code=130).endswith("interrupted")
 
 
