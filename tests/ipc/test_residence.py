@@ -107,5 +107,8 @@ def test_a_keeper_says_when(serve: Serve) -> None:
         assert (State.ASLEEP, True, "") in keeper.seen and (State.ASLEEP, False, "") in keeper.seen
         served.engine.wake_problems = ["another holds it"]
         served.server.reside(asleep=True)
+        eventually(lambda: client.health().state == "asleep")
         served.server.reside(asleep=False)
-        eventually(lambda: (State.ASLEEP, True, "another holds it") in keeper.seen or client.wake() == "serving")
+        eventually(lambda: (State.ASLEEP, True, "another holds it") in keeper.seen)
+        with pytest.raises(CapacityError, match="max_wake_s"):
+            client.wake()

@@ -113,8 +113,6 @@ class Residence:
     def want(self) -> None:
         """A request waits."""
         if self.holds and self._requests.num_waiting:
-            if self._patience is None:
-                self._patience = self._timers.after(self._max_wake_s, self._give_up)
             self._call()
 
     def emptied(self) -> None:
@@ -136,7 +134,6 @@ class Residence:
             self._requests.refuse_waiting(event.problem)
             self._calm()
         elif self._requests.num_waiting or self._answers:
-            self.want()
             self._call()
 
     def tell(self, *, idle: bool) -> None:
@@ -162,6 +159,8 @@ class Residence:
 
     def _call(self) -> None:
         """Have the engine woken, as soon as it sleeps."""
+        if self._patience is None:
+            self._patience = self._timers.after(self._max_wake_s, self._give_up)
         if self._keeper is not None:
             if not self._is_wanted:
                 self._is_wanted = True
@@ -176,9 +175,9 @@ class Residence:
     def _give_up(self) -> None:
         self._patience = None
         self._is_wanted = False
-        self._requests.refuse_waiting(
-            f"the model sleeps, and could not be woken within {self._max_wake_s:g} s (max_wake_s)"
-        )
+        words = f"the model sleeps, and could not be woken within {self._max_wake_s:g} s (max_wake_s)"
+        self._requests.refuse_waiting(words)
+        self._answer(False, words)
 
     def _calm(self) -> None:
         if self._patience is not None:
