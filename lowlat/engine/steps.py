@@ -123,6 +123,18 @@ class Steps:
         if bucket is not None and self._in_flight.looping and self._wanted(bucket.num_speculative_tokens) != bucket:
             self.launches.stop()
 
+    def settle(self) -> None:
+        """Take what is under way to its end; no request may be live. Raises DeviceError when the device has failed."""
+        while self._in_flight.under_way:
+            self._go_on(0, ahead=False)
+
+    def keep_all(self) -> None:
+        """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""
+        if self._kvcache.tiers is not None:
+            self._kvcache.note_all()
+            self._keep_blocks()
+            self._kvcache.tiers.flush()
+
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
         """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
 

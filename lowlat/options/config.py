@@ -507,6 +507,9 @@ class RuntimeConfig:
     cache_gib: float = declare(
         32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6, rare=True
     )
+    can_sleep: bool = declare(
+        False, "Load so that Runtime.sleep can give the device's memory back, and wake can take it again.", rare=True
+    )
     state_cache_gib: float = declare(
         2.0,
         "Memory for snapshots of recurrent states, GiB: prompts that share a prefix go on from one.",

@@ -79,6 +79,7 @@ class RuntimeOptions(TypedDict, total=False):
     host_cache_gib: float
     cache_dir: str | Path | None
     cache_gib: float
+    can_sleep: bool
     state_cache_gib: float
     state_interval: int
     share_decoded: bool

@@ -92,6 +92,10 @@ class PrefixIndex:
         if chunk is not None:
             self._unused[digest] = chunk
 
+    def oldest_first(self) -> list[CachedChunk]:
+        """The chunks without users, in the order in which they go."""
+        return list(self._unused.values())
+
     def evict_oldest(self) -> list[CachedChunk]:
         """Drop the chunk unused for longest, with whatever could only be reached through it.
 

@@ -46,7 +46,7 @@ IMPORTERS = {
     },
     "cuda": {
         *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
-        "lowlat/executors/distributed/peers.py",
+        *("lowlat/executors/distributed/peers.py", "lowlat/executors/residence/mapped.py"),
     },
 }
 LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver
