@@ -197,19 +197,29 @@ class Steps:
                 self._kvcache.tiers.wait(TIERS_WAIT_S)
 
     def _fill_blocks(self) -> None:
-        """Write what prompts were found to have in the tiers of the cache to their blocks."""
+        """Have what prompts were found to have in the tiers of the cache written to their blocks."""
         loads = self._kvcache.take_loads()
-        if loads:
-            self._clear_blocks()  # some of them may have been a failed request's
-        for pool, places, content in loads:
-            self._executor.mover.write(pool, places, content)
+        if not loads or self._kvcache.tiers is None:
+            return
+        self._clear_blocks()  # some of them may have been a failed request's
+        mover = self._executor.mover
+        if apart := [load for load in loads if load.holder is not None]:
+            self._kvcache.tiers.copy_in(apart, mover.mark())
+        for load in loads:
+            if load.holder is None:
+                mover.write(load.pool, load.places, load.content)
 
     def _keep_blocks(self) -> None:
-        """Read what prefill has written for the tiers of the cache."""
+        """Have what prefill has written copied for the tiers of the cache."""
         tiers = self._kvcache.tiers
-        if tiers is not None:
-            for key, places in self._kvcache.take_saves():
-                tiers.put(key, self._executor.mover.read(key.pool, places))
+        if tiers is None or not (saves := self._kvcache.take_saves()):
+            return
+        mover = self._executor.mover
+        if apart := [save for save in saves if save.holder is not None]:
+            tiers.copy_out(apart, mover.mark())
+        for save in saves:
+            if save.holder is None:
+                tiers.put(save.key, mover.read(save.key.pool, save.places))
 
     def _join(self, request: Request) -> None:
         max_length = len(request.prompt) + request.params.max_tokens
