@@ -20,11 +20,19 @@ SHARE, THETA, CAP = 0.25, 1e6, 5.0
 
 
 def gemma_draft_model(
-    directory: Path, target: Any, *, block: bool, rank: int = 0, keys_as_values: bool = True, layers: int = 1
+    directory: Path,
+    target: Any,
+    *,
+    block: bool,
+    rank: int = 0,
+    keys_as_values: bool = True,
+    layers: int = 1,
+    head: int = 16,
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Write a draft model; returns what the paper's classes take: its config in speculators' form, and its tensors.
 
     block  whether it fills a block: DSpark's, of a Markov head of this rank, 0: DFlash's. Else it is EAGLE3's
+    head   the size of its heads
     """
     width, vocabulary, captures = target.config.hidden_size, target.config.vocab_size, [0, 2] if block else [1, 1, 2]
     heads = {"num_attention_heads": 4, "num_global_key_value_heads": 1, "num_key_value_heads": 2}
@@ -34,7 +42,7 @@ def gemma_draft_model(
         "intermediate_size": 40,
         "head_dim": 8,
         **heads,
-        "global_head_dim": 16,
+        "global_head_dim": head,
         "num_hidden_layers": layers,
         "vocab_size": vocabulary,
         "rms_norm_eps": 1e-5,
