@@ -26,9 +26,10 @@ from lowlat.engine.requests import Requests
 from lowlat.engine.sessions.book import SessionBook, SessionKey, SessionRecord
 from lowlat.engine.sessions.choices import answer_choices
 from lowlat.engine.sessions.session import Session, load_session, open_session
+from lowlat.engine.sleep import Sleep
 from lowlat.engine.steps import Steps
 from lowlat.engine.tiers import ContentFacts, content_facts, make_tiers
-from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.errors import CapacityError, ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.ipc.answer import Answer
 from lowlat.ipc.prompts import Prompt
@@ -82,6 +83,7 @@ class Runtime:
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
         self._whole = Unbroken()
         self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
+        self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._whole)
         self._draft_directory = None if loaded.speculator is None else loaded.speculator.directory
         self._content_facts: ContentFacts | None = None
         self._closed = False
@@ -231,6 +233,8 @@ class Runtime:
         """
         self._check_by_hand("submit")
         self._check_usable()
+        if self.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
         record, salt = self._session_of(session, cache_salt)
         request, scheduled = self._requests.open(prompt, params, request_id, allow_special, salt, record)
         with self._whole:
@@ -322,6 +326,38 @@ class Runtime:
         return self._content_facts
 
     @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has given the device's memory back."""
+        return self._sleep.asleep
+
+    @owned
+    def sleep(self) -> None:
+        """Give the device's memory of weights, KV and scratch back, until `wake`; harmless when repeated.
+
+        Weights go to pinned host memory, which they keep from then on: later sleeps copy nothing. Shared prefixes go to
+        the tiers of the cache (host_cache_gib, cache_dir), and are found there after `wake`; without tiers they are
+        lost. Graphs and their addresses stay. Requests are refused meanwhile.
+        Raises ConfigError for a runtime without can_sleep; CapacityError while there are requests, or where the host
+        has no memory for the weights: it stays awake then; DeviceError when the device has failed.
+        """
+        self._check_usable()
+        if self.scheduler.busy:
+            raise CapacityError(f"{len(self._requests)} requests are not over: a runtime sleeps between requests")
+        if self.sessions.num_files:
+            raise CapacityError(f"{self.sessions.num_files} sessions are being saved: a runtime sleeps after that")
+        self._sleep.sleep()
+
+    @owned
+    def wake(self) -> None:
+        """Take the device's memory again, at the same addresses, with the weights; harmless when repeated.
+
+        Raises CapacityError where others hold the device's memory: it stays asleep, and `wake` may be called again.
+        DeviceError when the device has failed.
+        """
+        self._check_usable()
+        self._sleep.wake()
+
+    @property
     def busy(self) -> bool:
         """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished."""
         return not self._closed and (bool(self._requests.outputs) or self.scheduler.busy)
@@ -409,6 +445,7 @@ class Runtime:
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),
+            **self._sleep.report(),
         }
 
     def _kv_summary(self) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class Steps:
         self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._tracer = Tracer.from_config(config.traces)
         self._owes_step = False  # a first token was returned, and no step followed it yet
+        self._failed_slots: list[int] = []  # whose state is to be zeroed
+        self._slot_pools = [pool for state in geometry.sequence_states for pool in state.slot_pools()]
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
 
     def step(self, num_speculative_tokens: int | None, depth: int) -> None:
@@ -120,6 +122,18 @@ class Steps:
         bucket = self._in_flight.bucket
         if bucket is not None and self._in_flight.looping and self._wanted(bucket.num_speculative_tokens) != bucket:
             self.launches.stop()
+
+    def settle(self) -> None:
+        """Take what is under way to its end; no request may be live. Raises DeviceError when the device has failed."""
+        while self._in_flight.under_way:
+            self._go_on(0, ahead=False)
+
+    def keep_all(self) -> None:
+        """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""
+        if self._kvcache.tiers is not None:
+            self._kvcache.note_all()
+            self._keep_blocks()
+            self._kvcache.tiers.flush()
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
         """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
@@ -339,15 +353,20 @@ class Steps:
         if phase is not Phase.QUEUED:
             del self._requests.slots[request.slot]
             self.masks.leave(request.slot)
+            if poisoned:
+                self._failed_slots.append(request.slot)
         if not (self.masks and self._in_flight.under_way):  # else `_take` does, when what is under way has its masks
             self._clear_blocks()
         return phase
 
     def _clear_blocks(self) -> None:
-        """Zero the blocks of failed requests."""
+        """Zero the blocks of failed requests, and what their slots keep."""
         self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
         for pool, blocks in self._kvcache.take_pool_blocks_to_clear().items():
             self.launches.clear_blocks(blocks, pool)
+        for pool in self._slot_pools:
+            self.launches.clear_blocks(self._failed_slots, pool)
+        self._failed_slots.clear()
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":

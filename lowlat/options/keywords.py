@@ -81,6 +81,7 @@ class RuntimeOptions(TypedDict, total=False):
     cache_gib: float
     cache_copy_gb_per_s: float | None
     session_ttl_s: float
+    can_sleep: bool
     state_cache_gib: float
     state_interval: int
     share_decoded: bool

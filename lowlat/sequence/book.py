@@ -185,6 +185,17 @@ class SequenceBook(ABC):
         """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
 
     @abstractmethod
+    def note_all(self) -> None:
+        """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """Share nothing that the device holds any more; what the tiers hold is found there.
+
+        Raises InvariantError while requests hold blocks.
+        """
+
+    @abstractmethod
     def take_blocks_to_clear(self) -> list[int]:
         """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""
 

@@ -344,6 +344,24 @@ class KVCache(SequenceBook):
         saves, self._saves = self._saves, []
         return saves
 
+    def note_all(self) -> None:
+        """Have `take_saves` name all that is listed and in no tier, what was used longest ago first."""
+        self._note_saves(chunk.digest for chunk in self._index.oldest_first())
+
+    def forget_all(self) -> None:
+        """Share nothing that the device holds any more; what the tiers hold is found there.
+
+        Raises InvariantError while requests hold blocks.
+        """
+        if self._entries:
+            raise InvariantError(f"{len(self._entries)} requests hold blocks: their content cannot be forgotten")
+        self._settle()
+        num_broken_pins = self._index.num_broken_pins
+        while self._index.num_unused:
+            self._evict_oldest()
+        self._index.num_broken_pins = num_broken_pins  # what the tiers keep comes back
+        self._generation += 1
+
     def append(self, request_id: str, start: int, stop: int) -> None:
         """Give a request its blocks of the prompt's positions [start, stop) in other pools; it has all of the first.
 
@@ -540,12 +558,15 @@ class KVCache(SequenceBook):
 
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count:
-            for chunk in self._index.evict_oldest():
-                for book in self._books:
-                    book.drop(chunk.digest)
-                if not chunk.num_users:
-                    self._give_back(chunk.blocks)
+            self._evict_oldest()
         return [self._free.pop() for _ in range(count)]
+
+    def _evict_oldest(self) -> None:
+        for chunk in self._index.evict_oldest():
+            for book in self._books:
+                book.drop(chunk.digest)
+            if not chunk.num_users:
+                self._give_back(chunk.blocks)
 
     def _give_back(self, blocks: Iterable[int]) -> None:
         for block in blocks:

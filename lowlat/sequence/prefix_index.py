@@ -123,6 +123,10 @@ class PrefixIndex:
             self.touch(above.digest)
             above = above.parent
 
+    def oldest_first(self) -> list[CachedChunk]:
+        """The chunks without users, in the order in which they go."""
+        return [*self._unused.values(), *self._unused_pinned.values()]
+
     def evict_oldest(self) -> list[CachedChunk]:
         """Drop the chunk unused for longest, one without a pin before others, with what is reached through it alone.
 

@@ -46,6 +46,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
 
     kvcache  pins their chunks
     ttl_s    how long a session lives after its last request, where it says nothing else
+    num_files  sessions that are being written to files: the device's memory must stay as it is
     """
 
     def __init__(self, kvcache: SequenceBook, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,6 +54,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         self._live: dict[SessionKey, SessionRecord] = {}
         self._next = float("inf")  # when one may have to end
         self._num_ended = 0
+        self.num_files = 0
 
     def __getitem__(self, key: SessionKey) -> SessionRecord:
         return self._live[key]

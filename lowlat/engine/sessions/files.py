@@ -61,7 +61,7 @@ class _Header(Struct, forbid_unknown_fields=True):
     layout: str
     numerics: str
     num_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-    seed: Annotated[int, Meta(ge=0, lt=1 << 63)] | None
+    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None
     ttl_s: Annotated[float, Meta(ge=0)]
     data: dict[str, Any]
     contents: list[_Content]
@@ -98,7 +98,12 @@ def write_session(runtime: "Runtime", record: SessionRecord, path: Path) -> int:
 
         return _write(path, pieces())
     finally:
-        runtime.owned_call(lambda owned: owned.kvcache.let_go([save.holder for _, save in apart]))
+
+        def let_go(owned: "Runtime") -> None:
+            owned.kvcache.let_go([save.holder for _, save in apart])
+            owned.sessions.num_files -= 1
+
+        runtime.owned_call(let_go)
 
 
 def _held(
@@ -110,10 +115,13 @@ def _held(
     """
 
     def hold(owned: "Runtime") -> Any:
+        if owned.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep): a session is saved after Runtime.wake")
         ready, saves = owned.kvcache.hold(token_ids, salt)
         owned.fill_blocks()
         if not ready:
             return None
+        owned.sessions.num_files += 1
         apart = [(k, save) for k, save in saves if save.holder is not None]
         read = owned.executor.mover.read
         return apart, [(k, save.key.pool, read(save.key.pool, save.places)) for k, save in saves if not save.holder]
@@ -279,5 +287,7 @@ class _Adoption:
         self._token_ids, self._salt, self._contents = token_ids, salt, contents
 
     def __call__(self, owned: "Runtime") -> None:
+        if owned.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep): a session is loaded after Runtime.wake")
         owned.kvcache.adopt(self._token_ids, self._salt, self._contents)
         owned.fill_blocks()
