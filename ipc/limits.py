@@ -78,7 +78,7 @@ class Limits:
             low, high = item.metadata["low"], item.metadata["high"]
             kinds = (int, float) if isinstance(item.default, float) else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                raise ConfigError(f"{item.name} must be from {low:g} to {high:g}, got {value!r:.80}")
+                raise ConfigError(f"{item.name} must be from {low:.9g} to {high:.9g}, got {value!r:.80}")
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 f"heartbeat_timeout_s ({self.heartbeat_timeout_s:g}) must be at least twice heartbeat_interval_s "
