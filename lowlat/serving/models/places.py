@@ -2,7 +2,7 @@
 
 Models that nobody asked for longest go first, and those with requests only after one that waits has waited for a while:
 they finish what runs, and what comes meanwhile waits. Wakes are served in the order in which they were asked for, and
-before loads.
+before loads, unless these have waited for long.
 """
 
 from collections.abc import Iterable, Mapping
@@ -89,7 +89,7 @@ def _decide_device(places: list[Place], budget: int, now: float, busy_s: float, 
     held = sum(place.held_bytes for place in places)
     coming = sum(p.awake_bytes - p.asleep_bytes for p in places if p.presence is Presence.FALLING)
     sleeping: set[str] = set()
-    for place in _waiting(places):
+    for place in _waiting(places, now - LOAD_PATIENCE * busy_s):
         extra = place.awake_bytes - place.held_bytes
         least = sum(other.least_bytes for other in places if other is not place)
         if held + extra <= budget:
@@ -120,10 +120,15 @@ def _decide_device(places: list[Place], budget: int, now: float, busy_s: float, 
         return  # those that asked later wait, or the first would wait for ever
 
 
-def _waiting(places: Iterable[Place]) -> list[Place]:
-    """Those that ask, wakes before loads, each in order."""
+def _waiting(places: Iterable[Place], long_ago: float) -> list[Place]:
+    """Those that ask, in order; wakes before loads that have not waited since long ago."""
     asking = [p for p in places if p.wanted_since is not None and p.presence in (Presence.ASLEEP, Presence.STARTING)]
-    return sorted(asking, key=lambda place: (place.presence is Presence.STARTING, place.wanted_since or 0.0))
+
+    def order(place: Place) -> tuple[bool, float]:
+        since = place.wanted_since or 0.0
+        return place.presence is Presence.STARTING and since > long_ago, since
+
+    return sorted(asking, key=order)
 
 
 def _victims(places: Iterable[Place], place: Place, sleeping: set[str]) -> list[Place]:
