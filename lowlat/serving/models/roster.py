@@ -47,8 +47,13 @@ class Roster(msgspec.Struct, frozen=True):
     def write(self, path: Path) -> None:
         """Replace the file. Raises OSError."""
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".models-", delete=False) as file:  # mode 0600
-            file.write(msgspec.json.encode(self))
-        os.replace(file.name, path)
+            try:
+                file.write(msgspec.json.encode(self))
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
 
     @classmethod
     def read(cls, path: Path) -> "Roster":

@@ -97,6 +97,7 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._listed: tuple[Listed, ...] = ()
         self._num_signals = 0
+        self._has_warned = False
 
     @property
     def listed(self) -> tuple[Listed, ...]:
@@ -279,8 +280,14 @@ class Supervisor:
     def _write(self) -> None:
         listed = self.listed
         if listed != self._listed:
-            self._listed = listed
-            Roster(os.getpid(), listed).write(self.roster)
+            try:
+                Roster(os.getpid(), listed).write(self.roster)
+            except OSError as error:  # a full disk: models go on, and the file is written as soon as it can be
+                if not self._has_warned:
+                    logger.warning("the models' states cannot be written to %s: %s", self.roster, error.strerror)
+                self._has_warned = True
+            else:
+                self._listed, self._has_warned = listed, False
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
