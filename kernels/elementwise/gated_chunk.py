@@ -1,4 +1,4 @@
-"""The chunk of 8 elements that a thread of a gated operation has: gates, rounded products with what they gate, zeros."""
+"""The chunk of 8 elements of a gated operation that a thread has: gates, rounded products with values, zeros."""
 
 from typing import Any
 

@@ -146,10 +146,10 @@ class KVCache(SequenceBook):
         self._check_admission(request_id, prompt_token_ids, max_total_tokens)
         self.check(request_id, max_total_tokens, num_overprovision)
         root = self._index.root(salt)
-        if reads and self.tiers is not None and not self._restore(self.tiers, prompt_token_ids, root):
+        hits = self._found(prompt_token_ids, root) if reads and self.reuse else []
+        if hits is None:
             return None
-        digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
-        num_found = len(digests)
+        digests, num_found = [chunk.digest for chunk in hits], len(hits)
         count = self._num_hits(digests)
         digests, hits = digests[:count], hits[:count]
         shared = [block for chunk in hits for block in chunk.blocks]
@@ -325,18 +325,19 @@ class KVCache(SequenceBook):
     def _chunk_of(self, token_ids: Sequence[int], k: int) -> Sequence[int]:
         return token_ids[k * self.prefill_chunk : (k + 1) * self.prefill_chunk]
 
-    def _lookup(self, prompt: Sequence[int], root: bytes) -> tuple[list[bytes], list[CachedChunk]]:
-        digests: list[bytes] = []
-        hits: list[CachedChunk] = []
-        digest = root
-        for k in range((len(prompt) - 1) // self.prefill_chunk if self.reuse else 0):
+    def _found(self, prompt: Sequence[int], root: bytes) -> list[CachedChunk] | None:
+        """The chunks that a prompt begins with and that are listed, or can be; None: some are on their way."""
+        return self._lookup(prompt, root) if self.tiers is None else self._restore(self.tiers, prompt, root)
+
+    def _lookup(self, prompt: Sequence[int], root: bytes) -> list[CachedChunk]:
+        hits, digest = list[CachedChunk](), root
+        for k in range((len(prompt) - 1) // self.prefill_chunk):
             digest = self._index.digest(digest, self._chunk_of(prompt, k))
             chunk = self._index.get(digest)
             if chunk is None:
                 break
-            digests.append(digest)
             hits.append(chunk)
-        return digests, hits
+        return hits
 
     def _num_hits(self, digests: Sequence[bytes]) -> int:
         """The chunks after which a prompt can go on in every layer."""
@@ -394,8 +395,9 @@ class KVCache(SequenceBook):
                 if found is not None and self.tiers.wants(ChunkKey(digest, pool)):
                     self._saves.append(Save(ChunkKey(digest, pool), found))
 
-    def _restore(self, tiers: CacheTiers, prompt: Sequence[int], root: bytes) -> bool:
-        """List what the tiers hold of a prompt's chunks, in blocks that nobody uses; False: more is on its way."""
+    def _restore(self, tiers: CacheTiers, prompt: Sequence[int], root: bytes) -> list[CachedChunk] | None:
+        """The chunks of a prompt that are listed, those that the tiers hold in blocks that nobody uses; None: more is
+        on its way."""
         per_chunk, digest, held = self.prefill_chunk // self.block_size, root, list[CachedChunk]()
         ready = True
         for k in range((len(prompt) - 1) // self.prefill_chunk):
@@ -416,7 +418,7 @@ class KVCache(SequenceBook):
             ready = self._restore_of(book, tiers, digests) and ready
         for chunk in reversed(held):
             self._index.retire(chunk)
-        return ready
+        return held if ready else None
 
     def _restore_of(self, book: PoolBook, tiers: CacheTiers, digests: Sequence[bytes]) -> bool:
         """The same of another pool."""
