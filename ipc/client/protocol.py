@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
 
-from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc.answer import Received
 from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.request import Request
@@ -27,6 +27,8 @@ from lowlat.ipc.messages import (
     Hello,
     Pong,
     PromptPart,
+    Residence,
+    Resident,
     Stats,
     StatsReply,
     Tokens,
@@ -223,6 +225,7 @@ class ClientProtocol:
         self._num_asked = 0
         self._healths: dict[int, Reply[Pong]] = {}
         self._stats: deque[Reply[dict[str, Any]]] = deque()
+        self._residences: dict[int, Reply[Resident]] = {}
         self._draining: Reply[Pong] | None = None
         self._heard = self._attended = self._probed = now
         self._send(Hello(min_version=VERSION, max_version=VERSION, name=name))
@@ -296,6 +299,17 @@ class ClientProtocol:
         self._draining = self.health()
         return self._draining
 
+    def reside(self, *, asleep: bool) -> Reply[Resident]:
+        """Ask the server to let its model sleep, or to wake it; answered when that is done, or refused."""
+        reply: Reply[Resident] = Reply()
+        if self.failure is not None:
+            reply.failure = self.failure
+            return reply
+        self._num_asked += 1
+        self._residences[self._num_asked] = reply
+        self._send(Residence(self._num_asked, asleep))
+        return reply
+
     def attend(self, now: float) -> None:
         """Note that a caller begins to wait: silence before that, while nobody listened, does not count."""
         if now - self._attended > HEARTBEAT_INTERVAL_S:
@@ -334,13 +348,14 @@ class ClientProtocol:
         self.failure = error or ServerGone(f"{self.endpoint}: {reason}", code="gone")
         for stream in self._streams.values():
             stream.fail(stream.broken(reason, "gone", ServerGone))
-        replies: list[Reply[Any]] = [self.greeting, *self._healths.values(), *self._stats]
+        replies: list[Reply[Any]] = [self.greeting, *self._healths.values(), *self._stats, *self._residences.values()]
         for reply in replies:
             if not reply.ready:
                 reply.failure = self.failure
         self._streams.clear()
         self._healths.clear()
         self._stats.clear()
+        self._residences.clear()
         self.outgoing.clear()
 
     def _send(self, header: Any) -> None:
@@ -370,6 +385,13 @@ class ClientProtocol:
             if reply is not None:
                 reply.value = message
             return reply
+        if isinstance(message, Resident):
+            resident = self._residences.pop(message.nonce, None)
+            if resident is not None and message.problem is not None:
+                resident.failure = CapacityError(message.problem)
+            elif resident is not None:
+                resident.value = message
+            return resident
         if isinstance(message, StatsReply):
             if not self._stats:
                 return None

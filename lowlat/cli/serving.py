@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +50,12 @@ class Pair:
     """The model, and its draft model, that are served where none is named.
 
     target       gives the model's directory, which may have to be fetched
-    draft_model  its draft model's directory
+    draft_model  gives its draft model's directory
     name         what clients are told it is called; None: its directory's name
     """
 
     target: Callable[[], Path]
-    draft_model: Path
+    draft_model: Callable[[], Path]
     name: str | None
 
 
@@ -64,8 +65,8 @@ def _chat_model() -> Path:
     return chat_model(None)
 
 
-BUNDLED = Pair(lambda: bundled("target"), bundled("head"), "lowlat-demo")
-CHAT = Pair(_chat_model, bundled("chat_head"), "SmolLM2-135M-Instruct")
+BUNDLED = Pair(partial(bundled, "target"), partial(bundled, "head"), "lowlat-demo")
+CHAT = Pair(_chat_model, partial(bundled, "chat_head"), "SmolLM2-135M-Instruct")
 SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
 
 
@@ -149,7 +150,7 @@ class _Loading:
 
     def __init__(self, settings: ServeConfig, unnamed: Pair) -> None:
         self._settings = settings
-        self._speculative = settings.speculation(unnamed.draft_model)
+        self._speculative = settings.speculation(unnamed.draft_model() if settings["model"] is None else None)
         if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
             check_model(self._speculative.model)
         self._unnamed = unnamed

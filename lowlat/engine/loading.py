@@ -210,7 +210,7 @@ def load(
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
         choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
-        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog,
+        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog, can_sleep=options.can_sleep,
     )  # fmt: skip
     try:
         check_launches(options, executor.counts, used)

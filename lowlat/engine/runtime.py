@@ -23,9 +23,10 @@ from lowlat.engine.numerics import digest_of, numerics_of
 from lowlat.engine.perf import PerfCounters
 from lowlat.engine.request_checks import Unbroken, check_depth
 from lowlat.engine.requests import Requests
+from lowlat.engine.sleep import Sleep
 from lowlat.engine.steps import Steps
 from lowlat.engine.tiers import make_tiers
-from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.errors import CapacityError, ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.ipc.answer import Answer
 from lowlat.ipc.prompts import Prompt
@@ -77,6 +78,7 @@ class Runtime:
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
         self._whole = Unbroken()
         self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
+        self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._whole)
         self._closed = False
         self.driver: Driver | None = None
         self._starting = threading.Lock()
@@ -222,11 +224,43 @@ class Runtime:
         """
         self._check_by_hand("submit")
         self._check_usable()
+        if self.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
         request, scheduled = self._requests.open(prompt, params, request_id, allow_special, cache_salt)
         with self._whole:
             self._requests.add(request, scheduled)
             self._steps.stop_outdated()
         return request.request_id
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has given the device's memory back."""
+        return self._sleep.asleep
+
+    @owned
+    def sleep(self) -> None:
+        """Give the device's memory of weights, KV and scratch back, until `wake`; harmless when repeated.
+
+        Weights go to pinned host memory, which they keep from then on: later sleeps copy nothing. Shared prefixes go to
+        the tiers of the cache (host_cache_gib, cache_dir), and are found there after `wake`; without tiers they are
+        lost. Graphs and their addresses stay. Requests are refused meanwhile.
+        Raises ConfigError for a runtime without can_sleep; CapacityError while there are requests, or where the host
+        has no memory for the weights: it stays awake then; DeviceError when the device has failed.
+        """
+        self._check_usable()
+        if self.scheduler.busy:
+            raise CapacityError(f"{len(self._requests)} requests are not over: a runtime sleeps between requests")
+        self._sleep.sleep()
+
+    @owned
+    def wake(self) -> None:
+        """Take the device's memory again, at the same addresses, with the weights; harmless when repeated.
+
+        Raises CapacityError where others hold the device's memory: it stays asleep, and `wake` may be called again.
+        DeviceError when the device has failed.
+        """
+        self._check_usable()
+        self._sleep.wake()
 
     @property
     def busy(self) -> bool:
@@ -316,6 +350,7 @@ class Runtime:
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),
+            **self._sleep.report(),
         }
 
     def _kv_summary(self) -> dict[str, Any]:

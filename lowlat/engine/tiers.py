@@ -1,6 +1,7 @@
 """The tiers of the prefix cache of one runtime: their sizes, and who may read what they keep."""
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 
 from lowlat.engine.loading import Loaded
@@ -8,11 +9,13 @@ from lowlat.engine.numerics import digest_of
 from lowlat.errors import ConfigError
 from lowlat.executors.block_moves import content_layout
 from lowlat.options.config import RuntimeConfig
+from lowlat.sequence.tiers.arena import HostArena
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
+from lowlat.sequence.tiers.key import ChunkKey
 from lowlat.sequence.tiers.tiers import CacheTiers
 
-__all__ = ["make_tiers"]
+__all__ = ["content_fingerprint", "make_tiers"]
 
 GIB = 1 << 30
 LEAST_HOST_GIB = 1.0  # next to files: what was read waits there for its request
@@ -37,14 +40,22 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
             "host_cache_gib and cache_dir are not implemented for several devices (tensor_parallel_size "
             f"{config.tensor_parallel_size}); leave them out"
         )
-    disk, host_gib = None, config.host_cache_gib
+    pins = Counter[bytes]()
+    disk, host_gib, mover = None, config.host_cache_gib, loaded.executor.mover
+
+    def is_pinned(key: ChunkKey) -> bool:
+        return key.digest in pins
+
     if config.cache_dir is not None:
-        disk = DiskTier(Path(config.cache_dir), int(config.cache_gib * GIB), _fingerprint(loaded, numerics))
+        size = int(config.cache_gib * GIB)
+        disk = DiskTier(Path(config.cache_dir), size, content_fingerprint(loaded, numerics), is_pinned)
         host_gib = max(host_gib, LEAST_HOST_GIB)
-    return CacheTiers(HostTier(int(host_gib * GIB)), disk, loaded.executor.mover.pinned)
+    host = HostTier(HostArena(int(host_gib * GIB), mover.allocate), is_pinned)
+    most = config.cache_copy_gb_per_s
+    return CacheTiers(host, disk, mover, pins, max_bytes_per_s=None if most is None else most * 1e9)
 
 
-def _fingerprint(loaded: Loaded, numerics: str) -> str:
+def content_fingerprint(loaded: Loaded, numerics: str) -> str:
     """The digest of all that decides the bits of a chunk's content: numerics, models' files, and how it is laid out."""
     state = loaded.executor.state
     pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})

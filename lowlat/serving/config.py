@@ -34,9 +34,9 @@ class _Server:
 
     endpoint: str | None = declare(None, "Where to listen: ipc://PATH or tcp://ADDRESS:PORT.")
     allow_uid: tuple[int, ...] = declare((), "User ids that may connect next to the server's own.")
-    curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp:// (see --make-curve-keys).")
+    curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp://; --make-curve-keys makes one.")
     http: str | None = declare(
-        None, "Start an HTTP gateway as well, for OpenAI's clients and browsers: [HOST:]PORT.", metavar="[HOST:]PORT"
+        None, "Start an HTTP gateway as well; for OpenAI's clients and browsers.", metavar="[HOST:]PORT"
     )
     http_host: str | None = declare(
         None, "Further names under which the HTTP gateway is reached, with commas between.", metavar="NAMES"
@@ -49,7 +49,7 @@ class _Model:
     """The model served."""
 
     model: Path | None = declare(
-        None, "A Hugging Face directory, or ORG/NAME of a repository; the bundled model by default.", metavar="MODEL"
+        None, "A Hugging Face directory, or a repository's ORG/NAME; the bundled model by default.", metavar="MODEL"
     )
     name: str | None = declare(None, "What clients are told the model is called.")
     sampling_defaults: Literal["model", "lowlat"] = declare(
@@ -132,7 +132,7 @@ class ServeConfig:
         RuntimeConfig(**options, **({} if context is None else {"max_context": context}))
         return options
 
-    def speculation(self, bundled_draft_model: Path) -> SpeculativeConfig | None:
+    def speculation(self, bundled_draft_model: Path | None) -> SpeculativeConfig | None:
         """How to speculate; None without a draft model. Raises ConfigError, also for settings that need one."""
         given = {
             option.key: self[option.key] for option in GROUPS["speculation"] if self.sources[option.key] != "default"

@@ -22,7 +22,19 @@ PACKAGES = ("lowlat", *FOLDERS)
 BELOW = {"kernels": ("lowlat.graphs",)}  # what a folder may know next to itself: references declare schemas
 # lowlat's own folders, bottom up: imports go down only, so that there is no circle
 LAYERS = (
-    *("errors", "options", "checkpoint", "text", "models", "sequence", "speculators", "step", "lowering", "executors"),
+    *(
+        "demo",
+        "errors",
+        "options",
+        "checkpoint",
+        "text",
+        "models",
+        "sequence",
+        "speculators",
+        "step",
+        "lowering",
+        "executors",
+    ),
     *("engine", "serving", "tools", "ray", "cli"),
 )
 BENCH_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `bench`; may be absent where tests run
@@ -34,7 +46,7 @@ IMPORTERS = {
     },
     "cuda": {
         *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
-        "lowlat/executors/distributed/peers.py",
+        *("lowlat/executors/distributed/peers.py", "lowlat/executors/residence/mapped.py"),
     },
 }
 LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver

@@ -2,38 +2,28 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
 from lowlat.cli.console import print_json
-from lowlat.cli.options import F, GroupedCommand, declared_options, json_flag
+from lowlat.cli.help import SectionedCommand
+from lowlat.cli.options import F, declared_options, json_flag
 from lowlat.cli.paths import FILE, NEW_FOLDER
 from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variables
 
 __all__ = ["command"]
 
 logger = logging.getLogger("lowlat.serving")
-SECTIONS = {option.key: option.group or group for group, options in GROUPS.items() for option in options}
+SECTIONS = {option.key: group for group, options in GROUPS.items() for option in options}
 
 
 def _settings(function: F) -> F:
-    return declared_options(function, SETTINGS.values())
+    return declared_options(function, SETTINGS.values(), sections=SECTIONS)
 
 
-class _Grouped(GroupedCommand):
-    """A command whose help lists the settings by group."""
-
-    groups: ClassVar[Mapping[str, str]] = SECTIONS
-    rare: ClassVar[Mapping[str, Sequence[str]]] = {
-        section: [key for key, own in SECTIONS.items() if own == section and SETTINGS[key].rare]
-        for section in dict.fromkeys(SECTIONS.values())
-    }
-
-
-@click.command("serve", cls=_Grouped)
+@click.command("serve", cls=SectionedCommand)
 @click.option("--config", type=FILE, metavar="FILE", help="Settings from a TOML file: name = value.")
 @click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
 @click.option("--make-curve-keys", type=NEW_FOLDER, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
@@ -50,9 +40,9 @@ def command(
 ) -> None:
     """Serve a model to other processes here; without options, the bundled pair.
 
-    Every setting can be given as an option (rare ones by --set name=value), as LOWLAT_NAME in the environment, or as
-    `name = value` in a TOML file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running
-    requests have ended, or --drain-s have passed; a second one ends it at once.
+    A setting is an option (a rare one: --set name=value), LOWLAT_NAME in the environment, or `name = value` in a TOML
+    file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or
+    --drain-s have passed; a second one ends it at once.
     """
     if make_curve_keys is not None:
         _make_keys(make_curve_keys, json_output)

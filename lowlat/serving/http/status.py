@@ -57,7 +57,7 @@ async def ready(request: Request) -> Response:
     """Say whether the server takes requests: 200, or 503."""
     gateway: Gateway = request.app.state.gateway
     pong = await gateway.health()
-    return _pong(pong, well=pong.state == "serving" and pong.last_step_age_s < STALLED_S)
+    return _pong(pong, well=pong.state != "draining" and pong.last_step_age_s < STALLED_S)
 
 
 def _pong(pong: Pong, *, well: bool) -> Response:
