@@ -20,16 +20,17 @@ from lowlat.kernels.common.activation import (
 )
 from lowlat.kernels.common.memory import WIDE
 from lowlat.kernels.common.norm_row import chunk_values, is_live
-from lowlat.kernels.elementwise.gated_chunk import CHUNK, THREADS, make_gated_chunk
 from lowlat.kernels.elementwise.limits import CHUNKS
 from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
 __all__ = ["add", "add_gated", "cast", "examples", "identity", "output_gate", "scale", "silu_mul", "soft_cap"]
 
+THREADS = 128
+CHUNK = 8
 FOUR = 4
 
 
@@ -122,33 +123,47 @@ def _make_add_gated(width: int) -> Kernel:
 @cache
 def _make_silu_mul(width: int, activation: str = SILU) -> Kernel:
     """Grid (M, chunks of a row of I = width elements / THREADS)."""
-    store_chunk = make_gated_chunk(width, gated_activation(activation), wide=True)
+    activated = gated_activation(activation)
 
     def silu_mul(gate_up: Any, row_live: Any, out: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        gates = gate_up + int64(cuda.blockIdx.x) * int64(8 * width)
-        store_chunk(gates, gates + int64(4 * width), row_live, out)
+        row = int64(cuda.blockIdx.x)
+        chunk = uint32(uint32(cuda.blockIdx.y) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        if chunk < uint32(width // CHUNK):
+            source = gate_up + row * int64(8 * width)
+            g = chunk_values(source, chunk, True)
+            u = chunk_values(source + int64(4 * width), chunk, True)
+            a = ptx.bf16_pair(activated(g[0], u[0]), activated(g[1], u[1]))
+            b = ptx.bf16_pair(activated(g[2], u[2]), activated(g[3], u[3]))
+            c = ptx.bf16_pair(activated(g[4], u[4]), activated(g[5], u[5]))
+            d = ptx.bf16_pair(activated(g[6], u[6]), activated(g[7], u[7]))
+            if not is_live(row_live, row):
+                a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            ptx.store_global_128(out + row * int64(2 * width) + int64(chunk) * int64(16), a, b, c, d)
 
     return Kernel(f"silu_mul_i{width}{activation_label(activation)}", silu_mul, (types.int64,) * 3, THREADS)
-
-
-@device_function
-def _gated(gate: Any, value: Any) -> Any:
-    return gate_times(value, gate)
 
 
 @cache
 def _make_output_gate(width: int) -> Kernel:
     """Grid (M, chunks of a row of N = width elements / THREADS)."""
 
-    store_chunk = make_gated_chunk(width, _gated, wide=False)
-
     def output_gate(x: Any, gate: Any, row_live: Any, out: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         row = int64(cuda.blockIdx.x)
-        store_chunk(gate + row * int64(4 * width), x + row * int64(2 * width), row_live, out)
+        chunk = uint32(uint32(cuda.blockIdx.y) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        if chunk < uint32(width // CHUNK):
+            g = chunk_values(gate + row * int64(4 * width), chunk, True)
+            v = chunk_values(x + row * int64(2 * width), chunk, False)
+            a = ptx.bf16_pair(gate_times(v[0], g[0]), gate_times(v[1], g[1]))
+            b = ptx.bf16_pair(gate_times(v[2], g[2]), gate_times(v[3], g[3]))
+            c = ptx.bf16_pair(gate_times(v[4], g[4]), gate_times(v[5], g[5]))
+            d = ptx.bf16_pair(gate_times(v[6], g[6]), gate_times(v[7], g[7]))
+            if not is_live(row_live, row):
+                a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            ptx.store_global_128(out + row * int64(2 * width) + int64(chunk) * int64(16), a, b, c, d)
 
     return Kernel(f"output_gate_n{width}", output_gate, (types.int64,) * 4, THREADS)
 

@@ -13,7 +13,6 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import gelu_gate_times
 from lowlat.kernels.common.norm_math import add_squares, high_value, inverse_rms, lane_sum, low_value
 from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
-from lowlat.kernels.elementwise.gated_chunk import CHUNK, THREADS, make_gated_chunk
 from lowlat.kernels.elementwise.limits import CHUNKS, LAYER_INPUTS
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
 from lowlat.kernels.reference.shapes import check_shape
@@ -23,7 +22,9 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["examples", "layer_columns", "per_layer_gate", "per_layer_inputs"]
 
-WARPS = THREADS // 32
+WARPS = 4
+THREADS = WARPS * 32
+CHUNK = 8
 HALF_ROOT = 2**-0.5
 
 
@@ -87,23 +88,25 @@ def _make_inputs(size: int, layers: int, scale: float, eps: float, wide: bool = 
     return Kernel(name, per_layer_inputs, (types.int64,) * 5, THREADS, settles=True)
 
 
-@device_function
-def _gated(gate: Any, value: Any) -> Any:
-    return gelu_gate_times(value, gate)
-
-
 @cache
 def _make_gate(size: int, pitch: int) -> Kernel:
     """Grid (M, chunks of a row / THREADS)."""
-
-    store_chunk = make_gated_chunk(size, _gated, wide=False)
 
     def per_layer_gate(gate: Any, inputs: Any, first: Any, row_live: Any, out: Any) -> None:
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         row = int64(cuda.blockIdx.x)
-        own = inputs + row * int64(2 * pitch) + first * int64(2)
-        store_chunk(gate + row * int64(4 * size), own, row_live, out)
+        chunk = uint32(uint32(cuda.blockIdx.y) * uint32(THREADS) + uint32(cuda.threadIdx.x))
+        if chunk < uint32(size // CHUNK):
+            g = chunk_values(gate + row * int64(4 * size), chunk, True)
+            v = chunk_values(inputs + row * int64(2 * pitch) + first * int64(2), chunk, False)
+            a = ptx.bf16_pair(gelu_gate_times(v[0], g[0]), gelu_gate_times(v[1], g[1]))
+            b = ptx.bf16_pair(gelu_gate_times(v[2], g[2]), gelu_gate_times(v[3], g[3]))
+            c = ptx.bf16_pair(gelu_gate_times(v[4], g[4]), gelu_gate_times(v[5], g[5]))
+            d = ptx.bf16_pair(gelu_gate_times(v[6], g[6]), gelu_gate_times(v[7], g[7]))
+            if not is_live(row_live, row):
+                a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            ptx.store_global_128(out + row * int64(2 * size) + int64(chunk) * int64(16), a, b, c, d)
 
     return Kernel(f"per_layer_gated_{size}_of{pitch}", per_layer_gate, (types.int64,) * 5, THREADS, settles=True)
 

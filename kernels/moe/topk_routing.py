@@ -301,8 +301,7 @@ def _make(num_experts: int, top_k: int, over_all: bool = False, shared: bool = F
     shares_at = 4 * pairs
     route = make_route(_Block(threads, shares_at), top_k, num_experts, over_all, shared)
 
-    @device_function
-    def route_rows(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any, scale: Any) -> None:
+    def route_top_k(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any) -> None:
         area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
         thread, first = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) * uint32(ROWS))
         live = row_live
@@ -314,18 +313,26 @@ def _make(num_experts: int, top_k: int, over_all: bool = False, shared: bool = F
         route(area, logits + int64(first) * int64(4 * num_experts), live, int64(count), thread)
         if thread < count:
             at, own = int64(first * uint32(top_k) + thread) * int64(4), uint32(area + thread * uint32(4))
-            expert = ptx.load_shared_u32(own)
-            ptx.store_global_u32(ids + at, expert)
-            share = ptx.load_shared_f32(uint32(own + uint32(shares_at)))
-            if scaled and expert != uint32(EVERY_LANE):  # a dead row's share is 0
-                share = ptx.mul_rn(share, ptx.load_global_f32(scale + int64(expert) * int64(4)))
-            ptx.store_global_f32(shares + at, share)
-
-    def route_top_k(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any) -> None:
-        route_rows(logits, row_live, ids, shares, rows, int64(0))
+            ptx.store_global_u32(ids + at, ptx.load_shared_u32(own))
+            ptx.store_global_f32(shares + at, ptx.load_shared_f32(uint32(own + uint32(shares_at))))
 
     def route_and_scale(logits: Any, row_live: Any, ids: Any, shares: Any, rows: Any, scale: Any) -> None:
-        route_rows(logits, row_live, ids, shares, rows, scale)
+        area = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
+        thread, first = uint32(cuda.threadIdx.x), uint32(uint32(cuda.blockIdx.x) * uint32(ROWS))
+        live = row_live
+        if live != int64(0):
+            live = row_live + int64(first)
+        count = uint32(min(uint32(uint32(rows) - first), uint32(ROWS)) * uint32(top_k))
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        route(area, logits + int64(first) * int64(4 * num_experts), live, int64(count), thread)
+        if thread < count:
+            at, own = int64(first * uint32(top_k) + thread) * int64(4), uint32(area + thread * uint32(4))
+            expert, share = ptx.load_shared_u32(own), ptx.load_shared_f32(uint32(own + uint32(shares_at)))
+            if expert != uint32(EVERY_LANE):  # a dead row's share is 0
+                share = ptx.mul_rn(share, ptx.load_global_f32(scale + int64(expert) * int64(4)))
+            ptx.store_global_u32(ids + at, expert)
+            ptx.store_global_f32(shares + at, share)
 
     signature = (*(types.int64,) * 5,)
     name = f"route_top_k_{num_experts}x{top_k}{'_over_all' if over_all else ''}{'_shared' if shared else ''}"
