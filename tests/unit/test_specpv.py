@@ -158,7 +158,7 @@ def decode_all(runtime: Runtime, max_draft_tokens: int | None = None) -> list[An
 
 @pytest.fixture(scope="module")
 def alone(pair: PairPaths) -> list[Any]:
-    """What the target alone says to `decode_all`."""
+    """Return the target's own output for `decode_all`."""
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
         return decode_all(runtime)
 
@@ -192,7 +192,7 @@ def test_a_request_with_few_drafts_has_all_that_is_proposed_verified(pair: PairP
 
 
 def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
-    """What partial steps wrote is inexact; after a refresh every position has what prefill makes of the text."""
+    """Partial steps write inexact keys and values; after a refresh every position has those of prefill."""
     caches: list[dict[str, torch.Tensor]] = []
     with load(pair) as runtime:
         name = runtime.submit(prompt_of(45), GREEDY)

@@ -14,7 +14,6 @@ from cli_calls import answer, lowlat, refusal
 from lowered import Pair
 from tiny_models import make_target
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from lowlat import Runtime
 from lowlat.checkpoint.quantising import Quantiser
@@ -38,6 +37,8 @@ def log_probabilities(model: torch.nn.Module, windows: list[list[int]]) -> torch
 
 
 def test_figures_are_those_of_the_logits() -> None:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(bundled("target"), dtype=torch.float32)
     tokens = Tokenizer.from_file(str(bundled("target") / "tokenizer.json")).encode(TEXT.read_text()).ids[:NUM_TOKENS]
     windows = [tokens[start : start + WINDOW] for start in range(0, NUM_TOKENS, WINDOW)]
