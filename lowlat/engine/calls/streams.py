@@ -47,7 +47,8 @@ class _Reading(Generic[Box]):
             self._driver.cancel(self._ticket, drop=False)
 
     def _submit(self, prepared: Prepared) -> None:
-        ticket = Ticket(prepared.prompt, prepared.params, prepared.cache_salt, prepared.grammar, self._mailbox)
+        own = (prepared.prompt, prepared.params, prepared.cache_salt, prepared.grammar)
+        ticket = Ticket(*own, self._mailbox, prepared.session)
         self._ticket = ticket
         if self._left:
             return
