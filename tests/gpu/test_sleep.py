@@ -30,7 +30,13 @@ STATES: dict[str, Any] = {"head_dim": 256, "linear_num_key_heads": 2, "linear_nu
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 128},
     "qwen3_5_text": SIZES | STATES,
-    "gpt_oss": {"max_position_embeddings": 2048, "sliding_window": 64, "head_dim": 64, "hidden_size": 64, "intermediate_size": 96},
+    "gpt_oss": {
+        "max_position_embeddings": 2048,
+        "sliding_window": 64,
+        "head_dim": 64,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+    },
 }
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 700, "block_size": 32, "prefill_chunk": 64} | {
     "dtype": "bfloat16",
