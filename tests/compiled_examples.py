@@ -29,8 +29,8 @@ PLAIN_STEP = ("elementwise.norm", "sampling.argmax", "attention.kv_write")
 
 
 def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """What is compiled daily: each kind of kernel for the usual GPU, and a few for the other capabilities, for which the
-    rest is compiled where a run is wide.
+    """List the daily examples: each kind of kernel for the usual GPU, and a few for the other capabilities, for which
+    the rest is compiled where a run is wide.
     """
     kinds = list(first_examples(GPUS[capability]))
     if capability == H200.capability:
@@ -39,7 +39,7 @@ def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
 
 
 def _wide_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """What is compiled where a run is wide, too: every variant in one size for the usual GPU, and for the oldest
+    """List the examples of wide runs: every variant in one size for the usual GPU, and for the oldest
     capability where plans depend on the GPU; else each kind for each capability.
     """
     gpu, known = GPUS[capability], modules()

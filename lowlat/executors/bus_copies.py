@@ -59,7 +59,9 @@ class BusCopies:
         for stream in self._streams:
             stream.wait_event(event)
 
-    def start(self, stream: int, moves: Sequence[Move], after: Callable[[], None], *, to_device: bool) -> Callable[[], None]:
+    def start(
+        self, stream: int, moves: Sequence[Move], after: Callable[[], None], *, to_device: bool
+    ) -> Callable[[], None]:
         """Start copies on a stream; returns a function that waits for them. Raises DeviceError.
 
         after  has the streams wait for what must come before

@@ -125,7 +125,7 @@ class PrefixIndex:
 
     def oldest_first(self) -> list[CachedChunk]:
         """The chunks without users, in the order in which they go."""
-        return list(self._unused.values())
+        return [*self._unused.values(), *self._unused_pinned.values()]
 
     def evict_oldest(self) -> list[CachedChunk]:
         """Drop the chunk unused for longest, one without a pin before others, with what is reached through it alone.

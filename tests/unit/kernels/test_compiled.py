@@ -10,6 +10,7 @@ import pytest
 from compiled_examples import EXAMPLES, WIDE_EXAMPLES, Compiled, staged
 from kernel_inventory import GPUS, examples, factories, family, fingerprint, modules, offers_calls
 from moe_cases import make_moe, make_topk_routing
+from stages import later, wide
 
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.toolchain.compiler import compile_kernel
@@ -132,9 +133,7 @@ def test_a_moe_in_parts_of_one_step_finds_the_next_unit() -> None:
     assert compile_kernel(call.kernel, HOPPER).is_cubin  # checked when it is linked
 
 
-@pytest.mark.parametrize(
-    "capability", [later(each) if each == HOPPER else pytest.param(each, marks=pytest.mark.wide) for each in EXAMPLES]
-)
+@pytest.mark.parametrize("capability", [later(each) if each == HOPPER else wide(each) for each in EXAMPLES])
 def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[int, int], compiled: Compiled) -> None:
     """A launch that would spin for ever fails, so that the host hears of it and the process can end.
 
