@@ -34,7 +34,7 @@ class FakeLogprobs:
 
 @dataclass(frozen=True)
 class FakeOutput:
-    """What lowlat.StepOutput has."""
+    """An output has the fields of lowlat.StepOutput."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -142,7 +142,7 @@ class FakeEngine:
     faults           request prompts whose first token is a key fail so: "nan", "device", "hang", "crash", at step
                      `fault_step` of the request
     on_step          called in every step, before it sleeps
-    wake_problems    refusals of the first wakes; sleep_problem of every sleep
+    wake_problems    refusals of the first wakes, failures of the device among them; sleep_problem of every sleep
     """
 
     def __init__(
@@ -246,7 +246,8 @@ class FakeEngine:
 
     def wake(self) -> None:
         if self.wake_problems:
-            raise CapacityError(self.wake_problems.pop(0))
+            problem = self.wake_problems.pop(0)
+            raise DeviceError(problem) if problem.startswith("device:") else CapacityError(problem)
         self.asleep = False
         self.num_wakes += 1
 

@@ -99,6 +99,7 @@ class Runtime:
         progress: Callable[[int, int], None] | None = None,
         captured: Callable[[int, int], None] | None = None,
         downloaded: Callable[[int, int], None] | None = None,
+        reserve: Callable[[str, int, int | None], None] | None = None,
         **options: Unpack[RuntimeOptions],
     ) -> Self:
         """Load a model and, where asked for, a speculator.
@@ -108,11 +109,13 @@ class Runtime:
         progress    called with bytes read and bytes in all
         captured    called with graphs captured and graphs in all, where the executor captures
         downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars
+        reserve     called before memory is taken, with the device's name and the bytes needed and free there: it may
+                    wait until others have made way
         options     fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
-        loaded = load(model, speculative, config, progress, captured, downloaded)
+        loaded = load(model, speculative, config, progress, captured, downloaded, reserve)
         try:
             runtime = cls(loaded, config)
         except BaseException:

@@ -130,10 +130,14 @@ class Steps:
 
     def keep_all(self) -> None:
         """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""
-        if self._kvcache.tiers is not None:
-            self._kvcache.note_all()
-            self._keep_blocks()
-            self._kvcache.tiers.flush()
+        tiers = self._kvcache.tiers
+        if tiers is None:
+            return
+        self.fill_blocks()  # of a request that was cancelled meanwhile
+        tiers.flush()
+        self._kvcache.note_all()
+        self._keep_blocks()
+        tiers.flush()
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
         """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.

@@ -346,6 +346,7 @@ class KVCache(SequenceBook):
 
     def note_all(self) -> None:
         """Have `take_saves` name all that is listed and in no tier, what was used longest ago first."""
+        self._settle()
         self._note_saves(chunk.digest for chunk in self._index.oldest_first())
 
     def forget_all(self) -> None:
@@ -353,13 +354,14 @@ class KVCache(SequenceBook):
 
         Raises InvariantError while requests hold blocks.
         """
-        if self._entries:
-            raise InvariantError(f"{len(self._entries)} requests hold blocks: their content cannot be forgotten")
         self._settle()
-        num_broken_pins = self._index.num_broken_pins
-        while self._index.num_unused:
-            self._evict_oldest()
-        self._index.num_broken_pins = num_broken_pins  # what the tiers keep comes back
+        if self._entries or self._moving:
+            raise InvariantError(
+                f"{len(self._entries)} requests and {len(self._moving)} copies hold blocks: their content cannot be "
+                "forgotten"
+            )
+        for chunk in self._index.oldest_first():
+            self._unlist(self._index.drop(chunk))
         self._generation += 1
 
     def append(self, request_id: str, start: int, stop: int) -> None:
@@ -558,11 +560,12 @@ class KVCache(SequenceBook):
 
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count:
-            self._evict_oldest()
+            self._unlist(self._index.evict_oldest())
         return [self._free.pop() for _ in range(count)]
 
-    def _evict_oldest(self) -> None:
-        for chunk in self._index.evict_oldest():
+    def _unlist(self, chunks: Iterable[CachedChunk]) -> None:
+        """Free the blocks of chunks that left the index."""
+        for chunk in chunks:
             for book in self._books:
                 book.drop(chunk.digest)
             if not chunk.num_users:

@@ -12,6 +12,7 @@ import os
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from io import RawIOBase
@@ -27,6 +28,8 @@ __all__ = ["DiskTier"]
 logger = logging.getLogger("lowlat.sequence.tiers")
 
 SUFFIX = ".chunk"
+WRITING = ".writing-"  # before the number of the process that writes
+STALE_S = 60.0  # a file that was last written to so long ago, by a process that is gone, is nobody's
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 4096
 VERSION = 1
@@ -64,6 +67,7 @@ class DiskTier:
             for folder in (directory, self.root):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_owner(folder)
+            self._take_out_unfinished()
             self._count()
         except OSError as error:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
@@ -117,8 +121,8 @@ class DiskTier:
         try:
             if not self._make_space(size):
                 return False
-            with tempfile.NamedTemporaryFile(dir=self.root, delete=False) as file:  # mode 0600
-                try:
+            with tempfile.NamedTemporaryFile(dir=self.root, prefix=f"{WRITING}{os.getpid()}-", delete=False) as file:
+                try:  # its mode is 0600
                     file.write(head)
                     file.write(view)
                     file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
@@ -157,6 +161,15 @@ class DiskTier:
                 continue
             found.append((facts.st_mtime, facts.st_size, path))
         return sorted(found)
+
+    def _take_out_unfinished(self) -> None:
+        """Take out what processes were writing when they were killed."""
+        for path in self.root.glob(f"{WRITING}*"):
+            writer = path.name.removeprefix(WRITING).partition("-")[0]
+            with suppress(FileNotFoundError):
+                is_stale = time.time() - path.stat().st_mtime > STALE_S
+                if is_stale and writer.isdigit() and not Path(f"/proc/{writer}").exists():
+                    path.unlink()
 
     def _count(self) -> list[tuple[float, int, Path]]:
         """Count all files, other processes', too; returns them, the oldest first."""
