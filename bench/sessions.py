@@ -34,6 +34,7 @@ from bench.lib.clock import percentile
 from bench.lib.conditions import release, stamps_of, write_json
 from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams
+from lowlat.ipc.options import SamplingOptions
 from lowlat.sequence.tiers.tiers import NUM_READERS, CacheTiers
 from lowlat.tools.bench.geometry import random_target
 
@@ -42,7 +43,7 @@ __all__ = ["main"]
 PARTS = ("host", "steps", "agents", "disk")
 GIB = 1 << 30
 BUS_BYTES = 1 << 30
-SAMPLING = {"temperature": 0.8, "ignore_eos": True}
+SAMPLING: SamplingOptions = {"temperature": 0.8, "ignore_eos": True}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

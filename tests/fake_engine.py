@@ -211,7 +211,9 @@ class FakeEngine:
     def compile(self, sampling: Sampling, patience_s: float | None) -> object:
         return True
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         self.salts.append(cache_salt)
         self.sessions.append(session)
         del self.salts[:-MAX_REMEMBERED]

@@ -43,7 +43,9 @@ class ScriptedEngine(FakeEngine):
         self.asked: list[Any] = []
         self.prompts: list[str] = []
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request."""
         self.asked.append(sampling)
         self.prompts.append(bytes(token % 256 for token in prompt).decode(errors="replace"))

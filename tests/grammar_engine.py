@@ -27,7 +27,9 @@ class GrammarEngine(ScriptedEngine):
         """Make the grammar of a request ready."""
         return self.compiler.compile(sampling_params(sampling), patience_s)
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request."""
         super().submit(request_id, prompt, sampling, cache_salt, session)
         params = sampling_params(sampling)

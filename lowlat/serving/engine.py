@@ -67,9 +67,7 @@ class RuntimeEngine:
         params = sampling_params(sampling)
         if not self._runtime.grammars.has(params):
             raise CapacityError(f"{params.grammar_option}: its compiled grammar was let go of meanwhile; try again")
-        self._runtime.submit(
-            prompt, params, request_id=request_id, cache_salt=cache_salt, session=session or None
-        )
+        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt, session=session or None)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""

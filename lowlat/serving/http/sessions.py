@@ -10,7 +10,7 @@ from lowlat.serving.http.errors import ApiError
 __all__ = ["session_of"]
 
 HEADER = "x-session-id"
-_PLAIN = re.compile(r"[!-~]{1,%d}" % MAX_SESSION)
+_PLAIN = re.compile(rf"[!-~]{{1,{MAX_SESSION}}}")
 
 
 def session_of(request: Request) -> str:
