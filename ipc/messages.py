@@ -1,4 +1,4 @@
-"""The messages of wire format 1, one struct each; what they mean, and how they are sent, is said in wire.py.
+"""The messages of wire format 1, one struct each; wire.py says how they are sent.
 
 Structs of a client's messages carry their bounds, so that decoding is checking.
 """

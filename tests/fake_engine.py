@@ -34,7 +34,7 @@ class FakeLogprobs:
 
 @dataclass(frozen=True)
 class FakeOutput:
-    """What lowlat.StepOutput has."""
+    """An output has the fields of lowlat.StepOutput."""
 
     request_id: str
     token_ids: tuple[int, ...]

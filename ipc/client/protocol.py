@@ -12,6 +12,7 @@ from collections import deque
 from typing import Any, Generic, TypeVar
 
 from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.ipc.answer import Received
 from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.request import Request
 from lowlat.ipc.messages import (
@@ -90,7 +91,7 @@ class Reply(Waiter, Generic[Value]):
 class Stream(Waiter):
     """A request under way: chunks that came and were not taken, and all tokens and text that came at all."""
 
-    __slots__ = ("_prompt", "_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
+    __slots__ = ("_prompt", "_received", "_sequence", "_untold", "chunks", "ended", "number", "window")
 
     def __init__(self, number: int, window: int) -> None:
         self.failure = None
@@ -101,8 +102,7 @@ class Stream(Waiter):
         self._sequence = 0
         self._untold = 0  # tokens taken and not yet granted again
         self._prompt: list[PromptPart] = []
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
+        self._received = Received()
 
     @property
     def ready(self) -> bool:
@@ -111,16 +111,6 @@ class Stream(Waiter):
     @property
     def goes_on(self) -> bool:
         return not self.ended
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All token ids that came."""
-        return tuple(self._token_ids)
-
-    @property
-    def text(self) -> str:
-        """The text of all that came."""
-        return "".join(self._texts)
 
     def take(self) -> Chunk | None:
         """The next chunk; None after the last. Raises the failure when all that came before it is taken."""
@@ -150,10 +140,8 @@ class Stream(Waiter):
             self._prompt_part(message.prompt_logprobs)
             if not token_ids and message.text is None:
                 return
-        self._token_ids.extend(token_ids)
         text = message.text or ""
-        if text:
-            self._texts.append(text)
+        self._received.add(token_ids, text)
         logprobs = None if message.logprobs is None else tuple(message.logprobs)
         self.chunks.append(
             Chunk(
@@ -181,9 +169,9 @@ class Stream(Waiter):
     def end(self, message: End) -> None:
         """Take an END. Raises StreamError when something before it is missing."""
         self._follows(message.sequence)
-        if message.num_tokens != len(self._token_ids):
+        if message.num_tokens != len(self._received):
             raise self.broken(
-                f"the server sent {message.num_tokens} tokens and {len(self._token_ids)} came", code="lost"
+                f"the server sent {message.num_tokens} tokens and {len(self._received)} came", code="lost"
             )
         if message.finish_reason == "error" or message.code not in (None, "deadline"):
             code = message.code or "internal"
@@ -201,8 +189,7 @@ class Stream(Waiter):
         """An error that holds what came so far."""
         if kind is None:
             kind = ServerGone if code in _ENDING else StreamError
-        message = f"request {self.number}, after {len(self._token_ids)} tokens: {reason}"
-        return kind(message, token_ids=self.token_ids, text=self.text, code=code)
+        return self._received.broken(f"request {self.number}, after {len(self._received)} tokens: {reason}", code, kind)
 
     def fail(self, error: LowlatError) -> None:
         """End it by an error."""

@@ -3,8 +3,8 @@
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is first come, first
 served: nothing overtakes the head of the queue, not even a smaller request that would fit, because every
 admitted request ends within its reserved worst case and so the head is served in bounded time. Only a request whose
-next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can share it. Among the
-slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
+next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can share it. Among
+the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
 one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
 
 """

@@ -133,7 +133,7 @@ class Steps:
         tiers = self._kvcache.tiers
         if tiers is None:
             return
-        self._fill_blocks()  # of a request that was cancelled meanwhile
+        self.fill_blocks()  # of a request that was cancelled meanwhile
         tiers.flush()
         self._kvcache.note_all()
         self._keep_blocks()
@@ -164,7 +164,7 @@ class Steps:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         self._wait_for_tiers()
         plan = self._scheduler.plan()
-        self._fill_blocks()
+        self.fill_blocks()
         for admission in plan.admitted:
             self._requests.place(admission)
         return () if plan.prefill is None else self._prefill(plan.prefill, depth)
@@ -200,14 +200,15 @@ class Steps:
             with self._whole.waiting():
                 self._kvcache.tiers.wait(TIERS_WAIT_S)
 
-    def _fill_blocks(self) -> None:
-        """Have what prompts were found to have in the tiers of the cache written to their blocks."""
+    def fill_blocks(self) -> None:
+        """Have what prompts were found to have in the tiers of the cache, or sessions in files, written to blocks."""
         loads = self._kvcache.take_loads()
-        if not loads or self._kvcache.tiers is None:
+        if not loads:
             return
         self._clear_blocks()  # some of them may have been a failed request's
         mover = self._executor.mover
-        if apart := [load for load in loads if load.holder is not None]:
+        apart = [load for load in loads if load.holder is not None]
+        if apart and self._kvcache.tiers is not None:
             self._kvcache.tiers.copy_in(apart, mover.mark())
         for load in loads:
             if load.holder is None:

@@ -6,10 +6,14 @@ The scheduler calls them as requests come, grow and end.
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowlat.errors import LowlatError
-from lowlat.sequence.tiers.key import Load, Save
+from lowlat.sequence.tiers.key import ChunkKey, Load, Save
 from lowlat.sequence.tiers.tiers import CacheTiers
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Allocation", "BlockStats", "InvariantError", "SequenceBook"]
 
@@ -92,6 +96,30 @@ class SequenceBook(ABC):
     @abstractmethod
     def pinned(self, owner: Hashable) -> list[bytes]:
         """The chain that an owner pins."""
+
+    @abstractmethod
+    def pin_tokens(self, owner: Hashable, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Pin the whole chunks of some tokens; returns their digests."""
+
+    @abstractmethod
+    def places_by_pool(self) -> dict[str, int]:
+        """The blocks or rows that a content has, by pool."""
+
+    @abstractmethod
+    def hold(self, token_ids: Sequence[int], salt: str) -> tuple[bool, list[tuple[int, Save]]]:
+        """The contents from which tokens go on, by chunk, whose blocks stay until `let_go` of their holders.
+
+        Those of the tiers come to the device first; False: they are on their way, and nothing is held. Contents
+        without a holder are to be read before anything else is launched.
+        """
+
+    @abstractmethod
+    def let_go(self, holders: Sequence[object]) -> None:
+        """End what `hold` has begun."""
+
+    @abstractmethod
+    def adopt(self, token_ids: Sequence[int], salt: str, contents: "Mapping[ChunkKey, torch.Tensor]") -> None:
+        """List contents of some tokens' chunks in blocks that nobody uses; `take_loads` then has them."""
 
     @abstractmethod
     def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:

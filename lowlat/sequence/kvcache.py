@@ -8,8 +8,9 @@ later.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -17,7 +18,7 @@ from lowlat.errors import ConfigError, RequestError
 from lowlat.sequence.book import Allocation, BlockStats, InvariantError, SequenceBook
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
-from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Save
+from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Presence, Save
 from lowlat.sequence.tiers.tiers import READ_AHEAD, CacheTiers
 
 __all__ = ["KVCache"]
@@ -37,6 +38,36 @@ class _Entry:
     digests: list[bytes] = field(default_factory=list)
     held: dict[int, CachedChunk] = field(default_factory=dict)
     tainted: bool = False  # it read KV of a poisoned request: nothing of it is shared any more
+
+
+class _Source(Protocol):
+    """Where contents of chunks come from.
+
+    apart  they are copied to the device while others decode, and are there later
+    """
+
+    apart: bool
+
+    def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
+        """A content, [n] uint8 in host memory; COMING: it will be there; None: it is not."""
+
+    def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
+        """Contents that will be asked for."""
+
+
+class _Contents:
+    """Contents that a caller has."""
+
+    apart = False
+
+    def __init__(self, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
+        self._contents = contents
+
+    def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
+        return self._contents.get(key)
+
+    def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
+        return
 
 
 class _Chain:
@@ -64,7 +95,9 @@ class _Chains:
         self._kept: OrderedDict[int, _Chain] = OrderedDict()
 
     def of(self, prompt: Sequence[int], root: bytes) -> _Chain:
-        """The chain of a prompt, which does not change while it is asked for, under the root of its salt."""
+        """The chain of a prompt under the root of its salt; one that is a list may change, and is digested anew."""
+        if not isinstance(prompt, tuple):
+            return _Chain(self._index, prompt, root, self._chunk)
         chain = self._kept.get(id(prompt))
         if chain is None or chain.prompt is not prompt or chain.root != root:
             chain = self._kept[id(prompt)] = _Chain(self._index, prompt, root, self._chunk)
@@ -155,11 +188,12 @@ class KVCache(SequenceBook):
         if found == count:
             return False
         end = (found + 1) * self.prefill_chunk
-        own = prompt_token_ids[:end]
+        own = tuple(prompt_token_ids[:end])
         return any(
-            entry.root == chain.root and not entry.tainted and entry.num_prefilled < end and entry.prompt[:end] == own
+            entry.root == chain.root and not entry.tainted and entry.num_prefilled < end <= len(entry.prompt)
+            and tuple(entry.prompt[:end]) == own
             for entry in self._entries.values()
-        )
+        )  # fmt: skip
 
     def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
         """Have a chain of chunks stay while others can go, as long as its owner pins it, in place of those before."""
@@ -183,6 +217,53 @@ class KVCache(SequenceBook):
     def pinned(self, owner: Hashable) -> list[bytes]:
         """The chain that an owner pins."""
         return list(self._pins.get(owner, ()))
+
+    def pin_tokens(self, owner: Hashable, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Pin the whole chunks of some tokens; returns their digests."""
+        chain = self._chains.of(token_ids, self._index.root(salt))
+        digests = [chain.digest(k) for k in range(len(token_ids) // self.prefill_chunk)]
+        self.pin(owner, digests)
+        return digests
+
+    def places_by_pool(self) -> dict[str, int]:
+        """The blocks or rows that a content has, by pool."""
+        return {"": self.prefill_chunk // self.block_size, **{book.name: book.num_places for book in self._books}}
+
+    def hold(self, token_ids: Sequence[int], salt: str) -> tuple[bool, list[tuple[int, Save]]]:
+        """The contents from which tokens go on, by chunk, whose blocks stay until `let_go` of their holders.
+
+        Those of the tiers come to the device first; False: they are on their way, and nothing is held. Contents
+        without a holder are to be read before anything else is launched.
+        """
+        self._settle()
+        root, count = self._index.root(salt), len(token_ids) // self.prefill_chunk if self.reuse else 0
+        if self.tiers is not None and not self._restore(self.tiers, token_ids, root, count):
+            return False, []
+        chain, found = self._chains.of(token_ids, root), list[tuple[int, Save]]()
+        for k in range(count):
+            chunk = self._index.get(chain.digest(k))
+            if chunk is None:
+                break
+            self._index.acquire(chunk)
+            found.append((k, Save(ChunkKey(chunk.digest, ""), chunk.blocks, self._hold(chunk))))
+        digests = [save.key.digest for _, save in found]
+        for book in self._books:
+            for digest in book.needed(digests):
+                if (places := book.places(digest)) is not None:
+                    found.append((digests.index(digest), Save(ChunkKey(digest, book.name), places)))
+        return True, found
+
+    def let_go(self, holders: Sequence[object]) -> None:
+        """End what `hold` has begun."""
+        self._end_moves([holder for holder in holders if isinstance(holder, CachedChunk)])
+        self._generation += 1
+
+    def adopt(self, token_ids: Sequence[int], salt: str, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
+        """List contents of some tokens' chunks in blocks that nobody uses; `take_loads` then has them."""
+        self._settle()
+        count = len(token_ids) // self.prefill_chunk if self.reuse else 0
+        self._restore(_Contents(contents), token_ids, self._index.root(salt), count)
+        self._generation += 1
 
     def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:
         """Raise RequestError where a worst case is larger than the whole pool: it would wait for ever."""
@@ -225,8 +306,10 @@ class KVCache(SequenceBook):
         self._check_admission(request_id, prompt_token_ids, max_total_tokens)
         self.check(request_id, max_total_tokens, num_overprovision)
         root = self._index.root(salt)
-        if reads and self.tiers is not None and not self._restore(self.tiers, prompt_token_ids, root):
-            return None
+        if reads and self.tiers is not None:
+            count = (len(prompt_token_ids) - 1) // self.prefill_chunk
+            if not self._restore(self.tiers, prompt_token_ids, root, count):
+                return None
         digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
         num_found = len(digests)
         count = self._num_hits(digests)
@@ -447,8 +530,11 @@ class KVCache(SequenceBook):
 
     def _settle(self) -> None:
         """Let go of chunks whose copies to or from the tiers have ended."""
-        ended = [] if self.tiers is None else self.tiers.take_done()
-        chunks = [holder for holder in ended if isinstance(holder, CachedChunk)]
+        if self.tiers is not None and (ended := self.tiers.take_done()):
+            self._end_moves([holder for holder in ended if isinstance(holder, CachedChunk)])
+
+    def _end_moves(self, chunks: Sequence[CachedChunk]) -> None:
+        """Copies of these chunks have ended."""
         for chunk in chunks:
             self._moving[chunk] -= 1
             if not self._moving[chunk]:
@@ -529,42 +615,47 @@ class KVCache(SequenceBook):
                         holder = self._hold(chunk)
                     self._saves.append(Save(ChunkKey(digest, pool), found, holder))
 
-    def _restore(self, tiers: CacheTiers, prompt: Sequence[int], root: bytes) -> bool:
-        """List what the tiers hold of a prompt's chunks, in blocks that nobody uses; False: more is on its way."""
+    def _restore(self, source: "_Source", prompt: Sequence[int], root: bytes, count: int) -> bool:
+        """List what a source holds of a prompt's first chunks, in unused blocks; False: more is on its way."""
         per_chunk, held = self.prefill_chunk // self.block_size, list[CachedChunk]()
-        chain, count, ready = self._chains.of(prompt, root), (len(prompt) - 1) // self.prefill_chunk, True
+        chain, ready = self._chains.of(prompt, root), True
         for k in range(count):
             digest = chain.digest(k)
             chunk = self._index.get(digest)
             if chunk is None:
-                found = tiers.find(ChunkKey(digest, ""))
+                found = source.find(ChunkKey(digest, ""))
                 if found is COMING:
                     ready = False
                     following = range(k + 1, min(count, k + READ_AHEAD))
-                    tiers.read_ahead(ChunkKey(chain.digest(later), "") for later in following)
+                    source.read_ahead(ChunkKey(chain.digest(later), "") for later in following)
                 if not isinstance(found, torch.Tensor) or len(self._free) + self._num_evictable() < per_chunk:
                     break
-                chunk = self._index.add(digest, held[-1] if held else None, self._take(per_chunk))  # held by its copy
-                self._arriving.add(chunk)
-                self._loads.append(Load("", chunk.blocks, found, self._hold(chunk)))
-            self._index.acquire(chunk)
+                chunk = self._index.add(digest, held[-1] if held else None, self._take(per_chunk))
+                if source.apart:  # its one user is the copy
+                    self._arriving.add(chunk)
+                    self._loads.append(Load("", chunk.blocks, found, self._hold(chunk)))
+                    self._index.acquire(chunk)
+                else:
+                    self._loads.append(Load("", chunk.blocks, found))
+            else:
+                self._index.acquire(chunk)
             held.append(chunk)
         ready = ready and self._arriving.isdisjoint(held)
         digests = [chunk.digest for chunk in held]
         for book in self._books if ready else ():
-            ready = self._restore_of(book, tiers, digests) and ready
+            ready = self._restore_of(book, source, digests) and ready
         for chunk in reversed(held):
             self._index.retire(chunk)
         return ready
 
-    def _restore_of(self, book: PoolBook, tiers: CacheTiers, digests: Sequence[bytes]) -> bool:
+    def _restore_of(self, book: PoolBook, source: "_Source", digests: Sequence[bytes]) -> bool:
         """The same of another pool."""
         contents: dict[bytes, torch.Tensor] = {}
         coming = False
 
         def is_kept(digest: bytes) -> bool:
             nonlocal coming
-            found = tiers.find(ChunkKey(digest, book.name))
+            found = source.find(ChunkKey(digest, book.name))
             coming = coming or found is COMING
             if isinstance(found, torch.Tensor):
                 contents[digest] = found

@@ -19,10 +19,12 @@ class PoolBook(ABC):
 
     name  the pool's
     kind  of pools, in figures
+    num_places  blocks or rows of a chunk's content
     """
 
     name: str
     kind: str
+    num_places: int
 
     def __init__(self) -> None:
         self._pins: Counter[bytes] = Counter()

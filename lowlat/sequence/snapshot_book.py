@@ -60,7 +60,7 @@ class SnapshotBook(PoolBook):
     interval       positions between the snapshots that are kept for no other reason, a multiple of it; 0: none are
     """
 
-    name, kind = ".states", "snapshots"
+    name, kind, num_places = ".states", "snapshots", 1
 
     def __init__(self, first_row: int, num_snapshots: int, prefill_chunk: int, interval: int = 0) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class WindowBook(PoolBook):
     def __init__(self, pool: WindowPool, prefill_chunk: int) -> None:
         super().__init__()
         self.pool, self.name = pool, pool.suffix
-        self.per_chunk = prefill_chunk // pool.block_size
+        self.per_chunk = self.num_places = prefill_chunk // pool.block_size
         self._chunk = prefill_chunk
         self._free = list(range(pool.num_blocks - 1, 0, -1))
         self._to_clear: list[int] = []

@@ -233,8 +233,8 @@ def test_a_rank_that_differs_is_found() -> None:
 
 @pytest.mark.parametrize("chunk", [128, 2048])
 def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk: int) -> None:
-    """What experts add to each row, logits, lists of pairs and tiles, keys and values; nothing where torch's operations
-    run."""
+    """The plan counts experts' partial sums, logits, lists of pairs and tiles, keys and values; none for torch's
+    operations."""
     model = Model("gpt-oss-120b")
     config, spec = model.config, model.config.experts
     assert spec is not None

@@ -39,6 +39,10 @@ def _nothing(key: ChunkKey) -> bool:
     return False
 
 
+class _DamagedError(Exception):
+    """A file that is not as it was written."""
+
+
 class DiskTier:
     """Contents of chunks in files of a directory, of at most so many bytes together; the oldest go first.
 
@@ -84,9 +88,9 @@ class DiskTier:
                 end = head.find(b"\n")
                 num_bytes = size - end - 1 - DIGEST_BYTES
                 if end < 1 or num_bytes < 0:
-                    return self._damaged(key, "it is torn, or has no header")
+                    raise _DamagedError("it is torn, or has no header")
                 if head[:end] != self._header(key, num_bytes):
-                    return self._damaged(key, "its header is not that of this content")
+                    raise _DamagedError("its header is not that of this content")
                 content = reserve(num_bytes)
                 if content is None:
                     return None
@@ -94,10 +98,12 @@ class DiskTier:
                 view = memoryview(content.numpy())  # type: ignore[arg-type]
                 digest = hashlib.blake2b(head[: end + 1], digest_size=DIGEST_BYTES)
                 if not _fill(file, view) or file.read(DIGEST_BYTES) != _digest_after(digest, view):
-                    return self._damaged(key, "its digest is another's")
+                    raise _DamagedError("its digest is another's")
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, _DamagedError) as error:
+            if isinstance(error, _DamagedError):
+                self.drop(key)
             self._miss(path, str(error))
             return None
         with suppress(OSError):  # another process has taken it out
@@ -138,10 +144,6 @@ class DiskTier:
     def drop(self, key: ChunkKey) -> None:
         """Take a content out, if it is there."""
         self._unlink(self._path(key))
-
-    def _damaged(self, key: ChunkKey, problem: str) -> None:
-        self.drop(key)
-        self._miss(self._path(key), problem)
 
     def _header(self, key: ChunkKey, size: int) -> bytes:
         facts = {"lowlat": VERSION, "fingerprint": self.fingerprint, "digest": key.digest.hex(), "pool": key.pool}

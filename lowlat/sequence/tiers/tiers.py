@@ -62,6 +62,8 @@ class CacheTiers:
     max_bytes_per_s  of copies from and to the device, together; None: as fast as the bus is
     """
 
+    apart = True  # contents come to the device while others decode
+
     def __init__(
         self,
         host: HostTier,

@@ -42,11 +42,11 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
         spec, names = config.layers[layer], (f"head.layers.{layer}", f"layers.{layer}")
         products = (config.attention.projected,)
         made += layer_recipes(
-            config.layers[layer],
+            spec,
             hidden,
             dtype,
             names,
-            products=(config.attention.projected,),
+            products=products,
             columns=hidden,
             norms=norms,
         )
