@@ -53,6 +53,9 @@ class Limits:
         rare=True,
     )
     drain_s: float = _limit(10.0, 0.0, 3600.0, "Seconds that SIGTERM lets requests finish.")
+    max_wake_s: float = _limit(
+        60.0, 0.05, 3600.0, "Seconds that requests wait for a model that sleeps; then `busy`.", rare=True
+    )
     watchdog_factor: float = _limit(
         10.0, 2.0, 1000.0, "A step so many times older than its usual p99 hangs.", rare=True
     )

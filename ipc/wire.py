@@ -25,6 +25,7 @@ are sent as token ids. Where any values may stand (template_options, tool_calls)
     STATS           0x05                          STATS           0x85  answers STATS
     HEALTH          0x06                          PONG            0x86  answers HEALTH
     DRAIN           0x07                          BYE             0x87  last; nothing follows it
+    RESIDENCE       0x10                          RESIDENT        0x90  answers RESIDENCE
 
 HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the
 hash of its tokenizer.json, the digest of its numerics, and the server's epoch, which no other start of any server
@@ -52,6 +53,10 @@ may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it en
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
 runs and to end; only clients of the server's own user may. A server that ends says BYE.
+
+RESIDENCE asks the server to give its model's memory on the device back as soon as nothing runs, or to take it again;
+only clients of the server's own user may. RESIDENT answers when that is done, or says the problem; its nonce comes
+back. A model that sleeps takes requests all the same: the first one wakes it, and they wait meanwhile.
 
 An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
 wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. A SUBMIT that is wrong ends by its own ERROR where its
@@ -88,6 +93,8 @@ from lowlat.ipc.messages import (
     Message,
     Pong,
     PromptPart,
+    Residence,
+    Resident,
     Sampling,
     ServerLimits,
     Stats,
@@ -121,6 +128,8 @@ __all__ = [
     "Message",
     "Pong",
     "PromptPart",
+    "Residence",
+    "Resident",
     "Sampling",
     "ServerLimits",
     "Stats",

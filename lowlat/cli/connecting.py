@@ -10,13 +10,14 @@ import click
 from lowlat.cli.generation import Asked
 from lowlat.cli.options import CURVE_HELP
 from lowlat.cli.paths import FOLDER
-from lowlat.errors import ServerGone
+from lowlat.errors import RequestError, ServerGone
 from lowlat.ipc import Client
-from lowlat.ipc.endpoint import parse_endpoint
+from lowlat.ipc.endpoint import default_endpoint, parse_endpoint
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.serving.models.roster import Roster, roster_path
 
-__all__ = ["ServedModel", "asked", "connected", "refuse_the_servers_own", "server_options"]
+__all__ = ["ServedModel", "asked", "connected", "endpoint_of", "refuse_the_servers_own", "server_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,6 +39,25 @@ def refuse_the_servers_own(ctx: click.Context, model: Path | None = None) -> Non
     for name, shown in own.items():
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --endpoint")
+
+
+def endpoint_of(endpoint: str | None, model: str | None) -> str:
+    """Where a model of a server with several listens; "" and None are the default endpoint, and the first model.
+
+    Raises RequestError for a model that is not there, ServerGone for a server without several.
+    """
+    where = endpoint or default_endpoint()
+    if model is None:
+        return where
+    path = roster_path(where)
+    if path is None:
+        raise ServerGone(f"{where} has one model; leave out {model!r:.80}", code="gone")
+    roster = Roster.read(path)
+    found = roster.find(model)
+    if found is None:
+        known = ", ".join(repr(each.name) for each in roster.models)
+        raise RequestError(f"the model {model!r:.80} does not exist; {known} do")
+    return found.endpoint
 
 
 @contextmanager

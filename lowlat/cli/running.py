@@ -51,9 +51,18 @@ class _Bars(ExitStack):
 
 
 def load_runtime(
-    model: Path, speculative: SpeculativeConfig | None, max_context: int | None, **options: Any
+    model: Path,
+    speculative: SpeculativeConfig | None,
+    max_context: int | None,
+    *,
+    reserve: Callable[[str, int, int | None], None] | None = None,
+    **options: Any,
 ) -> Runtime:
-    """Load a runtime after bars: of the bytes fetched and read and, on a GPU, of its graphs. Raises ConfigError."""
+    """Load a runtime after bars: of the bytes fetched and read and, on a GPU, of its graphs.
+
+    reserve  see `Runtime.load`
+    Raises ConfigError.
+    """
     leave_a_core()
     directory = local_target(model, options.get("dtype", "auto"))
     loading = f"loading {display_name(directory)}"
@@ -68,6 +77,7 @@ def load_runtime(
             captured=partial(bars.show, "capturing graphs", as_bytes=False),
             downloaded=partial(bars.show, f"fetching {draft}") if on_terminal else None,
             max_context=default_context(directory, max_context),
+            reserve=reserve,
             **options,
         )
 

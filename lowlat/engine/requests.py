@@ -11,6 +11,7 @@ from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics
 from lowlat.engine.request import Request
 from lowlat.engine.request_checks import RequestChecks, check_call, check_name, encode_prompt
 from lowlat.engine.scheduler import Admission, ScheduledRequest, Scheduler
+from lowlat.engine.sessions.book import SessionBook, SessionRecord
 from lowlat.errors import RequestError
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.options.config import RuntimeConfig
@@ -27,6 +28,7 @@ class Requests(Mapping[str, Request]):
     outputs   what the next step returns first: ends that came between steps
     checks    refuses requests, and may be asked by any thread
     grammars  compiles those of requests, for any thread
+    sessions  those that live
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, scheduler: Scheduler, *, speculates: bool) -> None:
@@ -47,6 +49,7 @@ class Requests(Mapping[str, Request]):
             has_prompts=geometry.prompt_logprobs,
             has_masks=loaded.takes_grammars,
         )
+        self.sessions = SessionBook(scheduler.kvcache, config.session_ttl_s)
         self.grammars = GrammarCompiler(loaded.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self.slots: dict[int, Request] = {}
         self.outputs: list[StepOutput] = []
@@ -77,6 +80,7 @@ class Requests(Mapping[str, Request]):
         request_id: str | None,
         allow_special: bool,
         cache_salt: str,
+        session: SessionRecord | None = None,
     ) -> tuple[Request, ScheduledRequest]:
         """Make a request and its record for the scheduler; it is not live yet. See `Runtime.submit`.
 
@@ -94,7 +98,9 @@ class Requests(Mapping[str, Request]):
         request = Request(name, prompt_ids, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
         request.grammar = self.grammars.open(params, prompt_ids, stop_ids)
         total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
-        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads)
+        owner = None if session is None else session.key
+        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads, owner)
+        request.session = session
         self._scheduler.check(scheduled)
         return request, scheduled
 
@@ -102,6 +108,8 @@ class Requests(Mapping[str, Request]):
         """Queue a request that `open` has made."""
         self._scheduler.enqueue(scheduled)
         self._live[request.request_id] = request
+        if request.session is not None:
+            self.sessions.begin(request.session)
 
     def place(self, admission: Admission) -> None:
         """Record that the scheduler gave a request a slot."""
@@ -122,6 +130,9 @@ class Requests(Mapping[str, Request]):
         """Let a request that has left its slot be live no more; its figures stay."""
         del self._live[request.request_id]
         self._book.update(request.metrics())
+        if request.session is not None:
+            tokens = tuple(request.committed) if request.finish_reason in ("stop", "length") else None
+            self.sessions.finish(request.session, tokens, request.seed)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""

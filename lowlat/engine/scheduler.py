@@ -2,14 +2,15 @@
 
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is first come, first
 served: nothing overtakes the head of the queue, not even a smaller request that would fit, because every
-admitted request ends within its reserved worst case and so the head is served in bounded time. Among the
-slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
+admitted request ends within its reserved worst case and so the head is served in bounded time. Only a request whose
+next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can share it. Among
+the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
 one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -49,7 +50,7 @@ class ScheduledRequest:
     """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion.
 
     Only requests of the same cache_salt share cached prefixes. One that does not read the cache has all of its prompt
-    prefilled.
+    prefilled. Its owner, where it has one, keeps its prefix when it has ended.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class ScheduledRequest:
     max_total_tokens: int
     cache_salt: str = ""
     reads_cache: bool = True
+    owner: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,9 @@ class Scheduler:
             del self._requests[request_id]
             return Phase.QUEUED
         self._leave(slot)
-        self.kvcache.release(request_id, token_ids, num_written=num_written, poisoned=poisoned)
+        self.kvcache.release(
+            request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=slot.request.owner
+        )
         return slot.phase
 
     def choose_bucket(self, num_speculative_tokens: int) -> "Bucket":
@@ -316,11 +320,16 @@ class Scheduler:
 
     def _admit(self) -> list[Admission]:
         admitted = []
-        while self._queue and None in self._slots:
-            allocation = self._allocate(self._queue[0])
+        place = 0  # of the first that may be admitted
+        while place < len(self._queue) and None in self._slots:
+            request = self._queue[place]
+            if request.reads_cache and self.kvcache.is_coming(request.prompt_token_ids, request.cache_salt):
+                place += 1  # what it would prefill is being prefilled for another
+                continue
+            allocation = self._allocate(request)
             if allocation is None:
                 break
-            request = self._queue.popleft()
+            del self._queue[place]
             number = self._slots.index(None)
             cached = allocation.num_cached_tokens
             slot = _Slot(request, number, self._num_admitted, allocation.table, next_start=cached)

@@ -507,6 +507,24 @@ class RuntimeConfig:
     cache_gib: float = declare(
         32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6, rare=True
     )
+    cache_copy_gb_per_s: float | None = declare(
+        None,
+        "Copies between the device and the cache's host memory take no more of the bus, GB/s.",
+        0.001,
+        1e6,
+        otherwise="all that it has",
+        rare=True,
+    )
+    session_ttl_s: float = declare(
+        600.0,
+        "Prefixes of a session (x-session-id) stay before others for so long after its last request, seconds.",
+        0.0,
+        1e9,
+        rare=True,
+    )
+    can_sleep: bool = declare(
+        False, "Load so that Runtime.sleep can give the device's memory back, and wake can take it again.", rare=True
+    )
     state_cache_gib: float = declare(
         2.0,
         "Memory for snapshots of recurrent states, GiB: prompts that share a prefix go on from one.",

@@ -91,7 +91,7 @@ def is_of_the_models(name: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def expected_files(repository: Path, tree_files: list[Path]) -> set[str]:
-    """What the wheel must hold: every file of the four folders, modules and data, but for the demo models."""
+    """List the files that the wheel must hold: modules and data of the four folders, but for the demo models."""
     inside = [name for name in tree_files if name.parts[0] in PACKAGES and not is_of_the_models(name)]
     files = [name for name in inside if not (repository / name).is_symlink()]
     return {str(name if name.parts[0] == "lowlat" else "lowlat" / name) for name in files}

@@ -10,6 +10,7 @@ from lowlat.ipc.engine import Codec, Engine, EngineOutput
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThreads, prepare
+from lowlat.ipc.server.generations.residence import Keeper, Residence
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.streams import Phase, Stream
 from lowlat.ipc.server.generations.timers import Timers
@@ -34,6 +35,7 @@ class Requests:
     user's, over all its connections, and so are shares of the places where several users are let in.
 
     shared   several users are let in
+    keeper   of the device's memory, next to other servers'; None: it is this server's own
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Requests:
         decode: Callable[[Command], None],
         text_threads: TextThreads,
         shared: bool,
+        keeper: Keeper | None = None,
     ) -> None:
         self._engine = engine
         self._info = engine.info
@@ -78,6 +81,12 @@ class Requests:
         peers.tell(self)
         self.engine_figures: Mapping[str, Any] = {}
         self.draining = False
+        self.residence = Residence(self, decode, timers, limits.max_wake_s, keeper)
+
+    @property
+    def state(self) -> str:
+        """What PONG says."""
+        return "draining" if self.draining else str(self.residence.state)
 
     @property
     def num_running(self) -> int:
@@ -170,12 +179,13 @@ class Requests:
             self._take_converted(stream, event.converted)
         else:
             stream.prompt = event.prompt
-            if not self._queue.num_items and len(self._inside) < self._info.max_running:
-                self._hand_over(stream)  # as `_admit` would, sooner
+            if not self._queue.num_items and self._takes_one:
+                self._hand_over(stream)  # as `admit` would, sooner
             else:
                 stream.phase = Phase.WAITING
                 self._queue.push(stream.peer.user.account, stream.peer, stream)
-                self._admit()
+                self.admit()
+                self.residence.want()
 
     def _take_converted(self, stream: Stream, outputs: Sequence[EngineOutput]) -> None:
         """Send a conversion as far as there is credit for it."""
@@ -190,7 +200,7 @@ class Requests:
         stream = self._come_out(event.request_id)
         if stream is not None and not stream.over:
             self._fail_early(stream, event.code, event.message)
-        self._admit()
+        self._came_out()
 
     def step(self, step: Step) -> None:
         """Note what a step brought; `flush` sends it."""
@@ -214,7 +224,12 @@ class Requests:
                 stream.metrics = step.metrics.get(output.request_id, {})
             self._dirty.append(stream)
         if any_ended:
-            self._admit()
+            self._came_out()
+
+    def _came_out(self) -> None:
+        self.admit()
+        if not self._inside:
+            self.residence.emptied()
 
     def is_first(self, step: Step) -> bool:
         """Whether a step brought a request's first tokens, and nothing else."""
@@ -241,7 +256,7 @@ class Requests:
         """The answer to STATS."""
         return {
             "model": self._info.model,
-            "state": "draining" if self.draining else "serving",
+            "state": self.state,
             "num_clients": self._peers.num_greeted,
             "num_slots": self._info.max_running,
             "num_running": self.num_running,
@@ -283,10 +298,21 @@ class Requests:
             stream.job = Prepare(stream, submit, body)
             self._text_threads.put(stream.job)
 
-    def _admit(self) -> None:
+    @property
+    def _takes_one(self) -> bool:
+        return len(self._inside) < self._info.max_running and not self.residence.holds
+
+    def admit(self) -> None:
         """Hand over to the engine while it has slots, by turns: first those of users who have fewest slots."""
-        while self._queue.num_items and len(self._inside) < self._info.max_running:
+        while self._queue.num_items and self._takes_one:
             self._hand_over(self._queue.pop(self._inside_of))
+
+    def refuse_waiting(self, message: str) -> None:
+        """End every request that waits for a slot, as one that may be sent again later."""
+        while self._queue.num_items:
+            stream = self._queue.pop(self._inside_of)
+            self._let_go(stream)
+            self._fail_early(stream, "busy", message)
 
     def _hand_over(self, stream: Stream) -> None:
         self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt))
@@ -414,7 +440,7 @@ class Requests:
         """When a slot may be free for one more: what waits, at the rate of the requests that have ended."""
         usual_s = self._statistics.duration.percentile(0.5)
         turns = (self.num_waiting + 1) / self._info.max_running
-        return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * usual_s * turns)))
+        return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * (usual_s * turns + self.residence.retry_s))))
 
 
 def _count_down(counts: defaultdict[str, int], name: str, count: int = 1) -> None:

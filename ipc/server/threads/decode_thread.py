@@ -5,18 +5,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from lowlat.errors import CapacityError, DeviceError, RequestError
+from lowlat.errors import CapacityError, ConfigError, DeviceError, RequestError
 from lowlat.ipc.engine import Engine, EngineOutput
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.threads.events import (
     Command,
     DecodeCancel,
+    DecodeResidence,
     DecodeStop,
     DecodeSubmit,
     EngineFigures,
     Failed,
     Post,
     Refused,
+    ResidenceDone,
     Step,
 )
 from lowlat.ipc.server.threads.watchdog import StepClock
@@ -127,8 +129,24 @@ class DecodeThread(threading.Thread):
                 self.engine.cancel(command.request_id)
             except RequestError:
                 return  # it ended meanwhile: its last output is on the way
+        elif isinstance(command, DecodeResidence):
+            self._reside(command)
         elif isinstance(command, DecodeStop):
             self._stopping = True
+
+    def _reside(self, command: DecodeResidence) -> None:
+        self._clock.rest()  # a copy of weights is no step
+        problem = ""
+        try:
+            if command.asleep:
+                self.engine.sleep()
+            else:
+                self.engine.wake()
+        except (CapacityError, ConfigError) as error:
+            problem = str(error)
+        self.post(ResidenceDone(command.asleep, problem))
+        self._post_figures()
+        self._clock.begin()
 
     def _submit(self, command: DecodeSubmit) -> None:
         try:

@@ -12,6 +12,7 @@ from lowlat.ipc.wire import Sampling, Submit
 __all__ = [
     "Command",
     "DecodeCancel",
+    "DecodeResidence",
     "DecodeStop",
     "DecodeSubmit",
     "DrainAsked",
@@ -21,6 +22,8 @@ __all__ = [
     "Prepare",
     "Prepared",
     "Refused",
+    "ResidenceAsked",
+    "ResidenceDone",
     "Step",
 ]
 
@@ -72,7 +75,20 @@ class DrainAsked(Struct, frozen=True):
     deadline_s: float
 
 
-Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked
+class ResidenceAsked(Struct, frozen=True):
+    """To the I/O thread: the keeper of the device's memory wants it back, or gives it."""
+
+    asleep: bool
+
+
+class ResidenceDone(Struct, frozen=True):
+    """To the I/O thread: the engine sleeps, or is awake; problem says why it does not."""
+
+    asleep: bool
+    problem: str = ""
+
+
+Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked | ResidenceAsked | ResidenceDone
 
 
 class DecodeSubmit(Struct, frozen=True):
@@ -94,7 +110,13 @@ class DecodeStop(Struct, frozen=True):
     """To the decode thread: close the engine and end."""
 
 
-Command = DecodeSubmit | DecodeCancel | DecodeStop
+class DecodeResidence(Struct, frozen=True):
+    """To the decode thread: put the engine to sleep, or wake it."""
+
+    asleep: bool
+
+
+Command = DecodeSubmit | DecodeCancel | DecodeStop | DecodeResidence
 
 
 class Prepare(Struct):

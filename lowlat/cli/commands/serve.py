@@ -28,6 +28,7 @@ def _settings(function: F) -> F:
 @click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
 @click.option("--make-curve-keys", type=NEW_FOLDER, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
 @click.option("--demo", is_flag=True, help="Serve a small chat model, fetched once (93 MB).")
+@click.option("--supervised", type=int, hidden=True, help="A socket whose other end is a supervisor's.")
 @json_flag("Say that the server is ready as one JSON object.")
 @_settings
 def command(
@@ -35,6 +36,7 @@ def command(
     show_config: bool,
     make_curve_keys: Path | None,
     demo: bool,
+    supervised: int | None,
     json_output: bool,
     **options: Any,
 ) -> None:
@@ -46,6 +48,11 @@ def command(
     """
     if make_curve_keys is not None:
         _make_keys(make_curve_keys, json_output)
+        return
+    if supervised is not None:
+        from lowlat.cli.supervising import serve_supervised
+
+        _end_with(serve_supervised(supervised))
         return
     settings = ServeConfig.gather(options, os.environ, config)
     if demo and settings["model"] is not None:
@@ -59,9 +66,22 @@ def command(
             click.echo(settings.to_toml())
         return
 
+    from lowlat.serving.models.tables import has_tables, read_tables
+
+    if config is not None and has_tables(config):
+        from lowlat.cli.supervising import serve_models
+
+        if demo:
+            raise click.UsageError(f"give --demo or [[models]], not both; {config} has some")
+        _end_with(serve_models(*read_tables(options, os.environ, config), json_output=json_output))
+        return
+
     from lowlat.cli.serving import BUNDLED, CHAT, serve
 
-    code = serve(settings, CHAT if demo else BUNDLED, json_output=json_output)
+    _end_with(serve(settings, CHAT if demo else BUNDLED, json_output=json_output))
+
+
+def _end_with(code: int) -> None:
     if code:
         raise click.exceptions.Exit(code)
 
