@@ -1,4 +1,4 @@
-"""Protocols of what a server uses: an engine that decodes, and a codec from text to token ids.
+"""Protocols that a server uses: an engine that decodes, and a codec from text to token ids.
 
 An engine is driven by the decode thread alone, but for `validate` and `compile`, which any thread may call. A codec is
 called from the text threads.
@@ -120,8 +120,12 @@ class Engine(Protocol):
         Any thread. Raises RequestError for one that cannot be served.
         """
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request, which shares a cached prefix only with those of the same salt.
+
+        session  its session's name, within the salt; "": it has none
 
         Raises RequestError, CapacityError.
         """

@@ -133,7 +133,7 @@ class Steps:
         tiers = self._kvcache.tiers
         if tiers is None:
             return
-        self._fill_blocks()  # of a request that was cancelled meanwhile
+        self.fill_blocks()  # of a request that was cancelled meanwhile
         tiers.flush()
         self._kvcache.note_all()
         self._keep_blocks()

@@ -360,10 +360,8 @@ class KVCache(SequenceBook):
                 f"{len(self._entries)} requests and {len(self._moving)} copies hold blocks: their content cannot be "
                 "forgotten"
             )
-        num_broken_pins = self._index.num_broken_pins
-        while self._index.num_unused:
-            self._evict_oldest()
-        self._index.num_broken_pins = num_broken_pins  # what the tiers keep comes back
+        for chunk in self._index.oldest_first():
+            self._unlist(self._index.drop(chunk))
         self._generation += 1
 
     def append(self, request_id: str, start: int, stop: int) -> None:
