@@ -8,6 +8,7 @@ import pytest
 import torch
 from recording import Recorder, prompt_of, run_all, run_one
 from tiny_gemma import E4B, GEMMA_31B, MOE
+from tiny_gemma_drafts import gemma_draft_model
 from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -81,3 +82,29 @@ def test_captured_launched_and_unfused_steps_are_one_and_near_the_reference(targ
     assert tokens["graph"] == tokens["eager"] == tokens["unfused"]
     assert torch.equal(logits["eager"], logits["unfused"])
     assert torch.nn.functional.cosine_similarity(logits["reference"], logits["eager"], dim=0) > 0.999
+
+
+@pytest.mark.parametrize(
+    "flags", [{"block": False}, {"block": True, "layers": 3}, {"block": True, "rank": 32}], ids=str
+)
+def test_draft_models_of_its_layers_draft_alike_fused_or_not(flags: dict[str, Any], tmp_path: Path) -> None:
+    """EAGLE3's, DFlash's and DSpark's, of heads of 512 that are values, too; tokens are those without drafts."""
+    model = make_target(tmp_path / "target", "gemma4_text", gain=0.4, **SHAPES["dense"])
+    gemma_draft_model(tmp_path / "head", model, head=512, **flags)
+    method = "dspark" if flags["block"] else "eagle3"
+    draft = SpeculativeConfig(method=method, model=tmp_path / "head", num_speculative_tokens=3, strict=True)
+    prompt, drafted = prompt_of(150), dict[str, list[list[int]]]()
+    with Runtime.load(tmp_path / "target", **OPTIONS) as runtime:
+        expected = run_one(runtime, prompt, GREEDY)
+    for kind in ("eager", "unfused", "graph", "reference"):
+        options = {**OPTIONS, "executor": "eager" if kind == "unfused" else kind, "fuse": kind != "unfused"}
+        with Runtime.load(tmp_path / "target", draft, **options) as runtime:
+            name, tokens, drafted[kind] = runtime.submit(prompt, GREEDY), [], []
+            while runtime.busy:
+                for output in runtime.step(3):
+                    tokens += output.token_ids
+                    drafted[kind].append(runtime.executor.state["drafts"][0, 1:4].tolist())
+        assert kind == "reference" or tokens == expected, name
+    assert drafted["eager"] == drafted["unfused"]
+    same = [ours == theirs for ours, theirs in zip(drafted["eager"], drafted["reference"], strict=False)]
+    assert sum(same[:8]) >= 6, "drafts are the reference's but for roundings"
