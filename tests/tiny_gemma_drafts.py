@@ -124,7 +124,8 @@ class _Layers:
         m = self._norm(h, f"{own}.pre_feedforward_layernorm")
         gate = F.gelu(self._linear(m, layer, "mlp.gate_proj"), approximate="tanh")
         given = self._linear(gate * self._linear(m, layer, "mlp.up_proj"), layer, "mlp.down_proj")
-        return (h + self._norm(given, f"{own}.post_feedforward_layernorm")) * self.tensors[f"{own}.layer_scalar"]
+        h = h + self._norm(given, f"{own}.post_feedforward_layernorm")
+        return h * self.tensors[f"{own}.layer_scalar"]
 
     def mix(self, own: torch.Tensor, both: torch.Tensor, layer: int, sees: torch.Tensor) -> torch.Tensor:
         """Attention of the rows `own`, the last of `both`, which keys are made of; sees: which keys, [n, m]."""

@@ -99,7 +99,7 @@ def test_draft_models_of_its_layers_draft_alike_fused_or_not(flags: dict[str, An
     for kind in ("eager", "unfused", "graph", "reference"):
         options = {**OPTIONS, "executor": "eager" if kind == "unfused" else kind, "fuse": kind != "unfused"}
         with Runtime.load(tmp_path / "target", draft, **options) as runtime:
-            name, tokens, drafted[kind] = runtime.submit(prompt, GREEDY), [], []
+            name, tokens, drafted[kind] = runtime.submit(prompt, GREEDY), list[int](), []
             while runtime.busy:
                 for output in runtime.step(3):
                     tokens += output.token_ids

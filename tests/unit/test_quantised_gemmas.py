@@ -102,9 +102,10 @@ def leave_plain(directory: Path, plain: tuple[str, ...]) -> None:
     """Name what is plain in quantization_config, as each maker does; and modules that this model has not."""
     config = json.loads((directory / "config.json").read_text())["quantization_config"]
     parts = [part.strip(".") for part in (*plain, "vision_tower")]
-    own = {
+    keys: dict[str, dict[str, Any]] = {
         "compressed-tensors": {"ignore": ["lm_head", *(f"re:.*{part}.*" for part in parts)]},
         "modelopt": {"exclude_modules": ["lm_head", *(f"*{part}*" for part in parts)]},
         "gptq": {"dynamic": {f"-:.*{part}.*": {} for part in parts}},
-    }.get(config["quant_method"], {"modules_to_not_convert": parts})
+    }
+    own = keys.get(config["quant_method"], {"modules_to_not_convert": parts})
     edit_json(directory / "config.json", quantization_config={**config, **own})
