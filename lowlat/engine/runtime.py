@@ -6,6 +6,8 @@ and the slots, `lowlat.engine.steps` runs the steps. One thread owns a runtime: 
 steps, or `lowlat.engine.calls.driver`'s, which answers calls from any thread and event loop.
 """
 
+from __future__ import annotations  # help() shows signatures as they are written here
+
 import logging
 import threading
 from collections.abc import Callable, Sequence
