@@ -1,10 +1,12 @@
 """A model loaded in this process to chat with, the counterpart of a server's in `lowlat.cli.connecting`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lowlat.cli.generation import Asked
 from lowlat.engine.runtime import Runtime
+from lowlat.engine.sessions.session import Session
 from lowlat.options.model_names import display_name
 
 __all__ = ["LocalModel"]
@@ -22,6 +24,8 @@ class LocalModel:
         self.name = display_name(runtime.directory)
         self.place = str(runtime.device_choice.device)
         self.has_tokenizer = runtime.codec is not None
+        self._session: Session | None = None
+        self._path: Path | None = None
         self.has_chat_template = runtime.codec is not None and runtime.codec.has_chat_template
 
     def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> Asked:

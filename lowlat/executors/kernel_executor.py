@@ -107,6 +107,8 @@ class KernelExecutor(ABC):
             weights, gemm_weights(every), device, layouts, expert_parts(every, weights),
             place=None if residence is None else residence.keep,
         )  # fmt: skip
+        if residence is not None:
+            torch.cuda.current_stream(device).synchronize()  # its copies are this stream's, and steps have their own
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
             leader = None if place is None else place.leader

@@ -98,6 +98,7 @@ class DecodeSubmit(Struct, frozen=True):
     prompt: Sequence[int]
     sampling: Sampling
     cache_salt: str
+    session: str = ""
 
 
 class DecodeCancel(Struct, frozen=True):
