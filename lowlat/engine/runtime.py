@@ -319,7 +319,7 @@ class Runtime:
         self._steps.fill_blocks()
 
     @owned
-    def owned_call(self, what: Callable[["Runtime"], T]) -> T:
+    def owned_call(self, what: Callable[[Runtime], T]) -> T:
         """Have something done by the runtime's owner, between two steps."""
         self._check_usable()
         return what(self)
