@@ -177,6 +177,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     parse: Parse = "none"
     tools: GrammarText | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
 
     @property
     def token_limit(self) -> int:

@@ -91,6 +91,12 @@ class Request:
         self.slot, self.table, self._num_cached = slot, table, num_cached
         self._placed = time.monotonic()
 
+    def displace(self, *, decoded: bool) -> None:
+        """It has no slot any more; one that did not decode reads its prompt again."""
+        self.slot, self.table = -1, ()
+        if not decoded:
+            self._prompt_parts.clear()
+
     def add_prompt(self, part: PromptLogprobs | int, start: int) -> str | None:
         """Take the logprobs of the prompt's next tokens; returns why it cannot go on, of a position without any."""
         if isinstance(part, int):

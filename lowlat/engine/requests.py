@@ -94,7 +94,7 @@ class Requests(Mapping[str, Request]):
         request = Request(name, prompt_ids, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
         request.grammar = self.grammars.open(params, prompt_ids, stop_ids)
         total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
-        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads)
+        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads, params.priority)
         self._scheduler.check(scheduled)
         return request, scheduled
 
@@ -106,8 +106,16 @@ class Requests(Mapping[str, Request]):
     def place(self, admission: Admission) -> None:
         """Record that the scheduler gave a request a slot."""
         request = self._live[admission.request_id]
-        request.place(admission.slot, admission.table, admission.num_cached_tokens)
+        if admission.resumes:
+            request.slot, request.table = admission.slot, admission.table
+        else:
+            request.place(admission.slot, admission.table, admission.num_cached_tokens)
         self.slots[admission.slot] = request
+
+    def displace(self, request: Request, *, decoded: bool) -> None:
+        """Record that a request has left its slot, and will come back."""
+        del self.slots[request.slot]
+        request.displace(decoded=decoded)
 
     def is_live(self, slot: int, entry: int) -> bool:
         """Whether an entry is about the request in a slot: not about one before it, nor about one that has ended."""

@@ -6,6 +6,7 @@ published for a slot that the host has given up is dropped.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lowlat.engine.failed_checks import FailedCheck, FailedChecks
 from lowlat.engine.grammar_masks import GrammarMasks
 from lowlat.engine.in_flight import Action, may_go_on
+from lowlat.engine.kept_states import KeptStates
 from lowlat.engine.loading import Loaded
 from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.engine.metrics import SpeculativeDecodingStats
@@ -23,8 +25,9 @@ from lowlat.engine.request import Request
 from lowlat.engine.request_checks import Unbroken
 from lowlat.engine.requests import Requests
 from lowlat.engine.run_ahead import Launches, loop_of
-from lowlat.engine.scheduler import Phase, PrefillChunk, Scheduler
+from lowlat.engine.scheduler import Admission, Departure, Phase, PrefillChunk, Scheduler
 from lowlat.engine.trace import Tracer
+from lowlat.errors import LowlatError
 from lowlat.graphs import Bucket
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import ErrorCode, FinishReason, StepOutput
@@ -38,6 +41,7 @@ __all__ = ["Steps"]
 logger = logging.getLogger("lowlat.engine.steps")
 
 TIERS_WAIT_S = 0.005
+OVERDUE = "the request was paused for longer than its deadline (deadline_s, pause_deadline_s)"
 
 
 class Steps:
@@ -77,6 +81,11 @@ class Steps:
         self._failed_checks = FailedChecks(config.checked_kinds)
         self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._tracer = Tracer.from_config(config.traces)
+        self._kept = KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size)
+        self._deadlines: dict[str, float] = {}
+        self._proposed: dict[str, object] = {}  # what the proposer keeps of requests without a slot
+        self._num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
+        scheduler.num_written = self._num_written
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
 
@@ -110,6 +119,80 @@ class Steps:
             self.mailbox.cancel(request.slot)
         self._requests.outputs.append(request.output((), reason, error=error, error_code=code))
         self._requests.end(request)
+
+    def pause(self, request: Request, deadline_s: float) -> bool:
+        """Take a request out of its slot, with all that it holds there; False where it ended before.
+
+        deadline_s  seconds after which `end_overdue` ends it
+        What is under way is waited for: its outputs come with the next step's.
+        Raises RequestError and CapacityError as `Scheduler.pause` does, DeviceError when the device has failed.
+        """
+        self._settle()
+        if request.request_id not in self._requests:
+            return False
+        departure = self._scheduler.pause(request.request_id)
+        if departure is not None:
+            self._depart(departure)
+        self._deadlines[request.request_id] = time.monotonic() + deadline_s
+        return True
+
+    def resume(self, request: Request) -> None:
+        """Queue a paused request again. Raises RequestError as `Scheduler.resume` does."""
+        self._scheduler.resume(request.request_id)
+        self._deadlines.pop(request.request_id, None)
+        self.stop_outdated()
+
+    @property
+    def deadline(self) -> float | None:
+        """The first time, of the monotonic clock, at which `end_overdue` has a request to end; None: it has none."""
+        return min(self._deadlines.values(), default=None)
+
+    def end_overdue(self) -> None:
+        """End the requests that wait for their caller for too long."""
+        if not self._deadlines:
+            return
+        now = time.monotonic()
+        for name in [name for name, until in self._deadlines.items() if until <= now]:
+            self.end(self._requests[name], "error", error=OVERDUE, code="deadline")
+
+    def _settle(self) -> None:
+        """Wait for all that is under way, and take its outputs."""
+        while self._in_flight.under_way and (bucket := self._in_flight.bucket) is not None:
+            self._go_on(bucket.num_speculative_tokens, ahead=False)
+
+    def _num_written(self, request_id: str) -> int:
+        """Positions of a request that decodes that may be written."""
+        return len(self._requests[request_id].committed) + self._num_ahead
+
+    def _depart(self, departure: Departure) -> None:
+        """Keep what a request's slot holds, which others get. Nothing may be under way."""
+        request = self._requests[departure.request_id]
+        if departure.decoded:
+            self._kept.read_slot(request.request_id, departure.slot)
+            self.mailbox.cancel(departure.slot)
+        self._proposed[request.request_id] = self.proposer.leave(request)
+        self.masks.leave(departure.slot)
+        self._requests.displace(request, decoded=departure.decoded)
+
+    def _arrive(self, admission: Admission) -> None:
+        """Give a request its slot, and what it kept since it had one before."""
+        self._requests.place(admission)
+        if not admission.resumes:
+            self._proposed.pop(admission.request_id, None)
+            return
+        request, slot = self._requests[admission.request_id], admission.slot
+        request.commands = commands = self._kvcache.commands(request.request_id)
+        tables = {name.replace("prefill", "block"): own for name, own in commands.items() if "prefill_table" in name}
+        self.mailbox.free(slot)
+        self._clear_blocks()  # some of its own may have been a failed request's
+        self._kept.write(request.request_id, slot, tables, admission.moved_in)
+        self.proposer.enter(request, self._proposed.pop(request.request_id, None))
+        request.joined(self.mailbox.num_seen)
+        self.limit_drafts(request)
+        try:
+            self.masks.enter(request)
+        except LowlatError as error:
+            self.end(request, "error", error=str(error), code="grammar")
 
     def limit_drafts(self, request: Request) -> None:
         """Let the next launched step verify as many drafts as the request's limit says."""
@@ -146,9 +229,13 @@ class Steps:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         self._wait_for_tiers()
         plan = self._scheduler.plan()
+        for departure in plan.departed:
+            self._depart(departure)
+        for request_id, moved in plan.moved_out:
+            self._kept.read_blocks(request_id, moved)
         self._fill_blocks()
         for admission in plan.admitted:
-            self._requests.place(admission)
+            self._arrive(admission)
         return () if plan.prefill is None else self._prefill(plan.prefill, depth)
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
@@ -325,9 +412,13 @@ class Steps:
         # these run on one stream, one after the other; what is shared lies before the positions that are written.
         committed, written = request.committed, request.num_written
         phase = self._scheduler.cancel(request.request_id, committed, num_written=written, poisoned=poisoned)
-        if phase is not Phase.QUEUED:
+        if phase in (Phase.PREFILLING, Phase.DECODING):
             del self._requests.slots[request.slot]
             self.masks.leave(request.slot)
+        else:
+            self._kept.forget(request.request_id)
+            self._deadlines.pop(request.request_id, None)
+            self._proposed.pop(request.request_id, None)
         if not (self.masks and self._in_flight.under_way):  # else `_take` does, when what is under way has its masks
             self._clear_blocks()
         return phase
