@@ -1,8 +1,9 @@
-"""Requests that are paused, resumed, cancelled and outranked at any moment, whose tokens are compared with a run's alone."""
+"""Requests that are paused, resumed, cancelled and outranked at any moment, against the tokens of each alone."""
 
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from lowlat import Runtime, SamplingParams
 from lowlat.engine.scheduler import Phase
 from lowlat.errors import RequestError
 
-__all__ = ["MOVES", "Requested", "alone", "moves", "play"]
+__all__ = ["MOVES", "Requested", "alone", "moves", "paused_each_step", "play", "random_moves"]
 
 Requested = tuple[Sequence[int], SamplingParams]
 MOVES = ("submit", "pause", "resume", "cancel", "step", "step", "step")
@@ -104,8 +105,6 @@ def play(
 
 
 def _with_priority(params: SamplingParams, priority: int) -> SamplingParams:
-    from dataclasses import replace
-
     return replace(params, priority=priority)
 
 

@@ -95,7 +95,7 @@ class GrammarMasks:
         self._grammars[request.slot] = request, request.grammar
         self.stats.num_requests += 1
         self._force(request.slot, (), len(request.prompt))
-        return self._fill(request.slot, request.prompt[-1:], (-1,))
+        return self._fill(request.slot, (request.prompt[-1],), (-1,))
 
     def enter(self, request: Request) -> None:
         """A request that has begun goes on in the slot that it has now, with what its grammar forces, if it has one.

@@ -23,6 +23,7 @@ from lowlat.engine.kept_states import host_space
 from lowlat.engine.loading import Loaded, load, make_scheduler
 from lowlat.engine.metrics import RequestMetrics
 from lowlat.engine.numerics import digest_of, numerics_of
+from lowlat.engine.open_prompts import OpenPrompt
 from lowlat.engine.perf import PerfCounters
 from lowlat.engine.request_checks import Unbroken, check_depth
 from lowlat.engine.requests import Requests
@@ -232,6 +233,46 @@ class Runtime:
             self._steps.stop_outdated()
         return request.request_id
 
+    def open_prompt(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        allow_special: bool = False,
+        cache_salt: str = "",
+        max_prompt_tokens: int | None = None,
+    ) -> OpenPrompt:
+        """Queue a request whose prompt is still being written: `append` reads what comes, `finish` begins the answer.
+
+        max_prompt_tokens   tokens of the prompt at most, for which KV is reserved; None: all that max_context allows
+        The other arguments and errors are those of `submit`; the answer's tokens are those of the whole prompt.
+        One that gets nothing for pause_deadline_s is ended.
+        """
+        self._check_by_hand("open_prompt")
+        self._check_usable()
+        if not isinstance(allow_special, bool):
+            raise RequestError(f"allow_special must be true or false, got {shown(allow_special)}")
+        request, scheduled = self._requests.open_prompt(params, request_id, cache_salt, max_prompt_tokens)
+        with self._whole:
+            self._steps.open(request, scheduled, self.config.pause_deadline_s)
+        return OpenPrompt(self, request.request_id, allow_special=allow_special)
+
+    @owned
+    def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Add token ids, which no later text can change, to an open prompt: see `OpenPrompt.append`."""
+        self._check_usable()
+        request = self._requests.find(request_id)
+        with self._unless_refused():
+            self._steps.grow(request, token_ids, self.config.pause_deadline_s)
+
+    @owned
+    def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
+        """End an open prompt with these token ids: see `OpenPrompt.finish`."""
+        self._check_usable()
+        request = self._requests.find(request_id)
+        with self._unless_refused():
+            self._steps.finish(request, token_ids, speculative=speculative)
+
     @property
     def busy(self) -> bool:
         """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished.
@@ -262,7 +303,7 @@ class Runtime:
         depth = self._depth(num_speculative_tokens)
         with self._whole:
             self._steps.end_overdue()
-            if self.scheduler.busy:
+            if self.scheduler.busy and not self._requests.has_confirmed:
                 self._steps.step(num_speculative_tokens, depth)
             return self._requests.take_outputs()
 

@@ -1,9 +1,9 @@
-"""Requests that give their slot away go on with the tokens of one that ran on: whatever they keep, and where it lies."""
+"""Requests that give their slot away go on with the tokens of one that ran on, whatever they keep and wherever."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,10 +78,8 @@ def sampling(mode: str, seed: int = 7, **others: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize(("family", "method", "mode"), CASES)
-@pytest.mark.parametrize("few", [False, pytest.param(True)])
-def test_any_moves_change_no_token(
-    family: str, method: str, mode: str, few: bool, pairs: dict[str, PairPaths]
-) -> None:
+@pytest.mark.parametrize("few", [True, later(False)])
+def test_any_moves_change_no_token(family: str, method: str, mode: str, few: bool, pairs: dict[str, PairPaths]) -> None:
     pair, config = pairs[family], speculation(pairs[family], method)
     requests = [(prompt, sampling(mode, seed=seed, max_tokens=34)) for seed, prompt in enumerate(PROMPTS)]
     with Runtime.load(pair.target, config, **CPU) as runtime:
@@ -90,5 +88,118 @@ def test_any_moves_change_no_token(
     if few and family == "gpt_oss":
         options["prefix_reuse"] = False
     with Runtime.load(pair.target, config, **options) as runtime:
-        paused = sum(play(runtime, random_moves(seed, 60), requests, expected) for seed in range(3))
-        assert paused > 3
+        assert play(runtime, random_moves(len(method), 90), requests, expected) > 3
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "eagle3"), later("gpt_oss", "none"), ("qwen3_5_text", "mtp")])
+def test_a_request_may_be_paused_after_each_of_its_steps(family: str, method: str, pairs: dict[str, PairPaths]) -> None:
+    with Runtime.load(pairs[family].target, speculation(pairs[family], method), **CPU) as runtime:
+        request = PROMPTS[0], sampling("penalised")
+        (expected,) = alone(runtime, [request])
+        assert paused_each_step(runtime, request) == expected
+
+
+def test_ranks_move_their_states_together(pairs: dict[str, PairPaths]) -> None:
+    requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    with Runtime.load(pairs["llama"].target, tensor_parallel_size=2, **CPU, **FEW) as runtime:
+        expected = alone(runtime, requests)
+        assert play(runtime, random_moves(5, 60), requests, expected) > 3
+
+
+@pytest.mark.parametrize("loops", [False, later(True)])
+def test_steps_under_way_are_waited_for_and_grammars_go_on(loops: bool, pairs: dict[str, PairPaths]) -> None:
+    """The device works later, and repeats steps by itself; some requests have a grammar."""
+    grammars = [None, WIDE, NARROW, FORKS]
+    requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+
+    def submit(runtime: Runtime, which: int, priority: int) -> str:
+        prompt, params = requests[which]
+        params, edges = replace(params, priority=priority), grammars[which]
+        if edges is None:
+            return runtime.submit(prompt, params)
+        return submit_with(runtime, Automaton(edges, (3,)), prompt, params)
+
+    expected = []
+    with Runtime.load(pairs["llama"].target, **CPU) as runtime:
+        for which in range(len(requests)):
+            name = submit(runtime, which, 0)
+            expected.append(run_all(runtime)[name])
+    draft = speculation(pairs["llama"], "eagle3")
+    runtime, _ = load_fake(pairs["llama"].target, draft, device_loop=loops, lead=2, **OPTIONS, **FEW)
+    with closing(runtime):
+        assert play(runtime, random_moves(3, 90), requests, expected, submit) > 3
+
+
+def test_a_higher_priority_takes_the_slot_of_the_lowest_and_equals_take_turns(pairs: dict[str, PairPaths]) -> None:
+    with Runtime.load(pairs["llama"].target, **CPU) as runtime:
+        params = sampling("sampled", ignore_eos=True)
+        names = [runtime.submit(PROMPTS[1], replace(params, priority=priority)) for priority in (1, 0, 0)]
+        for _ in range(8):
+            runtime.step()
+        phase = runtime.scheduler.phase
+        assert [str(phase(name)) for name in names] == ["decoding", "decoding", "queued"]
+        urgent = runtime.submit(PROMPTS[3], replace(params, priority=2))
+        runtime.step()
+        assert [str(phase(name)) for name in (*names, urgent)][:3] == ["decoding", "queued", "queued"]
+        assert runtime.summary()["paused"]["num_without_slot"] == 1
+        order: list[str] = []
+        while runtime.busy:
+            order += [output.request_id for output in runtime.step() if output.finish_reason]
+        assert order.index(names[1]) < order.index(names[2])  # it came first, and goes on first
+
+
+def test_what_has_no_space_is_refused_and_nobody_waits_for_ever(pairs: dict[str, PairPaths]) -> None:
+    with Runtime.load(pairs["llama"].target, pause_gib=0.0, **CPU) as runtime:
+        name = runtime.submit(PROMPTS[1], sampling("sampled", ignore_eos=True))
+        other = runtime.submit(PROMPTS[1], sampling("greedy"))
+        runtime.step()
+        runtime.step()
+        with pytest.raises(CapacityError, match="pause_gib"):
+            runtime.pause(name)
+        runtime.cancel(other)
+        third = runtime.submit(PROMPTS[0], sampling("greedy"))
+        fourth = runtime.submit(PROMPTS[0], sampling("greedy"))
+        runtime.pause(fourth)  # it is queued, and keeps nothing
+        with pytest.raises(RequestError, match="paused already"):
+            runtime.pause(fourth)
+        runtime.cancel(third)
+        run_all(runtime)
+        runtime.resume(fourth)
+        with pytest.raises(RequestError, match="is not paused"):
+            runtime.resume(fourth)
+        assert len(run_all(runtime)[fourth]) == 18
+
+
+def test_a_pause_ends_at_its_deadline(pairs: dict[str, PairPaths]) -> None:
+    with Runtime.load(pairs["llama"].target, **CPU) as runtime:
+        name = runtime.submit(PROMPTS[1], sampling("sampled"))
+        runtime.step()
+        assert runtime.pause(name, deadline_s=0.01)
+        while not (outputs := runtime.step()):
+            pass
+        assert [(each.finish_reason, each.error_code) for each in outputs if each.finish_reason] == [
+            ("error", "deadline")
+        ]
+        assert not runtime.busy and not runtime.scheduler.space.held
+
+
+@pytest.fixture(scope="module")
+def machine(pairs: dict[str, PairPaths]) -> Iterator[tuple[Runtime, list[Any], list[list[int]]]]:
+    """A runtime whose blocks hold little more than a request, and what each request has alone."""
+    requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+    with Runtime.load(pairs["llama"].target, speculation(pairs["llama"], "ngram"), **CPU, **FEW) as runtime:
+        yield runtime, requests, alone(runtime, requests)
+
+
+@settings(max_examples=8, deadline=None)
+@given(plan=moves())
+def test_moves_of_any_order(machine: tuple[Runtime, list[Any], list[list[int]]], plan: list[tuple[str, int]]) -> None:
+    runtime, requests, expected = machine
+    play(runtime, plan, requests, expected)
+
+
+@pytest.mark.skipif("LOWLAT_PAUSE_MOVES" not in os.environ, reason="long: LOWLAT_PAUSE_MOVES says how many moves")
+def test_many_moves(machine: tuple[Runtime, list[Any], list[list[int]]]) -> None:
+    runtime, requests, expected = machine
+    for seed in range(int(os.environ["LOWLAT_PAUSE_MOVES"]) // 200):
+        play(runtime, random_moves(seed, 200), requests, expected)
