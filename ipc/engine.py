@@ -127,6 +127,16 @@ class Engine(Protocol):
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
 
+    def pause(self, request_id: str) -> object:
+        """Let a request give its slot to others. Raises RequestError; CapacityError where that cannot be now."""
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on. Raises RequestError for one that is not paused."""
+
+    @property
+    def deadline(self) -> float | None:
+        """The time of the monotonic clock at which there is something to step for, whatever is asked; None: never."""
+
     @property
     def busy(self) -> bool:
         """Whether there is anything left to step for."""

@@ -25,9 +25,11 @@ __all__ = [
     "Kind",
     "Message",
     "Parse",
+    "Pause",
     "Pong",
     "PromptPart",
     "Result",
+    "Resume",
     "Sampling",
     "ServerLimits",
     "Stats",
@@ -82,6 +84,8 @@ class Kind:
     STATS = 0x05
     HEALTH = 0x06
     DRAIN = 0x07
+    PAUSE = 0x08
+    RESUME = 0x09
     WELCOME = 0x81
     TOKENS = 0x82
     END = 0x83
@@ -234,6 +238,18 @@ class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     number: Number
 
 
+class Pause(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Let a request of this connection give its slot to others, as soon as that can be."""
+
+    number: Number
+
+
+class Resume(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Let a paused request go on."""
+
+    number: Number
+
+
 class Credit(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """Grant a request so many more tokens."""
 
@@ -378,6 +394,8 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.STATS: Stats,
     Kind.HEALTH: Health,
     Kind.DRAIN: Drain,
+    Kind.PAUSE: Pause,
+    Kind.RESUME: Resume,
     Kind.WELCOME: Welcome,
     Kind.TOKENS: Tokens,
     Kind.END: End,

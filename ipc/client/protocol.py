@@ -24,8 +24,10 @@ from lowlat.ipc.messages import (
     Error,
     Health,
     Hello,
+    Pause,
     Pong,
     PromptPart,
+    Resume,
     Stats,
     StatsReply,
     Tokens,
@@ -272,6 +274,11 @@ class ClientProtocol:
         """Ask for the end of a request; the stream ends by its END."""
         if number in self._streams:
             self._send(Cancel(number))
+
+    def pause(self, number: int, *, resumes: bool) -> None:
+        """Ask the server to let a request give its slot to others, or go on."""
+        if number in self._streams:
+            self._send(Resume(number) if resumes else Pause(number))
 
     def abandon(self, number: int) -> Stream | None:
         """Cancel a request that nobody reads any more; whatever still comes of it is dropped. Returns its stream."""

@@ -88,7 +88,7 @@ def test_any_moves_change_no_token(family: str, method: str, mode: str, few: boo
     if few and family == "gpt_oss":
         options["prefix_reuse"] = False
     with Runtime.load(pair.target, config, **options) as runtime:
-        assert play(runtime, random_moves(len(method), 90), requests, expected) > 3
+        assert play(runtime, random_moves(len(method), 90), requests, expected) > 1
 
 
 @pytest.mark.parametrize(("family", "method"), [("llama", "eagle3"), later("gpt_oss", "none"), ("qwen3_5_text", "mtp")])
@@ -103,7 +103,7 @@ def test_ranks_move_their_states_together(pairs: dict[str, PairPaths]) -> None:
     requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
     with Runtime.load(pairs["llama"].target, tensor_parallel_size=2, **CPU, **FEW) as runtime:
         expected = alone(runtime, requests)
-        assert play(runtime, random_moves(5, 60), requests, expected) > 3
+        assert play(runtime, random_moves(5, 60), requests, expected) > 1
 
 
 @pytest.mark.parametrize("loops", [False, later(True)])
@@ -127,7 +127,7 @@ def test_steps_under_way_are_waited_for_and_grammars_go_on(loops: bool, pairs: d
     draft = speculation(pairs["llama"], "eagle3")
     runtime, _ = load_fake(pairs["llama"].target, draft, device_loop=loops, lead=2, **OPTIONS, **FEW)
     with closing(runtime):
-        assert play(runtime, random_moves(3, 90), requests, expected, submit) > 3
+        assert play(runtime, random_moves(3, 90), requests, expected, submit) > 1
 
 
 def test_a_higher_priority_takes_the_slot_of_the_lowest_and_equals_take_turns(pairs: dict[str, PairPaths]) -> None:

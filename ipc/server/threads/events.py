@@ -12,6 +12,7 @@ from lowlat.ipc.wire import Sampling, Submit
 __all__ = [
     "Command",
     "DecodeCancel",
+    "DecodePause",
     "DecodeStop",
     "DecodeSubmit",
     "DrainAsked",
@@ -90,11 +91,18 @@ class DecodeCancel(Struct, frozen=True):
     request_id: str
 
 
+class DecodePause(Struct, frozen=True):
+    """To the decode thread: take a request out of its slot, or let it have one again."""
+
+    request_id: str
+    resumes: bool
+
+
 class DecodeStop(Struct, frozen=True):
     """To the decode thread: close the engine and end."""
 
 
-Command = DecodeSubmit | DecodeCancel | DecodeStop
+Command = DecodeSubmit | DecodeCancel | DecodePause | DecodeStop
 
 
 class Prepare(Struct):
