@@ -39,7 +39,8 @@ STEPS_ON_TRIAL = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write the file; returns 1 where tokens differ."""
     options = _options(arguments)
-    rows, same = [], True
+    rows: list[dict[str, Any]] = []
+    same = True
     longest = max(options.prompt) + LONGER.max_tokens
     with TemporaryDirectory() as folder:
         device = torch.device("cuda:0" if options.device == "auto" else options.device)
@@ -49,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prefix_reuse=False,
         ) as runtime:  # fmt: skip
             for length in options.prompt:
-                row, equal = _measure(runtime, length, options.runs)
-                rows += row
+                found, equal = _measure(runtime, length, options.runs)
+                rows += found
                 same = same and equal
     for row in rows:
         print(json.dumps(row), flush=True)
@@ -146,12 +147,11 @@ def _paused(runtime: Runtime, prompt: list[int], *, moves: bool) -> tuple[list[i
                 tokens += output.token_ids if output.request_id == name else ()
     begin = time.perf_counter()
     runtime.resume(name)
-    outputs = []
-    while not outputs:
-        outputs = runtime.step()
-        outputs = [output for output in outputs if output.token_ids]
+    later: list[int] = []
+    while not later:
+        later = [token for output in runtime.step() for token in output.token_ids]
     resumed = time.perf_counter() - begin
-    tokens += [token for output in outputs for token in output.token_ids]
+    tokens += later
     while runtime.busy:
         tokens += [token for output in runtime.step() for token in output.token_ids]
     return tokens, paused, resumed

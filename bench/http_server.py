@@ -74,6 +74,14 @@ class StampingEngine:
         """See Engine."""
         return self._engine.stats()
 
+    def sleep(self) -> None:
+        """See Engine."""
+        self._engine.sleep()
+
+    def wake(self) -> None:
+        """See Engine."""
+        self._engine.wake()
+
     def close(self) -> None:
         """See Engine."""
         self._engine.close()

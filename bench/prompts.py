@@ -5,6 +5,7 @@
     python -m bench.prompts --model llama-8b-fp8 --prompt 2048 8192 --at-once 16
     python -m bench.prompts --small --device cpu --prompt 50 200 --out /tmp/prompts.json
     python -m bench.prompts --prompt 8192 --at-once 16 --kernels 12
+    python -m bench.prompts --model qwen3.5-27b --prompt 2048 8192 --at-once 16 --limit-s 300 --out /tmp/prompts.json
 
 A row is a prompt's length and how many chunks ran at once (`max_prefill_chunks`): from the first chunk's arguments on
 the host to the end of the last chunk, by the host's clock, nothing else running. `bench.first_token` measures the whole
@@ -13,10 +14,12 @@ way to the first token. `--kernels` adds where a prompt's time goes: its kernels
 
 import argparse
 import json
+import math
 import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shapes = model.shapes(Case(1, max(options.prompt), 0), max_prefill_chunks=max(options.at_once))
     prompts = Prompts(shapes, RandomParts(model.plan(drafts=False), model.config, device), [device])
     stamps, rows = stamps_of(device, options.commit), []
-    for length in options.prompt:
-        for at_once in options.at_once:
+    begin = time.perf_counter()
+    for length, at_once in product(options.prompt, options.at_once):
+        if time.perf_counter() - begin < options.limit_s:
             ms = prompts.times(length, at_once, options.runs)
             row: dict[str, Any] = {
                 "model": "tiny" if options.small else options.model,
@@ -68,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             }
             rows.append({**row, "weights": "random", **stamps})
             print(json.dumps(row), flush=True)
+            if options.out is not None:
+                write_json(options.out, rows)
             if options.kernels and device.type == "cuda":
                 print("\n".join(prompts.list_kernels(length, at_once)[: options.kernels]), flush=True)
     prompts.close()
-    if options.out is not None:
-        write_json(options.out, rows)
     return 0
 
 
@@ -83,6 +87,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 128, 512, 2048, 8192, 32768], help="tokens")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 4], help="chunks, see above")
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no row after so many seconds")
     parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each row, those that take most")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")

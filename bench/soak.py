@@ -1,5 +1,6 @@
 """Many steps of one long context, over and over: what must hold for each, and the same tokens in every pass."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -39,14 +40,18 @@ def soak(
     make: Callable[[], Soaked],
     num_steps: int,
     progress: Callable[[dict[str, Any]], None] = lambda row: None,
+    *,
+    limit_s: float = math.inf,
 ) -> dict[str, Any]:
     """Run `num_steps` steps from the case's context on, and go back to it whenever the room after it is used up.
 
-    Acceptance must be real: drafts of the pass before are verified in the next one, and may not change a token.
+    Where acceptance is real, drafts of the pass before are verified in the next one, and may not change a token; where
+    it is imposed, the step's reset must bring back the drafts, too.
     Returns the steps and passes that were run, tokens a step, seconds to make the step and to run it, and the problems
     found, at most ten.
 
     progress  called after each pass with the same figures of the run so far
+    limit_s   begin no pass after so many seconds
     """
     start = time.perf_counter()
     step = make()
@@ -56,7 +61,7 @@ def soak(
     first: torch.Tensor | None = None
     row: dict[str, Any] = {}
     try:
-        while done < num_steps and len(problems) < 10:
+        while done < num_steps and len(problems) < 10 and time.perf_counter() - start < limit_s:
             step.reset()
             count = min(num_steps - done, (ROOM - 2 * case.rows) // case.rows)
             for number in range(1, count + 1):

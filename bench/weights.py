@@ -5,6 +5,8 @@
     python -m bench.weights --out /tmp/weights.json --small --device cpu
     python -m bench.weights --out /tmp/table.json --geometry qwen3-30b-a3b --case 4x16384x0 --weights bf16 fp8 int4
     python -m bench.weights --out /tmp/table.json --geometry qwen3.6-35b-a3b --case 1x8192x0 1x8192x3 --method mtp
+    python -m bench.weights --out /tmp/table.json --geometry qwen3.5-27b --case 1x8192x3 --method mtp \
+        --draft-vocab 32768
 
 Weights are drawn on the device in the format's own parts, and packed as a runtime packs them; bfloat16 runs next to the
 others. `--geometry` measures any geometry of `lowlat/tools/bench/geometries.toml` in place of the listed cases, and
@@ -59,6 +61,7 @@ class WeightsCase:
         """For instance `llama-8b fp8, LM head fp8, KV bf16, 1 x 8K, S=0`."""
         model = self.model
         draft = f", draft {model.draft}" if self.step.num_speculative_tokens else ""
+        draft += f" of {model.draft_vocab_size} ids" if draft and model.draft_vocab_size is not None else ""
         return f"{model.name} {model.weights}, LM head {model.lm_head}, KV {model.kv}{draft}, {self.step.name}"
 
     @property
@@ -68,6 +71,8 @@ class WeightsCase:
         weights = "mxfp4" if model.weights == "bf16" and _has_mxfp4(model) else model.weights
         formats = {"weights": weights, "lm_head": model.lm_head, "kv": model.kv, "draft": model.draft}
         imposed = {"method": model.method, "imposed_accept_length": self.step.accept_length} if drafts else {}
+        if drafts and model.draft_vocab_size is not None:
+            imposed["draft_vocab_size"] = model.draft_vocab_size
         return {"model": model.name, **formats, **asdict(self.step), **imposed}
 
 
@@ -129,6 +134,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--weights", nargs="+", default=["bf16", "fp8", "int4"], help="formats with --geometry")
     parser.add_argument("--case", nargs="+", default=["1x8192x0"], metavar="BxCxS", help="steps with --geometry")
     parser.add_argument("--method", default="eagle3", help="the draft model with --geometry, where a step drafts")
+    parser.add_argument("--draft-vocab", type=int, help="ids that are drafted with --geometry; all by default")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
     add_timing_options(parser, replays=200)
     parser.add_argument("--kernels", action="store_true", help="print each case's kernels, those that take most first")
@@ -139,7 +145,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     cases = SMALL_CASES if options.small else CASES
     if options.geometry:
-        models = [Model(options.geometry, kind, method=options.method) for kind in options.weights]
+        own = {"method": options.method, "draft_vocab_size": options.draft_vocab}
+        models = [Model(options.geometry, kind, **own) for kind in options.weights]
         steps = [Case.parse(text) for text in options.case]
         cases = tuple(WeightsCase(model, step, whole=True) for model in models for step in steps)
     cases = tuple(case for case in cases if not options.only or any(part in case.name for part in options.only))

@@ -3,7 +3,7 @@
 A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -67,8 +67,9 @@ class BufferSet(Mapping[str, torch.Tensor]):
     `initial` gives the content of constants; all other buffers start at zero. Buffers named in `pinned` lie in host
     memory that the device reads and writes at the same address. Buffers of role `in_arena` lie in an `arena` of bytes,
     where one is given: scratch in one that several sets share, since none of it outlives a step. Buffers that another
-    set has allocated may be `given`: they are that set's own. Raises ConfigError when two specs of one name differ,
-    when a constant has no content, when its content has another shape or dtype, or when the arena is too small.
+    set has allocated may be `given`: they are that set's own. Paged buffers are made by `paged` of their shape and
+    dtype, where that is given, zeroed. Raises ConfigError when two specs of one name differ, when a constant has no
+    content, when its content has another shape or dtype, or when the arena is too small.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class BufferSet(Mapping[str, torch.Tensor]):
         arena: torch.Tensor | None = None,
         in_arena: Role = Role.SCRATCH,
         given: "BufferSet | None" = None,
+        paged: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
     ) -> None:
         self.specs: dict[str, BufferSpec] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -94,6 +96,8 @@ class BufferSet(Mapping[str, torch.Tensor]):
                     self._tensors[spec.name] = given[spec.name]
                 elif arena is not None and spec.role is in_arena:
                     self._tensors[spec.name] = self._carve(spec, arena)
+                elif paged is not None and spec.paging is not None and spec.name not in pinned:
+                    self._tensors[spec.name] = paged(spec.shape, spec.dtype)
                 else:
                     self._tensors[spec.name] = _allocate(spec, device, contents.get(spec.name), spec.name in pinned)
             elif known != spec:

@@ -1,6 +1,7 @@
 """The whole answer to a request, gathered from its chunks: one record for clients and for calls in process."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -10,7 +11,7 @@ from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.messages import FinishReason, TokenLogprob
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 
-__all__ = ["Answer", "AnswerParts", "ToolCall"]
+__all__ = ["Answer", "AnswerParts", "Received", "ToolCall"]
 
 SHOWN = 40  # characters of a text in a repr
 
@@ -96,16 +97,49 @@ class Answer(Struct, frozen=True):
         return f"Answer({text!r}, {len(self.token_ids)} tokens{calls}, finish_reason={self.finish_reason!r})"
 
 
+class Received:
+    """The token ids and the text of an answer, as far as they have come."""
+
+    __slots__ = ("_texts", "_token_ids")
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._token_ids)
+
+    def add(self, token_ids: Sequence[int], text: str) -> None:
+        """Take the next tokens, and the text that they made."""
+        self._token_ids.extend(token_ids)
+        if text:
+            self._texts.append(text)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens."""
+        return tuple(self._token_ids)
+
+    @property
+    def text(self) -> str:
+        """All text."""
+        return "".join(self._texts)
+
+    def broken(self, message: str, code: str, error: type[StreamError] = StreamError) -> StreamError:
+        """The error of a request that ended before its own end, with what came until then."""
+        return error(message, token_ids=self.token_ids, text=self.text, code=code)
+
+
 class AnswerParts:
     """The parts of an answer, as far as they have come.
 
-    last  its last chunk; None while it goes on
+    received  its tokens and text
+    last      its last chunk; None while it goes on
     """
 
     def __init__(self) -> None:
+        self.received = Received()
         self.last: Chunk | None = None
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, tuple[str, str, list[str]]] = {}
         self._logprobs: list[TokenLogprob] | None = None
@@ -113,20 +147,9 @@ class AnswerParts:
         self._accepted: list[bool] = []
         self._simulated = False
 
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All tokens that came."""
-        return tuple(self._token_ids)
-
-    @property
-    def text(self) -> str:
-        """The text of all that came."""
-        return "".join(self._texts)
-
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk."""
-        self._token_ids.extend(chunk.token_ids)
-        self._texts.append(chunk.text)
+        self.received.add(chunk.token_ids, chunk.text)
         self._accepted.extend(chunk.accepted or (False,) * len(chunk.token_ids))
         if chunk.reasoning_content:
             self._reasoning.append(chunk.reasoning_content)
@@ -144,18 +167,14 @@ class AnswerParts:
         if chunk.finish_reason is not None:
             self.last = chunk
 
-    def broken(self, message: str, code: str, error: type[StreamError] = StreamError) -> StreamError:
-        """The error of a request that ended before its own end, with what came until then."""
-        return error(message, token_ids=self.token_ids, text=self.text, code=code)
-
     def answer(self) -> Answer:
         """The whole answer. Raises LowlatError while it goes on."""
         last = self.last
         if last is None or last.finish_reason is None:
             raise LowlatError("the answer has not ended yet; read its chunks to the last one")
         return Answer(
-            text=self.text,
-            token_ids=self.token_ids,
+            text=self.received.text,
+            token_ids=self.received.token_ids,
             finish_reason=last.finish_reason,
             stop_reason=last.stop_reason,
             reasoning="".join(self._reasoning),

@@ -1,4 +1,4 @@
-"""Protocols of what a server uses: an engine that decodes, and a codec from text to token ids.
+"""Protocols that a server uses: an engine that decodes, and a codec from text to token ids.
 
 An engine is driven by the decode thread alone, but for `validate` and `compile`, which any thread may call. A codec is
 called from the text threads.
@@ -25,6 +25,7 @@ class EngineInfo:
     numerics      digest of all that decides results' bits: servers of one model and equal digests give equal tokens; ""
                   where an engine tells none
     sampling_defaults  fields of a request's sampling, where it leaves them out
+    can_sleep     the engine can give its device's memory back, and take it again
     """
 
     model: str
@@ -37,6 +38,7 @@ class EngineInfo:
     on_device: bool = False
     numerics: str = ""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    can_sleep: bool = False
 
 
 class TokenLogprobs(Protocol):
@@ -149,6 +151,15 @@ class Engine(Protocol):
 
     def stats(self) -> Mapping[str, Any]:
         """Totals, slots and KV use, as JSON values; the decode thread calls it, about once a second."""
+
+    def sleep(self) -> None:
+        """Give the device's memory back; no request is there, and none comes before `wake`.
+
+        Raises CapacityError, ConfigError where it stays awake; DeviceError when the device has failed.
+        """
+
+    def wake(self) -> None:
+        """Take the device's memory again. Raises CapacityError where it stays asleep, DeviceError."""
 
     def close(self) -> None:
         """Give everything back."""

@@ -53,6 +53,9 @@ class Limits:
         rare=True,
     )
     drain_s: float = _limit(10.0, 0.0, 3600.0, "Seconds that SIGTERM lets requests finish.")
+    max_wake_s: float = _limit(
+        60.0, 0.05, 3600.0, "Seconds that requests wait for a model that sleeps; then `busy`.", rare=True
+    )
     watchdog_factor: float = _limit(
         10.0, 2.0, 1000.0, "A step so many times older than its usual p99 hangs.", rare=True
     )
@@ -75,7 +78,7 @@ class Limits:
             low, high = item.metadata["low"], item.metadata["high"]
             kinds = (int, float) if isinstance(item.default, float) else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-                raise ConfigError(f"{item.name} must be from {low:g} to {high:g}, got {value!r:.80}")
+                raise ConfigError(f"{item.name} must be from {low:.9g} to {high:.9g}, got {value!r:.80}")
         if self.heartbeat_timeout_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 f"heartbeat_timeout_s ({self.heartbeat_timeout_s:g}) must be at least twice heartbeat_interval_s "

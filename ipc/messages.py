@@ -1,4 +1,4 @@
-"""The messages of wire format 1, one struct each; what they mean, and how they are sent, is said in wire.py.
+"""The messages of wire format 1, one struct each; wire.py says how they are sent.
 
 Structs of a client's messages carry their bounds, so that decoding is checking.
 """
@@ -28,6 +28,8 @@ __all__ = [
     "Pause",
     "Pong",
     "PromptPart",
+    "Residence",
+    "Resident",
     "Result",
     "Resume",
     "Sampling",
@@ -86,6 +88,7 @@ class Kind:
     DRAIN = 0x07
     PAUSE = 0x08
     RESUME = 0x09
+    RESIDENCE = 0x10
     WELCOME = 0x81
     TOKENS = 0x82
     END = 0x83
@@ -93,6 +96,7 @@ class Kind:
     STATS_REPLY = 0x85
     PONG = 0x86
     BYE = 0x87
+    RESIDENT = 0x90
 
 
 class Hello(Struct, forbid_unknown_fields=True):
@@ -273,6 +277,13 @@ class Drain(Struct, forbid_unknown_fields=True):
     deadline_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
 
 
+class Residence(Struct, forbid_unknown_fields=True):
+    """Ask the server to give its model's memory back when what runs is over, or to take it again; see RESIDENT."""
+
+    nonce: Number
+    asleep: bool
+
+
 class TokenLogprob(Struct, array_like=True, gc=False):
     """A token's logarithmic probability and its likeliest alternatives, likeliest first.
 
@@ -369,8 +380,19 @@ class StatsReply(Struct):
     stats: dict[str, Any]
 
 
+class Resident(Struct, omit_defaults=True):
+    """The answer to RESIDENCE, when it is done or refused; problem says why it was refused, and state is as in PONG."""
+
+    nonce: int
+    state: str
+    problem: str | None = None
+
+
 class Pong(Struct):
-    """state is "serving" or "draining"; last_step_age_s is 0.0 while nothing runs."""
+    """state is "serving" or "draining", or of a model that sleeps "falling asleep", "asleep" or "waking".
+
+    A model that sleeps takes requests, and is woken by one. last_step_age_s is 0.0 while nothing runs.
+    """
 
     nonce: int
     state: str
@@ -396,6 +418,7 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.DRAIN: Drain,
     Kind.PAUSE: Pause,
     Kind.RESUME: Resume,
+    Kind.RESIDENCE: Residence,
     Kind.WELCOME: Welcome,
     Kind.TOKENS: Tokens,
     Kind.END: End,
@@ -403,4 +426,5 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.STATS_REPLY: StatsReply,
     Kind.PONG: Pong,
     Kind.BYE: Bye,
+    Kind.RESIDENT: Resident,
 }

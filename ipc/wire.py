@@ -28,6 +28,7 @@ are sent as token ids. Where any values may stand (template_options, tool_calls)
     DRAIN           0x07                          BYE             0x87  last; nothing follows it
     PAUSE           0x08
     RESUME          0x09
+    RESIDENCE       0x10                          RESIDENT        0x90  answers RESIDENCE
 
 HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the
 hash of its tokenizer.json, the digest of its numerics, and the server's epoch, which no other start of any server
@@ -60,6 +61,10 @@ is paused for longer than the server allows ends with an error of the code `dead
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
 runs and to end; only clients of the server's own user may. A server that ends says BYE.
+
+RESIDENCE asks the server to give its model's memory on the device back as soon as nothing runs, or to take it again;
+only clients of the server's own user may. RESIDENT answers when that is done, or says the problem; its nonce comes
+back. A model that sleeps takes requests all the same: the first one wakes it, and they wait meanwhile.
 
 An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
 wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. A SUBMIT that is wrong ends by its own ERROR where its
@@ -97,6 +102,8 @@ from lowlat.ipc.messages import (
     Pause,
     Pong,
     PromptPart,
+    Residence,
+    Resident,
     Resume,
     Sampling,
     ServerLimits,
@@ -132,6 +139,8 @@ __all__ = [
     "Pause",
     "Pong",
     "PromptPart",
+    "Residence",
+    "Resident",
     "Resume",
     "Sampling",
     "ServerLimits",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lowlat.engine.calls.streams import AsyncStream, Stream
     from lowlat.engine.metrics import RequestMetrics, SpeculativeDecodingStats
     from lowlat.engine.runtime import Runtime
+    from lowlat.engine.sessions.session import Session
     from lowlat.errors import (
         Busy,
         CapacityError,
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
         LowlatError,
         RequestError,
         ServerGone,
+        SessionError,
         StreamError,
     )
     from lowlat.ipc.answer import Answer, ToolCall
@@ -41,6 +43,8 @@ __all__ = [
     "RuntimeConfig",
     "SamplingParams",
     "ServerGone",
+    "Session",
+    "SessionError",
     "SpeculativeConfig",
     "SpeculativeDecodingStats",
     "StepOutput",
@@ -58,6 +62,7 @@ _HOMES = {
     "Chunk": "lowlat.ipc.chunk",
     "RequestMetrics": "lowlat.engine.metrics",
     "Runtime": "lowlat.engine.runtime",
+    "Session": "lowlat.engine.sessions.session",
     "RuntimeConfig": "lowlat.options.config",
     "SamplingParams": "lowlat.options.request",
     "SpeculativeConfig": "lowlat.options.config",

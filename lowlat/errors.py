@@ -4,7 +4,8 @@ LowlatError
 ├── ConfigError      the model directory, the draft model or an option is wrong; nothing was loaded
 │   └── ShapeError   arrays do not have the shapes that a bucket fixes
 ├── RequestError     one request is wrong; that request alone fails
-│   └── GrammarError a request's grammar forbids what was committed, or cannot go on
+│   ├── GrammarError a request's grammar forbids what was committed, or cannot go on
+│   └── SessionError a session's file is none, torn, altered, of another model, or cannot be written
 ├── CapacityError    the request is right but there is no capacity for it now; try later
 │   └── Busy         a server has none, and says when to try again
 ├── StreamError      a request broke off; the tokens received before are kept
@@ -24,6 +25,7 @@ __all__ = [
     "LowlatError",
     "RequestError",
     "ServerGone",
+    "SessionError",
     "ShapeError",
     "StreamError",
     "is_panic",
@@ -48,6 +50,10 @@ class RequestError(LowlatError):
 
 class GrammarError(RequestError):
     """A token was committed that the request's grammar forbids, or the grammar came to a limit; the request ends."""
+
+
+class SessionError(RequestError):
+    """The file of a session is none, is torn or altered, belongs to another model or numerics, or cannot be written."""
 
 
 class CapacityError(LowlatError):

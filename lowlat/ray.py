@@ -26,6 +26,7 @@ from lowlat.ipc.client import AsyncClient
 from lowlat.serving.config import SETTINGS, ServeConfig
 from lowlat.serving.http.app import make_app
 from lowlat.serving.http.auth import KEY_VARIABLE, checked_key
+from lowlat.serving.http.gateway import OneModel
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -53,7 +54,7 @@ class Replica:
         self._server, self.facts = _start(settings, f"ipc://{folder / 'server.sock'}", folder / "log")
         self._ended = weakref.finalize(self, _end, self._server, self._folder)
         self._client = AsyncClient(self.facts["endpoint"])
-        self._gateway = make_app(self._client, key=key, host=None)
+        self._gateway = make_app(OneModel(self._client), key=key, host=None)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request as the HTTP gateway does."""

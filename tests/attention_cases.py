@@ -72,7 +72,7 @@ class Case:
             cache[self.table[slot, new // block].long(), :, new % block] = kept
 
     def arguments(self) -> dict[str, Any]:
-        """What reference and kernel both take."""
+        """Return the arguments that reference and kernel share."""
         signed = [[mask - (1 << 64) if mask >> 63 else mask for mask in row] for row in self.masks]
         return {
             "q": self.q,

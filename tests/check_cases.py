@@ -28,7 +28,7 @@ class Compares(Protocol):
     def compare(
         self, arrays: Arrays, reference: Callable[[Arrays], object], calls: Callable[[Arrays], Sequence[KernelCall]]
     ) -> Arrays:
-        """What the arrays are in the end."""
+        """Run the reference and the calls, compare their arrays, and return them."""
 
 
 def set_one(name: str, value: Callable[[int, random.Random], int], at: str = "slot") -> Wrong:

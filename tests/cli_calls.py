@@ -25,7 +25,7 @@ def answer(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 
 def refusal(*arguments: object, code: int = 2) -> str:
-    """What stderr says when a command is refused."""
+    """Run a command that must be refused, and return its stderr."""
     result = lowlat(*arguments)
     assert result.exit_code == code, result.output
     assert "Traceback" not in result.output

@@ -27,7 +27,7 @@ OLDEST, NEWEST = (8, 0), ((10, 0), (12, 0))
 
 
 def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """What is compiled daily: each kind of kernel for the usual GPU, and the first of each module for the oldest
+    """List the daily examples: each kind of kernel for the usual GPU, and the first of each module for the oldest
     capability, which lacks most instructions; the two newest share out the modules.
     """
     kinds = list(first_examples(GPUS[capability]))
@@ -38,7 +38,7 @@ def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
 
 
 def _wide_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """What is compiled where a run is wide, too: every variant in one size for the usual GPU, and for the oldest
+    """List the examples of wide runs: every variant in one size for the usual GPU, and for the oldest
     capability where plans depend on the GPU; else each kind for each capability.
     """
     gpu, known = GPUS[capability], modules()

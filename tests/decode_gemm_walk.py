@@ -22,9 +22,8 @@ SHARED = (
 )
 PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
 PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("all_reduce_epilogue", "epilogue", "gemm")
-FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
-NAMES = (*SHARED, *PEERS, *FRAGMENTS, *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
+ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "gemm")
+NAMES = (*SHARED, *PEERS, "formats.fragment", *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
 SMALL = Gpu(2, 227 * 1024, (9, 0))
 
 

@@ -40,6 +40,7 @@ class FakeDevice:
     def __init__(self, inner: Any, *, seed: int = 0, lead: int = 0, fail_at: int | None = None) -> None:
         assert isinstance(inner, ReferenceExecutor)
         self.inner, self.device, self.state = inner, inner.device, inner.state
+        self.residence = inner.residence
         self.counts = inner.counts
         self.lead, self.fail_at = lead, fail_at
         self.log: list[tuple[Any, ...]] = []

@@ -34,7 +34,7 @@ class FakeLogprobs:
 
 @dataclass(frozen=True)
 class FakeOutput:
-    """What lowlat.StepOutput has."""
+    """An output has the fields of lowlat.StepOutput."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -142,6 +142,7 @@ class FakeEngine:
     faults           request prompts whose first token is a key fail so: "nan", "device", "hang", "crash", at step
                      `fault_step` of the request
     on_step          called in every step, before it sleeps
+    wake_problems    refusals of the first wakes, failures of the device among them; sleep_problem of every sleep
     """
 
     def __init__(
@@ -159,6 +160,8 @@ class FakeEngine:
         close_error: Exception | None = None,
         on_step: Callable[[], None] | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
+        wake_problems: Sequence[str] = (),
+        sleep_problem: str = "",
     ) -> None:
         self.info = EngineInfo(
             model="fake",
@@ -170,7 +173,11 @@ class FakeEngine:
             numerics=NUMERICS,
             on_device=on_device,
             sampling_defaults=sampling_defaults or {},
+            can_sleep=True,
         )
+        self.wake_problems, self.sleep_problem = list(wake_problems), sleep_problem
+        self.asleep = False
+        self.num_wakes = 0
         self.step_s = step_s
         self.tokens_per_step = tokens_per_step
         self.text = text
@@ -225,6 +232,7 @@ class FakeEngine:
         self.salts.append(cache_salt)
         del self.salts[:-MAX_REMEMBERED]
         self.threads.add(threading.get_ident())
+        assert not self.asleep
         fault = self.faults.get(prompt[0])
         if fault == "refuse":
             raise RequestError("the fake engine refuses this prompt")
@@ -245,6 +253,19 @@ class FakeEngine:
             self.cancelled_at.pop(next(iter(self.cancelled_at)))
         self._end(request_id, request)
         self._pending.append(FakeOutput(request_id, (), "cancelled", text="" if self.text else None))
+
+    def sleep(self) -> None:
+        assert not self.busy
+        if self.sleep_problem:
+            raise CapacityError(self.sleep_problem)
+        self.asleep = True
+
+    def wake(self) -> None:
+        if self.wake_problems:
+            problem = self.wake_problems.pop(0)
+            raise DeviceError(problem) if problem.startswith("device:") else CapacityError(problem)
+        self.asleep = False
+        self.num_wakes += 1
 
     @property
     def busy(self) -> bool:

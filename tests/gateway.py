@@ -19,6 +19,7 @@ from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.wire import Message, Sampling
 from lowlat.serving.http.connections import ConnectionLimits
+from lowlat.serving.http.gateway import OneModel
 from lowlat.serving.http.server import Address, run
 from lowlat.text.templates.messages import call_values
 
@@ -128,7 +129,7 @@ def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
     host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
     thread = threading.Thread(
         target=run,
-        args=(client, Address(host, port)),
+        args=(OneModel(client), Address(host, port)),
         kwargs={"key": KEY, "opened": note, "parent": reading, **options},
     )
     thread.start()

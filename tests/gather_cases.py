@@ -25,7 +25,7 @@ def wanted_rows(
     first: int = 0,
     kv_scales: torch.Tensor | None = None,
 ) -> None:
-    """What `gather_kv` means; shapes as there, anywhere."""
+    """Do what `gather_kv` does in plain torch, on any device, with the same shapes."""
     start, count = chunk.tolist()
     origin = 0 if window is None else max(start - (window - 1), 0) // ALIGNMENT * ALIGNMENT
     seen, block = start + size - origin, k_cache.shape[2]
@@ -80,5 +80,5 @@ class Gather:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What else the kernel is told."""
+        """Return the kernel's parameters."""
         return {"size": self.size, "window": self.window, "first": self.first}

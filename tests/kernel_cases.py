@@ -81,7 +81,7 @@ def poisoned(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def unwritten(kind: str, given: Mapping[str, Any], **sizes: int) -> Arrays:
-    """What an operation writes besides the given arguments, poisoned, of the sizes that those and its schema tell.
+    """Make poisoned outputs for an operation, besides the given ones, sized by its schema and arguments.
 
     sizes   of symbols that no given array has
     """
@@ -99,7 +99,7 @@ def unwritten(kind: str, given: Mapping[str, Any], **sizes: int) -> Arrays:
 
 
 def meant(kind: str, given: Mapping[str, Any], **sizes: int) -> Arrays:
-    """What an operation writes, by its reference."""
+    """Return the outputs of an operation's reference."""
     found = unwritten(kind, given, **sizes)
     OPERATIONS[kind](**given, **found)
     return found

@@ -92,7 +92,7 @@ def factories(module: Any) -> list[str]:
 
 
 def family(kernel: Kernel) -> str:
-    """What a kernel is without its constants: where its function was made."""
+    """Name a kernel without its constants: where its function was made."""
     return f"{kernel.function.__module__}.{kernel.function.__qualname__}"
 
 

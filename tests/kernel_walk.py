@@ -72,7 +72,7 @@ this_thread: Callable[[], Any] = this_fiber  # that runs: its home, warp and lan
 
 
 class Walker:
-    """What stands for `cuda` and `ptx`, and runs kernels.
+    """A walker stands in for `cuda` and `ptx`, and runs kernels.
 
     late       copies arrive when they are waited for, else when they are issued
     may_leave  blocks but the first may end without having waited for the kernel before
@@ -104,7 +104,7 @@ class Walker:
         self._fibers.run()
 
     def _body_of(self, call: Any) -> Callable[[], None]:
-        """What a thread of a launch does."""
+        """Return the function that one thread of a launch runs."""
         values: list[Any] = []
         for kind, argument in zip(call.kernel.signature, call.arguments, strict=True):
             if isinstance(argument, torch.Tensor) and hasattr(kind, "ndim"):
@@ -229,7 +229,7 @@ class Walker:
         return before
 
     def meet(self, place: Any, count: int, value: Any, combine: Combine | None) -> Any:
-        """What comes of the values of so many threads that come to a place."""
+        """Wait for `count` threads at a place, and return what `combine` makes of their values."""
         return self._fibers.meet(place, count, value, combine)
 
     def at(self, address: int, size: int) -> Any:
@@ -299,7 +299,7 @@ class Walker:
         return load_later
 
     def cuda(self) -> Any:
-        """What stands for Numba's `cuda`."""
+        """Make the stand-in for Numba's `cuda`."""
         warp = self._warp
 
         class Line:
@@ -354,7 +354,7 @@ class Walker:
         )
 
     def ptx(self) -> ModuleType:
-        """What stands for the module `ptx`: the instructions that walked kernels use."""
+        """Make the stand-in for the module `ptx`: the instructions that walked kernels use."""
         made = ModuleType("lowlat.kernels.toolchain.ptx")
         near, at, warp = self.place_near, self.place_at, self._warp
         half_at, put_half, put_words = load(at, "H"), store(at, "H"), store(at, "4I")

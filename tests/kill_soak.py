@@ -38,7 +38,7 @@ HEAD = TARGET.with_name("head")
 
 
 class Books:
-    """What a long-lived process holds after each round; its own figures must not grow."""
+    """The books record a long-lived process's resources after each round; its own figures must not grow."""
 
     def __init__(self, pid: int, folder: Path) -> None:
         self.pid = pid

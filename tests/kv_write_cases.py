@@ -19,7 +19,7 @@ class Chunk:
     coded: bool = False
 
     def arrays(self, device: str = "cpu") -> dict[str, torch.Tensor]:
-        """What is stored, where, and caches that hold something already; the table's end holds rubbish."""
+        """Draw keys and values, their places, and caches with contents; the end of the block table is invalid."""
         torch.manual_seed(self.start + self.size)
         used = -(-(self.start + self.live) // self.block)
         table = torch.full((1, used + 3), 1 << 20, dtype=torch.int32)

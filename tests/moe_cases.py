@@ -55,7 +55,7 @@ class Moe:
         return torch.randn(count, self.up.packed.columns, device=self.up.packed.words.device).bfloat16()
 
     def arguments(self, x: torch.Tensor, top_k: int) -> dict[str, Any]:
-        """What a launch over rows x [M, K] takes but their routing; residuals are random, nothing is written yet."""
+        """Return the arguments of a launch over rows x [M, K] but for routing; residuals are random, outputs empty."""
         rows, inner, hidden, device = x.shape[0], self.down.packed.columns, self.down.packed.rows, x.device
         return {
             "gate_up": self.up.packed,

@@ -19,10 +19,7 @@ PARTS = (
     "weighing_epilogue",
     "topk_sum",
 )
-FRAGMENTS = (
-    *(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4")),
-    "moe.fragments",
-)
+FRAGMENTS = ("formats.fragment", "moe.fragments")
 OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
 NAMES = (*SHARED, *PEERS, *FRAGMENTS, *OWN)
 

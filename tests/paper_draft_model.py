@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 WINDOW_SINKS = 4  # rows that a windowed head keeps seeing
 
@@ -122,6 +120,9 @@ class PaperDraftModel:
         half = x.shape[-1] // 2
         frequencies, factor = self.layer["rope_theta"] ** (-torch.arange(half) / half), 1.0
         if scaling := self.layer.get("rope_scaling"):
+            from transformers import LlamaConfig
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             rope = {"rope_theta": self.layer["rope_theta"], **scaling}
             config = LlamaConfig(head_dim=2 * half, max_position_embeddings=4096, rope_parameters=rope)
             frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)

@@ -63,7 +63,7 @@ class Slot:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied by."""
+        """Scores are multiplied by 1 / sqrt(D)."""
         return float(self.shape.dim**-0.5)
 
     def prepare(
@@ -113,7 +113,7 @@ class Slot:
         return out
 
     def expected(self, sinks: torch.Tensor | None, **mask: Any) -> torch.Tensor:
-        """What the reference makes of the live rows, in float32."""
+        """Return the reference's result for the live rows, in float32."""
         out = torch.empty(self.shape.size, self.shape.heads * self.shape.dim, device=self._device)
         keys, values = (cache.float() for cache in self.caches)
         chunk, options = (self.table, self.chunk, sinks), {"out": out, "scale": self.scale, **mask}

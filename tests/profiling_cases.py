@@ -50,7 +50,7 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
 
 
 def cover_ranks(runtime: Runtime, speculative: SpeculativeConfig, size: int, gpu: Gpu = H200) -> list[SimpleNamespace]:
-    """What a profile asks of the executors of so many ranks, each on a GPU of its own, in a runtime of one."""
+    """Make stand-ins for the executors of several ranks, each on a GPU of its own, from a runtime of one rank."""
     topologies = make_topologies(speculative)
     options = RuntimeConfig(tensor_parallel_size=size)
     geometries = rank_geometries(runtime.geometry, options, speculative)

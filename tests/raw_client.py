@@ -38,7 +38,7 @@ TIMEOUT_S = 10.0
 
 
 class Completion:
-    """What came for one request, its sequence checked."""
+    """A completion collects the messages of one request, and checks their sequence."""
 
     def __init__(self) -> None:
         self.token_ids: tuple[int, ...] = ()

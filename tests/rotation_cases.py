@@ -104,8 +104,12 @@ def check_layers(
     coded: bool = False,
     turning: int = 0,
     dtype: torch.dtype = torch.bfloat16,
+    **values: bool,
 ) -> None:
-    """Keys and values of layers side by side have the bits of each layer's alone, of a step's rows and of a chunk's."""
+    """Keys and values of layers side by side have the bits of each layer's alone, of a step's rows and of a chunk's.
+
+    values  v_norm and keys_as_values, with eps
+    """
     (groups, dim), contexts = heads, 64
     if chunk:
         write = Chunk(5, 8, 3, heads=groups, block=8, dim=dim, coded=coded).arrays()
@@ -122,7 +126,10 @@ def check_layers(
             "offsets": torch.tensor([1, 0]).int(),
         }
         write["row_live"][1] = 0
-    qkv, angles = torch.randn(rows, layers, 2 * groups * dim), torch.rand(contexts, (turning or dim) // 2) * 6
+    qkv, angles = (
+        torch.randn(rows, layers, (1 if values.get("keys_as_values") else 2) * groups * dim),
+        torch.rand(contexts, (turning or dim) // 2) * 6,
+    )
     shared = {"positions": torch.randint(0, contexts, (rows,)).int(), "cos": angles.cos(), "sin": angles.sin(), **write}
     empty = torch.zeros(shape, dtype=torch.uint8) if coded else poison(*shape)
     own = [{} if eps is None else {"k_weight": weights(dim, dtype)} for _ in range(layers)]
@@ -130,7 +137,13 @@ def check_layers(
         each |= {"kv_scales": torch.rand(2, groups).bfloat16().float() + 2**-9} if coded else {}
     want = [
         lab.launch(
-            rotate.rotate, {"k_cache": empty, "v_cache": empty}, qkv=qkv[:, layer], **shared, **own[layer], eps=eps
+            rotate.rotate,
+            {"k_cache": empty, "v_cache": empty},
+            qkv=qkv[:, layer],
+            **shared,
+            **own[layer],
+            eps=eps,
+            **values,
         )
         for layer in range(layers)
     ]
@@ -147,7 +160,7 @@ def check_layers(
         return rotate.rotate_layers(**given, layers=made, workspace=workspace)
 
     outs = {f"{part}{layer}": empty for layer in range(layers) for part in "kv"}
-    found = lab.launch(build, outs, qkv=qkv.reshape(rows, -1), **shared, eps=eps)
+    found = lab.launch(build, outs, qkv=qkv.reshape(rows, -1), **shared, eps=eps, **values)
     for layer, each in enumerate(want):
         for part in "kv":
             got = found[f"{part}{layer}"].cpu().view(torch.uint8)

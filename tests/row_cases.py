@@ -200,7 +200,7 @@ def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted
 
 
 def check_markov(bench: Bench, seed: int, *, vocabulary: int) -> None:
-    """What stands after DSpark's block: parents' tokens, biased logits."""
+    """Check the operations after DSpark's block: parents' tokens and biased logits."""
     torch.manual_seed(seed)
     batch, block, wide, nodes, row = 3, 4, 1 + seed, 9, seed % 4
     arrays = {

@@ -25,7 +25,7 @@ Arrays = dict[str, torch.Tensor]
 
 
 def poison(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    """What nobody wrote."""
+    """Return an array that nothing has written."""
     return torch.full(shape, float("nan") if dtype.is_floating_point else 77, dtype=dtype)
 
 
@@ -148,7 +148,7 @@ def check_norm_add(
     *,
     arranges: bool = False,
 ) -> None:
-    """What a layer adds, normed, summed, scaled and normed again, against the operations one by one, bit for bit: with
+    """Compare a fused norm, sum, scale and norm with the operations one by one, bit for bit: with
     and without what may be absent.
 
     arranges  also as it is left for a prefill GEMM

@@ -47,7 +47,7 @@ LIMITS = ServerLimits(
 
 
 def welcome(**changes: Any) -> Welcome:
-    """What the scripted server says of itself."""
+    """Return the scripted server's welcome."""
     fields: dict[str, Any] = {
         "version": 1,
         "epoch": "e",
@@ -63,7 +63,7 @@ def welcome(**changes: Any) -> Welcome:
 
 
 def expected_tokens(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """What an honest server answers: tokens that tell prompts and places apart."""
+    """Return a correct server's answer: tokens that tell prompts and places apart."""
     start = sum(prompt)
     return tuple((start + place * 7) % 100_003 for place in range(num_tokens))
 

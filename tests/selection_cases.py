@@ -26,7 +26,7 @@ SIGN, WORD = 1 << 31, (1 << 32) - 1
 
 
 def best_pairs(logits: torch.Tensor, limit: int, blocks: int = 7) -> torch.Tensor:
-    """What a product that keeps best pairs leaves next to logits [M, V]: [M, blocks, 2] int32.
+    """Return the best pairs that a GEMM leaves next to logits [M, V]: [M, blocks, 2] int32.
 
     Blocks take tiles of 16 columns in turn, as the product's do; what they leave is in `select`'s words.
     """
@@ -88,7 +88,7 @@ def make_world(vocabulary: int, options: list[dict[str, float]], biased: Sequenc
 def draw_scores(
     world: World, logits: torch.Tensor, slot: int, tokens: list[int], mask: int, node: int = 0
 ) -> torch.Tensor:
-    """What the reference compares at a node, [V] float32, minus infinity where a token may not be drawn."""
+    """Return the numbers that the reference compares at a node, [V] float32, minus infinity for banned tokens."""
     floats, ints = world.floats[slot], world.ints[slot].tolist()
     counts = world.output_counts[slot].clone()
     for bit in range(1, len(tokens)):

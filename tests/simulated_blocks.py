@@ -57,7 +57,7 @@ class _Blocks(kernel.BlockManager):  # type: ignore[misc]
 
 
 def _call(called: Any, *arguments: Any) -> Any:
-    """What calls a kernel, or from within one a function of the device."""
+    """Call a kernel, or from within one a device function."""
     if not called._device:
         return _launch(called, *arguments)
     this_fiber()._manager.give_cuda(called.fn)

@@ -49,7 +49,7 @@ def milliseconds(counts: Mapping[str, int]) -> list[float]:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process has in memory."""
+    """Return the memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -35,7 +35,7 @@ from lowlat.ipc.wire import Sampling
 
 @dataclass
 class Found:
-    """What came of the streams: tokens, what was wrong with them, and the times between chunks, to three digits."""
+    """The worker reports on its streams: tokens, errors, and the times between chunks, to three digits."""
 
     num_tokens: int = 0
     num_requests: int = 0
@@ -135,7 +135,7 @@ def _three_digits(value: int) -> int:
 
 
 def in_process(prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What the engine gives without a server."""
+    """Return the engine's output without a server."""
     engine = FakeEngine(tokens_per_step=256)
     engine.submit("r", prompt, Sampling(max_tokens=max_tokens))
     return [token for _ in range(-(-max_tokens // 256)) for output in engine.step() for token in output.token_ids]

@@ -62,7 +62,7 @@ def expected_rows(texts: list[list[int]], rows: int, options: Options) -> tuple[
 
 
 def arguments(texts: list[list[int]], rows: int, context: int) -> Arrays:
-    """What the operation takes for texts in slots of their own, in order."""
+    """Return the operation's arguments for one text a slot."""
     batch = len(texts)
     tokens = torch.full((batch, context), -7, dtype=torch.int32)
     for row, text in zip(tokens, texts, strict=True):

@@ -2,25 +2,9 @@
 
 from typing import Any
 
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Gemma4UnifiedForCausalLM,
-    Gemma4UnifiedTextConfig,
-)
-
 __all__ = ["E2B", "E4B", "GEMMAS", "GEMMA_3_27B", "GEMMA_31B", "GEMMA_FIELDS", "MOE"]
 
-GEMMAS: dict[str, tuple[Any, Any]] = {
-    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
-    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
-    "gemma4_text": (Gemma4TextConfig, Gemma4ForCausalLM),
-    "gemma4_unified_text": (Gemma4UnifiedTextConfig, Gemma4UnifiedForCausalLM),
-}
+GEMMAS = ("gemma2", "gemma3_text", "gemma4_text", "gemma4_unified_text")
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOW: dict[str, Any] = {"sliding_window": 16, "pad_token_id": None}
 GEMMA_31B: dict[str, Any] = {

@@ -13,40 +13,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from stages import later
 from tiny_gemma import GEMMA_FIELDS, GEMMAS
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-from transformers.utils.logging import disable_progress_bar
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM),
-    "mistral": (MistralConfig, MistralForCausalLM),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
-    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
-    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
-    **GEMMAS,
+# What the names of transformers' classes of a config and of a model begin with. It is imported where a model is made:
+# that takes 4 s, which workers that only collect need not spend.
+FAMILIES = {
+    "llama": ("Llama", "Llama"),
+    "mistral": ("Mistral", "Mistral"),
+    "qwen2": ("Qwen2", "Qwen2"),
+    "qwen3": ("Qwen3", "Qwen3"),
+    "qwen3_moe": ("Qwen3Moe", "Qwen3Moe"),
+    "gpt_oss": ("GptOss", "GptOss"),
+    "qwen3_5_text": ("Qwen3_5Text", "Qwen3_5"),
+    "qwen3_5_moe_text": ("Qwen3_5MoeText", "Qwen3_5Moe"),
+    "qwen3_next": ("Qwen3Next", "Qwen3Next"),
+    "gemma2": ("Gemma2", "Gemma2"),
+    "gemma3_text": ("Gemma3Text", "Gemma3"),
+    "gemma4_text": ("Gemma4Text", "Gemma4"),
+    "gemma4_unified_text": ("Gemma4UnifiedText", "Gemma4Unified"),
 }
 ADDED_NORMS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma2", "gemma3_text")
 HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
@@ -118,8 +101,13 @@ def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.
              the last
     options  fields of transformers' config; "legacy_config": True rewrites config.json in the older spelling
     """
+    import transformers
+    from transformers.utils.logging import disable_progress_bar
+
     legacy = options.pop("legacy_config", False)
-    make_config, make_model = FAMILIES[family]
+    config_name, model_name = FAMILIES[family]
+    make_config = getattr(transformers, f"{config_name}Config")
+    make_model = getattr(transformers, f"{model_name}ForCausalLM")
     fields = {**COMMON, **OWN_FIELDS.get(family, {}), **options}
     if family == "qwen3_moe":
         fields.setdefault("moe_intermediate_size", fields["intermediate_size"])
@@ -174,6 +162,8 @@ def _rewrite_config(path: Path) -> None:
 
 def mxfp4_target(directory: Path, *, seed: int = 0, **options: Any) -> Any:
     """A gpt-oss target whose experts are stored as MXFP4 blocks and scales; hidden and inner size: of 32s."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     model = make_target(directory, "gpt_oss", seed=seed, **{"hidden_size": 64, "intermediate_size": 32, **options})
     tensors = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(seed)

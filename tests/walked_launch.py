@@ -54,7 +54,7 @@ class Launch:
 
 
 class Home:
-    """What the threads of a block share: their launch, the place in it, shared memory, barriers and static arrays."""
+    """A block holds what threads share: their launch, the place in it, shared memory, barriers and static arrays."""
 
     def __init__(self, launch: Launch, block: int, shared_bytes: int, rest: int) -> None:
         self.launch, self.block = launch, block

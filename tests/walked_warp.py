@@ -118,7 +118,7 @@ class Warp:
         return found
 
     def _together(self, name: str, value: Any, combine: Combine | None) -> Any:
-        """What comes of the values of all lanes of a warp, which all must do the same."""
+        """Wait for all lanes of a warp, which must do the same; return what `combine` makes of their values."""
         thread = this_fiber()
         return self._meet((name, thread.home.key, thread.warp), WARP, value, combine)
 

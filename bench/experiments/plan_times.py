@@ -8,7 +8,6 @@ plan was timed, too. `lowlat tune --times FILE` measures more on a GPU. No GPU i
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,11 @@ from typing import Any
 from lowlat.errors import ConfigError
 from lowlat.kernels.attention.launch_plan import AttentionWork
 from lowlat.kernels.attention.launch_plan import candidate_plans as attention_plans
+from lowlat.kernels.formats import DENSE_FORMATS
 from lowlat.kernels.gemm.decode.plan import ALL_REDUCE, candidate_plans, steps_to_hold
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.plan import plans_of
-from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Plan
 from lowlat.tools.tune.times import PlanTimes, read_times
@@ -30,7 +30,6 @@ from lowlat.tools.tune.times import PlanTimes, read_times
 __all__ = ["KINDS", "Judged", "judge", "plans_of_key", "summary"]
 
 KINDS = ("decode_gemm", "prefill_gemm", "attention")
-CODES = {"fp8": 1024, "int4": 512}  # bytes of a step's codes
 LIMIT = 1.10
 
 
@@ -67,14 +66,11 @@ def plans_of_key(kind: str, key: str, gpu: Gpu) -> Sequence[Plan]:
 
 def _weights(facts: Mapping[str, str]) -> TileFormat:
     label = facts.get("weights", BF16_TILES.label)
-    plain = next((each for each in (BF16_TILES, FP8_TILES, NVFP4_TILES) if each.label == label), None)
-    found = re.fullmatch(r"(fp8|int4)_(\d)(wide)?(zeros)?", label)
-    if plain is None and found is None:
+    layouts = [each.tiles(wide=wide) for each in DENSE_FORMATS.values() for wide in (False, True)]
+    found = next((each for each in (BF16_TILES, *layouts) if each.label == label), None)
+    if found is None:
         raise ConfigError(f"weights {label!r} are not known")
-    if plain is not None or found is None:
-        return plain or BF16_TILES
-    name, groups, wide, zeros = found.groups()
-    return TileFormat(name, CODES[name], groups=int(groups), wide=bool(wide), zeros=bool(zeros))
+    return found
 
 
 def _parts(facts: Mapping[str, str]) -> KParts | None:

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import msgspec
+import torch
 
 from bench.lib.case import Case
 from bench.lib.subjects import known_geometry
@@ -19,6 +20,7 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.speculators.vocabulary import DraftVocabulary, cut_speculator
 from lowlat.step.state import StepGeometry
 from lowlat.tools.bench.geometry import Geometry, random_target
 from lowlat.tools.draft_model.random_models import random_speculator
@@ -42,7 +44,7 @@ class Model:
                              a name in `MATRIX_FORMATS`, or "int4" in the largest groups that all layers allow
     kv                       of the KV cache: "bf16" or "fp8"
     method                   that drafts, where a case does
-    draft_vocab_size         of the draft model; None: the geometry's
+    draft_vocab_size         of the draft model, whose LM head is the target's where it has none; None: the geometry's
     num_layers               of the target, the first ones; None: all
     """
 
@@ -77,7 +79,11 @@ class Model:
     @cached_property
     def speculator(self) -> Speculator:
         """The speculator. Raises ConfigError where the geometry has no draft model of the method."""
-        return random_speculator(self.geometry, self.config, self.method)
+        found = random_speculator(self.geometry, self.config, self.method)
+        config, size = found.draft_config, self.draft_vocab_size
+        if config is None or size is None or config.draft_vocab_size == size:
+            return found
+        return cut_speculator(found, DraftVocabulary(torch.arange(size), None, Path()))
 
     def plan(self, *, drafts: bool) -> Plan:
         """The weights that the model is held by; drafts: the draft model's, too."""

@@ -17,7 +17,7 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.distributed.parallel import ParallelExecutor
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import Rank, make_executor
-from lowlat.graphs import BufferSet, Paging
+from lowlat.graphs import Bucket, BufferSet, Paging
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
@@ -51,10 +51,17 @@ def executor_of(
     weights: Mapping[str, torch.Tensor | PackedExperts],
     devices: Sequence[torch.device],
     drafted: Topology,
+    more: Sequence[Topology] = (),
 ) -> Any:
-    """The executor of a case's programs, each rank's by its own shapes; it captures graphs where there are GPUs."""
-    bucket = bucket_of(case, drafted)
-    made = [Rank(each.config, {bucket: build_step(each, bucket, drafted)}, build_prefills(each)) for each in ranks]
+    """The executor of a case's programs, each rank's by its own shapes; it captures graphs where there are GPUs.
+
+    more  what further steps of the same slots draft
+    """
+    buckets = {bucket_of(case, each): each for each in (drafted, *more)}
+    made = []
+    for each in ranks:
+        steps = {bucket: build_step(each, bucket, topology) for bucket, topology in buckets.items()}
+        made.append(Rank(each.config, steps, build_prefills(each)))
     kind = "graph" if devices[0].type == "cuda" else "reference"
     choice, first = DeviceChoice(devices[0], kind, "a benchmark"), made[0]
     several: dict[str, Any] = {"ranks": made, "devices": devices} if len(made) > 1 else {}
@@ -68,6 +75,7 @@ class Step:
     weights  canonical, or packed experts, as the executor takes them
     drafted  what the step drafts; None: a chain of the case's draft length
     ranks    the shapes of each of several devices; (): there is one
+    more     what further steps draft that `replay` is asked for
     """
 
     def __init__(
@@ -78,6 +86,7 @@ class Step:
         devices: Sequence[torch.device] | torch.device,
         drafted: Topology | None = None,
         ranks: Sequence[StepGeometry] = (),
+        more: Sequence[Topology] = (),
     ) -> None:
         self.name, self.case, self.shapes = "lowlat", case, shapes
         drafted = drafted or TreeTopology.chain(case.num_speculative_tokens)
@@ -87,7 +96,7 @@ class Step:
             used = {name: weights[name] for name in weights if not name.startswith("head.")}
         places = [devices] if isinstance(devices, torch.device) else devices
         self._parts = ranks or (shapes,)
-        self.executor: GraphExecutor = cast(GraphExecutor, executor_of(self._parts, case, used, places, drafted))
+        self.executor: GraphExecutor = cast(GraphExecutor, executor_of(self._parts, case, used, places, drafted, more))
         is_one_gpu = places[0].type == "cuda" and len(self._parts) == 1
         self.num_launches = self.executor.num_kernels(self.bucket) if is_one_gpu else 0
         self._is_one_gpu = is_one_gpu
@@ -122,12 +131,12 @@ class Step:
         for device in {rank.device for rank in self.ranks if rank.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
-    def replay(self) -> None:
-        """Launch one step: of one GPU on torch's current stream, of several as a runtime does."""
+    def replay(self, bucket: Bucket | None = None) -> None:
+        """Launch one step: of one GPU on torch's current stream, of several as a runtime does. None: the case's."""
         if self._is_one_gpu:
-            self.executor.graph(self.bucket).launch(self.executor.launcher.stream())
+            self.executor.graph(bucket or self.bucket).launch(self.executor.launcher.stream())
         else:
-            self.executor.step(self.bucket)
+            self.executor.step(bucket or self.bucket)
 
     def reset(self) -> None:
         """Put every slot's length on every rank back to the case's context."""
@@ -240,7 +249,9 @@ def fill_state(state: BufferSet, shapes: StepGeometry, case: Case, seed: int = 0
                 state[name].normal_()
             else:
                 state[name].random_(0, 127)  # codes that are numbers
-        elif name.startswith(("conv_state.", "delta_state.")):
+        elif name.startswith("delta_pending_g."):
+            state[name].uniform_(0.9, 1.0)
+        elif name.startswith(("conv_state.", "delta_")):
             state[name].normal_(0.0, 0.1)
     width = state["block_table"].shape[1]
     blocks = 1 + torch.randperm(shapes.num_blocks - 1, generator=generator)[: case.batch * width]

@@ -30,6 +30,7 @@ __all__ = [
     "DraftSizes",
     "Eagle3DraftModel",
     "RmsNorm",
+    "attend_steps",
     "load_draft_model",
     "rotate",
     "rotation_of",
@@ -194,7 +195,7 @@ class Eagle3DraftModel(nn.Module):
         group = sizes.heads // sizes.kv_heads
         keys.append(key.repeat_interleave(group, dim=1))
         values.append(value.repeat_interleave(group, dim=1))
-        mixed = _attend(query, keys, values, sizes.window)
+        mixed = attend_steps(query, keys, values, sizes.window)
         return layer.feed_forward(hidden + attention.o_proj(mixed.transpose(1, 2).reshape(rows, length, -1)))
 
 
@@ -213,7 +214,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
     return (x.float() * rotation[0] + turned.float() * rotation[1]).to(x.dtype)
 
 
-def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int | None) -> Tensor:
+def attend_steps(query: Tensor, keys: list[Tensor], values: list[Tensor], window: int | None) -> Tensor:
     """Attend as step k = len(keys) - 1 does: step 0's rows up to j - k, and row j - k + i of every later step i.
 
     Long rows go piece by piece, each computed again for its gradient: a mask of all of them would need length squared.

@@ -286,6 +286,14 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         """Have the server finish for at most so long, and end; see Client.drain."""
         return await self._ask(lambda protocol: protocol.drain(deadline_s), timeout_s)
 
+    async def sleep(self, timeout_s: float = 60.0) -> str:
+        """Have the server give its model's memory on the device back; see Client.sleep."""
+        return (await self._ask(lambda protocol: protocol.reside(asleep=True), timeout_s)).state
+
+    async def wake(self, timeout_s: float = 60.0) -> str:
+        """Have the server take the memory again; see Client.wake."""
+        return (await self._ask(lambda protocol: protocol.reside(asleep=False), timeout_s)).state
+
     async def connect(self) -> Welcome:
         """Connect now rather than on first use."""
         return (await self.connected()).protocol.greeting.take()

@@ -208,6 +208,18 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         """
         return self._ask(lambda protocol: protocol.drain(deadline_s), timeout_s)
 
+    def sleep(self, timeout_s: float = 60.0) -> str:
+        """Have the server give its model's memory on the device back, when what runs is over; returns its state.
+
+        Requests that come meanwhile wait, and wake it. Raises CapacityError where it is refused: for a model that
+        cannot sleep (can_sleep), where the host has no memory for it, and when this user may not ask for it.
+        """
+        return self._ask(lambda protocol: protocol.reside(asleep=True), timeout_s).state
+
+    def wake(self, timeout_s: float = 60.0) -> str:
+        """Have the server take the memory again; returns its state. Raises CapacityError where it cannot now."""
+        return self._ask(lambda protocol: protocol.reside(asleep=False), timeout_s).state
+
     def connect(self) -> Welcome:
         """Connect now rather than on first use."""
         return self.server

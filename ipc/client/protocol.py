@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
 
-from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.ipc.answer import Received
 from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.request import Request
 from lowlat.ipc.messages import (
@@ -27,6 +28,8 @@ from lowlat.ipc.messages import (
     Pause,
     Pong,
     PromptPart,
+    Residence,
+    Resident,
     Resume,
     Stats,
     StatsReply,
@@ -90,7 +93,7 @@ class Reply(Waiter, Generic[Value]):
 class Stream(Waiter):
     """A request under way: chunks that came and were not taken, and all tokens and text that came at all."""
 
-    __slots__ = ("_prompt", "_sequence", "_texts", "_token_ids", "_untold", "chunks", "ended", "number", "window")
+    __slots__ = ("_prompt", "_received", "_sequence", "_untold", "chunks", "ended", "number", "window")
 
     def __init__(self, number: int, window: int) -> None:
         self.failure = None
@@ -101,8 +104,7 @@ class Stream(Waiter):
         self._sequence = 0
         self._untold = 0  # tokens taken and not yet granted again
         self._prompt: list[PromptPart] = []
-        self._token_ids: list[int] = []
-        self._texts: list[str] = []
+        self._received = Received()
 
     @property
     def ready(self) -> bool:
@@ -111,16 +113,6 @@ class Stream(Waiter):
     @property
     def goes_on(self) -> bool:
         return not self.ended
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        """All token ids that came."""
-        return tuple(self._token_ids)
-
-    @property
-    def text(self) -> str:
-        """The text of all that came."""
-        return "".join(self._texts)
 
     def take(self) -> Chunk | None:
         """The next chunk; None after the last. Raises the failure when all that came before it is taken."""
@@ -150,10 +142,8 @@ class Stream(Waiter):
             self._prompt_part(message.prompt_logprobs)
             if not token_ids and message.text is None:
                 return
-        self._token_ids.extend(token_ids)
         text = message.text or ""
-        if text:
-            self._texts.append(text)
+        self._received.add(token_ids, text)
         logprobs = None if message.logprobs is None else tuple(message.logprobs)
         self.chunks.append(
             Chunk(
@@ -181,9 +171,9 @@ class Stream(Waiter):
     def end(self, message: End) -> None:
         """Take an END. Raises StreamError when something before it is missing."""
         self._follows(message.sequence)
-        if message.num_tokens != len(self._token_ids):
+        if message.num_tokens != len(self._received):
             raise self.broken(
-                f"the server sent {message.num_tokens} tokens and {len(self._token_ids)} came", code="lost"
+                f"the server sent {message.num_tokens} tokens and {len(self._received)} came", code="lost"
             )
         if message.finish_reason == "error" or message.code not in (None, "deadline"):
             code = message.code or "internal"
@@ -201,8 +191,7 @@ class Stream(Waiter):
         """An error that holds what came so far."""
         if kind is None:
             kind = ServerGone if code in _ENDING else StreamError
-        message = f"request {self.number}, after {len(self._token_ids)} tokens: {reason}"
-        return kind(message, token_ids=self.token_ids, text=self.text, code=code)
+        return self._received.broken(f"request {self.number}, after {len(self._received)} tokens: {reason}", code, kind)
 
     def fail(self, error: LowlatError) -> None:
         """End it by an error."""
@@ -238,6 +227,7 @@ class ClientProtocol:
         self._num_asked = 0
         self._healths: dict[int, Reply[Pong]] = {}
         self._stats: deque[Reply[dict[str, Any]]] = deque()
+        self._residences: dict[int, Reply[Resident]] = {}
         self._draining: Reply[Pong] | None = None
         self._heard = self._attended = self._probed = now
         self._send(Hello(min_version=VERSION, max_version=VERSION, name=name))
@@ -316,6 +306,17 @@ class ClientProtocol:
         self._draining = self.health()
         return self._draining
 
+    def reside(self, *, asleep: bool) -> Reply[Resident]:
+        """Ask the server to let its model sleep, or to wake it; answered when that is done, or refused."""
+        reply: Reply[Resident] = Reply()
+        if self.failure is not None:
+            reply.failure = self.failure
+            return reply
+        self._num_asked += 1
+        self._residences[self._num_asked] = reply
+        self._send(Residence(self._num_asked, asleep))
+        return reply
+
     def attend(self, now: float) -> None:
         """Note that a caller begins to wait: silence before that, while nobody listened, does not count."""
         if now - self._attended > HEARTBEAT_INTERVAL_S:
@@ -354,13 +355,14 @@ class ClientProtocol:
         self.failure = error or ServerGone(f"{self.endpoint}: {reason}", code="gone")
         for stream in self._streams.values():
             stream.fail(stream.broken(reason, "gone", ServerGone))
-        replies: list[Reply[Any]] = [self.greeting, *self._healths.values(), *self._stats]
+        replies: list[Reply[Any]] = [self.greeting, *self._healths.values(), *self._stats, *self._residences.values()]
         for reply in replies:
             if not reply.ready:
                 reply.failure = self.failure
         self._streams.clear()
         self._healths.clear()
         self._stats.clear()
+        self._residences.clear()
         self.outgoing.clear()
 
     def _send(self, header: Any) -> None:
@@ -390,6 +392,13 @@ class ClientProtocol:
             if reply is not None:
                 reply.value = message
             return reply
+        if isinstance(message, Resident):
+            resident = self._residences.pop(message.nonce, None)
+            if resident is not None and message.problem is not None:
+                resident.failure = CapacityError(message.problem)
+            elif resident is not None:
+                resident.value = message
+            return resident
         if isinstance(message, StatsReply):
             if not self._stats:
                 return None

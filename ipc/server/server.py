@@ -19,13 +19,14 @@ from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.admission import Curve, Users
 from lowlat.ipc.server.generations.prepare import TextThreads
 from lowlat.ipc.server.generations.requests import Requests
+from lowlat.ipc.server.generations.residence import Keeper
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.router import Router
 from lowlat.ipc.server.service import Service
 from lowlat.ipc.server.threads.decode_thread import DecodeThread
-from lowlat.ipc.server.threads.events import DecodeStop, DrainAsked, Event, Failed
+from lowlat.ipc.server.threads.events import DecodeStop, DrainAsked, Event, Failed, ResidenceAsked
 from lowlat.ipc.server.threads.io_thread import IoThread
 from lowlat.ipc.server.threads.spin import Spin
 from lowlat.ipc.server.threads.wakeable_flag import Attention
@@ -48,6 +49,7 @@ class Server:
     allow_uids  users admitted over ipc:// next to the server's own
     curve       keys for tcp://; needed off loopback
     name        what clients are told the server is: program and version
+    keeper      of the device's memory, which several servers share; None: it is this server's own
     Raises ConfigError for an endpoint that cannot be served.
     """
 
@@ -62,6 +64,7 @@ class Server:
         curve: Curve | None = None,
         name: str = "lowlat",
         log: logging.Logger | None = None,
+        keeper: Keeper | None = None,
     ) -> None:
         self._where = parse_endpoint(endpoint)
         self.endpoint = endpoint
@@ -69,6 +72,7 @@ class Server:
         self.epoch = secrets.token_hex(16)
         self._codec = codec
         self._name = name
+        self._keeper = keeper
         self._users = Users(geteuid(), frozenset(allow_uids))
         self._curve = curve
         self._log = logging.getLogger("lowlat.server") if log is None else log
@@ -134,6 +138,10 @@ class Server:
         """Take no more requests, finish what runs for at most so long (None: drain_s), and end. Any thread."""
         self._inbox.put(DrainAsked(self.limits.drain_s if deadline_s is None else deadline_s))
 
+    def reside(self, *, asleep: bool) -> None:
+        """Let the engine sleep when what runs is over, or wake it: an order of the keeper's. Any thread."""
+        self._inbox.put(ResidenceAsked(asleep))
+
     def close(self) -> None:
         """End at once and give everything back; harmless when repeated. After a hung step some of it stays."""
         if self._closed:
@@ -193,6 +201,7 @@ class Server:
             decode=self._decode.put,
             text_threads=self._text,
             shared=shared,
+            keeper=self._keeper,
         )
         service = Service(
             engine.info,

@@ -24,6 +24,8 @@ from lowlat.ipc.wire import (
     Hello,
     Pause,
     Pong,
+    Residence,
+    Resident,
     Resume,
     ServerLimits,
     Stats,
@@ -78,6 +80,7 @@ class Service:
         self._shared = shared
         self._figures, self._figures_until = b"", 0.0
         self._welcome = _welcome(info, limits, epoch, name)
+        self._can_sleep = info.can_sleep
         self._handlers: dict[type[Struct], Callable[[Peer, Any], None]] = {
             Hello: self._hello,
             Cancel: self._cancel,
@@ -87,6 +90,7 @@ class Service:
             Stats: self._stats,
             Health: self._health,
             Drain: self._drain_asked,
+            Residence: self._residence_asked,
         }
 
     def receive(self, peer: Peer, frames: Sequence[bytes]) -> None:
@@ -182,8 +186,8 @@ class Service:
 
     def _health(self, peer: Peer, health: Health) -> None:
         requests = self._requests
-        state = "draining" if requests.draining else "serving"
-        self._peers.send(peer, Pong(health.nonce, state, self._step_age(), requests.num_running, requests.num_waiting))
+        counts = requests.num_running, requests.num_waiting
+        self._peers.send(peer, Pong(health.nonce, requests.state, self._step_age(), *counts))
 
     def _stats(self, peer: Peer, stats: Stats) -> None:
         if not self._affords(peer, STATS_COST - 1):
@@ -199,6 +203,21 @@ class Service:
             return
         self._log.info("a client asks to drain", extra={"peer_pid": peer.user.pid})
         self._drain(drain.deadline_s)
+
+    def _residence_asked(self, peer: Peer, asked: Residence) -> None:
+        requests = self._requests
+
+        def answer(problem: str | None = None) -> None:
+            if not peer.gone:
+                self._peers.send(peer, Resident(asked.nonce, requests.state, problem))
+
+        if peer.user.uid != self._own_uid:
+            answer("only clients of the server's own user, over ipc://, may let its model sleep, or wake it")
+        elif not self._can_sleep:
+            answer("this server's model cannot sleep: start it with can_sleep")
+        else:
+            self._log.info("a client asks for a sleep or a wake", extra={"asleep": asked.asleep})
+            requests.residence.asked(asked.asleep, answer)
 
     def _malformed(self, peer: Peer, error: WireError) -> None:
         number = error.number

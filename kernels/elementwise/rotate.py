@@ -6,7 +6,7 @@ it. So a row's bits depend on the row alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -429,17 +429,23 @@ def rotate_layers(
     *,
     layers: Sequence[LayerKV],
     eps: float | None = None,
+    v_norm: bool = False,
+    keys_as_values: bool = False,
     workspace: Workspace,
 ) -> list[KernelCall]:
     """`rotate` of the keys and values of several layers' caches, which stand side by side in a row; the same bits.
 
-    qkv     [M, L * 2G * D]  float32: keys and values of the first layer, then of the next
+    qkv     [M, L * 2G * D]  float32: keys and values of the first layer, then of the next; with keys_as_values, which
+                             goes with eps, as v_norm, [M, L * G * D]
     layers  L, their caches of one shape; weights with eps alone, scales of all or of none
     One launch. The layers' addresses are kept in a workspace, filled here. Raises ShapeError as `rotate` does.
     """
     first, (_, groups, _, dim) = layers[0], layers[0].k_cache.shape
     rows, coded = positions.numel(), first.kv_scales is not None
-    turning = _check_rows(qkv, cos, sin, row_live, rows, len(layers) * 2 * groups, dim)
+    if (v_norm or keys_as_values) and eps is None:
+        raise ShapeError("v_norm and keys_as_values go with a norm of the keys, of some eps")
+    given = (1 if keys_as_values else 2) * groups
+    turning = _check_rows(qkv, cos, sin, row_live, rows, len(layers) * given, dim)
     check_dtype(torch.int32, positions=positions, slots=slots, write_lens=write_lens, offsets=offsets, chunk=chunk)
     listed, wide = list[int](), False
     for each in layers:
@@ -462,7 +468,8 @@ def rotate_layers(
     )
     kept = workspace("rotate_layers.addresses", (len(listed),), torch.int64)
     kept.copy_(torch.tensor(listed, dtype=torch.int64))
-    kernel = _make_rotate(_Heads(0, groups, groups, dim, eps, per_slot, block_size, coded, len(layers), turning, wide))
+    heads = _Heads(0, groups, groups, dim, eps, per_slot, block_size, coded, len(layers), turning, wide)
+    kernel = _make_rotate(replace(heads, v_norm=v_norm, keys_as_values=keys_as_values))
     arguments = (qkv, positions, cos, sin, 0, 0, row_live, 0, 0, 0, *write, 0, kept)
     return [KernelCall(kernel, (rows, -(-2 * groups // WARPS), len(layers)), arguments)]
 
@@ -544,4 +551,5 @@ def examples() -> list[Kernel]:
         _make_rotate(_Heads(32, 4, 4, 512, 1e-6, 1, 32, v_norm=True, keys_as_values=True)),
         _make_rotate(_Heads(8, 2, 2, 512, 1e-6, 0, 32, True, v_norm=True, wide=True)),
         _make_rotate(_Heads(8, 0, 0, 512, 1e-6, 0, 0)),
+        _make_rotate(_Heads(0, 1, 1, 512, 1e-6, 8, 32, layers=5, v_norm=True, keys_as_values=True)),
     ]

@@ -2,7 +2,13 @@
 
 Canonical, a block is 16 bytes, the earlier value in the low nibble, and a byte of scale. Of a packed tile the codes are
 512 bytes: a lane's four words, each of the eight codes that it has in one row and one block, so placed in the word that
-masks, shifts and one product of integers make pairs of bf16 of them (`mxfp4_fragment`).
+masks, shifts and one product of integers make pairs of bf16 of them.
+
+In registers a code's sign and its three bits of magnitude, put at bits 15 and 8 to 6 of a bf16, are its value times
+2**-126; the lowest magnitudes are subnormal there, and mma reads those exactly. In decode, inputs come times 2**63
+(exact for magnitudes below 2**64), so that products keep all bits for inputs from 2**-62 on. A block's sum of 32 is
+2**-63 of what it stands for: packed scales are 63 above their meaning, and one multiply-add brings it to its size and
+joins it to the sums. In prefill, codes become exact bf16: so every pair's sums are those of plain weights.
 Source: OCP Microscaling Formats (MX) specification 1.0, sections 5.1 to 5.3; the canonical packing is that of gpt-oss
 checkpoints.
 """
@@ -17,7 +23,10 @@ from lowlat.errors import ConfigError, ShapeError
 from lowlat.kernels.formats.base import Parts, Specs, WeightFormat, check_part
 from lowlat.kernels.gemm.packing import TILE_ROWS
 
-__all__ = ["BLOCK", "MAX_SCALE", "MXFP4", "SCALE_OFFSET", "dequantise", "pack_codes", "quantise", "unpack_codes"]
+__all__ = [
+    "BLOCK", "MAGNITUDES", "MAX_SCALE", "MXFP4", "SCALE_OFFSET", "dequantise", "make_decode", "pack_codes", "quantise",
+    "unpack_codes",
+]  # fmt: skip
 
 BLOCK = 32
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -28,7 +37,7 @@ NAN_SCALE = 255
 POWERS = (*(2.0 ** (scale - SCALE_BIAS) for scale in range(NAN_SCALE)), float("nan"))
 # Halfway between neighbours; a tie goes to the magnitude whose code is even.
 MIDPOINTS = tuple((a + b) / 2 for a, b in pairwise(MAGNITUDES))
-# A packed scale is the exponent that a block's sum wants, which comes times 2**-63: see `mxfp4_fragment`. So the
+# A packed scale is the exponent that a block's sum wants, which comes times 2**-63. So the
 # greatest is 191, for 2**64.
 SCALE_OFFSET = 63
 MIN_SCALE, MAX_SCALE, NEUTRAL_SCALE = 1, 254 - SCALE_OFFSET, 127
@@ -37,6 +46,19 @@ MIN_SCALE, MAX_SCALE, NEUTRAL_SCALE = 1, 254 - SCALE_OFFSET, 127
 # a product with a number of three bits.
 PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 14, 10, 11))
 MAGNITUDE = 7
+TWO_TO_63 = 0x5F005F00  # twice, in bf16
+MINUS_ZEROS = 0x80008000
+CODE = 0x81C081C0  # where a code's bits belong, in both halves
+LAST_PAIR = 0x6C006C00  # where the fourth code of a half-word lies: bits 13, 14, 10 and the sign in 11
+# shifted down by 7 these are bits 6, 7, 3 and 4: they stay, and bits 3 and 4 come to 8 and 15 as well. No two of the
+# product's terms meet, in neither half: nothing is carried.
+SPREAD = 1 | 1 << 5 | 1 << 11
+EXPONENT = 0x7F800000
+TWICE = 0x00800080  # a byte to the exponents of both halves
+# A code times 2**-126 wants 2 to the scale less 1, whose exponent is 63 above the stored one. Stored ones from 192 on
+# leave bf16 that way: they are applied in two parts.
+ABOVE = 0x1F801F80
+TOP_BITS = 0x80808080
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -159,21 +181,15 @@ class _Mxfp4(WeightFormat):
 
     def decode_fragment(self) -> tuple[Any, Any]:
         """See `WeightFormat.decode_fragment`; inputs come times 2**63."""
-        from lowlat.kernels.formats import mxfp4_fragment  # needs Numba, which packing does not
-
-        return mxfp4_fragment.as_multiplied, mxfp4_fragment.multiply_step
+        return _make_as_multiplied(), _make_multiply_step()
 
     def prefill_fragment(self, multiply: Any) -> Any:
         """See `WeightFormat.prefill_fragment`."""
-        from lowlat.kernels.formats import mxfp4_fragment
-
-        return mxfp4_fragment.make_multiply_tiles(multiply)
+        return _make_multiply_tiles(multiply)
 
     def prefill_halves(self) -> tuple[Any, Any, Any]:
         """See `WeightFormat.prefill_halves`."""
-        from lowlat.kernels.formats import mxfp4_fragment
-
-        return mxfp4_fragment.hold_step, mxfp4_fragment.first_half, mxfp4_fragment.second_half
+        return _make_halves()
 
 
 MXFP4 = _Mxfp4()
@@ -214,3 +230,196 @@ def _checked_scales(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
             "in float32 applies them"
         )
     return torch.where(strange, NEUTRAL_SCALE, scales).to(torch.uint8)
+
+
+def make_decode() -> Any:
+    """A device function: the four pairs of bf16, times 2**-126, of a word of eight codes."""
+    from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+    @device_function
+    def decode(word: Any) -> Any:
+        first = word & uint32(CODE)
+        second = (word << uint32(3)) & uint32(CODE)
+        third = (word << uint32(6)) & uint32(CODE)
+        last = (((word & uint32(LAST_PAIR)) >> uint32(7)) * uint32(SPREAD)) & uint32(CODE)
+        return first, second, third, last
+
+    return decode
+
+
+def _make_scaled() -> Any:
+    """A device function: a pair of bf16 times 2**63."""
+    from lowlat.kernels.toolchain import ptx
+    from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+    @device_function
+    def scaled(word: Any) -> Any:
+        return ptx.fma_bf16_pair(word, uint32(TWO_TO_63), uint32(MINUS_ZEROS))
+
+    return scaled
+
+
+def _make_as_multiplied() -> Any:
+    """A device function: a lane's inputs of a step, times 2**63."""
+    from lowlat.kernels.toolchain.numba_cuda import device_function
+
+    scaled = _make_scaled()
+
+    @device_function
+    def as_multiplied(words: Any) -> Any:
+        a, b, c, d, e, f, g, h = words
+        return scaled(a), scaled(b), scaled(c), scaled(d), scaled(e), scaled(f), scaled(g), scaled(h)
+
+    return as_multiplied
+
+
+def _make_multiply_step() -> Any:
+    """A device function: a step of a tile, see `WeightFormat.decode_fragment`."""
+    from lowlat.kernels.toolchain import ptx
+    from lowlat.kernels.toolchain.numba_cuda import device_function, float32, uint32
+
+    decode = make_decode()
+
+    @device_function
+    def block(w: Any, v: Any, x0: Any, x1: Any, x2: Any, x3: Any) -> Any:
+        """The product of 32 columns: w the codes of a row, v of the row 8 below; times 2**-63."""
+        zero = float32(0)
+        a0, a1, a2, a3 = decode(w)
+        b0, b1, b2, b3 = decode(v)
+        d0, d1, d2, d3 = ptx.mma_bf16(zero, zero, zero, zero, a0, b0, a1, b1, x0, x1)
+        return ptx.mma_bf16(d0, d1, d2, d3, a2, b2, a3, b3, x2, x3)
+
+    @device_function
+    def multiply_step(sums: Any, words: Any, scales: Any, x: Any) -> Any:
+        c0, c1, c2, c3 = sums
+        # of a row the blocks 0 and 1, of the row 8 below the blocks 0 and 1
+        w0, w1, w2, w3 = ptx.load_shared_128(words)
+        powers = ptx.load_shared_u32(scales)
+        d0, d1, d2, d3 = block(w0, w2, x[0], x[1], x[2], x[3])
+        e0, e1, e2, e3 = block(w1, w3, x[4], x[5], x[6], x[7])
+        top0 = ptx.float_of_bits((powers << uint32(23)) & uint32(EXPONENT))
+        top1 = ptx.float_of_bits((powers << uint32(15)) & uint32(EXPONENT))
+        low0 = ptx.float_of_bits((powers << uint32(7)) & uint32(EXPONENT))
+        low1 = ptx.float_of_bits((powers >> uint32(1)) & uint32(EXPONENT))
+        c0, c1 = ptx.fma_rn(d0, top0, c0), ptx.fma_rn(d1, top0, c1)
+        c2, c3 = ptx.fma_rn(d2, low0, c2), ptx.fma_rn(d3, low0, c3)
+        c0, c1 = ptx.fma_rn(e0, top1, c0), ptx.fma_rn(e1, top1, c1)
+        return c0, c1, ptx.fma_rn(e2, low1, c2), ptx.fma_rn(e3, low1, c3)
+
+    return multiply_step
+
+
+def _make_expanded(*, twice: bool) -> Any:
+    """A device function: eight numbers of a word of codes, exactly, as four words, from the word and its block's scale.
+
+    twice  it takes every scale that packing takes, in two products; False: scales that are stored below 192
+    """
+    from lowlat.kernels.toolchain import ptx
+    from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+    decode, scaled = make_decode(), _make_scaled()
+    if twice:
+
+        @device_function
+        def expanded_twice(word: Any, stored: Any) -> Any:
+            power = uint32(uint32(stored & uint32(255)) * uint32(TWICE))
+            a, b, c, d = decode(word)
+            none = uint32(MINUS_ZEROS)
+            return (
+                ptx.fma_bf16_pair(scaled(a), power, none),
+                ptx.fma_bf16_pair(scaled(b), power, none),
+                ptx.fma_bf16_pair(scaled(c), power, none),
+                ptx.fma_bf16_pair(scaled(d), power, none),
+            )
+
+        return expanded_twice
+
+    @device_function
+    def expanded(word: Any, stored: Any) -> Any:
+        power = uint32(uint32(uint32(stored & uint32(255)) * uint32(TWICE)) + uint32(ABOVE))
+        a, b, c, d = decode(word)
+        none = uint32(MINUS_ZEROS)
+        return (
+            ptx.fma_bf16_pair(a, power, none),
+            ptx.fma_bf16_pair(b, power, none),
+            ptx.fma_bf16_pair(c, power, none),
+            ptx.fma_bf16_pair(d, power, none),
+        )
+
+    return expanded
+
+
+def _make_halves() -> tuple[Any, Any, Any]:
+    """Device functions: a lane's words of codes of a step and their scales, and either half's numbers."""
+    from lowlat.kernels.toolchain import ptx
+    from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+    tile_bytes = MXFP4.tile_bytes
+    expanded, expanded_twice = _make_expanded(twice=False), _make_expanded(twice=True)
+
+    @device_function
+    def hold_step(step: Any, lane: Any) -> Any:
+        """A lane's four words of codes of a step, and their blocks' scales: see `WeightFormat.prefill_halves`."""
+        w0, w1, w2, w3 = ptx.load_shared_128(uint32(step + uint32(lane * uint32(16))))
+        row = uint32(uint32(lane >> uint32(2)) * uint32(4))
+        return w0, w1, w2, w3, ptx.load_shared_u32(uint32(uint32(step + uint32(tile_bytes)) + row))
+
+    @device_function
+    def half(top: Any, low: Any, powers: Any, later: Any) -> Any:
+        """The words of half a step, of a row and of the row 8 below; later: bits to the scale of its first block."""
+        if uint32(powers & (powers << uint32(1)) & uint32(TOP_BITS)) != uint32(0):
+            a = expanded_twice(top, uint32(powers >> uint32(later)))
+            b = expanded_twice(low, uint32(powers >> uint32(later + 16)))
+        else:
+            a, b = expanded(top, uint32(powers >> uint32(later))), expanded(low, uint32(powers >> uint32(later + 16)))
+        return a + b
+
+    @device_function
+    def first_half(held: Any) -> Any:
+        """A lane's words of the first half of a step."""
+        return half(held[0], held[2], held[4], 0)
+
+    @device_function
+    def second_half(held: Any) -> Any:
+        """A lane's words of the second half of a step."""
+        return half(held[1], held[3], held[4], 8)
+
+    return hold_step, first_half, second_half
+
+
+def _make_multiply_tiles(multiply: Any) -> Any:
+    """A device function: a step of two tiles, see `WeightFormat.prefill_fragment`."""
+    from lowlat.kernels.toolchain import ptx
+    from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+    tile_bytes, scale_bytes = MXFP4.tile_bytes, MXFP4.scale_bytes
+    expanded, expanded_twice = _make_expanded(twice=False), _make_expanded(twice=True)
+
+    @device_function
+    def multiply_codes_half(
+        sums: Any, top: Any, low: Any, powers: Any, second_top: Any, second_low: Any, second_powers: Any, wide: Any,
+        rows: Any, live: Any,
+    ) -> Any:  # fmt: skip
+        if wide:
+            a, b = expanded_twice(top, powers), expanded_twice(low, uint32(powers >> uint32(16)))
+            c = expanded_twice(second_top, second_powers)
+            d = expanded_twice(second_low, uint32(second_powers >> uint32(16)))
+        else:
+            a, b = expanded(top, powers), expanded(low, uint32(powers >> uint32(16)))
+            c = expanded(second_top, second_powers)
+            d = expanded(second_low, uint32(second_powers >> uint32(16)))
+        return multiply(sums, a, b, c, d, rows, live)
+
+    @device_function
+    def multiply_codes(sums: Any, words: Any, scales: Any, rows: Any, later_rows: Any, live: Any) -> Any:
+        # of a row the blocks 0 and 1, of the row 8 below the blocks 0 and 1
+        w0, w1, w2, w3 = ptx.load_shared_128(words)
+        v0, v1, v2, v3 = ptx.load_shared_128(uint32(words + uint32(tile_bytes)))
+        p, q = ptx.load_shared_u32(scales), ptx.load_shared_u32(uint32(scales + uint32(scale_bytes)))
+        large = uint32(uint32((p & (p << uint32(1))) | (q & (q << uint32(1)))) & uint32(TOP_BITS))
+        wide = large != uint32(0)
+        sums = multiply_codes_half(sums, w0, w2, p, v0, v2, q, wide, rows, live)
+        p, q = uint32(p >> uint32(8)), uint32(q >> uint32(8))
+        return multiply_codes_half(sums, w1, w3, p, v1, v3, q, wide, later_rows, live)
+
+    return multiply_codes

@@ -4,7 +4,8 @@ A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns and 
 columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row side by side.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -66,6 +67,14 @@ class PackedMatrix:
     def num_bytes(self) -> int:
         """Bytes that a GEMM reads."""
         return self.memory.nbytes
+
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> "PackedMatrix":
+        """The same matrix with its memory where `place` puts a tensor's content."""
+        memory = place(self.memory)
+        if self.held is None:
+            return replace(self, tiles=memory)
+        tiles = memory[: self.tiles.nbytes].view(self.tiles.dtype).view(self.tiles.shape)
+        return replace(self, tiles=tiles, held=memory)
 
 
 def pack(weight: torch.Tensor, order: torch.Tensor | None = None) -> PackedMatrix:

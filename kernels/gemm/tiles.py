@@ -2,28 +2,29 @@
 
 A step has codes, and after them words of scales, one for each group of rows i and i + 8: two bf16 scales, or a float32
 scale of the one and a word of the other; and, where there are zero points, words of two bf16 numbers, 128 and the zero
-point less than zero. NVFP4's words are the four packed scales of row i, and those of row i + 8. A lane has its codes in
-pieces of 16 bytes, 512 bytes from one piece to the next.
+point less than zero; or, where blocks of few columns have scales, words of those. A lane has its codes in pieces of 16
+bytes, 512 bytes from one piece to the next.
 """
 
 from dataclasses import dataclass
 
-__all__ = ["BF16_TILES", "FP8_TILES", "NVFP4_TILES", "TileFormat"]
+__all__ = ["BF16_TILES", "TileFormat"]
 
 ROW_PAIRS = 8
+TILE_NUMBERS = 16 * 64
 
 
 @dataclass(frozen=True)
 class TileFormat:
     """One way to hold a step.
 
-    name        of the codes: "bf16", "fp8", "int4" or "nvfp4"
+    name        of the codes, as `CodedFormat.codes` has it
     code_bytes  of a step
     row_scales  rows have a scale each, float32, after all tiles, which the epilogue applies
     groups      of columns in a step that have scales of their own: 0, 1 or 2
     wide        these scales are float32, else bf16
     zeros       groups have zero points
-    block_words  of scales that codes are multiplied by before anything is added up, as NVFP4's
+    block_words  of scales that codes are multiplied by before anything is added up
     """
 
     name: str
@@ -33,6 +34,11 @@ class TileFormat:
     wide: bool = False
     zeros: bool = False
     block_words: int = 0
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return self.code_bytes * 8 // TILE_NUMBERS
 
     @property
     def scale_words(self) -> int:
@@ -64,5 +70,3 @@ class TileFormat:
 
 
 BF16_TILES = TileFormat("bf16", 2048)
-FP8_TILES = TileFormat("fp8", 1024, row_scales=True)
-NVFP4_TILES = TileFormat("nvfp4", 512, row_scales=True, block_words=2)

@@ -7,9 +7,10 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise.norm import check_dtype
+from lowlat.kernels.formats import representative_layouts
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.weight_steps import make_load_step
-from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -97,7 +98,4 @@ def _make(tiles: TileFormat, width: int) -> Kernel:
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    grouped = TileFormat("int4", 512, groups=1)
-    zeros = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
-    wide = TileFormat("fp8", 1024, groups=1, wide=True)
-    return [_make(tiles, 64) for tiles in (FP8_TILES, grouped, zeros, wide, NVFP4_TILES)]
+    return [_make(tiles, 64) for tiles in representative_layouts()]

@@ -10,9 +10,18 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.formats import FORMATS, MATRIX_FORMATS, MatrixFormat, Parts, Specs, WeightFormat, matrix_format
-from lowlat.kernels.formats.base import tiles_of
-from lowlat.kernels.formats.dense import pack_matrix, tile_format_of, unpack_matrix
+from lowlat.kernels.formats import (
+    DENSE_FORMATS,
+    FORMATS,
+    DenseFormat,
+    Parts,
+    Specs,
+    WeightFormat,
+    matrix_format,
+    tiles_of,
+)
+from lowlat.kernels.formats.bf16 import make_unchanged
+from lowlat.kernels.formats.dense import pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.packing import TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.tiles import ROW_PAIRS, TileFormat
 
@@ -25,14 +34,14 @@ def experts_format(parts: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -
         if set(parts) == set(each.parts):
             return each
     stacked = {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
-    matrix = matrix_format(stacked)
-    return tiled_format(matrix.name, tile_format_of(matrix, stacked))
+    matrix = DENSE_FORMATS[matrix_format(stacked).name]
+    return tiled_format(matrix.name, matrix.layout(stacked))
 
 
 @cache
 def tiled_format(name: str, tiles: TileFormat) -> WeightFormat:
     """A dense format, by its name in the table of formats, whose tiles are held so."""
-    return _TiledFormat(MATRIX_FORMATS[name], tiles)
+    return _TiledFormat(DENSE_FORMATS[name], tiles)
 
 
 class _TiledFormat(WeightFormat):
@@ -40,7 +49,7 @@ class _TiledFormat(WeightFormat):
 
     word_dtype = torch.int32
 
-    def __init__(self, matrix: MatrixFormat, tiles: TileFormat) -> None:
+    def __init__(self, matrix: DenseFormat, tiles: TileFormat) -> None:
         self._matrix = matrix
         self._tiles = tiles
         self.name = tiles.label
@@ -99,10 +108,9 @@ class _TiledFormat(WeightFormat):
 
     def decode_fragment(self) -> tuple[Any, Any]:
         """See `WeightFormat.decode_fragment`; inputs stay as they are."""
-        from lowlat.kernels.formats import bf16_fragment  # needs Numba, which packing does not
-        from lowlat.kernels.moe import fragments
+        from lowlat.kernels.moe import fragments  # needs Numba, which packing does not
 
-        return bf16_fragment.as_multiplied, fragments.make_multiply_step(self._tiles)
+        return make_unchanged(), fragments.make_multiply_step(self._tiles)
 
     def prefill_fragment(self, multiply: Any) -> Any:
         """See `WeightFormat.prefill_fragment`."""

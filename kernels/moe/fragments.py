@@ -5,82 +5,29 @@ do; prefill multiplies the numbers by them, rounded to bf16, so that a pair's su
 rows are the epilogues'.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from lowlat.kernels.formats import fp8_fragment, int4_fragment, nvfp4_fragment
+from lowlat.errors import ShapeError
+from lowlat.kernels.formats.fragment import fragment_of
 from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, uint32
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, uint32
 
 __all__ = ["make_multiply_step", "make_multiply_tiles"]
 
 WORD_BYTES = 32  # of eight rows' words of scales
-HIGH, LOW = 0xFFFF0000, 0x0000FFFF
+HIGH = 0xFFFF0000
 TWICE = 0x00010001
 MINUS_ZEROS = 0x80008000
-MINUS_136 = int4_fragment.MINUS_136
 
 
-def _make_load(tiles: TileFormat) -> Any:
-    """A function: a lane's words of codes of a step; the last four are of the row 8 below, or there are but four."""
-    is_long = tiles.name == "fp8"
-
-    @device_function
-    def load(words: Any) -> Any:
-        a, b, c, d = ptx.load_shared_128(words)
-        e, f, g, h = a, b, c, d
-        if is_long:
-            e, f, g, h = ptx.load_shared_128(uint32(words + uint32(512)))
-        return a, b, c, d, e, f, g, h
-
-    return load
-
-
-def _make_expand(tiles: TileFormat, half: int) -> Any:
-    """A function: of half a step four words of a row and four of the row 8 below, from what was loaded."""
-    own, below, shift = half, 2 + half, 16 * half
-    first, second, expand_fp8 = 2 * half, 2 * half + 1, fp8_fragment.expand
-    expand_int4, expand_nvfp4, scale_of = int4_fragment.expand, nvfp4_fragment.expand, nvfp4_fragment.scale_of
-
-    @device_function
-    def expand_codes(raw: Any, _top: Any, _low: Any) -> Any:
-        a0, a1 = expand_fp8(raw[first])
-        a2, a3 = expand_fp8(raw[second])
-        b0, b1 = expand_fp8(raw[first + 4])
-        b2, b3 = expand_fp8(raw[second + 4])
-        return (a0, a1, a2, a3), (b0, b1, b2, b3)
-
-    @device_function
-    def expand_nibbles(raw: Any, minus: Any, low_minus: Any) -> Any:
-        return expand_int4(raw[own], minus), expand_int4(raw[below], low_minus)
-
-    @device_function
-    def expand_blocks(raw: Any, top: Any, low: Any) -> Any:
-        place = uint32(uint32(shift) + ((uint32(cuda.threadIdx.x) & uint32(2)) << uint32(2)))
-        return expand_nvfp4(raw[own], scale_of(top, place)), expand_nvfp4(raw[below], scale_of(low, place))
-
-    return {"fp8": expand_codes, "int4": expand_nibbles, "nvfp4": expand_blocks}[tiles.name]
-
-
-def _make_beside(tiles: TileFormat, group: int) -> Any:
-    """A function: what numbers of a group are expanded with, of a row and of the row 8 below.
-
-    Zero points, twice in a word, or all scales of the step.
-    """
-    has_zeros, has_blocks = tiles.zeros, tiles.block_words > 0
-    zeros_at = (group * (tiles.scale_words + tiles.zeros) + tiles.scale_words) * WORD_BYTES
-
-    @device_function
-    def beside(scales: Any) -> Any:
-        top, low = uint32(MINUS_136), uint32(MINUS_136)
-        if has_zeros:
-            both = ptx.load_shared_u32(uint32(scales + uint32(zeros_at)))
-            top, low = uint32((both & uint32(LOW)) * uint32(TWICE)), uint32((both >> uint32(16)) * uint32(TWICE))
-        if has_blocks:
-            top, low = ptx.load_shared_u32(scales), ptx.load_shared_u32(uint32(scales + uint32(WORD_BYTES)))
-        return top, low
-
-    return beside
+def _own(tiles: TileFormat) -> tuple[Any, Callable[[int], Any], Callable[[int], Any]]:
+    """What the format of the tiles has for experts: to load codes, to expand a half, and what groups expand with."""
+    own = fragment_of(tiles)
+    if own.expand is None or own.beside is None:
+        raise ShapeError(f"experts' kernels do not decode {tiles.label}")
+    return own.load_codes, own.expand, own.beside
 
 
 def _make_scales(tiles: TileFormat, group: int) -> Any:
@@ -101,10 +48,9 @@ def _make_scales(tiles: TileFormat, group: int) -> Any:
 
 def make_multiply_step(tiles: TileFormat) -> Any:
     """A function: a step of a tile, see `WeightFormat.decode_fragment`."""
-    load, halves = _make_load(tiles), (_make_expand(tiles, 0), _make_expand(tiles, 1))
-    expand_first, expand_second = halves
-    last = max(tiles.groups, 1) - 1
-    beside_first, beside_second = _make_beside(tiles, 0), _make_beside(tiles, last)
+    load, expand, beside = _own(tiles)
+    expand_first, expand_second, last = expand(0), expand(1), max(tiles.groups, 1) - 1
+    beside_first, beside_second = beside(0), beside(last)
     scales_first, scales_second = _make_scales(tiles, 0), _make_scales(tiles, last)
     grouped, whole = tiles.groups > 0, tiles.groups < 2
 
@@ -142,7 +88,8 @@ def make_multiply_step(tiles: TileFormat) -> Any:
 def _make_scaled(tiles: TileFormat, half: int) -> Any:
     """A function: numbers of half a step as expanded, times the scales of their groups where they have some."""
     group = half if tiles.groups > 1 else 0
-    expand, beside, load_scales = _make_expand(tiles, half), _make_beside(tiles, group), _make_scales(tiles, group)
+    _, make_expand, make_beside = _own(tiles)
+    expand, beside, load_scales = make_expand(half), make_beside(group), _make_scales(tiles, group)
     grouped, wide = tiles.groups > 0, tiles.wide
 
     @device_function
@@ -168,7 +115,7 @@ def _make_scaled(tiles: TileFormat, half: int) -> Any:
 
 def make_multiply_tiles(tiles: TileFormat, multiply: Any) -> Any:
     """A function: see `WeightFormat.prefill_fragment`."""
-    load, first_half, second_half = _make_load(tiles), _make_scaled(tiles, 0), _make_scaled(tiles, 1)
+    load, first_half, second_half = _own(tiles)[0], _make_scaled(tiles, 0), _make_scaled(tiles, 1)
     tile_bytes, scale_bytes = tiles.code_bytes, tiles.words * WORD_BYTES
 
     @device_function

@@ -1,7 +1,7 @@
 """Experts' matrices in the order in which the lanes of a warp read them, in any format, and back."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -60,6 +60,11 @@ class PackedExperts:
     def num_bytes(self) -> int:
         """Bytes of all experts."""
         return self.num_experts * self.format.packed_bytes(self.rows, self.columns)
+
+    def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> "PackedExperts":
+        """The same experts with their memory where `place` puts a tensor's content."""
+        scales, row_scales = (None if each is None else place(each) for each in (self.scales, self.row_scales))
+        return replace(self, words=place(self.words), scales=scales, row_scales=row_scales)
 
 
 def allocate_experts(

@@ -6,7 +6,7 @@ from lowlat.kernels.common.limits import Limit, Rule, Size
 
 __all__ = ["LIMITS", "VOCABULARY"]
 
-VOCABULARY = Limit(most=1 << 18)  # logits of a row, whose blocks must be resident together
+VOCABULARY = Limit(most=5 << 16)  # logits of a row, whose 80 blocks must be resident together
 
 _ROW: tuple[Rule, ...] = (Size("V", VOCABULARY, "vocab_size"),)
 LIMITS: Mapping[str, tuple[Rule, ...]] = dict.fromkeys(("finite", "logprobs", "sample"), _ROW)

@@ -1,9 +1,11 @@
 """The likeliest of a row in order, spread over several blocks a row: device functions on the pairs of `select`.
 
 Each warp ranks the numbers it owns, one warp merges the block's ranked lists, and one warp of the last block merges
-the row's. A list is `stride` pairs of two words each, best first; (0, 0) follows the last.
+the row's, in groups where they are many. A list is `stride` pairs of two words each, best first; (0, 0) follows the
+last.
 """
 
+import functools
 from typing import Any
 
 from lowlat.kernels.sampling.select import (
@@ -20,9 +22,15 @@ from lowlat.kernels.sampling.select import (
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 from lowlat.kernels.toolchain.ptx import load_global_64, load_shared_128, store_global_64
 
-__all__ = ["block_ranks", "merge_lists", "row_ranks"]
+__all__ = ["block_ranks", "count_lists", "make_row_ranks", "merge_lists"]
 
 LARGEST_WORD = 0xFFFFFFFF
+GROUP = 64  # lists that a warp merges at once
+
+
+def count_lists(chunks: int) -> int:
+    """Lists that the shared memory of `make_row_ranks` holds: a row's, and one for each group where these are many."""
+    return chunks if chunks <= GROUP else chunks + -(-chunks // GROUP)
 
 
 @device_function
@@ -110,36 +118,58 @@ def block_ranks(staged: Any, first: Any, stride: Any, ranks: Any, lists: Any, ra
 
 
 @device_function
-def row_ranks(
-    ranked: Any, stride: Any, ranks: Any, partials: Any, counter: Any, chunk: Any, chunks: Any, lists: Any, flag: Any
-) -> Any:
-    """Hand in a block's ranked list; the last block of the row gets the row's in `ranked`, and True.
+def _merge_groups(lists: Any, count: Any, stride: Any, ranks: Any, ranked: Any) -> None:
+    """Merge more ranked lists than `merge_lists` takes: for one whole warp, whose arguments these are.
 
-    ranked    [stride * 2] uint32          shared, updated
-    partials  address of the row's [chunks, stride, 2] uint32
-    counter   address of the row's counter, zero before and after
-    lists     [chunks * stride * 2] uint32  shared scratch
-    flag      [1] uint32                    shared scratch
-    All threads must come here; all of the last block see `ranked` when they return.
+    lists  [count_lists(count) * stride * 2] uint32  shared; what follows the first `count` is scratch
     """
-    thread = cuda.threadIdx.x
-    if thread < 32:
-        for rank in range(thread, ranks, 32):
-            at = partials + 8 * (chunk * stride + rank)
-            store_global_64(at, ranked[2 * rank], ranked[2 * rank + 1])
-        last = is_last(counter, chunks)
-        if thread == 0:
-            flag[0] = uint32(1) if last else uint32(0)
-    cuda.syncthreads()
-    if flag[0] == uint32(0):
-        return False
-    for pair in range(thread, chunks * stride, THREADS):
-        key, low = uint32(0), uint32(0)
-        if pair % stride < ranks:
-            key, low = load_global_64(partials + 8 * int64(pair))
-        lists[2 * pair], lists[2 * pair + 1] = key, low
-    cuda.syncthreads()
-    if thread < 32:
-        merge_lists(lists, chunks, stride, ranks, ranked)
-    cuda.syncthreads()
-    return True
+    groups = (count + GROUP - 1) // GROUP
+    merged = lists[2 * stride * count :]
+    for group in range(groups):
+        first = GROUP * group
+        mine, target = lists[2 * stride * first :], merged[2 * stride * group :]
+        merge_lists(mine, min(count - first, GROUP), stride, ranks, target)
+    merge_lists(merged, groups, stride, ranks, ranked)
+
+
+@functools.cache
+def make_row_ranks(chunks: int) -> Any:
+    """A device function by which the blocks of a row rank it; specialised by how many they are."""
+    merge = merge_lists if chunks <= GROUP else _merge_groups
+
+    @device_function
+    def row_ranks(
+        ranked: Any, stride: Any, ranks: Any, partials: Any, counter: Any, chunk: Any, lists: Any, flag: Any
+    ) -> Any:
+        """Hand in a block's ranked list; the last block of the row gets the row's in `ranked`, and True.
+
+        ranked    [stride * 2] uint32          shared, updated
+        partials  address of the row's [chunks, stride, 2] uint32
+        counter   address of the row's counter, zero before and after
+        lists     [count_lists(chunks) * stride * 2] uint32  shared scratch: the chunks' lists are in front
+        flag      [1] uint32                    shared scratch
+        All threads must come here; all of the last block see `ranked` when they return.
+        """
+        thread = cuda.threadIdx.x
+        if thread < 32:
+            for rank in range(thread, ranks, 32):
+                at = partials + 8 * (chunk * stride + rank)
+                store_global_64(at, ranked[2 * rank], ranked[2 * rank + 1])
+            last = is_last(counter, chunks)
+            if thread == 0:
+                flag[0] = uint32(1) if last else uint32(0)
+        cuda.syncthreads()
+        if flag[0] == uint32(0):
+            return False
+        for pair in range(thread, chunks * stride, THREADS):
+            key, low = uint32(0), uint32(0)
+            if pair % stride < ranks:
+                key, low = load_global_64(partials + 8 * int64(pair))
+            lists[2 * pair], lists[2 * pair + 1] = key, low
+        cuda.syncthreads()
+        if thread < 32:
+            merge(lists, chunks, stride, ranks, ranked)
+        cuda.syncthreads()
+        return True
+
+    return row_ranks

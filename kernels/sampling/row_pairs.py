@@ -49,7 +49,7 @@ def row_pairs(logits: torch.Tensor, limit: int, workspace: Workspace) -> tuple[t
     logits  [M, V]  float32
     limit   bits of the largest magnitude that leaves a row whole: `select.FINITE` or `select.INFINITY`
     The pairs are [M, chunks, 2] int32, of a workspace that the next caller of as many shares. Raises ShapeError for V
-    above 262144.
+    above 327680.
     """
     rows, width = logits.shape
     chunks = count_chunks("logits", width)

@@ -132,7 +132,7 @@ def sample(
     finite  [B, T]         uint8  out: 1 for a live row without NaN or infinity; None: kept to itself
     target_tokens is -1 for a dead row, a pad slot, or where a grammar allows nothing, 0 where logits are not finite.
     grammar_masks and grammar_ready may lie in pinned host memory.
-    Time: plain greedy rows are not read, others once. Raises ShapeError for shapes that do not fit, V above 262144,
+    Time: plain greedy rows are not read, others once. Raises ShapeError for shapes that do not fit, V above 327680,
     and T above 64.
     """
     batch, rows = target_tokens.shape

@@ -13,8 +13,8 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, int_at, set_int
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.sampling.logprobs.tokens import chunk_sum, row_sum
-from lowlat.kernels.sampling.ranking import block_ranks, row_ranks
+from lowlat.kernels.sampling.logprobs.tokens import chunk_sum, make_row_sum
+from lowlat.kernels.sampling.ranking import block_ranks, count_lists, make_row_ranks
 from lowlat.kernels.sampling.select import (
     BROKEN,
     CHUNK,
@@ -51,7 +51,7 @@ def draft_topk_logprobs(
     """`draft_topk_logprobs` of the reference, whose arguments these are.
 
     Time: one read of the logits, k steps of a warp, three times over, and an exponential for each logit.
-    Raises ShapeError for k outside 1..32 or above Vd, for Vd above 262144, and for shapes that do not fit.
+    Raises ShapeError for k outside 1..32 or above Vd, for Vd above 327680, and for shapes that do not fit.
     """
     rows, width = logits.shape
     if not 1 <= k <= min(width, MAX_SCORED_RANKS):
@@ -74,8 +74,8 @@ def draft_topk_logprobs(
 def _make(width: int, k: int, masked: bool) -> Kernel:
     """Specialised by Vd, k and whether rows may be dead."""
     chunks = count_chunks("logits", width)
-    stage = make_stage(width)
-    memory_words, ranked_words = max(CHUNK + 2 * k * WARPS, 2 * k * chunks), 2 * k
+    stage, row_ranks, row_sum = make_stage(width), make_row_ranks(chunks), make_row_sum(chunks)
+    memory_words, ranked_words = max(CHUNK + 2 * k * WARPS, 2 * k * count_lists(chunks)), 2 * k
 
     def kernel(
         logits: Any,
@@ -111,14 +111,14 @@ def _make(width: int, k: int, masked: bool) -> Kernel:
                 if broken:
                     ranked[0] = uint32(BROKEN)
             mine = partials + row * (8 * chunks * k)
-            finishes = row_ranks(ranked, k, k, mine, counters + 4 * row, chunk, chunks, memory, flag)
+            finishes = row_ranks(ranked, k, k, mine, counters + 4 * row, chunk, memory, flag)
             live = ranked[0] != uint32(BROKEN)
         if not finishes or thread >= 32:
             return
         logarithm, largest = float32(0.0), float32(0.0)
         if live:
             largest = value_of_key(ranked[0])
-            logarithm = float32(math.log(row_sum(memory, k, chunk_sums + 4 * row * chunks, chunks, largest)))
+            logarithm = float32(math.log(row_sum(memory, k, chunk_sums + 4 * row * chunks, largest)))
         for rank in range(thread, k, 32):
             token, value = int64(-1), float32(0.0)
             if live:

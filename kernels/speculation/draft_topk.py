@@ -12,7 +12,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.sampling.argmax import NextLevel, argmax
-from lowlat.kernels.sampling.ranking import block_ranks, row_ranks
+from lowlat.kernels.sampling.ranking import block_ranks, count_lists, make_row_ranks
 from lowlat.kernels.sampling.row_pairs import row_pairs
 from lowlat.kernels.sampling.select import (
     BROKEN,
@@ -66,7 +66,7 @@ def draft_topk(
     children, child_rows, child_ranks  [n] int32, and draft_nodes [B, T] int32, updated: see `assign_drafts`
     then             with k = 1, of a chain: what is made of the drafts for the next ones
     Time: with k = 1 some trips to memory; else one read of the logits, and k steps of a warp, three times over.
-    Raises ShapeError for k outside 1..64 or above Vd, for Vd above 262144, and for shapes that do not fit.
+    Raises ShapeError for k outside 1..64 or above Vd, for Vd above 327680, and for shapes that do not fit.
     """
     rows, width = logits.shape
     if then is not None and k != 1:
@@ -121,8 +121,8 @@ def _ranked(
 def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel:
     """Specialised by Vd, k, the rows of a slot, the children to assign, and whether rows may be dead."""
     chunks = count_chunks("logits", width)
-    stage = make_stage(width)
-    memory_words, ranked_words = max(CHUNK + 2 * k * WARPS, 2 * k * chunks), 2 * k
+    stage, row_ranks = make_stage(width), make_row_ranks(chunks)
+    memory_words, ranked_words = max(CHUNK + 2 * k * WARPS, 2 * k * count_lists(chunks)), 2 * k
 
     def draft_topk_kernel(
         logits: Any,
@@ -155,7 +155,7 @@ def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel
             if broken and thread == 0:
                 ranked[0] = uint32(BROKEN)
             mine = partials + row * (8 * chunks * k)
-            last = row_ranks(ranked, k, k, mine, counters + row * 4, chunk, chunks, memory, flag)
+            last = row_ranks(ranked, k, k, mine, counters + row * 4, chunk, memory, flag)
             if not last:
                 return
             live = ranked[0] != uint32(BROKEN)
@@ -176,6 +176,6 @@ def _make(width: int, k: int, per_slot: int, nodes: int, masked: bool) -> Kernel
 
 
 def examples() -> list[Kernel]:
-    """Specialisations for CI to compile: trees over a small, a full and an unaligned vocabulary."""
+    """Specialisations for CI to compile: trees over a small, a full, an unaligned and the largest vocabulary."""
     trees = [_make(width, 10, 8, 25, True) for width in (32000, 201088)]
-    return [*trees, _make(201088, 64, 1, 0, True), _make(97, 3, 2, 4, False)]
+    return [*trees, *(_make(width, MAX_RANKS, 1, 0, True) for width in (201088, 327680)), _make(97, 3, 2, 4, False)]

@@ -22,6 +22,7 @@ from lowlat.kernels.toolchain.numba_cuda import compile_lto, compile_ptx, fork_c
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link"]
 
 WORTH_FORKING = 4  # kernels
+ATTEMPTS = 2  # of a link whose log is empty: one in thousands, on a machine whose cores are all taken
 # what the linker says of a kernel, and the assembler of a whole program
 LINKED = re.compile(r"used (?P<registers>\d+) registers.*?(?P<stack>\d+) stack(?:, (?P<shared>\d+) bytes smem)?")
 WHOLE = re.compile(
@@ -123,31 +124,17 @@ def link(
     specific  with the instructions that no later capability has
     lto       the same kernel as `compile_lto` gives it, to be assembled in place of the PTX, as a whole program
     """
-    from cuda.bindings import nvjitlink
-
-    options = [f"-arch={target_of(capability, specific)}", "-verbose", "-O3", *(["-lto"] if lto else [])]
-    kinds, source = nvjitlink.InputType, lto or ptx.encode()
-    handle = nvjitlink.create(len(options), options)
-    try:
-        nvjitlink.add_data(handle, kinds.LTOIR if lto else kinds.PTX, source, len(source), name)
-        nvjitlink.complete(handle)
-        code = bytearray(nvjitlink.get_linked_cubin_size(handle))
-        nvjitlink.get_linked_cubin(handle, code)
-        log = bytearray(nvjitlink.get_info_log_size(handle))
-        nvjitlink.get_info_log(handle, log)
-    except nvjitlink.nvJitLinkError as error:
-        problem = bytearray(nvjitlink.get_error_log_size(handle))
-        nvjitlink.get_error_log(handle, problem)
-        raise DeviceError(f"kernel {name} does not link: {problem.decode(errors='replace')}") from error
-    finally:
-        nvjitlink.destroy(handle)
-    found = (WHOLE if lto else LINKED).search(log.decode(errors="replace"))
-    if found is None:
-        raise DeviceError(f"kernel {name}: the linker's log tells no registers: {log.decode(errors='replace')}")
-    check_linked(name, ptx, bytes(code))
+    pattern, log = WHOLE if lto else LINKED, ""
+    for _ in range(ATTEMPTS):
+        code, log = _assemble(ptx, name, target_of(capability, specific), lto)
+        if found := pattern.search(log):
+            break
+    else:
+        raise DeviceError(f"kernel {name}: the linker's log tells no registers: {log!r}")
+    check_linked(name, ptx, code)
     used = found.groupdict()
     registers, stack, shared = (int(used[part] or 0) for part in ("registers", "stack", "shared"))
-    return CompiledKernel(used.get("entry", entry), bytes(code), registers, stack, shared)
+    return CompiledKernel(used.get("entry", entry), code, registers, stack, shared)
 
 
 def _is_known(path: Path) -> bool:
@@ -189,3 +176,26 @@ def _write(path: Path, compiled: CompiledKernel) -> None:
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink()
+
+
+def _assemble(ptx: str, name: str, target: str, lto: bytes | None) -> tuple[bytes, str]:
+    """A cubin, and what the linker says of it. Raises DeviceError with the linker's error."""
+    from cuda.bindings import nvjitlink
+
+    options = [f"-arch={target}", "-verbose", "-O3", *(["-lto"] if lto else [])]
+    kinds, source = nvjitlink.InputType, lto or ptx.encode()
+    handle = nvjitlink.create(len(options), options)
+    try:
+        nvjitlink.add_data(handle, kinds.LTOIR if lto else kinds.PTX, source, len(source), name)
+        nvjitlink.complete(handle)
+        code = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, code)
+        log = bytearray(nvjitlink.get_info_log_size(handle))
+        nvjitlink.get_info_log(handle, log)
+    except nvjitlink.nvJitLinkError as error:
+        problem = bytearray(nvjitlink.get_error_log_size(handle))
+        nvjitlink.get_error_log(handle, problem)
+        raise DeviceError(f"kernel {name} does not link: {problem.decode(errors='replace')}") from error
+    finally:
+        nvjitlink.destroy(handle)
+    return bytes(code), log.decode(errors="replace")

@@ -12,9 +12,7 @@ import torch
 
 from lowlat.checkpoint.source import Named, WeightSource, shapes_of
 from lowlat.errors import ConfigError
-from lowlat.kernels.formats import FP8, MatrixFormat, matrix_name
-from lowlat.kernels.formats.fp8 import quantise_fp8
-from lowlat.kernels.formats.int4 import GROUPS, int4_format, quantise_int4
+from lowlat.kernels.formats import ROUNDED_FORMATS, DenseFormat, matrix_name
 
 __all__ = ["LAYERS", "QuantisedWeights", "Quantiser", "quantised", "rounding_bytes"]
 
@@ -30,28 +28,27 @@ COPIES = 5  # float32 copies of them, at most
 class Quantiser:
     """The rounding of a model's linear layers, those of experts among them: to FP8 by row, or to INT4 in groups.
 
+    kind     in `ROUNDED_FORMATS`
     lm_head  whether the LM head is among them
     option   that asked for it, for messages
-    group    inputs that share a scale of INT4
+    group    inputs that share a scale, of a kind with several such numbers
     """
 
     kind: Literal["fp8", "int4"]
     lm_head: bool = False
     option: str = "quantize"
-    group: int = GROUPS[-1]
+    group: int = 128
 
     def fitted(self, *widths: int) -> "Quantiser":
         """The same with the largest group size that divides all these numbers of inputs; the smallest if none does."""
-        common = math.gcd(*widths)
-        return replace(self, group=max((group for group in GROUPS if common % group == 0), default=GROUPS[0]))
+        common, groups = math.gcd(*widths), [each.block for each in ROUNDED_FORMATS[self.kind]]
+        return replace(self, group=max((group for group in groups if common % group == 0), default=min(groups)))
 
     @property
-    def packed(self) -> MatrixFormat:
+    def packed(self) -> DenseFormat:
         """The format of the layers."""
-        return FP8 if self.kind == "fp8" else int4_format(self.group, has_zeros=False)
-
-    def _round(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        return quantise_fp8(rows) if self.kind == "fp8" else quantise_int4(rows, self.group)
+        known = ROUNDED_FORMATS[self.kind]
+        return next((each for each in known if each.block == self.group), known[-1])
 
     def takes(self, weight: str) -> bool:
         """Whether a canonical weight is a matrix that is rounded."""
@@ -72,8 +69,8 @@ class Quantiser:
             )
         owner = weight.removesuffix(SUFFIX)
         specs = self.packed.specs(rows, columns, torch.bfloat16)
-        if "int4_scales" in specs:
-            specs["int4_scales"] = (specs["int4_scales"][0], torch.bfloat16)  # as `quantise_int4` rounds them
+        if self.packed.narrow and self.packed.scales is not None:
+            specs[self.packed.scales] = (specs[self.packed.scales][0], torch.bfloat16)
         return {f"{owner}.{part}": ((*outer, *own), dtype) for part, (own, dtype) in specs.items()}
 
     def parts(self, weight: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -83,7 +80,7 @@ class Quantiser:
         rows, wholes = tensor.flatten(0, -2), {name: whole.flatten(0, -2) for name, whole in made.items()}
         try:
             for first in range(0, rows.shape[0], step):
-                rounded = self._round(rows[first : first + step])
+                rounded = self.packed.quantise(rows[first : first + step])
                 for name, whole in wholes.items():
                     whole[first : first + step] = rounded[name.rpartition(".")[2]]
         except ConfigError as error:

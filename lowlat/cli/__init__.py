@@ -30,6 +30,8 @@ COMMANDS = {
     "chat": ("lowlat.cli.commands.chat", "Talk with a model, or with a running server."),
     "pull": ("lowlat.cli.commands.pull", "Fetch a model into the cache, so that a later start needs no network."),
     "top": ("lowlat.cli.commands.top", "Watch a running server: slots, queue, speed, acceptance."),
+    "sleep": ("lowlat.cli.commands.sleep", "Have a server's model give its memory back, until a request wakes it."),
+    "wake": ("lowlat.cli.commands.wake", "Have a server's model take its memory again."),
     "inspect": (
         "lowlat.cli.commands.inspect",
         "Show geometry and memory of a model, draft model or tree; see if a pair speculates.",

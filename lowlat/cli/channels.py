@@ -1,4 +1,4 @@
-"""The channels of a model that speaks Harmony, on a terminal: the final one as it is, all others dim.
+"""The channels of a model that answers in Harmony, on a terminal: the final one as it is, all others dim.
 
 A pipe or file gets the answer alone: the final channel, and text that is in no channel.
 """
@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lowlat.cli.console import stream_text
-from lowlat.options.request import StepOutput
+from lowlat.ipc.chunk import Chunk
 from lowlat.text import HarmonyParser, TextCodec, parse_channels
 from lowlat.text.harmony import ChannelDelta
 
@@ -25,10 +25,10 @@ class ChannelWriter:
         self._message: int | None = None
         self.answered = False
 
-    def __call__(self, output: StepOutput) -> None:
-        """Write what a step decided."""
-        deltas = self._parser.push(output.token_ids)
-        if output.finish_reason is not None:
+    def __call__(self, chunk: Chunk) -> None:
+        """Write what came."""
+        deltas = self._parser.push(chunk.token_ids)
+        if chunk.finish_reason is not None:
             deltas += self._parser.finish()
         for delta in deltas:
             self._write(delta)

@@ -2,23 +2,22 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from lowlat.cli.generation import Generation, Output
+from lowlat.cli.generation import Asked
 from lowlat.cli.options import CURVE_HELP
 from lowlat.cli.paths import FOLDER
-from lowlat.errors import ServerGone, StreamError
-from lowlat.ipc import Chunk, Client
-from lowlat.ipc.endpoint import parse_endpoint
-from lowlat.ipc.engine import TokenLogprobs
+from lowlat.errors import RequestError, ServerGone
+from lowlat.ipc import Client
+from lowlat.ipc.endpoint import default_endpoint, parse_endpoint
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.serving.models.roster import Roster, roster_path
 
-__all__ = ["Asked", "ServedModel", "connected", "refuse_the_servers_own", "server_options"]
+__all__ = ["ServedModel", "asked", "connected", "endpoint_of", "refuse_the_servers_own", "server_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,6 +39,25 @@ def refuse_the_servers_own(ctx: click.Context, model: Path | None = None) -> Non
     for name, shown in own.items():
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --endpoint")
+
+
+def endpoint_of(endpoint: str | None, model: str | None) -> str:
+    """Where a model of a server with several listens; "" and None are the default endpoint, and the first model.
+
+    Raises RequestError for a model that is not there, ServerGone for a server without several.
+    """
+    where = endpoint or default_endpoint()
+    if model is None:
+        return where
+    path = roster_path(where)
+    if path is None:
+        raise ServerGone(f"{where} has one model; leave out {model!r:.80}", code="gone")
+    roster = Roster.read(path)
+    found = roster.find(model)
+    if found is None:
+        known = ", ".join(repr(each.name) for each in roster.models)
+        raise RequestError(f"the model {model!r:.80} does not exist; {known} do")
+    return found.endpoint
 
 
 @contextmanager
@@ -64,61 +82,6 @@ def connected(endpoint: str | None, curve_keys: Path | None, name: str) -> Itera
         client.close()
 
 
-@dataclass(frozen=True)
-class _Output:
-    """A chunk as a step's output; without a tokenizer its text is None, not empty."""
-
-    chunk: Chunk
-    text: str | None
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.chunk.token_ids
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.chunk.finish_reason
-
-    @property
-    def stop_reason(self) -> str | int | None:
-        return self.chunk.stop_reason
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        return self.chunk.logprobs
-
-    @property
-    def simulated(self) -> bool:
-        return self.chunk.simulated
-
-
-class Asked:
-    """One request to the server; `generation` is its outcome so far, also where it was interrupted."""
-
-    def __init__(self, client: Client, prompt: Any, sampling: Mapping[str, Any]) -> None:
-        self.generation = Generation()
-        self._has_text = bool(client.server.tokenizer)
-        self._chunks = client.generate(prompt, **sampling)
-
-    def run(self, on_output: Callable[[Output], None] | None = None) -> Generation:
-        """Run the request to its end, handing on each output; one that breaks off keeps its outcome, with `error`.
-
-        Raises RequestError, Busy for a request that was not taken.
-        """
-        generation = self.generation
-        try:
-            with self._chunks as chunks:
-                for chunk in chunks:
-                    output = _Output(chunk, chunk.text if self._has_text else None)
-                    generation.add(output)
-                    generation.metrics = chunk.metrics or {}
-                    if on_output is not None:
-                        on_output(output)
-        except StreamError as error:
-            generation.finish_reason, generation.error = "error", str(error)
-        return generation
-
-
 class ServedModel:
     """A server's model to chat with."""
 
@@ -131,15 +94,18 @@ class ServedModel:
         self.advice = client.server.advice
 
     def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> Asked:
-        """A request for a text's continuation or a conversation's next message, which has what the context has room
-        for where it names no max_tokens."""
-        fit = not isinstance(prompt, str) and "max_tokens" not in sampling
-        return Asked(self._client, prompt, {**sampling, "fit_context": fit})
+        """Ask for a text's continuation, or a conversation's next message: the latter may be as long as the context has
+        room for where it names no max_tokens, and what a model thinks before is apart from it."""
+        options: Any = dict(sampling)
+        if not isinstance(prompt, str):
+            options = {"parse": "reasoning", "fit_context": "max_tokens" not in sampling, **options}
+        return asked(self._client, prompt, options)
 
-    def writer(self, sampling: Mapping[str, Any]) -> Callable[[Output], None] | None:
-        """How an answer is shown: as it comes."""
-        return None
 
-    def answer_of(self, generation: Generation) -> str:
-        """The text that stays in the conversation."""
-        return generation.text or ""
+def asked(client: Client, prompt: Any, options: Mapping[str, Any]) -> Asked:
+    """A request to the server, under way."""
+    given: Any = options
+    server = client.server
+    return Asked(
+        client.generate(prompt, **given), has_text=bool(server.tokenizer), max_context=server.limits.max_context
+    )

@@ -3,61 +3,60 @@
 It loads neither torch nor NumPy, so that a client of a server starts at once.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from lowlat.engine.metrics import RequestMetrics
-from lowlat.ipc.engine import TokenLogprobs
+from lowlat.errors import StreamError
+from lowlat.ipc.chunk import Chunk
+from lowlat.ipc.messages import TokenLogprob
 
-__all__ = ["Generation", "Output"]
+__all__ = ["Asked", "Generation"]
 
 
-class Output(Protocol):
-    """The output of a step, or a chunk from a server, for one request."""
+class Chunks(AbstractContextManager["Chunks"], Protocol):
+    """The chunks of one request, here or from a server; leaving it cancels what has not ended."""
 
-    @property
-    def token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def text(self) -> str | None: ...
-    @property
-    def finish_reason(self) -> str | None: ...
-    @property
-    def stop_reason(self) -> str | int | None: ...
-    @property
-    def logprobs(self) -> tuple[TokenLogprobs, ...] | None: ...
-    @property
-    def simulated(self) -> bool: ...
+    def __iter__(self) -> Iterator[Chunk]: ...
 
 
 @dataclass
 class Generation:
     """The outcome of one request.
 
-    text      None without a tokenizer
-    metrics   its figures as JSON values
-    record    the same as the runtime keeps it, where that is this process's own
-    channels  the messages of an answer that is written in channels
+    text         None without a tokenizer
+    reasoning    of a parsed answer, what the model thought before
+    max_context  tokens of prompt and answer that it could have had; 0: not known
+    metrics      its figures as JSON values
+    record       the same as the runtime keeps it, where that is this process's own
+    channels     the messages of an answer that is written in channels
     """
 
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None
+    reasoning: str = ""
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     error: str | None = None
     simulated: bool = False
+    max_context: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     record: RequestMetrics = field(default_factory=lambda: RequestMetrics(""))
     channels: list[dict[str, Any]] | None = None
 
-    def add(self, output: Output) -> None:
+    def add(self, chunk: Chunk) -> None:
         """Append what came."""
-        self.token_ids.extend(output.token_ids)
-        if output.text is not None:
-            self.text = (self.text or "") + output.text
-        self.logprobs.extend(output.logprobs or ())
-        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        self.simulated = self.simulated or output.simulated
+        self.token_ids.extend(chunk.token_ids)
+        if self.text is not None:
+            self.text += chunk.text
+        self.reasoning += chunk.reasoning_content
+        self.logprobs.extend(chunk.logprobs or ())
+        self.finish_reason, self.stop_reason = chunk.finish_reason, chunk.stop_reason
+        self.simulated = self.simulated or chunk.simulated
+        self.metrics = chunk.metrics or self.metrics
 
     def to_dict(self, device: str | None, speculation_error: str | None = None) -> dict[str, Any]:
         """All of it as JSON values; what did not happen is left out."""
@@ -91,9 +90,45 @@ class Generation:
         speculation = metrics.get("eagle_speculation")
         if speculation is not None:
             parts.append(f"{speculation['mean_acceptance_length']:.2f} tokens a drafted step")
-        parts.append(f"finish: {self.finish_reason}")
+        parts.append(self.ending())
         if "specpv" in metrics:
             parts.append(f"SpecPV, which is lossy: {metrics['specpv']['partial_steps']} partial steps")
         if self.simulated:
             parts.append("acceptance was simulated: the text means nothing")
         return ", ".join(parts)
+
+    def ending(self) -> str:
+        """How it ended, in words; where it was cut, what allows more."""
+        if self.finish_reason != "length":
+            return "ended by itself" if self.finish_reason == "stop" else str(self.finish_reason)
+        cut = f"cut at {len(self.token_ids)} tokens"
+        if self.max_context and self.metrics.get("prompt_tokens", 0) + len(self.token_ids) >= self.max_context:
+            return f"{cut}, where the context of {self.max_context} is full (--max-context)"
+        return f"{cut}; --max-tokens allows more"
+
+
+class Asked:
+    """One request under way, here or at a server; `generation` is its outcome so far, also where it was interrupted."""
+
+    def __init__(self, chunks: Chunks, *, has_text: bool, max_context: int = 0) -> None:
+        self.generation = Generation(text="" if has_text else None, max_context=max_context)
+        self._chunks = chunks
+
+    def run(self, on_chunk: Callable[[Chunk], None] | None = None) -> Generation:
+        """Read it to its end, handing on each chunk; one that breaks off keeps its outcome, with `error`.
+
+        Ctrl-C cancels it. Raises RequestError, Busy for a request that was not taken.
+        """
+        generation = self.generation
+        try:
+            with self._chunks as chunks:
+                for chunk in chunks:
+                    generation.add(chunk)
+                    if on_chunk is not None:
+                        on_chunk(chunk)
+        except StreamError as error:
+            generation.finish_reason, generation.error = "error", str(error)
+            generation.token_ids = list(error.token_ids)
+            if generation.text is not None:
+                generation.text = error.text
+        return generation

@@ -5,13 +5,16 @@ Defaults are the records' own: an option that was not given is not passed on.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from lowlat.cli.console import want_json
-from lowlat.cli.paths import FOLDER, MODEL, check_model
+from lowlat.cli.help import DeclaredOption
+from lowlat.cli.paths import FILE, FOLDER, MODEL, check_model
+from lowlat.errors import ConfigError
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
 from lowlat.options.declaration import Option, options_of
 from lowlat.options.request import ADVISED_OPTIONS, SamplingParams
@@ -20,7 +23,6 @@ __all__ = [
     "CURVE_HELP",
     "DIRECTORY",
     "STORED",
-    "GroupedCommand",
     "IntegerList",
     "as_json",
     "asked_sampling",
@@ -35,6 +37,7 @@ __all__ = [
     "parse_biases",
     "record_options",
     "runtime_options",
+    "runtime_values",
     "sampling_options",
     "sampling_params",
     "sampling_values",
@@ -45,11 +48,17 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 DIRECTORY = click.Path(path_type=Path)  # a command's own to check, or its loader's
-PATHS = {"curve_keys": FOLDER}  # settings that must be there
+PATHS = {"curve_keys": FOLDER, "tree": FILE, "draft_vocab": FILE}  # what must be there
+SAMPLING, SPECULATION, RUNTIME = "sampling", "speculation", "runtime"  # sections of the help
+RECORD_SECTIONS: dict[type, str] = {SamplingParams: SAMPLING, SpeculativeConfig: SPECULATION, RuntimeConfig: RUNTIME}
 MAX_DIGITS = 20
 MAX_OPTION_BYTES = 1 << 20
 STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype")  # options of how a target's numbers are held
-CURVE_HELP = "Folder with server.key and client.key_secret, for tcp://."
+NO_DEMO_MODELS = (
+    "the demo models are not installed: `pip install lowlat-demo-models` (from a checkout: `pip install "
+    "./lowlat/demo`), or name a model, as in `lowlat chat Qwen/Qwen3-0.6B`"
+)
+CURVE_HELP = "Folder of a client's keys, for tcp://; server.key and client.key_secret."
 
 
 class IntegerList(click.ParamType[tuple[int | str, ...]]):
@@ -108,44 +117,34 @@ class NumberOrWord(click.ParamType[int | str]):
         return value if value in self._words else int(click.INT.convert(value, param, ctx))
 
 
-class GroupedCommand(click.Command):
-    """A command whose help lists options in sections, and names the rare ones of each.
-
-    groups  an option's section, by its name
-    rare    the names of a section's rare options
-    """
-
-    groups: ClassVar[Mapping[str, str]] = {}
-    rare: ClassVar[Mapping[str, Sequence[str]]] = {}
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write a section for each group, those that are in none first."""
-        sections: dict[str, list[tuple[str, str]]] = {"options": []}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
-                sections.setdefault(self.groups.get(parameter.name or "", "options"), []).append(record)
-        for title, records in sections.items():
-            with formatter.section(title[:1].upper() + title[1:]):
-                if records:
-                    formatter.write_dl(records)
-                if self.rare.get(title):
-                    formatter.write_text(f"By --set or in a file: {', '.join(self.rare[title])}.")
-
-
 def bundled(part: str) -> Path:
-    """The path of a bundled directory or file: target, head (its draft model), chat_head, *.json."""
-    return Path(__file__).resolve().parent.parent / "demo" / part
+    """The path of a demo model's directory (target, head: its draft model, chat_head), or of the prompts for them.
+
+    A checkout has the models next to the prompts; an installed lowlat has those of the wheel lowlat-demo-models.
+    Raises ConfigError where neither is there.
+    """
+    for package in ("lowlat.demo", "lowlat_demo_models"):
+        spec = find_spec(package)
+        for folder in () if spec is None else spec.submodule_search_locations or ():
+            if (path := Path(folder).resolve() / part).exists():
+                return path
+    raise ConfigError(NO_DEMO_MODELS)
 
 
-def declared_options(function: F, options: Iterable[Option]) -> F:
+def declared_options(
+    function: F, options: Iterable[Option], section: str = "", sections: Mapping[str, str] | None = None
+) -> F:
     """Add declared options as flags, in their order; one that is not given is None, or () where it is repeatable.
 
     Rare ones share the flag --set; one of them that is not given is left out.
+
+    section   the section of the help for those that name none themselves
+    sections  sections by key, where they are of several records
     """
     found = list(options)
     for option in reversed(found):
-        function = (_refused if option.rare else _flag)(option)(function)
+        place = option.group or (sections or {}).get(option.key, section)
+        function = (_refused if option.rare else _flag)(option, place)(function)
     return _set_flag({option.key: option for option in found})(function) if any(o.rare for o in found) else function
 
 
@@ -155,7 +154,8 @@ def record_options(record: type, *keys: str, filled: bool = False) -> Callable[[
 
     def add(function: F) -> F:
         for key in reversed(keys):
-            function = _flag(found[key], filled=filled)(function)
+            place = found[key].group or RECORD_SECTIONS.get(record, "")
+            function = _flag(found[key], place, filled=filled)(function)
         return function
 
     return add
@@ -169,26 +169,36 @@ def depth_option(help: str) -> Callable[[F], F]:
     return click.option(*names, type=least_one, default=default, show_default=True, metavar="N", help=help)
 
 
-def _flag(option: Option, *, filled: bool = False) -> Callable[[F], F]:
+def _flag(option: Option, section: str, *, filled: bool = False) -> Callable[[F], F]:
     """The flag of one declared option."""
     spellings = [*option.flags, *("--" + name.replace("_", "-") for name in (*option.aliases, option.key))]
-    repeatable = option.kind in ("texts", "biases") or "stop_token_id" in option.aliases
-    text = option.help + (" Repeatable." if repeatable else "")
-    default = option.otherwise or ("" if option.default in (None, (), False) else str(option.default))
-    if default:
-        text += f"  [default: {default.lower() if option.kind == 'bool' else default}]"
+    shape: dict[str, Any] = {"cls": DeclaredOption, "declared": option, "section": section, "help": _said(option)}
     if option.kind == "bool":
-        return click.option(f"{option.flag}/--no-{option.flag[2:]}", option.key, default=None, help=text)
+        return click.option(f"{option.flag}/--no-{option.flag[2:]}", option.key, default=None, **shape)
+    repeatable = _repeats(option)
     kind, metavar = _kind_of(option, repeatable)
     return click.option(
         *spellings,
         option.key,
+        **shape,
         type=kind,
         metavar=option.metavar or metavar or None,
         multiple=repeatable,
         default=option.default if filled else None,
-        help=text,
     )
+
+
+def _repeats(option: Option) -> bool:
+    return option.kind in ("texts", "biases") or "stop_token_id" in option.aliases
+
+
+def _said(option: Option) -> str:
+    """All that the help says of an option."""
+    text = option.help + (" Repeatable." if _repeats(option) and not option.rare else "")
+    default = option.otherwise or ("" if option.default in (None, (), False) else str(option.default))
+    if default:
+        text += f"  [default: {default.lower() if option.kind == 'bool' else default}]"
+    return text
 
 
 def _kind_of(option: Option, repeatable: bool = False) -> tuple[Any, str]:
@@ -210,7 +220,7 @@ def _kind_of(option: Option, repeatable: bool = False) -> tuple[Any, str]:
     return TextOfFile() if option.from_file else kind, metavar
 
 
-def _refused(option: Option) -> Callable[[F], F]:
+def _refused(option: Option, section: str) -> Callable[[F], F]:
     """The flag that a rare option would have, which says how it is set."""
 
     def refuse(ctx: click.Context, param: click.Parameter, value: Any) -> None:
@@ -220,7 +230,11 @@ def _refused(option: Option) -> Callable[[F], F]:
     names = ["--" + name.replace("_", "-") for name in (*option.aliases, option.key)]
     if option.kind == "bool":
         names = [f"{option.flag}/--no-{option.flag[2:]}"]
-    return click.option(*names, f"refused_{option.key}", default=None, hidden=True, expose_value=False, callback=refuse)
+    _, metavar = _kind_of(option)
+    value = option.metavar or metavar or (option.kind == "bool" and "yes|no") or "|".join(option.choices)
+    shape: dict[str, Any] = {"cls": DeclaredOption, "declared": option, "section": section, "value": value}
+    shape |= {"hidden": True, "expose_value": False, "callback": refuse, "help": _said(option)}
+    return click.option(*names, f"refused_{option.key}", default=None, **shape)
 
 
 def _set_flag(known: Mapping[str, Option]) -> Callable[[F], F]:
@@ -244,7 +258,7 @@ def _set_flag(known: Mapping[str, Option]) -> Callable[[F], F]:
             except click.BadParameter as error:
                 raise click.UsageError(f"--set {option.key}: {error.message}") from None
 
-    text = "Set a rare option, of those that `lowlat serve --help` names. Repeatable."
+    text = "Set a rare option, of those that --help-all shows. Repeatable."
     shape: dict[str, Any] = {"multiple": True, "metavar": "NAME=VALUE", "expose_value": False, "callback": assign}
     return click.option("--set", "set_rare", **shape, help=text)
 
@@ -257,14 +271,15 @@ def given_options(values: Mapping[str, Any], record: type) -> dict[str, Any]:
 
 def sampling_options(function: F) -> F:
     """Add every field of SamplingParams as an option; `sampling_params` builds the record."""
-    return declared_options(function, (option for option in options_of(SamplingParams) if not option.python_only))
+    options = (option for option in options_of(SamplingParams) if not option.python_only)
+    return declared_options(function, options, SAMPLING)
 
 
 def defaults_option(function: F) -> F:
     """Add --sampling-defaults, as the server has it; one that is not given is None."""
     from lowlat.serving.config import SETTINGS
 
-    return declared_options(function, [SETTINGS["sampling_defaults"]])
+    return declared_options(function, [SETTINGS["sampling_defaults"]], SAMPLING)
 
 
 def asked_sampling(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -305,7 +320,8 @@ def parse_biases(entries: Sequence[str]) -> dict[int, float]:
 
 def speculation_options(function: F) -> F:
     """Add the draft model and how to speculate with it; `speculative_config` builds the record."""
-    return declared_options(function, (option for option in options_of(SpeculativeConfig) if not option.python_only))
+    options = (option for option in options_of(SpeculativeConfig) if not option.python_only)
+    return declared_options(function, options, SPECULATION)
 
 
 def draft_model_option(help: str, name: str = "head") -> Callable[[F], F]:
@@ -337,6 +353,13 @@ def runtime_options(function: F) -> F:
         *("quantize", "quantize_lm_head", "kv_cache_dtype"),
     )
     return record_options(RuntimeConfig, *names)(function)
+
+
+def runtime_values(values: Mapping[str, Any], **own: Any) -> dict[str, Any]:
+    """The options of RuntimeConfig that were given, next to a command's own, checked. Raises ConfigError."""
+    given = {**own, **given_options(values, RuntimeConfig)}
+    RuntimeConfig(**given)
+    return given
 
 
 def trace_config(names: str | None) -> TraceConfig:

@@ -1,27 +1,28 @@
 """Loading a runtime and running one request in it, with bars on the terminal: what demo, generate and doctor share."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lowlat.cli.console import Update, progress_bar
-from lowlat.cli.generation import Generation
+from lowlat.cli.generation import Asked, Generation
 from lowlat.cli.models import local_target
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import RequestError
 from lowlat.executors.devices import leave_a_core
+from lowlat.ipc.chunk import Chunk
 from lowlat.models.target import read_model_config
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
-from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.request import SamplingParams
 from lowlat.text import TextCodec
 
-__all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request", "step_outputs"]
+__all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
 
-LONG_PREFILLS = 2  # a shorter prompt is done before a bar could be read
+LONG_PREFILLS = 2  # chunks: a shorter prompt is done before a bar could be read
 
 
 def default_context(model: Path, wanted: int | None) -> int:
@@ -50,9 +51,18 @@ class _Bars(ExitStack):
 
 
 def load_runtime(
-    model: Path, speculative: SpeculativeConfig | None, max_context: int | None, **options: Any
+    model: Path,
+    speculative: SpeculativeConfig | None,
+    max_context: int | None,
+    *,
+    reserve: Callable[[str, int, int | None], None] | None = None,
+    **options: Any,
 ) -> Runtime:
-    """Load a runtime after bars: of the bytes fetched and read and, on a GPU, of its graphs. Raises ConfigError."""
+    """Load a runtime after bars: of the bytes fetched and read and, on a GPU, of its graphs.
+
+    reserve  see `Runtime.load`
+    Raises ConfigError.
+    """
     leave_a_core()
     directory = local_target(model, options.get("dtype", "auto"))
     loading = f"loading {display_name(directory)}"
@@ -67,6 +77,7 @@ def load_runtime(
             captured=partial(bars.show, "capturing graphs", as_bytes=False),
             downloaded=partial(bars.show, f"fetching {draft}") if on_terminal else None,
             max_context=default_context(directory, max_context),
+            reserve=reserve,
             **options,
         )
 
@@ -76,7 +87,7 @@ def chat_ids(
 ) -> list[int]:
     """Token ids of a user's message in the model's chat template. Raises RequestError where there is none."""
     if codec is None:
-        raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
+        raise RequestError("a chat needs tokenizer.json in the model directory; give token ids, without --chat")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": user})
     return codec.encode_chat(messages, allow_special=allow_special)
@@ -86,42 +97,24 @@ def run_request(
     runtime: Runtime,
     prompt: Sequence[int] | str,
     params: SamplingParams,
-    on_output: Callable[[StepOutput], None] | None = None,
+    on_chunk: Callable[[Chunk], None] | None = None,
     *,
     allow_special: bool = False,
 ) -> Generation:
-    """Run one request to its end, handing on what each step brings; a long prefill has a bar."""
-    name = runtime.submit(prompt, params, allow_special=allow_special)
-    generation = Generation()
-    for output in step_outputs(runtime, name):
-        generation.add(output)
-        generation.error = output.error
-        if on_output is not None:
-            on_output(output)
-    generation.record = runtime.metrics(name)
+    """Run one request to its end, handing on each chunk; a long prefill has a bar. Raises RequestError."""
+    stream = runtime.stream(prompt, params, allow_special=allow_special)
+    asked = Asked(stream, has_text=runtime.codec is not None, max_context=runtime.config.max_context)
+    is_long = len(prompt) > LONG_PREFILLS * runtime.geometry.prefill_sizes[-1]
+    with _Bars() as bars:
+        if is_long:
+            bars.show("prefill", 0, None)
+
+        def hand_on(chunk: Chunk) -> None:
+            bars.close()
+            if on_chunk is not None:
+                on_chunk(chunk)
+
+        generation = asked.run(hand_on)
+    generation.record = runtime.metrics(stream.request_id)
     generation.metrics = generation.record.to_dict()
     return generation
-
-
-def step_outputs(runtime: Runtime, request_id: str) -> Iterator[StepOutput]:
-    """The outputs of a runtime's only request, step by step, to its end; a long prefill has a bar."""
-    yield from _prefill(runtime, runtime.metrics(request_id).prompt_tokens)
-    while runtime.busy:
-        yield from runtime.step()
-
-
-def _prefill(runtime: Runtime, num_tokens: int) -> list[StepOutput]:
-    """Step until the first output of a runtime's only request, as many chunks a step as run together."""
-    most = runtime.geometry.prefill_sizes[-1]
-    if num_tokens <= LONG_PREFILLS * most:
-        return []
-    with progress_bar("prefill") as update:
-        done = 0
-        while runtime.busy:
-            outputs = runtime.step()
-            if outputs:
-                return outputs
-            done = min(done + most, num_tokens)
-            if update is not None:
-                update(done, num_tokens)
-    return []

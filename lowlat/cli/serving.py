@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from lowlat.serving.config import ServeConfig
 from lowlat.serving.descriptors import raise_descriptor_limit
 from lowlat.serving.gateway import check_gateway, http_gateway
 from lowlat.serving.logs import serving_log
+from lowlat.serving.models.worker import Worker
 
 if TYPE_CHECKING:
     from lowlat.engine.runtime import Runtime
@@ -49,12 +51,12 @@ class Pair:
     """The model, and its draft model, that are served where none is named.
 
     target       gives the model's directory, which may have to be fetched
-    draft_model  its draft model's directory
+    draft_model  gives its draft model's directory
     name         what clients are told it is called; None: its directory's name
     """
 
     target: Callable[[], Path]
-    draft_model: Path
+    draft_model: Callable[[], Path]
     name: str | None
 
 
@@ -64,15 +66,16 @@ def _chat_model() -> Path:
     return chat_model(None)
 
 
-BUNDLED = Pair(lambda: bundled("target"), bundled("head"), "lowlat-demo")
-CHAT = Pair(_chat_model, bundled("chat_head"), "SmolLM2-135M-Instruct")
+BUNDLED = Pair(partial(bundled, "target"), partial(bundled, "head"), "lowlat-demo")
+CHAT = Pair(_chat_model, partial(bundled, "chat_head"), "SmolLM2-135M-Instruct")
 SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
 
 
-def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool) -> int:
+def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Worker | None = None) -> int:
     """Serve until drained or failed; returns the exit code.
 
     unnamed  what is served where the settings name no model
+    worker   of a supervisor, which is told that the model is ready; None: whoever started this is
     Raises ConfigError before anybody could connect.
     """
     if settings["model"] is not None:
@@ -80,7 +83,7 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool) -> int:
     _check_free(settings.endpoint())
     if settings["http"] is not None:
         check_gateway(settings["http"])
-    loading = _Loading(settings, unnamed)
+    loading = _Loading(settings, unnamed, worker)
     curve = None
     if settings["curve_keys"] is not None:
         from lowlat.serving.curve_keys import server_curve
@@ -96,6 +99,7 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool) -> int:
         allow_uids=settings["allow_uid"],
         curve=curve,
         name=f"lowlat {lowlat.__version__}",
+        keeper=worker,
     )
     with serving_log(settings["log_format"]), _drained_by_signals(server), ExitStack() as gateway:
         facts = {"event": "ready", "endpoint": server.endpoint, "pid": os.getpid(), **loading.facts}
@@ -103,7 +107,9 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool) -> int:
             facts["http"] = gateway.enter_context(
                 http_gateway(settings["http"], server.endpoint, settings["http_host"], settings["curve_keys"])
             )
-        if json_output:
+        if worker is not None:
+            worker.serve(server, {**facts, "sleep_bytes": loading.sleep_bytes})
+        elif json_output:
             print_json(facts)
         else:
             click.echo(_how_to_reach(facts, settings["curve_keys"]))
@@ -147,9 +153,10 @@ def _drained_by_signals(server: Server) -> Iterator[None]:
 class _Loading:
     """A load in the decode thread, and the facts that it makes known: for the ready line, and the server's codec."""
 
-    def __init__(self, settings: ServeConfig, unnamed: Pair) -> None:
-        self._settings = settings
-        self._speculative = settings.speculation(unnamed.draft_model)
+    def __init__(self, settings: ServeConfig, unnamed: Pair, worker: Worker | None) -> None:
+        self._settings, self._worker = settings, worker
+        self.sleep_bytes = 0  # that leave the device when it sleeps
+        self._speculative = settings.speculation(unnamed.draft_model() if settings["model"] is None else None)
         if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
             check_model(self._speculative.model)
         self._unnamed = unnamed
@@ -168,8 +175,11 @@ class _Loading:
             settings["model"] or self._unnamed.target(),
             self._speculative,
             settings["max_context"],
+            reserve=None if self._worker is None else self._worker.reserve,
             **settings.runtime_options(),
         )
+        residence = runtime.executor.residence
+        self.sleep_bytes = 0 if residence is None else residence.report().device_bytes
         self.codec.bind(runtime.codec)
         strict = settings["perf_mode"] == "strict"
         defaults = sampling_defaults(runtime.directory, settings["sampling_defaults"], strict=strict)

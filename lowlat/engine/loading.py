@@ -19,7 +19,7 @@ from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.host_space import HostSpace
 from lowlat.engine.memory.held import HeldMemory, held_memory
-from lowlat.engine.memory.plan import MemoryNeed, check_fits, memory_need, on_one_device
+from lowlat.engine.memory.plan import MemoryNeed, available_bytes, check_fits, memory_need, on_one_device
 from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
 from lowlat.engine.proposer import Proposer, StepParts
@@ -78,6 +78,7 @@ __all__ = [
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
+Reserve = Callable[[str, int, int | None], None]
 MAX_SNAPSHOTS = 32  # a slot: more are seldom found again
 
 
@@ -153,17 +154,20 @@ def load(
     progress: Progress | None = None,
     captured: Progress | None = None,
     downloaded: Progress | None = None,
+    reserve: Reserve | None = None,
 ) -> Loaded:
     """Load a target and, where asked for, its speculator; allocate everything, compile and capture what runs on a GPU.
 
     model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
     progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
                with bytes fetched and bytes in all, for each model that is a repository's name
+    reserve    called before any memory is taken, with each device's name, the bytes that are needed there, and those
+               that are free (None: not known); it may wait until others have made way
 
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
     otherwise it is one warning and the baseline.
     """
-    _check_call(model, speculative, progress, captured, downloaded)
+    _check_call(model, speculative, progress, captured, downloaded, reserve)
     choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
     _say(choice)
     target = model
@@ -206,12 +210,12 @@ def load(
     own_speculator = geometries[0].speculator
     refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
     devices = rank_devices(choice, len(ranks), options.devices)
-    needs = _check_memory(ranks, weights, choice, devices)
+    needs = _check_memory(ranks, weights, choice, devices, reserve)
     used = None if loaded is None else speculative
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
         choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
-        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog,
+        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog, can_sleep=options.can_sleep,
     )  # fmt: skip
     try:
         check_launches(options, executor.counts, used)
@@ -232,7 +236,7 @@ def _check_call(model: object, speculative: object, *told: object) -> None:
         raise ConfigError(f"model must be a directory or ORG/NAME of a repository, got {model!r:.80}")
     if not isinstance(speculative, (SpeculativeConfig, NoneType)):
         raise ConfigError(f"speculative must be a SpeculativeConfig or None, got {type(speculative).__name__}")
-    for name, function in zip(("progress", "captured", "downloaded"), told, strict=True):
+    for name, function in zip(("progress", "captured", "downloaded", "reserve"), told, strict=True):
         if function is not None and not callable(function):
             raise ConfigError(f"{name} must be a function or None, got {type(function).__name__}")
 
@@ -280,7 +284,11 @@ def build_rank(geometry: StepGeometry, ladder: StepLadder, topologies: Mapping[i
 
 
 def _check_memory(
-    ranks: Sequence[Rank], weights: JoinedWeights, choice: DeviceChoice, devices: Sequence[torch.device]
+    ranks: Sequence[Rank],
+    weights: JoinedWeights,
+    choice: DeviceChoice,
+    devices: Sequence[torch.device],
+    reserve: Reserve | None = None,
 ) -> list[MemoryNeed]:
     """The need of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
     shapes = weights.shapes()
@@ -295,7 +303,10 @@ def _check_memory(
         for rank in ranks
     ]
     for device in dict.fromkeys(devices):
-        check_fits(on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device]), device)
+        together = on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
+        if reserve is not None:
+            reserve(str(device), together.total_bytes, available_bytes(device))
+        check_fits(together, device)
     return needs
 
 

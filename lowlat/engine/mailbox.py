@@ -1,4 +1,4 @@
-"""The host's side of a step: what it writes for the step to read, and what it reads of the step's publications.
+"""The host's side of a step: the commands that it writes, and the publications that it reads.
 
 It knows the layout of the slot records, the command ring and the publication ring. Host memory is written and read
 through numpy, whose scalars cost a tenth of torch's: all of this lies between two steps.

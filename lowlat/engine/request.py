@@ -13,6 +13,7 @@ from typing import Any
 from lowlat.engine.mailbox import SlotPublication
 from lowlat.engine.metrics import RequestMetrics, SpeculativeDecodingStats
 from lowlat.engine.scheduler import ScheduledRequest
+from lowlat.engine.sessions.book import SessionRecord
 from lowlat.errors import RequestError
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS, FROM_METHOD, FROM_TEXT
@@ -70,6 +71,7 @@ class Request:
         self.seed = seed
         self.stop_ids = stop_ids
         self.grammar: GrammarState | None = None
+        self.session: SessionRecord | None = None
         self.slot = -1
         self.table: Sequence[int] = ()
         self.commands: Mapping[str, Sequence[int]] = {}

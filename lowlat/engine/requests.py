@@ -11,6 +11,7 @@ from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics
 from lowlat.engine.request import Opening, Request
 from lowlat.engine.request_checks import RequestChecks, check_call, check_name, encode_prompt
 from lowlat.engine.scheduler import Admission, ScheduledRequest, Scheduler
+from lowlat.engine.sessions.book import SessionBook, SessionRecord
 from lowlat.errors import RequestError
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.options.config import RuntimeConfig
@@ -29,6 +30,7 @@ class Requests(Mapping[str, Request]):
     has_confirmed  there are outputs that were kept back: the next step returns at once
     checks    refuses requests, and may be asked by any thread
     grammars  compiles those of requests, for any thread
+    sessions  those that live
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, scheduler: Scheduler, *, speculates: bool) -> None:
@@ -49,6 +51,7 @@ class Requests(Mapping[str, Request]):
             has_prompts=geometry.prompt_logprobs,
             has_masks=loaded.takes_grammars,
         )
+        self.sessions = SessionBook(scheduler.kvcache, config.session_ttl_s)
         self.grammars = GrammarCompiler(loaded.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self.slots: dict[int, Request] = {}
         self.outputs: list[StepOutput] = []
@@ -80,6 +83,7 @@ class Requests(Mapping[str, Request]):
         request_id: str | None,
         allow_special: bool,
         cache_salt: str,
+        session: SessionRecord | None = None,
     ) -> tuple[Request, ScheduledRequest]:
         """Make a request and its record for the scheduler; it is not live yet. See `Runtime.submit`.
 
@@ -94,7 +98,9 @@ class Requests(Mapping[str, Request]):
         request = self._made(name, prompt_ids, params, seed)
         request.grammar = self.grammars.open(params, prompt_ids, request.stop_ids)
         total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
-        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads, params.priority)
+        owner = None if session is None else session.key
+        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads, owner, params.priority)
+        request.session = session
         self._scheduler.check(scheduled)
         return request, scheduled
 
@@ -175,6 +181,8 @@ class Requests(Mapping[str, Request]):
         if opening is not None:
             opening.arrival = self._scheduler.arrival(request.request_id)
         self._live[request.request_id] = request
+        if request.session is not None:
+            self.sessions.begin(request.session)
 
     def place(self, admission: Admission) -> None:
         """Record that the scheduler gave a request a slot."""
@@ -209,6 +217,9 @@ class Requests(Mapping[str, Request]):
             return
         del self._live[request.request_id]
         self._book.update(request.metrics())
+        if request.session is not None:
+            tokens = tuple(request.committed) if request.finish_reason in ("stop", "length") else None
+            self.sessions.finish(request.session, tokens, request.seed)
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from lowlat.engine.calls.driver import Driver, owned
 from lowlat.engine.calls.prompts import check_timeout, is_chat, is_quick, prepare
@@ -27,8 +27,12 @@ from lowlat.engine.open_prompts import OpenPrompt
 from lowlat.engine.perf import PerfCounters
 from lowlat.engine.request_checks import Unbroken, check_depth
 from lowlat.engine.requests import Requests
+from lowlat.engine.sessions.book import SessionBook, SessionKey, SessionRecord
+from lowlat.engine.sessions.choices import answer_choices
+from lowlat.engine.sessions.session import Session, load_session, open_session
+from lowlat.engine.sleep import Sleep
 from lowlat.engine.steps import Steps
-from lowlat.engine.tiers import make_tiers
+from lowlat.engine.tiers import ContentFacts, content_facts, make_tiers
 from lowlat.errors import CapacityError, ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.ipc.answer import Answer
@@ -36,13 +40,15 @@ from lowlat.ipc.prompts import Prompt
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.declaration import check_number, plain, shown
-from lowlat.options.keywords import CallOptions, RuntimeOptions
+from lowlat.options.keywords import CallOptions, NamedSession, RuntimeOptions
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
 
 __all__ = ["Runtime"]
 
 logger = logging.getLogger("lowlat.engine.runtime")
+
+T = TypeVar("T")
 
 
 class Runtime:
@@ -82,6 +88,9 @@ class Runtime:
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
         self._whole = Unbroken()
         self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
+        self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._whole)
+        self._draft_directory = None if loaded.speculator is None else loaded.speculator.directory
+        self._content_facts: ContentFacts | None = None
         self._closed = False
         self.driver: Driver | None = None
         self._starting = threading.Lock()
@@ -95,6 +104,7 @@ class Runtime:
         progress: Callable[[int, int], None] | None = None,
         captured: Callable[[int, int], None] | None = None,
         downloaded: Callable[[int, int], None] | None = None,
+        reserve: Callable[[str, int, int | None], None] | None = None,
         **options: Unpack[RuntimeOptions],
     ) -> Self:
         """Load a model and, where asked for, a speculator.
@@ -104,11 +114,13 @@ class Runtime:
         progress    called with bytes read and bytes in all
         captured    called with graphs captured and graphs in all, where the executor captures
         downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars
+        reserve     called before memory is taken, with the device's name and the bytes needed and free there: it may
+                    wait until others have made way
         options     fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
-        loaded = load(model, speculative, config, progress, captured, downloaded)
+        loaded = load(model, speculative, config, progress, captured, downloaded, reserve)
         try:
             runtime = cls(loaded, config)
         except BaseException:
@@ -215,6 +227,7 @@ class Runtime:
         request_id: str | None = None,
         allow_special: bool = False,
         cache_salt: str = "",
+        session: NamedSession | str | None = None,
     ) -> str:
         """Queue a request and return its id.
 
@@ -222,12 +235,16 @@ class Runtime:
         allow_special  special tokens that a text spells become these tokens; otherwise they stay text
         cache_salt     only requests of the same salt share cached prefixes: others cannot learn, by the time to the
                        first token, what was asked before
+        session        that it belongs to, or its id: its prefix stays while that lives; see `Runtime.session`
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full;
         LowlatError where calls such as `generate` have a thread step the runtime.
         """
         self._check_by_hand("submit")
         self._check_usable()
-        request, scheduled = self._requests.open(prompt, params, request_id, allow_special, cache_salt)
+        if self.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
+        record, salt = self._session_of(session, cache_salt)
+        request, scheduled = self._requests.open(prompt, params, request_id, allow_special, salt, record)
         with self._whole:
             self._requests.add(request, scheduled)
             self._steps.stop_outdated()
@@ -272,6 +289,121 @@ class Runtime:
         request = self._requests.find(request_id)
         with self._unless_refused():
             self._steps.finish(request, token_ids, speculative=speculative)
+
+    def _session_of(self, session: NamedSession | str | None, cache_salt: str) -> tuple[SessionRecord | None, str]:
+        """The record of a session that a request names, and the salt that holds. Raises RequestError."""
+        if session is None:
+            return None, cache_salt
+        if isinstance(session, Session):
+            if cache_salt not in ("", session.cache_salt):
+                raise RequestError(f"session {session.session_id!r} has a cache_salt of its own; leave cache_salt out")
+            return session.record_of(self), session.cache_salt
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt must be text, got {shown(cache_salt)}")
+        name: Any = session
+        return self.sessions.open(SessionKey(cache_salt, name)), cache_salt
+
+    def session(self, session_id: str, *, cache_salt: str = "", ttl_s: float | None = None) -> Session:
+        """Open a session, or find the one that lives under its id: `runtime.generate(text, session=session)`.
+
+        session_id  1 to 128 printable characters
+        cache_salt  as in `submit`; sessions of two salts are two, whatever their ids
+        ttl_s       how long it lives after its last request; None: session_ttl_s. What it has read stays on the device,
+                    and in the tiers of the cache, while other prefixes can go
+        Any thread may call. Raises RequestError for an id or a time that is none.
+        """
+        self._check_open()
+        return open_session(self, session_id, cache_salt, ttl_s)
+
+    def load_session(
+        self,
+        path: str | Path,
+        *,
+        session_id: str | None = None,
+        cache_salt: str = "",
+        ttl_s: float | None = None,
+        force: bool = False,
+    ) -> Session:
+        """Open a session that `Session.save` has written, here or in another process; it goes on where it ended.
+
+        session_id  its name from here on; None: the one that it had
+        force       take its tokens where its state is of no use here: of another model's files or `numerics`; they are
+                    read again with the next request
+        Raises SessionError, which says what is wrong: no session's file, torn or altered, another model's, or other
+        numerics. RequestError for a name in use, or tokens that this model does not have.
+        """
+        self._check_open()
+        return load_session(self, Path(path), session_id, cache_salt, ttl_s, force=force)
+
+    def choices(
+        self,
+        prompt: Prompt,
+        n: int,
+        params: SamplingParams | None = None,
+        *,
+        best_of: int | None = None,
+        **options: Unpack[CallOptions],
+    ) -> list[Answer]:
+        """Answer a prompt n times, which is read once: the answers part where they begin.
+
+        n        answers; each has a seed of its own, the first the one that was given
+        best_of  answers that are made; the n likeliest by the mean logprob of their tokens are returned, the best first
+        The other arguments and errors are those of `generate`; where one answer fails, the others are cancelled.
+        """
+        return answer_choices(self, prompt, n, best_of, params, options)
+
+    @property
+    def sessions(self) -> SessionBook:
+        """The sessions that live; of the thread that steps."""
+        return self._requests.sessions
+
+    def fill_blocks(self) -> None:
+        """Write to the device what was found for its blocks; for the thread that steps."""
+        self._steps.fill_blocks()
+
+    @owned
+    def owned_call(self, what: Callable[["Runtime"], T]) -> T:
+        """Have something done by the runtime's owner, between two steps."""
+        self._check_usable()
+        return what(self)
+
+    def content_facts(self) -> ContentFacts:
+        """The facts that decide what the contents of chunks are, next to `numerics`."""
+        if self._content_facts is None:
+            self._content_facts = content_facts(self.directory, self._draft_directory, self.executor.state)
+        return self._content_facts
+
+    @property
+    def asleep(self) -> bool:
+        """Whether `sleep` has given the device's memory back."""
+        return self._sleep.asleep
+
+    @owned
+    def sleep(self) -> None:
+        """Give the device's memory of weights, KV and scratch back, until `wake`; harmless when repeated.
+
+        Weights go to pinned host memory, which they keep from then on: later sleeps copy nothing. Shared prefixes go to
+        the tiers of the cache (host_cache_gib, cache_dir), and are found there after `wake`; without tiers they are
+        lost. Graphs and their addresses stay. Requests are refused meanwhile.
+        Raises ConfigError for a runtime without can_sleep; CapacityError while there are requests, or where the host
+        has no memory for the weights: it stays awake then; DeviceError when the device has failed.
+        """
+        self._check_usable()
+        if self._requests:
+            raise CapacityError(f"{len(self._requests)} requests are not over: a runtime sleeps between requests")
+        if self.sessions.num_files:
+            raise CapacityError(f"{self.sessions.num_files} sessions are being saved: a runtime sleeps after that")
+        self._sleep.sleep()
+
+    @owned
+    def wake(self) -> None:
+        """Take the device's memory again, at the same addresses, with the weights; harmless when repeated.
+
+        Raises CapacityError where others hold the device's memory: it stays asleep, and `wake` may be called again.
+        DeviceError when the device has failed.
+        """
+        self._check_usable()
+        self._sleep.wake()
 
     @property
     def busy(self) -> bool:
@@ -416,6 +548,7 @@ class Runtime:
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),
+            **self._sleep.report(),
         }
 
     def _paused_summary(self) -> dict[str, int]:
@@ -427,6 +560,8 @@ class Runtime:
     def _kv_summary(self) -> dict[str, Any]:
         """Blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
         found = {**asdict(self.kvcache.stats()), "cache_dtype": self.model_config.cache_dtype}
+        if sessions := self.sessions.stats():
+            found["sessions"] = sessions
         tiers = {} if self._tiers is None else {"tiers": self._tiers.stats()}
         return found | self.kvcache.pool_stats() | tiers
 

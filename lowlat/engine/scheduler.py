@@ -2,9 +2,10 @@
 
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
 among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
-fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. Among
-the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
-one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
+fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. Only
+a request whose next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can
+share it. Among the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first
+token), but one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
 
 A request that is paused gives its slot away, and comes back to the place in the queue that its arrival gives it. So
 does one of lower priority than the head, where that finds no slot or no blocks: the lowest first, of equals the last
@@ -14,7 +15,7 @@ come while it is read, and a chunk is planned when a token after it is known.
 """
 
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
@@ -57,7 +58,8 @@ class ScheduledRequest:
     """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion.
 
     Only requests of the same cache_salt share cached prefixes. One that does not read the cache has all of its prompt
-    prefilled. A higher priority goes first. The tokens of an open prompt are a list that grows.
+    prefilled. A higher priority goes first. The tokens of an open prompt are a list that grows. Its owner, where it has
+    one, keeps its prefix when it has ended.
     """
 
     request_id: str
@@ -65,6 +67,7 @@ class ScheduledRequest:
     max_total_tokens: int
     cache_salt: str = ""
     reads_cache: bool = True
+    owner: Hashable = None
     priority: int = 0
 
 
@@ -410,7 +413,9 @@ class Scheduler:
         The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
         """
         slot = self._find(request_id)
-        phase = self.phase(request_id)
+        phase, kept = self.phase(request_id), self._kept.get(request_id)
+        holder = slot if slot is not None or kept is None else kept.slot
+        owner = None if holder is None else holder.request.owner
         if slot is not None:
             self._slots[slot.number] = None
             if self._pending is not None and self._pending.request_id == request_id:
@@ -418,7 +423,7 @@ class Scheduler:
         elif self._aside.pop(request_id, None) is None:
             self._unqueue(request_id)
         if request_id in self.kvcache:
-            self.kvcache.release(request_id, token_ids, num_written=num_written, poisoned=poisoned)
+            self.kvcache.release(request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner)
         self._forget(request_id)
         del self._requests[request_id], self._arrivals[request_id]
         self._open.discard(request_id)
@@ -480,16 +485,27 @@ class Scheduler:
 
     def _admit(self) -> list[Admission]:
         admitted = []
-        while self._queue:
-            admission = self._place(self._queue[0]) if None in self._slots else None
+        place = 0  # of the first that may be admitted
+        while place < len(self._queue):
+            request = self._queue[place]
+            is_free = None in self._slots
+            if (is_free or self._victim(request)) and self._is_coming(request):
+                place += 1  # what it would prefill is being prefilled for another
+                continue
+            admission = self._place(request) if is_free else None
             if admission is not None:
                 admitted.append(admission)
-            elif not self._make_way(self._queue[0]):
+            elif not self._make_way(request):
                 break
         return admitted
 
+    def _is_coming(self, request: ScheduledRequest) -> bool:
+        if not request.reads_cache or request.request_id in self._kept:
+            return False
+        return self.kvcache.is_coming(request.prompt_token_ids, request.cache_salt)
+
     def _place(self, request: ScheduledRequest) -> Admission | None:
-        """Give the head of the queue a free slot, where its blocks fit.
+        """Give a request of the queue a free slot, where its blocks fit.
 
         The cache is not asked again before something changed there: asking digests the prefix.
         """
@@ -502,7 +518,7 @@ class Scheduler:
         self._refused = (request, generation) if slot is None else None
         if slot is None:
             return None
-        self._queue.pop(0)
+        self._unqueue(name)
         admitted, moved_in = slot
         self._slots[number] = self._requests[name] = admitted
         self._forget(name)

@@ -87,6 +87,8 @@ class Steps:
         self._num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
         scheduler.num_written = self._num_written
         self._owes_step = False  # a first token was returned, and no step followed it yet
+        self._failed_slots: list[int] = []  # whose state is to be zeroed
+        self._slot_pools = [pool for state in geometry.sequence_states for pool in state.slot_pools()]
         self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
 
     def step(self, num_speculative_tokens: int | None, depth: int) -> None:
@@ -270,6 +272,22 @@ class Steps:
         if bucket is not None and self._in_flight.looping and self._wanted(bucket.num_speculative_tokens) != bucket:
             self.launches.stop()
 
+    def settle(self) -> None:
+        """Take what is under way to its end; no request may be live. Raises DeviceError when the device has failed."""
+        while self._in_flight.under_way:
+            self._go_on(0, ahead=False)
+
+    def keep_all(self) -> None:
+        """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""
+        tiers = self._kvcache.tiers
+        if tiers is None:
+            return
+        self.fill_blocks()  # of a request that was cancelled meanwhile
+        tiers.flush()
+        self._kvcache.note_all()
+        self._keep_blocks()
+        tiers.flush()
+
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
         """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
 
@@ -299,7 +317,7 @@ class Steps:
             self._depart(departure)
         for request_id, moved in plan.moved_out:
             self._kept.read_blocks(request_id, moved)
-        self._fill_blocks()
+        self.fill_blocks()
         for admission in plan.admitted:
             self._arrive(admission)
         return () if plan.prefill is None else self._prefill(plan.prefill, depth)
@@ -335,20 +353,31 @@ class Steps:
             with self._whole.waiting():
                 self._kvcache.tiers.wait(TIERS_WAIT_S)
 
-    def _fill_blocks(self) -> None:
-        """Write what prompts were found to have in the tiers of the cache to their blocks."""
+    def fill_blocks(self) -> None:
+        """Have what prompts were found to have in the tiers of the cache, or sessions in files, written to blocks."""
         loads = self._kvcache.take_loads()
-        if loads:
-            self._clear_blocks()  # some of them may have been a failed request's
-        for pool, places, content in loads:
-            self._executor.mover.write(pool, places, content)
+        if not loads:
+            return
+        self._clear_blocks()  # some of them may have been a failed request's
+        mover = self._executor.mover
+        apart = [load for load in loads if load.holder is not None]
+        if apart and self._kvcache.tiers is not None:
+            self._kvcache.tiers.copy_in(apart, mover.mark())
+        for load in loads:
+            if load.holder is None:
+                mover.write(load.pool, load.places, load.content)
 
     def _keep_blocks(self) -> None:
-        """Read what prefill has written for the tiers of the cache."""
+        """Have what prefill has written copied for the tiers of the cache."""
         tiers = self._kvcache.tiers
-        if tiers is not None:
-            for key, places in self._kvcache.take_saves():
-                tiers.put(key, self._executor.mover.read(key.pool, places))
+        if tiers is None or not (saves := self._kvcache.take_saves()):
+            return
+        mover = self._executor.mover
+        if apart := [save for save in saves if save.holder is not None]:
+            tiers.copy_out(apart, mover.mark())
+        for save in saves:
+            if save.holder is None:
+                tiers.put(save.key, mover.read(save.key.pool, save.places))
 
     def _join(self, request: Request) -> None:
         max_length = len(request.prompt) + request.params.max_tokens
@@ -487,6 +516,8 @@ class Steps:
         if phase in (Phase.PREFILLING, Phase.DECODING):
             del self._requests.slots[request.slot]
             self.masks.leave(request.slot)
+            if poisoned:
+                self._failed_slots.append(request.slot)
         else:
             self._kept.forget(request.request_id)
             self._proposed.pop(request.request_id, None)
@@ -495,10 +526,13 @@ class Steps:
         return phase
 
     def _clear_blocks(self) -> None:
-        """Zero the blocks of failed requests."""
+        """Zero the blocks of failed requests, and what their slots keep."""
         self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
         for pool, blocks in self._kvcache.take_pool_blocks_to_clear().items():
             self.launches.clear_blocks(blocks, pool)
+        for pool in self._slot_pools:
+            self.launches.clear_blocks(self._failed_slots, pool)
+        self._failed_slots.clear()
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":

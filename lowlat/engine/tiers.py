@@ -1,18 +1,24 @@
 """The tiers of the prefix cache of one runtime: their sizes, and who may read what they keep."""
 
 import hashlib
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from lowlat.engine.loading import Loaded
 from lowlat.engine.numerics import digest_of
 from lowlat.errors import ConfigError
 from lowlat.executors.block_moves import content_layout
+from lowlat.graphs import BufferSet
 from lowlat.options.config import RuntimeConfig
+from lowlat.options.model_names import display_name
+from lowlat.sequence.tiers.arena import HostArena
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
+from lowlat.sequence.tiers.key import ChunkKey
 from lowlat.sequence.tiers.tiers import CacheTiers
 
-__all__ = ["make_tiers"]
+__all__ = ["ContentFacts", "content_facts", "make_tiers"]
 
 GIB = 1 << 30
 LEAST_HOST_GIB = 1.0  # next to files: what was read waits there for its request
@@ -37,24 +43,45 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
             "host_cache_gib and cache_dir are not implemented for several devices (tensor_parallel_size "
             f"{config.tensor_parallel_size}); leave them out"
         )
-    disk, host_gib = None, config.host_cache_gib
+    pins = Counter[bytes]()
+    disk, host_gib, mover = None, config.host_cache_gib, loaded.executor.mover
+
+    def is_pinned(key: ChunkKey) -> bool:
+        return key.digest in pins
+
     if config.cache_dir is not None:
-        disk = DiskTier(Path(config.cache_dir), int(config.cache_gib * GIB), _fingerprint(loaded, numerics))
+        size, draft = int(config.cache_gib * GIB), loaded.speculator
+        facts = content_facts(
+            loaded.target.directory, None if draft is None else draft.directory, loaded.executor.state
+        )
+        fingerprint = digest_of({"numerics": numerics, "model": facts.model, "layout": facts.layout})
+        disk = DiskTier(Path(config.cache_dir), size, fingerprint, is_pinned)
         host_gib = max(host_gib, LEAST_HOST_GIB)
-    return CacheTiers(HostTier(int(host_gib * GIB)), disk, loaded.executor.mover.pinned)
+    host = HostTier(HostArena(int(host_gib * GIB), mover.allocate), is_pinned)
+    most = config.cache_copy_gb_per_s
+    return CacheTiers(host, disk, mover, pins, max_bytes_per_s=None if most is None else most * 1e9)
 
 
-def _fingerprint(loaded: Loaded, numerics: str) -> str:
-    """The digest of all that decides the bits of a chunk's content: numerics, models' files, and how it is laid out."""
-    state = loaded.executor.state
+@dataclass(frozen=True)
+class ContentFacts:
+    """The facts that decide what the contents of a runtime's chunks are, next to its numerics.
+
+    model       digest of names, sizes and samples of the files of the model, and of the draft model
+    layout      digest of how a content is laid out
+    model_name  for messages
+    """
+
+    model: str
+    layout: str
+    model_name: str
+
+
+def content_facts(target: Path, draft: Path | None, state: BufferSet) -> ContentFacts:
+    """The facts of a model's and a draft model's directories, and of the buffers of the state."""
     pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})
-    facts = {
-        "numerics": numerics,
-        "target": _files(loaded.target.directory),
-        "draft": None if loaded.speculator is None else _files(loaded.speculator.directory),
-        "layout": {pool: content_layout(state, pool, 1) for pool in pools},
-    }
-    return digest_of(facts)
+    model = digest_of({"target": _files(target), "draft": _files(draft)})
+    layout = digest_of({"layout": {pool: content_layout(state, pool, 1) for pool in pools}})
+    return ContentFacts(model, layout, display_name(target))
 
 
 def _files(directory: Path | None) -> tuple[tuple[str, int, str], ...]:

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Op, Program
 from lowlat.lowering.launch_counts import LaunchCounts
@@ -26,13 +27,14 @@ class Executor(Protocol):
     `state` holds the buffers that outlive a step, the host's commands and the publications among them; the host
     writes and reads only those two roles while steps run. `asynchronous` says whether `step` returns before the step
     has run, so that the next one may be launched while the host still reads this one's publication. `counts` says what
-    its programs launch.
+    its programs launch. `residence` has the memory that can leave the device; None: all of it stays.
     """
 
     name: str
     asynchronous: bool
     device: torch.device
     state: BufferSet
+    residence: Residence | None
 
     @property
     def counts(self) -> LaunchCounts:

@@ -1,17 +1,24 @@
 """Copies of blocks and rows of the state between a device and host memory, for the tiers of the prefix cache.
 
-What a pool's buffers hold of some blocks is gathered into one flat content, [n] uint8, in order of the buffers' names.
-On a GPU the gathering runs on the executor's stream, after what was launched before; the copy over the bus runs on a
-stream of its own, from or to a few staging buffers, so that steps do not wait for it.
+What a pool's buffers hold of some blocks is one flat content, [n] uint8, in order of the buffers' names.
+
+There are two ways on a GPU. `read` and `write` gather and scatter on the executor's stream, after what was launched
+before, through a few staging buffers; the copy over the bus runs on a stream of its own. `start_out` and `start_in` are
+for blocks that nobody writes meanwhile: the copy engines move each run of blocks between its place and host memory, on
+streams of their own, so that bytes cross the device's memory once and steps neither wait nor share their SMs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import torch
 
+from lowlat.errors import ConfigError
+from lowlat.executors.bus_copies import BusCopies, Move
 from lowlat.graphs import BufferSet
+from lowlat.sequence.tiers.key import Load, Mark, Save
 
 __all__ = ["BlockMover", "content_layout", "slot_layout"]
 
@@ -61,13 +68,61 @@ class BlockMover:
     def __init__(self, state: BufferSet, device: torch.device, stream: "torch.cuda.Stream | None" = None) -> None:
         self._state, self._device, self._stream = state, device, stream
         self._copies = None if stream is None else torch.cuda.Stream(device)
+        self._bus = BusCopies(device, num_streams=0 if stream is None else 2)
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.cuda.Event] = []  # of each staging buffer: when it may be written again
         self._next = 0
 
-    def pinned(self, content: torch.Tensor) -> torch.Tensor:
-        """A content in memory that the device copies from."""
-        return content if self._stream is None else content.pin_memory()
+    def allocate(self, size: int) -> torch.Tensor:
+        """Host memory of so many bytes, [n] uint8, from which the device copies.
+
+        Raises ConfigError where the system refuses it.
+        """
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the host refuses {size / 2**30:.2f} GiB of pinned memory ({error!s:.200}): lower host_cache_gib, or "
+                "raise the limit of locked memory (ulimit -l)"
+            ) from error
+
+    def mark(self) -> Mark:
+        """All that was launched until now, for copies to come after it."""
+        if self._stream is None:
+            return _nothing
+        with torch.cuda.device(self._device):
+            event = self._stream.record_event()
+        return lambda: self._bus.wait_event(event)
+
+    def content_bytes(self, pool: str, count: int) -> int:
+        """The bytes of a content of so many blocks or rows of a pool."""
+        return content_layout(self._state, pool, count)[1]
+
+    def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
+        """Start to copy contents to their blocks, in one thread at a time; returns a function that waits for them."""
+        moves = [move for load in loads for move in self._moves(load.pool, load.places, load.content)]
+        return self._bus.start(0, moves, mark, to_device=True)
+
+    def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
+        """Start to copy blocks to contents, in one thread at a time; returns a function that waits for them."""
+        pairs = zip(saves, contents, strict=True)
+        moves = [move for save, content in pairs for move in self._moves(save.key.pool, save.places, content)]
+        return self._bus.start(1, moves, mark, to_device=False)
+
+    def _moves(self, pool: str, places: Sequence[int], content: torch.Tensor) -> list[Move]:
+        """The copies between a content and its places: of each buffer a run of places that follow each other."""
+        pieces, size = content_layout(self._state, pool, len(places))
+        if content.numel() != size or not content.is_contiguous():
+            raise ValueError(f"a content of {content.numel()} bytes for {len(places)} places of {size}")
+        starts = [0, *(k for k in range(1, len(places)) if places[k] != places[k - 1] + 1), len(places)]
+        moves = []
+        for piece in pieces:
+            buffer = self._state[piece.name]
+            row = buffer.stride(0) * buffer.element_size()
+            for start, stop in pairwise(starts):
+                host = content.data_ptr() + piece.start + start * row
+                moves.append(Move(buffer.data_ptr() + places[start] * row, host, (stop - start) * row))
+        return moves
 
     @torch.inference_mode()
     def read(self, pool: str, places: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -198,3 +253,7 @@ class BlockMover:
 def _view(content: torch.Tensor, piece: Piece) -> torch.Tensor:
     size = prod(piece.shape) * piece.dtype.itemsize
     return content[piece.start : piece.start + size].view(piece.dtype).view(piece.shape)
+
+
+def _nothing() -> None:
+    return

@@ -64,8 +64,8 @@ def choose_device(device: str, executor: str) -> DeviceChoice:
         return DeviceChoice(torch.device("cpu"), "reference", "the CPU was asked for")
     if device == "auto":
         return _choose_automatically(executor)
-    name, _, index = device.partition(":")
-    if name != "cuda" or (index and not index.isdigit()):
+    name, colon, index = device.partition(":")
+    if name != "cuda" or (colon and not index.isdecimal()):
         raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {device!r}")
     problem = _cuda_problem(int(index or 0))
     if problem:

@@ -9,6 +9,7 @@ import torch
 from lowlat.executors import OpHook, chosen_body
 from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size
+from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program, Stage
@@ -33,10 +34,12 @@ class EagerExecutor(KernelExecutor):
         fuse: bool = True,
         cache_directory: Path | None = None,
         watchdog: tuple[float, float] = WATCHDOG,
+        residence: Residence | None = None,
     ) -> None:
         super().__init__(
-            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog
-        )
+            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog,
+            residence=residence,
+        )  # fmt: skip
         self._prepared: dict[Size, list[tuple[LoweredGroup, list[Launch]]]] = {}
         self._hook: OpHook | None = None
 

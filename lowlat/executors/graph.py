@@ -13,6 +13,7 @@ from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
+from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.audit import OwnedMemory
 from lowlat.graphs.capture import Body, Choice, capture, capture_choice
@@ -59,10 +60,11 @@ class GraphExecutor(KernelExecutor):
         progress: CaptureProgress | None = None,
         watchdog: tuple[float, float] = WATCHDOG,
         place: RankPlace | None = None,
+        residence: Residence | None = None,
     ) -> None:
         super().__init__(
             programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog,
-            place=place,
+            place=place, residence=residence,
         )  # fmt: skip
         with torch.cuda.stream(self.stream):
             self._core_stream = self.launcher.stream()

@@ -32,6 +32,7 @@ from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.launcher import Launcher
 from lowlat.executors.prefill_arguments import ChunkArguments
+from lowlat.executors.residence.base import Residence
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
@@ -68,6 +69,7 @@ class KernelExecutor(ABC):
     fuse      False: every operation has launches of its own
     watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
     place     of a rank among several, on devices of their own, which `ParallelExecutor` runs together
+    residence where weights, paged state and scratch lie, so that they can leave the device; None: they stay there
     """
 
     name = "kernels"
@@ -85,8 +87,9 @@ class KernelExecutor(ABC):
         cache_directory: Path | None = None,
         watchdog: tuple[float, float] = WATCHDOG,
         place: RankPlace | None = None,
+        residence: Residence | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.residence = device, residence
         self._place = place
         self._look_at_others: Callable[[], None] | None = None
         self._fuse = fuse
@@ -100,7 +103,10 @@ class KernelExecutor(ABC):
         every, largest = list(self._programs.values()), prefills[max(prefills)]
         self._is_invariant = sum_in_parts(every)
         layouts = weight_layouts(every, self.launcher.gpu, fuse=fuse)
-        self._weights = DeviceWeights(weights, gemm_weights(every), device, layouts, expert_parts(every, weights))
+        self._weights = DeviceWeights(
+            weights, gemm_weights(every), device, layouts, expert_parts(every, weights),
+            place=None if residence is None else residence.keep,
+        )  # fmt: skip
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
             leader = None if place is None else place.leader
@@ -110,10 +116,14 @@ class KernelExecutor(ABC):
                 None if leader is None else leader._arguments,
             )
             given = self._arguments.host if place is None or place.given is None else place.given
-            self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given)
+            zeros = None if residence is None else residence.zeros
+            self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given, paged=zeros)
             sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
-            self._arena = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-            self.workspace = SharedWorkspace(device)
+            if zeros is None:
+                self._arena = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+            else:
+                self._arena = zeros((max(sizes),), torch.uint8)
+            self.workspace = SharedWorkspace(device, zeros)
             self._constants = SharedConstants(device)
             self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
             self.workspace.reserve(workspaces_of(largest, self._weights.shape))
@@ -357,7 +367,7 @@ class KernelExecutor(ABC):
         A device that has failed is not waited for.
         """
         if self._failed:
-            abandon([self.owned(), self.state, self._arguments, self._ring_head])
+            abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence])
         else:
             self._synchronize()
         self._look_at_others = None
@@ -372,4 +382,6 @@ class KernelExecutor(ABC):
         self.state.clear()
         del self._arena, self._ring_head
         if not self._failed:
+            if self.residence is not None:
+                self.residence.close()
             release_cached_memory(self.device)

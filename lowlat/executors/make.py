@@ -12,6 +12,8 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
+from lowlat.executors.residence.base import Residence
+from lowlat.executors.residence.storages import StorageResidence
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.attention.limits import INVARIANT_HEADS, most_positions
@@ -121,6 +123,7 @@ def make_executor(
     fuse: bool = True,
     hooks: bool = True,
     watchdog: tuple[float, float] = WATCHDOG,
+    can_sleep: bool = False,
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
@@ -129,21 +132,30 @@ def make_executor(
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.distributed.watchdog`: for work on a device
-    Raises ConfigError for a device loop where steps are not captured.
+    can_sleep  weights, paged state and scratch lie where they can leave the device
+    Raises ConfigError for a device loop where steps are not captured, and for several ranks that can sleep.
     """
     if device_loop and choice.executor != "graph":
         raise ConfigError(
             f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
         )
+    if can_sleep and len(ranks) > 1:
+        raise ConfigError(
+            f"can_sleep is not implemented for several devices (tensor_parallel_size {len(ranks)}); leave it out"
+        )
     if choice.executor == "reference" and len(ranks) > 1:
         parts = [(rank.programs, rank.prefills) for rank in ranks]
         return RankedReferenceExecutor(parts, weights, [rank.config for rank in ranks], choice.device, hooks=hooks)
     if choice.executor == "reference":
-        return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks)
+        own = StorageResidence(choice.device) if can_sleep else None
+        return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks, residence=own)
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 
-        return EagerExecutor(programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog)
+        residence = _mapped(choice.device) if can_sleep else None
+        return EagerExecutor(
+            programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog, residence=residence
+        )
     from lowlat.executors.graph import GraphExecutor
 
     if len(ranks) > 1:
@@ -155,8 +167,14 @@ def make_executor(
 
     return GraphExecutor(
         programs, prefills, weights, choice.device, looping=device_loop, progress=progress, fuse=fuse,
-        watchdog=watchdog,
+        watchdog=watchdog, residence=_mapped(choice.device) if can_sleep else None,
     )  # fmt: skip
+
+
+def _mapped(device: torch.device) -> Residence:
+    from lowlat.executors.residence.mapped import MappedResidence
+
+    return MappedResidence(device)
 
 
 def _make_parallel(

@@ -1,6 +1,6 @@
 """Memory that a lowering owns and nobody else knows: partial results, counters, tables of addresses."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -10,12 +10,19 @@ __all__ = ["SharedWorkspace"]
 class SharedWorkspace:
     """Hands out zeroed memory by name; calls that use one name run one after the other and share it.
 
+    zeros  makes memory of results, of a shape and dtype, zeroed; None: torch does. Counters, which are integers and
+           outlive a launch, are torch's always
+
     Addresses never change once handed out: a larger request than any before gets new memory, so the largest should ask
     first, or be reserved.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+    ) -> None:
+        self._device, self._zeros = device, zeros
         self._held: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +34,10 @@ class SharedWorkspace:
         for known in held:
             if known.numel() >= count:
                 return known[:count].view(shape)
-        held.append(torch.zeros(count, dtype=dtype, device=self._device))
+        if self._zeros is None or not dtype.is_floating_point:
+            held.append(torch.zeros(count, dtype=dtype, device=self._device))
+        else:
+            held.append(self._zeros((count,), dtype))
         return held[-1].view(shape)
 
     def reserve(self, sizes: Mapping[tuple[str, torch.dtype], int]) -> None:

@@ -27,6 +27,7 @@ class DeviceWeights:
     matrices names that GEMMs read: they are packed, the others are placed as they are
     orders   permutations of the rows of packed matrices, by name; a matrix without one keeps its own
     experts  names of an MoE layer's GEMMs -> the weights that hold their matrices, as `weight_parts` has them
+    place    makes a tensor of the same content where weights are to lie; None: they lie where torch puts them
     Parts of quantised matrices are packed together, under the name that operations have for the matrix. Raises
     ConfigError for a weight whose dtype or format the kernels do not read.
     """
@@ -38,14 +39,19 @@ class DeviceWeights:
         device: torch.device,
         orders: Mapping[str, torch.Tensor] | None = None,
         experts: Mapping[str, Mapping[str, str]] | None = None,
+        *,
+        place: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.device = device
+        self._place: Callable[[torch.Tensor], torch.Tensor] = _as_it_lies if place is None else place
         self._packed: dict[str, PackedMatrix] = {}
         self._plain: dict[str, torch.Tensor] = {}
         ready = {} if isinstance(source, WeightSource) else source
-        self._experts = {name: part for name, part in ready.items() if isinstance(part, PackedExperts)}
+        self._experts = {
+            name: part.placed(self._place) for name, part in ready.items() if isinstance(part, PackedExperts)
+        }
         stacks = set(experts or {})
-        waiting, parts = _Waiting(experts or {}, orders or {}, device), MatrixParts(source)
+        waiting, parts = _Waiting(experts or {}, orders or {}, device, self._place), MatrixParts(source)
         with streamed(_tensors(source), device) as stream:
             for names, tensor in stream:
                 if parts.owns(names[0]):
@@ -56,10 +62,10 @@ class DeviceWeights:
                     continue
                 moved = tensor.to(device)
                 if matrices.isdisjoint(names):
-                    self._plain.update(dict.fromkeys(names, moved.contiguous()))
+                    self._plain.update(dict.fromkeys(names, self._place(moved.contiguous())))
                 else:
                     order = next((orders[name] for name in names if name in orders), None) if orders else None
-                    self._packed.update(dict.fromkeys(names, pack(moved, order)))
+                    self._packed.update(dict.fromkeys(names, pack(moved, order).placed(self._place)))
         waiting.check(self._experts)
         self._orders: dict[str, torch.Tensor] = {}
         self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -83,9 +89,10 @@ class DeviceWeights:
         matrix, found = made
         owner = matrix.removesuffix(".weight")
         if owner in stacks:
-            self._experts[owner] = pack_experts(found, device=self.device, order=orders.get(owner))
+            made_experts = pack_experts(found, device=self.device, order=orders.get(owner))
+            self._experts[owner] = made_experts.placed(self._place)
             return
-        self._packed[matrix] = pack_matrix(matrix_format(found), found, orders.get(matrix))
+        self._packed[matrix] = pack_matrix(matrix_format(found), found, orders.get(matrix)).placed(self._place)
 
     def matrix(self, name: str) -> PackedMatrix:
         """A packed matrix. Raises ConfigError for a weight that is missing or was not packed."""
@@ -198,6 +205,10 @@ class DeviceWeights:
         self._runs.clear()
 
 
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str, torch.Tensor]:
     """The weights that are not packed already; a source that reads files has nothing else."""
     if isinstance(source, WeightSource):
@@ -209,9 +220,13 @@ class _Waiting:
     """Collects parts of experts' matrices, and packs the experts of a GEMM when all their parts have come."""
 
     def __init__(
-        self, experts: Mapping[str, Mapping[str, str]], orders: Mapping[str, torch.Tensor], device: torch.device
+        self,
+        experts: Mapping[str, Mapping[str, str]],
+        orders: Mapping[str, torch.Tensor],
+        device: torch.device,
+        place: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self._parts = experts
+        self._parts, self._place = experts, place
         self._owner = {weight: (name, part) for name, parts in experts.items() for part, weight in parts.items()}
         self._orders = orders
         self._device = device
@@ -227,7 +242,8 @@ class _Waiting:
         found = self._found.setdefault(name, {})
         found[part] = tensor
         if len(found) == len(self._parts[name]):
-            packed[name] = pack_experts(self._found.pop(name), device=self._device, order=self._orders.get(name))
+            made = pack_experts(self._found.pop(name), device=self._device, order=self._orders.get(name))
+            packed[name] = made.placed(self._place)
         return True
 
     def check(self, packed: Mapping[str, PackedExperts]) -> None:

@@ -15,15 +15,14 @@ from lowlat.kernels.moe.router import RouterNorm, router_logits
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call, LibraryCall, decodes
 from lowlat.lowering.fusion import Fusion, Run
-from lowlat.lowering.prefill_gemm import multiply_chunks, prefill_linear
+from lowlat.lowering.implementations import Implementation, lower_by
+from lowlat.lowering.prefill_gemm import PROMPT_LINEAR, multiply_chunks
 
-__all__ = ["LINEAR_FUSIONS", "linear_alone", "narrow_alone"]
+__all__ = ["LINEAR", "LINEAR_FUSIONS", "NARROW_LINEAR"]
 
 
-def linear_alone(binding: Binding, op: Op) -> Sequence[Call]:
-    """The calls of `linear`, or of a narrow one whose weight is packed."""
-    if not decodes(op):
-        return prefill_linear(binding, op)
+def _decode(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of `linear` over a step's rows."""
     given, name = binding.arguments(op), op.weights["weight"]
     return decode_gemm(
         x=given["x"], weight=binding.weights.matrix(name), bias=binding.bias(op), out=given["out"],
@@ -32,20 +31,44 @@ def linear_alone(binding: Binding, op: Op) -> Sequence[Call]:
     )  # fmt: skip
 
 
-def narrow_alone(binding: Binding, op: Op) -> Sequence[Call]:
-    """The calls of `narrow_linear`.
+def _decodes(_binding: Binding, op: Op) -> bool:
+    return decodes(op)
 
-    A plain weight is multiplied in a step as a router's is, and in prefill by the matrix library, or again as a
-    router's where no bit may depend on ranks, who have some of its rows each. A quantised weight is packed.
-    """
-    name, given = op.weights["weight"], binding.arguments(op)
-    if binding.weights.is_packed(name):
-        return linear_alone(binding, op)
-    weight = binding.weights.vector(name)
-    if decodes(op) or binding.is_invariant:
-        return router_logits(given["x"], weight, logits=given["out"], gpu=binding.gpu)
+
+LINEAR = (Implementation("decode", _decode, covers=_decodes, plans=("decode_gemm",)), *PROMPT_LINEAR)
+
+
+def _by_packed(binding: Binding, op: Op) -> Sequence[Call]:
+    return lower_by(LINEAR, binding, op)
+
+
+def _is_packed(binding: Binding, op: Op) -> bool:
+    """Whether a narrow weight is packed, as a quantised one is."""
+    return binding.weights.is_packed(op.weights["weight"])
+
+
+def _by_router(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of a router's product, by the same kernel."""
+    given = binding.arguments(op)
+    return router_logits(given["x"], binding.weights.vector(op.weights["weight"]), logits=given["out"], gpu=binding.gpu)
+
+
+def _is_router_like(binding: Binding, op: Op) -> bool:
+    """In a step, and where no bit may depend on ranks, who have some of the weight's rows each."""
+    return decodes(op) or binding.is_invariant
+
+
+def _narrow_by_library(binding: Binding, op: Op) -> Sequence[Call]:
+    given, weight = binding.arguments(op), binding.weights.vector(op.weights["weight"])
     arguments = {"x": given["x"], "weight": weight, "chunk": binding.prefill_chunk, "out": given["out"]}
     return [LibraryCall("narrow_linear", _multiply, arguments)]
+
+
+NARROW_LINEAR = (
+    Implementation("packed", _by_packed, covers=_is_packed, plans=("decode_gemm", "prefill_gemm")),
+    Implementation("router", _by_router, covers=_is_router_like),
+    Implementation("library", _narrow_by_library),
+)
 
 
 def _multiply(x: torch.Tensor, *, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
@@ -63,7 +86,7 @@ def _normed_narrow(binding: Binding, run: Run) -> Sequence[Call]:
     given, weights = binding.arguments(norm), binding.vectors(norm)
     name = narrow.weights["weight"]
     if binding.weights.is_packed(name):
-        return [*rms_norm(**given, **weights), *linear_alone(binding, narrow)]
+        return [*rms_norm(**given, **weights), *lower_by(LINEAR, binding, narrow)]
     own = RouterNorm(weights["weight"], given["eps"], given["out"], given.get("row_live"))
     product = binding.buffers[narrow.writes["out"]]
     return router_logits(given["x"], binding.weights.vector(name), norm=own, logits=product, gpu=binding.gpu)

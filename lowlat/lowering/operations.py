@@ -1,4 +1,4 @@
-"""The table of operations: the kernels, or the library call, by which each operation is lowered alone.
+"""The table of operations: the implementations by which each operation is lowered alone, in the order of preference.
 
 A kernel takes its operation's buffers, weights and parameters by the names that the reference has. Where more is
 needed (a table that may be packed, workspaces, the GPU), the operation has a function here.
@@ -77,14 +77,14 @@ from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows,
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Binding, Call, decodes
-from lowlat.lowering.linear import linear_alone, narrow_alone
-from lowlat.lowering.prefill_attention import prefill_attention, refresh_attention
+from lowlat.lowering.implementations import Implementation, Lower, lower_by
+from lowlat.lowering.linear import LINEAR, NARROW_LINEAR
+from lowlat.lowering.prefill_attention import PROMPT_ATTENTION, refresh_attention
 from lowlat.lowering.recurrent_fusions import rule_alone
 from lowlat.lowering.weight_parts import experts_name
 
 __all__ = [
     "RING_COUNT",
-    "down_alone",
     "draft_topk_alone",
     "early_reads",
     "left_argmax",
@@ -101,15 +101,14 @@ EARLY: Mapping[str, tuple[str, ...]] = {
     ),
 }
 RING_COUNT = "publish.count"  # entries written to the ring so far, kept on the device
-Lower = Callable[[Binding, Op], Sequence[Call]]
 
 
 def lower_alone(binding: Binding, op: Op) -> Sequence[Call]:
     """The calls that cover one operation by itself. Raises ConfigError for a kind that is not in the table."""
-    entry = OPERATIONS.get(op.kind)
-    if entry is None:
+    implementations = OPERATIONS.get(op.kind)
+    if implementations is None:
         raise ConfigError(f"{binding.program.name}: operation {op.kind} has no kernel; use executor='reference'")
-    return entry(binding, op)
+    return lower_by(implementations, binding, op)
 
 
 def _by_name(build: Callable[..., Sequence[KernelCall]]) -> Lower:
@@ -197,24 +196,39 @@ def _router(binding: Binding, op: Op) -> Sequence[Call]:
     return router(**given, **vectors, workspace=binding.workspace, gpu=binding.gpu)
 
 
-def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
+def _decodes(_binding: Binding, op: Op) -> bool:
+    return decodes(op)
+
+
+def _gate_up_of(binding: Binding, op: Op) -> dict[str, Any]:
     name = experts_name(op)
-    given = {**binding.arguments(op), "experts": binding.weights.experts(name)}
-    given |= {"bias": binding.weights.experts_bias(name) if "bias" in op.weights else None, "gpu": binding.gpu}
-    return experts_gate_up(**given) if decodes(op) else prefill_gate_up(**given, workspace=binding.workspace)
+    bias = binding.weights.experts_bias(name) if "bias" in op.weights else None
+    return {**binding.arguments(op), "experts": binding.weights.experts(name), "bias": bias, "gpu": binding.gpu}
 
 
-def down_alone(binding: Binding, op: Op, *, grouped: bool = False) -> Sequence[Call]:
-    """The calls of `experts_down`; grouped: the pairs of many rows were grouped by the gate-up GEMM right before."""
+def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
+    return experts_gate_up(**_gate_up_of(binding, op))
+
+
+def _grouped_gate_up(binding: Binding, op: Op) -> Sequence[Call]:
+    return prefill_gate_up(**_gate_up_of(binding, op), workspace=binding.workspace)
+
+
+def _down_of(binding: Binding, op: Op) -> dict[str, Any]:
     given = {**binding.arguments(op), "experts": binding.weights.experts(experts_name(op))}
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
     parts = binding.k_parts(op, given["activated"].shape[-1])
     for name in ("num_parts", "unit"):
         given.pop(name, None)
-    given |= {"bias": bias, "gpu": binding.gpu, "parts": parts}
-    if decodes(op):
-        return experts_down(**given, workspace=binding.workspace)
-    return prefill_down(**given, workspace=binding.workspace, grouped=grouped)
+    return given | {"bias": bias, "gpu": binding.gpu, "parts": parts, "workspace": binding.workspace}
+
+
+def _down(binding: Binding, op: Op) -> Sequence[Call]:
+    return experts_down(**_down_of(binding, op))
+
+
+def _grouped_down(binding: Binding, op: Op) -> Sequence[Call]:
+    return prefill_down(**_down_of(binding, op))
 
 
 def operation_layouts(program: Program) -> dict[str, torch.Tensor]:
@@ -265,26 +279,19 @@ _BY_NAME = (
     *(advance_states, delta_conv, delta_norm, prefill_advance_states, prefill_delta_conv),
     *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
 )
-OPERATIONS: Mapping[str, Lower] = MappingProxyType(
+_ALONE: Mapping[str, Lower] = MappingProxyType(
     {
         **{build.__name__: _by_name(build) for build in _BY_NAME},
-        "attention": _attention,
         "choose_blocks": _choose_blocks,
         "choose_draft_length": _choose_draft_length,
         "delta_rule": rule_alone,
         "draft_topk": draft_topk_alone,
         "draft_topk_logprobs": _with_workspace(draft_topk_logprobs),
         "embed": _embed,
-        "experts_down": down_alone,
-        "experts_gate_up": _gate_up,
         "finite": _with_workspace(finite),
         "gather_ranks": _gather_ranks,
         "kv_compact": _by_name(kv_compact_layer),
-        "linear": linear_alone,
         "logprobs": _with_workspace(logprobs),
-        "narrow_linear": narrow_alone,
-        "partial_attention": _attention,
-        "prefill_attention": prefill_attention,
         "prefill_delta_rule": _prefill_delta_rule,
         "publish": _publish,
         "refresh_attention": refresh_attention,
@@ -293,5 +300,23 @@ OPERATIONS: Mapping[str, Lower] = MappingProxyType(
         "sample": _sample,
         "summarise_blocks": _summarise_blocks,
         "take_last": _by_name(take_last_row),
+    }
+)
+OPERATIONS: Mapping[str, Sequence[Implementation]] = MappingProxyType(
+    {
+        **{kind: (Implementation("kernel", lower),) for kind, lower in _ALONE.items()},
+        "attention": (Implementation("kernel", _attention, plans=("attention",)),),
+        "experts_down": (
+            Implementation("decode", _down, covers=_decodes, plans=("experts",)),
+            Implementation("grouped", _grouped_down, plans=("experts_grouped",)),
+        ),
+        "experts_gate_up": (
+            Implementation("decode", _gate_up, covers=_decodes, plans=("experts",)),
+            Implementation("grouped", _grouped_gate_up, plans=("experts_grouped",)),
+        ),
+        "linear": LINEAR,
+        "narrow_linear": NARROW_LINEAR,
+        "partial_attention": (Implementation("kernel", _attention, plans=("attention",)),),
+        "prefill_attention": PROMPT_ATTENTION,
     }
 )

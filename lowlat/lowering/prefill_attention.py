@@ -26,9 +26,11 @@ from lowlat.kernels.attention.prefill.gather_kv import gather_kv
 from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows, tiles_shape
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.lowering.binding import Binding, Call, LibraryCall
+from lowlat.lowering.implementations import Implementation, lower_by
 
 __all__ = [
     "FLASH_DIM",
+    "PROMPT_ATTENTION",
     "attention_workspaces",
     "efficient_attention",
     "flash_attention",
@@ -64,24 +66,45 @@ def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = 
     Rows past the live ones see zeros in place of what was not written: they are finite wherever q is. Raises ShapeError
     for dtypes that do not fit, ConfigError for scores that are capped where flash attention is torch's.
     """
-    window, longest = op.params.get("window"), binding.max_context
-    if not isinstance(window, int) or window >= longest:
-        window = None
-    dim = binding.program.buffers[op.reads["k_cache"]].shape[-1]
-    if has_prefill_flash(binding.gpu, dim):
-        gather, attended = _gathered(binding, op, window, tiled=True)
-        del attended["lengths"]
-        given = binding.arguments(op)
-        own = {"chunk": given["chunk"], "first": given.get("first", 0), "arranged": arranged is not None}
-        own["softcap"] = given.get("softcap")
-        if arranged is not None:
-            attended["out"] = arranged
-        return [*gather, *prefill_flash(**attended, **own, window=window, gpu=binding.gpu)]
-    if arranged is not None:
+    if arranged is None:
+        return lower_by(PROMPT_ATTENTION, binding, op)
+    if not _has_flash(binding, op):
         raise ShapeError("torch's flash attention leaves its result row by row")
+    return _by_flash(binding, op, arranged)
+
+
+def _window(binding: Binding, op: Op) -> int | None:
+    """The operation's window, where it is narrower than the longest context."""
+    window = op.params.get("window")
+    return window if isinstance(window, int) and window < binding.max_context else None
+
+
+def _has_flash(binding: Binding, op: Op) -> bool:
+    return has_prefill_flash(binding.gpu, binding.program.buffers[op.reads["k_cache"]].shape[-1])
+
+
+def _by_flash(binding: Binding, op: Op, arranged: torch.Tensor | None = None) -> Sequence[Call]:
+    """By our flash attention, of keys and values gathered in tiles."""
+    window, given = _window(binding, op), binding.arguments(op)
+    gather, attended = _gathered(binding, op, window, tiled=True)
+    del attended["lengths"]
+    own = {"chunk": given["chunk"], "first": given.get("first", 0), "arranged": arranged is not None}
+    own["softcap"] = given.get("softcap")
+    if arranged is not None:
+        attended["out"] = arranged
+    return [*gather, *prefill_flash(**attended, **own, window=window, gpu=binding.gpu)]
+
+
+def _by_library(binding: Binding, op: Op) -> Sequence[Call]:
+    """By torch's flash attention."""
+    window = _window(binding, op)
     _refuse_softcap(binding, op)
     gather, attended = _gathered(binding, op, window)
-    return [*gather, LibraryCall("flash_attention", _attend, {**attended, "longest": longest, "window": window})]
+    called = {**attended, "longest": binding.max_context, "window": window}
+    return [*gather, LibraryCall("flash_attention", _attend, called)]
+
+
+PROMPT_ATTENTION = (Implementation("flash", _by_flash, covers=_has_flash), Implementation("library", _by_library))
 
 
 def refresh_attention(binding: Binding, op: Op) -> Sequence[Call]:

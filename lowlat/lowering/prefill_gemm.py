@@ -24,21 +24,20 @@ from lowlat.kernels.elementwise.norm import add_norm, rms_norm
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
-from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates, prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, cut_of, has_prefill_gemm
+from lowlat.kernels.gemm.prefill.arranged import ArrangedGemm, arranged_gemm
+from lowlat.kernels.gemm.prefill.plan import APART_ROWS, cut_of
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
 from lowlat.kernels.toolchain.kernel import Gpu, WorkspaceShape
 from lowlat.lowering.binding import Binding, Call, LibraryCall, in_parts
 from lowlat.lowering.fusion import Fusion, Run
+from lowlat.lowering.implementations import Implementation, lower_by
 from lowlat.lowering.prefill_attention import prefill_attention
 from lowlat.lowering.row_fusions import add_normed, added_hides, added_rows
 from lowlat.lowering.weight_parts import GEMMS
 
-__all__ = ["PREFILL_FUSIONS", "activation_workspace", "gemm_workspaces", "multiply_chunks", "prefill_linear", "takes"]
+__all__ = ["PREFILL_FUSIONS", "PROMPT_LINEAR", "activation_workspace", "gemm_workspaces", "multiply_chunks"]
 
-ROWS = 64  # a GEMM of ours has a multiple of so many rows
-WIDTH = 8  # and of so many weight rows and columns
 AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have parts of a weight's rows
 
 
@@ -59,16 +58,15 @@ def activation_workspace(rows: int, width: int) -> WorkspaceShape:
     return "prefill.activated", arranged_shape(rows, width), torch.bfloat16
 
 
-def takes(chunk: int, weight: PackedMatrix, gpu: Gpu) -> bool:
-    """Whether a weight is multiplied by our GEMM, in chunks of so many rows."""
-    fits = chunk % ROWS == 0 and weight.rows % WIDTH == 0 and weight.columns % WIDTH == 0
-    is_read = weight.tile_format != BF16_TILES or weight.tiles.dtype == torch.bfloat16
-    return fits and has_prefill_gemm(gpu) and is_read
+def _gemm_of(binding: Binding, weight: PackedMatrix) -> ArrangedGemm | None:
+    """Our GEMM that multiplies by a weight on this GPU, in the program's chunks; None where none does."""
+    gemm = arranged_gemm(binding.gpu)
+    return gemm if gemm is not None and gemm.covers(binding.prefill_chunk, weight) else None
 
 
-def prefill_linear(binding: Binding, op: Op) -> Sequence[Call]:
+def _linear(binding: Binding, op: Op) -> Sequence[Call]:
     """The calls of `linear` over the rows of prefill: x [M, K] @ weight.T + bias, float32 [M, N]."""
-    return [*_product(binding, op), *_capped(binding, op)]
+    return lower_by(PROMPT_LINEAR, binding, op)
 
 
 def _capped(binding: Binding, op: Op) -> Sequence[Call]:
@@ -78,16 +76,14 @@ def _capped(binding: Binding, op: Op) -> Sequence[Call]:
     return () if cap is None else soft_cap(given["out"], cap)
 
 
-def _product(binding: Binding, op: Op) -> Sequence[Call]:
-    """The calls of `linear` but for its softcap."""
+def _by_library(binding: Binding, op: Op) -> Sequence[Call]:
+    """By the matrix library, from a matrix that is unpacked first."""
     given, name = binding.arguments(op), op.weights["weight"]
     weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
-    if takes(chunk, weight, binding.gpu):
-        return _by_packed(binding, op, weight)
     if binding.is_invariant:
         raise ConfigError(
             f"{binding.program.name}: tp_invariant needs prefill's own GEMMs, of GPUs of capability 9.0, chunks of a "
-            f"multiple of {ROWS} and widths of {WIDTH}, and {name} would be multiplied by a matrix library, whose "
+            f"multiple of 64 and widths of 8, and {name} would be multiplied by a matrix library, whose "
             f"order of sums its width decides (capability {binding.gpu.capability}, prefill_chunk {chunk}, "
             f"{weight.rows} x {weight.columns}); leave it out, or use executor 'reference'"
         )
@@ -103,7 +99,7 @@ def _product(binding: Binding, op: Op) -> Sequence[Call]:
         "x": given["x"], "weight": weight, "unpacked": unpacked, "bias": bias, "places": binding.weights.places(name),
         "chunk": chunk, "out": given["out"],
     }  # fmt: skip
-    return [*calls, LibraryCall("linear", _by_unpacked, arguments, is_fallback=True)]
+    return [*calls, LibraryCall("linear", _by_unpacked, arguments, is_fallback=True), *_capped(binding, op)]
 
 
 def _most_unpacked(binding: Binding) -> int:
@@ -113,19 +109,24 @@ def _most_unpacked(binding: Binding) -> int:
     return max(prod(unpacked_shape(each.rows, each.columns)) for each in matrices if each.tile_format != BF16_TILES)
 
 
-def _by_packed(binding: Binding, op: Op, weight: PackedMatrix) -> Sequence[Call]:
-    given, calls = binding.arguments(op), []
-    columns, parts = binding.weights.runs(op.weights["weight"]), _parts_of(binding, op, weight)
-    most = APART_ROWS if parts is not None and parts.count > 1 else MOST_ROWS
+def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
+    """By our GEMM, after a launch that arranges the rows."""
+    given, weight = binding.arguments(op), binding.weights.matrix(op.weights["weight"])
+    gemm, columns = _gemm_of(binding, weight), binding.weights.runs(op.weights["weight"])
+    if gemm is None:
+        raise ValueError(f"no GEMM of ours multiplies by {op.weights['weight']}")
+    calls: list[Call] = []
+    parts = _parts_of(binding, op, weight)
+    most = gemm.at_once(1 if parts is None else parts.count)
     for rows, results in zip(given["x"].split(most), given["out"].split(most), strict=True):
-        count = rows.shape[0]
-        asked = gemm_workspaces(count, weight.rows, weight.columns, parts)
+        asked = gemm_workspaces(rows.shape[0], weight.rows, weight.columns, parts)
         arranged, partials = (binding.workspace(*each) for each in asked)
-        calls += prefill_gemm(
-            x=rows, weight=weight, bias=binding.bias(op), columns=columns, arranged=arranged, partials=partials,
-            out=results, gpu=binding.gpu, parts=parts,
+        calls += arrange(x=rows, out=arranged)
+        calls += gemm.multiply(
+            arranged=arranged, weight=weight, bias=binding.bias(op), columns=columns, partials=partials, out=results,
+            gpu=binding.gpu, parts=parts,
         )  # fmt: skip
-    return calls
+    return [*calls, *_capped(binding, op)]
 
 
 def _parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
@@ -133,10 +134,13 @@ def _parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
     return binding.k_parts(op, weight.columns) or (AT_ONCE if binding.is_invariant else None)
 
 
-def _is_one_gemm(rows: int, linear: Op, gpu: Gpu) -> bool:
-    """Whether one GEMM of ours takes so many rows of an operation, whatever its weight is."""
-    most = MOST_ROWS if (linear.params.get("num_parts") or 1) == 1 else APART_ROWS
-    return linear.stage is Stage.PREFILL and has_prefill_gemm(gpu) and rows % ROWS == 0 and rows <= most
+def _is_one_gemm(rows: int, width: int, linear: Op, gpu: Gpu) -> bool:
+    """Whether one GEMM of ours takes so many rows [M, K] of an operation, whatever its weight's rows are."""
+    gemm = arranged_gemm(gpu)
+    if gemm is None or linear.stage is not Stage.PREFILL:
+        return False
+    most = gemm.at_once(int(linear.params.get("num_parts") or 1))
+    return rows % gemm.rows == 0 and rows <= most and width % gemm.width == 0
 
 
 def _norms_for(run: Run, gpu: Gpu) -> bool:
@@ -147,8 +151,7 @@ def _norms_for(run: Run, gpu: Gpu) -> bool:
         linear.reads["x"] == norm.writes["out"]
         and (run.find("add") is None or added_rows(_until_norm(run)) is not None)
         and all(op.stage is Stage.PREFILL for op in run.ops)
-        and _is_one_gemm(rows, linear, gpu)
-        and width % WIDTH == 0
+        and _is_one_gemm(rows, width, linear, gpu)
     )
 
 
@@ -170,8 +173,7 @@ def _attends_for(run: Run, gpu: Gpu) -> bool:
         linear.reads["x"] == attention.writes["out"]
         and attention.stage is Stage.PREFILL
         and has_prefill_flash(gpu, run.shape(attention.reads["k_cache"])[-1])
-        and _is_one_gemm(rows, linear, gpu)
-        and width % WIDTH == 0
+        and _is_one_gemm(rows, width, linear, gpu)
     )
 
 
@@ -184,11 +186,16 @@ def _feeds(run: Run, gpu: Gpu) -> bool:
         silu.stage is Stage.PREFILL
         and silu.reads["gate_up"] == gate_up.writes["out"]
         and down.reads["x"] == silu.writes["out"]
-        and _is_one_gemm(rows, gate_up, gpu)
-        and _is_one_gemm(rows, down, gpu)
-        and width % WIDTH == depth % WIDTH == 0
-        and (gates(2 * width, depth) or (in_parts(down) and gates(2 * width, depth, AT_ONCE)))
+        and _is_one_gemm(rows, depth, gate_up, gpu)
+        and _is_one_gemm(rows, width, down, gpu)
+        and _gates(2 * width, depth, gpu, at_once=in_parts(down))
     )
+
+
+def _gates(height: int, depth: int, gpu: Gpu, *, at_once: bool) -> bool:
+    """Whether our GEMM activates gates of a weight of this shape; at_once: K may be summed in one part, too."""
+    gemm = arranged_gemm(gpu)
+    return gemm is not None and (gemm.gates(height, depth, None) or (at_once and gemm.gates(height, depth, AT_ONCE)))
 
 
 def _norms_and_feeds(run: Run, gpu: Gpu) -> bool:
@@ -239,11 +246,13 @@ def _arranged_rows(binding: Binding, op: Op, weight: PackedMatrix) -> torch.Tens
     return binding.workspace(*gemm_workspaces(rows, weight.rows, weight.columns)[0])
 
 
-def _of_arranged(binding: Binding, op: Op, weight: PackedMatrix, arranged: torch.Tensor) -> Sequence[Call]:
+def _of_arranged(
+    binding: Binding, op: Op, gemm: ArrangedGemm, weight: PackedMatrix, arranged: torch.Tensor
+) -> Sequence[Call]:
     """The calls of `linear` over rows that are arranged, which one GEMM takes."""
     out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
     partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
-    product = arranged_prefill_gemm(
+    product = gemm.multiply(
         arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
         partials=partials, out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
@@ -254,20 +263,22 @@ def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """The norm leaves its rows as the GEMM reads them."""
     linear = run.op("linear")
     weight = binding.weights.matrix(linear.weights["weight"])
-    if not takes(binding.prefill_chunk, weight, binding.gpu):
-        return [*_norm(binding, run), *prefill_linear(binding, linear)]
+    gemm = _gemm_of(binding, weight)
+    if gemm is None:
+        return [*_norm(binding, run), *_linear(binding, linear)]
     arranged = _arranged_rows(binding, linear, weight)
-    return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, weight, arranged)]
+    return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, gemm, weight, arranged)]
 
 
 def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """Attention leaves its rows as the GEMM reads them."""
     attention, linear = run.ops
     weight = binding.weights.matrix(linear.weights["weight"])
-    if not takes(binding.prefill_chunk, weight, binding.gpu):
-        return [*prefill_attention(binding, attention), *prefill_linear(binding, linear)]
+    gemm = _gemm_of(binding, weight)
+    if gemm is None:
+        return [*prefill_attention(binding, attention), *_linear(binding, linear)]
     arranged = _arranged_rows(binding, linear, weight)
-    return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, weight, arranged)]
+    return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, gemm, weight, arranged)]
 
 
 def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
@@ -275,24 +286,24 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
     gate_up, silu, down = run.ops[-3:]
     first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
     activation, normed = binding.arguments(silu), run.find("rms_norm") is not None
-    takes_first, takes_second = (takes(binding.prefill_chunk, each, binding.gpu) for each in (first, second))
-    if not takes_first:
+    gemm, next_gemm = _gemm_of(binding, first), _gemm_of(binding, second)
+    if gemm is None:
         before = _norm(binding, run) if normed else ()
-        return [*before, *prefill_linear(binding, gate_up), *silu_mul(**activation), *prefill_linear(binding, down)]
+        return [*before, *_linear(binding, gate_up), *silu_mul(**activation), *_linear(binding, down)]
     arranged = _arranged_rows(binding, gate_up, first)
     before = _norm(binding, run, arranged) if normed else arrange(x=binding.arguments(gate_up)["x"], out=arranged)
-    if not takes_second:
-        product = _of_arranged(binding, gate_up, first, arranged)
-        return [*before, *product, *silu_mul(**activation), *prefill_linear(binding, down)]
+    if next_gemm is None:
+        product = _of_arranged(binding, gate_up, gemm, first, arranged)
+        return [*before, *product, *silu_mul(**activation), *_linear(binding, down)]
     activated = binding.workspace(*activation_workspace(activation["out"].shape[0], second.columns))
     return [
         *before,
-        *gated_prefill_gemm(
+        *gemm.multiply_gated(
             arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
             activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
             parts=_parts_of(binding, gate_up, first),
         ),
-        *_of_arranged(binding, down, second, activated),
+        *_of_arranged(binding, down, next_gemm, second, activated),
     ]  # fmt: skip
 
 
@@ -337,6 +348,20 @@ def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torc
     for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):
         torch.mm(rows, weight.t(), out_dtype=torch.float32, out=results)
 
+
+def _has_gemm(binding: Binding, op: Op) -> bool:
+    return _gemm_of(binding, binding.weights.matrix(op.weights["weight"])) is not None
+
+
+def _has_arranged(gpu: Gpu) -> bool:
+    return arranged_gemm(gpu) is not None
+
+
+# `linear` over a prompt's rows
+PROMPT_LINEAR = (
+    Implementation("arranged", _by_arranged, _has_arranged, _has_gemm, plans=("prefill_gemm",)),
+    Implementation("library", _by_library),
+)
 
 ADDED = ("cast? rms_norm add scale? rms_norm", "add scale rms_norm")
 PREFILL_FUSIONS = (

@@ -401,10 +401,9 @@ def _rotate_layers(binding: Binding, run: Run) -> Sequence[Call]:
     rope, written = binding.arguments(first.rope), binding.arguments(first.write)
     given = {name: rope[name] for name in ("positions", "cos", "sin")}
     given |= {name: written[name] for name in written if name not in (*first.write.writes, "k", "v", "kv_scales")}
-    return rotate_layers(
-        binding.buffers[first.taken.reads["x"]], **given, layers=made,
-        eps=None if first.norm is None else binding.arguments(first.norm)["eps"], workspace=binding.workspace,
-    )  # fmt: skip
+    normed = {} if first.norm is None else binding.arguments(first.norm)
+    given |= {name: normed[name] for name in ("eps", "v_norm", "keys_as_values") if name in normed}
+    return rotate_layers(binding.buffers[first.taken.reads["x"]], **given, layers=made, workspace=binding.workspace)
 
 
 def _same_lengths(run: Run, gpu: Gpu) -> bool:

@@ -14,6 +14,7 @@ from lowlat.models.walk import (
     emit_ffn,
     emit_gated,
     emit_heads,
+    emit_layer_scale,
     emit_output,
     emit_per_layer,
     emit_projection,
@@ -92,9 +93,7 @@ def _emit_end(emitter: Emitter, layer: Layer, number: int, sums: tuple[str, str]
         total = emitter.add(summed, gated, f"{name}.unscaled" if layer.spec.scaled else name, last)
     if not layer.spec.scaled:
         return total
-    out = out or emitter.scratch(name, *emitter.builder.spec(total).shape)
-    emitter.emit("scale", {"x": total}, {"out": out}, weights={"scalar": f"{layer.name}.scalar"})
-    return out
+    return emit_layer_scale(emitter, layer, total, name, out)
 
 
 def _emit_mixer(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:

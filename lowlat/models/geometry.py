@@ -182,6 +182,8 @@ class DraftConfig(Decoder):
     capture_boundaries  the target's residual streams that it reads. Boundary b is the stream entering layer b, 0 to L
                         (L: after the last layer, before the final norm)
     own_embedding, own_lm_head  whether the checkpoint carries them; else they are the target's
+    embedding_scale     of the rows of its own embedding, in the compute dtype; None: they are taken as they are
+    logit_softcap       logits l become c tanh(l / c); None: they stay
     own_draft_map       whether the checkpoint carries d2t; else draft ids are the target's
     is_cut              whether its LM head is rows of a larger one, gathered at load: own_lm_head and own_draft_map are
                         then true, and files have neither
@@ -196,5 +198,7 @@ class DraftConfig(Decoder):
     own_embedding: bool = False
     own_lm_head: bool = True
     own_draft_map: bool = True
+    embedding_scale: float | None = None
+    logit_softcap: float | None = None
     is_cut: bool = False
     coverage: float | None = None

@@ -78,6 +78,14 @@ MROPE = {"rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mr
 GPT_OSS = {"head_dim": 64, "num_experts_per_tok": 4, "sliding_window": 128, "swiglu_limit": 7.0} | {
     "quantization_config": {"quant_method": "mxfp4"}
 }
+GEMMA3 = {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6, "rms_norm_eps": 1e-6} | {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+GEMMA3_IMAGES = {**GEMMA3, "sliding_window": 1024, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+GEMMA4 = {"head_dim": 256, "global_head_dim": 512, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6}
+GEMMA4_LARGE = {**GEMMA4, "sliding_window": 1024, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0}
+GEMMA4_SMALL = {**GEMMA4, "sliding_window": 512, "hidden_size_per_layer_input": 256}
 
 PUBLISHED = (
     Published(
@@ -85,14 +93,24 @@ PUBLISHED = (
         "llama",
         (4096, 14336, 32, 32, 8, 128256, 131072),
         _llama3_rope(),
-        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     ),
-    Published("meta-llama/Llama-3.3-70B-Instruct", "llama", (8192, 28672, 80, 64, 8, 128256, 131072), _llama3_rope()),
+    Published(
+        "meta-llama/Llama-3.3-70B-Instruct", "llama", (8192, 28672, 80, 64, 8, 128256, 131072), _llama3_rope(),
+        ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),
+    ),
     Published(
         "Qwen/Qwen2.5-7B-Instruct", "qwen2", (3584, 18944, 28, 28, 4, 152064, 32768), {"rope_theta": 1e6}
     ),
-    Published("Qwen/Qwen3-8B", "qwen3", (4096, 12288, 36, 32, 8, 151936, 40960), QWEN3),
-    Published("Qwen/Qwen3-32B", "qwen3", (5120, 25600, 64, 64, 8, 151936, 40960), QWEN3),
+    Published(
+        "Qwen/Qwen3-8B", "qwen3", (4096, 12288, 36, 32, 8, 151936, 40960), QWEN3,
+        ("RedHatAI/Qwen3-8B-speculator.eagle3", "z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7"),
+    ),
+    Published(
+        "Qwen/Qwen3-32B", "qwen3", (5120, 25600, 64, 64, 8, 151936, 40960), QWEN3,
+        ("RedHatAI/Qwen3-32B-speculator.eagle3",),
+    ),
     Published("Qwen/Qwen3-30B-A3B", "qwen3_moe", (2048, 6144, 48, 32, 4, 151936, 40960), QWEN3_MOE),
     Published(
         "Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", (4096, 12288, 36, 32, 8, 151936, 262144),
@@ -152,18 +170,57 @@ PUBLISHED = (
         {**HEADS_OF_128, "use_bias": False, "tie_word_embeddings": True, "rope_theta": 500000.0},
     ),
     Published(
-        "google/gemma-3-27b-it", "gemma3", (5376, 21504, 62, 32, 16, 262208, 131072),
-        {**HEADS_OF_128, "query_pre_attn_scalar": 168, "sliding_window": 1024, "sliding_window_pattern": 6,
-         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-         "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        "google/gemma-3-1b-it", "gemma3_text", (1152, 6912, 26, 4, 1, 262144, 32768), {**GEMMA3, "sliding_window": 512}
+    ),
+    Published(
+        "google/gemma-3-4b-it", "gemma3", (2560, 10240, 34, 8, 4, 262208, 131072), GEMMA3_IMAGES, inside="gemma3_text"
+    ),
+    Published(
+        "google/gemma-3-12b-it", "gemma3", (3840, 15360, 48, 16, 8, 262208, 131072), GEMMA3_IMAGES,
         inside="gemma3_text",
     ),
     Published(
-        "openai/gpt-oss-20b", "gpt_oss", (2880, 2880, 24, 64, 8, 201088, 131072), {**GPT_OSS, "num_local_experts": 32}
+        "google/gemma-3-27b-it", "gemma3", (5376, 21504, 62, 32, 16, 262208, 131072),
+        {**GEMMA3_IMAGES, **HEADS_OF_128, "query_pre_attn_scalar": 168}, inside="gemma3_text",
+    ),
+    Published(
+        "google/gemma-4-E2B-it", "gemma4", (1536, 6144, 35, 8, 1, 262144, 131072),
+        {**GEMMA4_SMALL, "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+         "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7},
+        inside="gemma4_text",
+    ),
+    Published(
+        "google/gemma-4-E4B-it", "gemma4", (2560, 10240, 42, 8, 2, 262144, 131072),
+        {**GEMMA4_SMALL, "num_kv_shared_layers": 18}, inside="gemma4_text",
+    ),
+    Published(
+        "google/gemma-4-12B-it", "gemma4_unified", (3840, 15360, 48, 16, 8, 262144, 262144),
+        {**GEMMA4_LARGE, "num_global_key_value_heads": 1},
+        ("deepseek-ai/eagle3_gemma4_12b_ttt7", "deepseek-ai/dflash_gemma4_12b_block7",
+         "deepseek-ai/dspark_gemma4_12b_block7"),
+        "gemma4_unified_text",
+    ),
+    Published(
+        "google/gemma-4-26B-A4B-it", "gemma4", (2816, 2112, 30, 16, 8, 262144, 262144),
+        {**GEMMA4_LARGE, "num_global_key_value_heads": 2, "enable_moe_block": True, "num_experts": 128,
+         "top_k_experts": 8, "moe_intermediate_size": 704},
+        ("RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3",), "gemma4_text",
+    ),
+    Published(
+        "google/gemma-4-31B-it", "gemma4", (5376, 21504, 60, 32, 16, 262144, 262144),
+        {**GEMMA4_LARGE, "num_global_key_value_heads": 4},
+        ("RedHatAI/gemma-4-31B-it-speculator.eagle3", "RedHatAI/gemma-4-31B-it-speculator.dflash",
+         "RedHatAI/gemma-4-31B-it-speculator.dspark"),
+        "gemma4_text",
+    ),
+    Published(
+        "openai/gpt-oss-20b", "gpt_oss", (2880, 2880, 24, 64, 8, 201088, 131072), {**GPT_OSS, "num_local_experts": 32},
+        ("RedHatAI/gpt-oss-20b-speculator.eagle3", "z-lab/gpt-oss-20b-DFlash", "amazon/GPT-OSS-20B-P-EAGLE"),
     ),
     Published(
         "openai/gpt-oss-120b", "gpt_oss", (2880, 2880, 36, 64, 8, 201088, 131072),
         {**GPT_OSS, "num_local_experts": 128},
-        ("nvidia/gpt-oss-120b-Eagle3", "lmsys/EAGLE3-gpt-oss-120b-bf16", "RedHatAI/gpt-oss-120b-speculator.eagle3"),
+        ("nvidia/gpt-oss-120b-Eagle3-v3", "lmsys/EAGLE3-gpt-oss-120b-bf16", "RedHatAI/gpt-oss-120b-speculator.eagle3",
+         "z-lab/gpt-oss-120b-DFlash", "amazon/gpt-oss-120b-p-eagle"),
     ),
 )  # fmt: skip

@@ -19,12 +19,12 @@ __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
 LAYER = re.compile(
     r"(?P<draft>head\.)?(layers\.(?P<number>\d+)\.)?"
-    r"(?P<layer>qkv|qk|q|kv|context\.kv|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
+    r"(?P<layer>qkv|qk|q|kv|k|context\.kv?|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
     r"|delta_(in|ba|conv|a|dt|out))(\.(?P<part>\w+))?"
 )
 LM_HEAD = "lm_head."
 PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a: as values' of a delta net
-    **{letters: letters for letters in ("qkv", "qk", "q", "kv")},
+    **{letters: letters for letters in ("qkv", "qk", "q", "kv", "k")},
     "gate": "q",
     "delta_in": "qkvz",
     "delta_conv": "qkv",
@@ -33,7 +33,7 @@ PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b 
     "delta_dt": "a",
 }
 OUTPUTS = ("o", "delta_out")  # projections that read heads
-CONTEXT = "context.kv"  # keys' and values' projections of a draft model's layers, one layer's after the other's
+CONTEXT = "context."  # projections of keys, and of values, of a draft model's layers, one layer's after the other's
 BLOCKS = "blocks"  # MXFP4's, whose numbers take two dimensions
 Span = tuple[int, int]
 
@@ -61,8 +61,9 @@ class RankCuts:
         layer, part = match["layer"], match["part"]
         if layer == "lm_head":
             return _rows(tensor, [shard.vocabulary(tensor.shape[0])], 0)
-        if layer == CONTEXT:
-            return _rows(tensor, _head_rows([(own, letter) for own in shard.layers for letter in "kv"]), 0)
+        if layer.startswith(CONTEXT):
+            letters = layer.removeprefix(CONTEXT)
+            return _rows(tensor, _head_rows([(own, letter) for own in shard.layers for letter in letters]), 0)
         own = shard.layers[int(match["number"] or 0)]
         if layer == "sinks":
             return _rows(tensor, [own.heads], 0)

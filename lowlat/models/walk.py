@@ -33,6 +33,7 @@ __all__ = [
     "emit_ffn",
     "emit_gated",
     "emit_heads",
+    "emit_layer_scale",
     "emit_output",
     "emit_per_layer",
     "emit_projection",
@@ -220,6 +221,13 @@ def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str
     if norm == "post_ffn" and isinstance(layer.spec.ffn, ParallelSpec):
         return emitter.norm(output, f"{layer.name}.{norm}_norm.weight", layer.eps, f"{norm}.normed")
     return _emit_normed(emitter, layer, output, norm)
+
+
+def emit_layer_scale(emitter: Emitter, layer: Layer, total: str, name: str, out: str = "") -> str:
+    """The residual stream [M, N] times the layer's number. out: a buffer that it is written to; "": one of the name."""
+    out = out or emitter.scratch(name, *emitter.builder.spec(total).shape)
+    emitter.emit("scale", {"x": total}, {"out": out}, weights={"scalar": f"{layer.name}.scalar"})
+    return out
 
 
 def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, inputs: str) -> str:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 import torch
 
 from lowlat.checkpoint.quantising import Quantiser
+from lowlat.kernels.formats import DENSE_FORMATS, matrix_format, matrix_name, matrix_parts
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import target_recipes
 
@@ -26,11 +27,10 @@ def weight_plan(config: ModelConfig) -> WeightPlan:
 def rounded_plan(plan: WeightPlan, quantiser: Quantiser | None, *, tied: bool = False) -> WeightPlan:
     """A plan with linear layers that are rounded at load listed by part; tied: the LM head was the embedding.
 
-    Group scales of layers that files have quantised are assumed to be as most files store them: float32 next to zero
-    points, else bfloat16.
+    Group scales of layers that files have quantised are assumed to be as most files of the format store them.
     """
     if quantiser is None:
-        return {name: (shape, _usual_dtype(name, shape, dtype, plan)) for name, (shape, dtype) in plan.items()}
+        return {name: (shape, _usual_dtype(name, dtype, plan)) for name, (shape, dtype) in plan.items()}
     made: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, (shape, dtype) in plan.items():
         made.update(quantiser.specs(name, shape) if quantiser.takes(name) else {name: (shape, dtype)})
@@ -39,7 +39,10 @@ def rounded_plan(plan: WeightPlan, quantiser: Quantiser | None, *, tied: bool = 
     return made
 
 
-def _usual_dtype(name: str, shape: tuple[int, ...], dtype: torch.dtype, plan: WeightPlan) -> torch.dtype:
-    owner, _, part = name.rpartition(".")
-    is_narrow = part == "int4_scales" and f"{owner}.int4_zeros" not in plan
-    return torch.bfloat16 if is_narrow or (part == "fp8_scales" and shape[1] > 1) else dtype
+def _usual_dtype(name: str, dtype: torch.dtype, plan: WeightPlan) -> torch.dtype:
+    matrix = matrix_name(name)
+    if matrix is None:
+        return dtype
+    held = {part: torch.empty(plan[each][0], device="meta") for part, each in matrix_parts(matrix, plan).items()}
+    own = DENSE_FORMATS[matrix_format(held).name]
+    return torch.bfloat16 if own.narrow and name.endswith(f".{own.scales}") else dtype

@@ -3,6 +3,7 @@
 What depends on the model (context against max_position, boundaries against layers) is checked at load.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,7 @@ METHOD_OPTIONS[AUTO_METHOD] = tuple(
 )
 
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 _SIZES = frozenset({"num_speculative_tokens", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"})
 
 
@@ -89,7 +91,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it, EAGLE3, P-EAGLE, DFlash or DSpark: a directory, or ORG/NAME.",
+        "A draft model for it: a directory, or ORG/NAME; EAGLE3, P-EAGLE, DFlash or DSpark.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",
@@ -439,7 +441,7 @@ class RuntimeConfig:
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     quantize: Literal["fp8", "int4"] | None = declare(
-        None, "Round a plain target's linear layers at load: FP8 by row, INT4 in groups of 128 to 32."
+        None, "Round a plain target's linear layers at load; FP8 by row, INT4 in groups of 128 to 32."
     )
     quantize_lm_head: bool = declare(False, "Round the LM head, too.", rare=True)
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] = declare(
@@ -449,7 +451,7 @@ class RuntimeConfig:
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
     tensor_parallel_size: int = declare(
-        1, "GPUs that share each layer of the target: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
+        1, "GPUs that share each layer: 1, 2, 4 or 8.", 1, 8, aliases=("tensor_parallel",)
     )
     devices: tuple[int, ...] = declare(
         (), "The GPUs of tensor_parallel_size, by number; by default the first.", rare=True
@@ -512,6 +514,24 @@ class RuntimeConfig:
     )
     cache_gib: float = declare(
         32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6, rare=True
+    )
+    cache_copy_gb_per_s: float | None = declare(
+        None,
+        "Copies between the device and the cache's host memory take no more of the bus, GB/s.",
+        0.001,
+        1e6,
+        otherwise="all that it has",
+        rare=True,
+    )
+    session_ttl_s: float = declare(
+        600.0,
+        "Prefixes of a session (x-session-id) stay before others for so long after its last request, seconds.",
+        0.0,
+        1e9,
+        rare=True,
+    )
+    can_sleep: bool = declare(
+        False, "Load so that Runtime.sleep can give the device's memory back, and wake can take it again.", rare=True
     )
     state_cache_gib: float = declare(
         2.0,
@@ -596,7 +616,7 @@ class RuntimeConfig:
             raise ConfigError(
                 f"prefill_chunk must be a multiple of block_size {self.block_size}, got {self.prefill_chunk}"
             )
-        if not isinstance(self.device, str):
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")
         if not isinstance(self.traces, TraceConfig):
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")

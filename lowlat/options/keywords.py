@@ -6,14 +6,14 @@ where it keeps a number. The records check the values.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from lowlat.ipc.options import SamplingOptions
 
 if TYPE_CHECKING:
     from lowlat.options.config import TraceConfig
 
-__all__ = ["CALL_OPTIONS", "CallOptions", "RuntimeOptions", "SamplingOptions", "SpeculativeOptions"]
+__all__ = ["CALL_OPTIONS", "CallOptions", "NamedSession", "RuntimeOptions", "SamplingOptions", "SpeculativeOptions"]
 
 
 class SpeculativeOptions(TypedDict, total=False):
@@ -81,6 +81,9 @@ class RuntimeOptions(TypedDict, total=False):
     pause_deadline_s: float
     cache_dir: str | Path | None
     cache_gib: float
+    cache_copy_gb_per_s: float | None
+    session_ttl_s: float
+    can_sleep: bool
     state_cache_gib: float
     state_interval: int
     share_decoded: bool
@@ -98,6 +101,15 @@ class RuntimeOptions(TypedDict, total=False):
     traces: "TraceConfig"
 
 
+class NamedSession(Protocol):
+    """A session as calls take it: `lowlat.Session`, whose id means something within its cache_salt."""
+
+    @property
+    def session_id(self) -> str: ...
+    @property
+    def cache_salt(self) -> str: ...
+
+
 class CallOptions(SamplingOptions, total=False):
     """The options of `Runtime.generate` and its like: those of SamplingParams, and these.
 
@@ -106,6 +118,7 @@ class CallOptions(SamplingOptions, total=False):
     allow_special     special tokens that a text or messages spell become these tokens; otherwise they stay text
     cache_salt        only requests of the same salt share cached prefixes
     timeout_s         after so many seconds StreamError with the code "timeout" is raised, and the request cancelled
+    session           the `Session` that the request belongs to, or its id: its prefix stays while that lives
     """
 
     tool_choice: str
@@ -113,6 +126,7 @@ class CallOptions(SamplingOptions, total=False):
     allow_special: bool
     cache_salt: str
     timeout_s: float | None
+    session: "NamedSession | str | None"
 
 
 CALL_OPTIONS = frozenset(CallOptions.__annotations__) - frozenset(SamplingOptions.__annotations__)

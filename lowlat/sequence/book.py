@@ -4,12 +4,16 @@ The scheduler calls them as requests come, grow and end.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowlat.errors import LowlatError
-from lowlat.sequence.tiers.key import Load, Save
+from lowlat.sequence.tiers.key import ChunkKey, Load, Save
 from lowlat.sequence.tiers.tiers import CacheTiers
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Allocation", "BlockStats", "InvariantError", "MovedIn", "MovedOut", "SequenceBook"]
 
@@ -31,6 +35,8 @@ class BlockStats:
     """Blocks by state (they add up to num_blocks, the null block left out) and what prefix reuse saved.
 
     queries, query_tokens and hit_tokens count admitted requests, their prompt tokens, and those found cached.
+    num_pinned     of num_used and num_evictable, those that sessions keep
+    num_broken_pins  such blocks that went all the same, as a request had no other place
     """
 
     num_blocks: int
@@ -41,6 +47,8 @@ class BlockStats:
     queries: int
     query_tokens: int
     hit_tokens: int
+    num_pinned: int = 0
+    num_broken_pins: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,46 @@ class SequenceBook(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
+    def is_coming(self, prompt_token_ids: Sequence[int], salt: str) -> bool:
+        """Whether a request that was admitted is about to write more of a prompt than is there yet."""
+
+    @abstractmethod
+    def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
+        """Have a chain of chunks stay while others can go, as long as its owner pins it, in place of those before."""
+
+    @abstractmethod
+    def unpin(self, owner: Hashable) -> None:
+        """Let the chunks of an owner go as others do."""
+
+    @abstractmethod
+    def pinned(self, owner: Hashable) -> list[bytes]:
+        """The chain that an owner pins."""
+
+    @abstractmethod
+    def pin_tokens(self, owner: Hashable, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Pin the whole chunks of some tokens; returns their digests."""
+
+    @abstractmethod
+    def places_by_pool(self) -> dict[str, int]:
+        """The blocks or rows that a content has, by pool."""
+
+    @abstractmethod
+    def hold(self, token_ids: Sequence[int], salt: str) -> tuple[bool, list[tuple[int, Save]]]:
+        """The contents from which tokens go on, by chunk, whose blocks stay until `let_go` of their holders.
+
+        Those of the tiers come to the device first; False: they are on their way, and nothing is held. Contents
+        without a holder are to be read before anything else is launched.
+        """
+
+    @abstractmethod
+    def let_go(self, holders: Sequence[object]) -> None:
+        """End what `hold` has begun."""
+
+    @abstractmethod
+    def adopt(self, token_ids: Sequence[int], salt: str, contents: "Mapping[ChunkKey, torch.Tensor]") -> None:
+        """List contents of some tokens' chunks in blocks that nobody uses; `take_loads` then has them."""
+
+    @abstractmethod
     def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:
         """Raise RequestError where a worst case is larger than all that there is: it would wait for ever."""
 
@@ -145,8 +193,12 @@ class SequenceBook(ABC):
         *,
         num_written: int | None = None,
         poisoned: bool = False,
+        owner: Hashable = None,
     ) -> None:
-        """Take back what a request holds; what may be shared stays for others. The device must write to it no more."""
+        """Take back what a request holds; what may be shared stays for others. The device must write to it no more.
+
+        owner  pins the chunks of the sequence from now on, in place of those that it pinned; None: nobody does
+        """
 
     @abstractmethod
     def move_out(
@@ -185,6 +237,17 @@ class SequenceBook(ABC):
     @abstractmethod
     def take_saves(self) -> list[Save]:
         """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
+
+    @abstractmethod
+    def note_all(self) -> None:
+        """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """Share nothing that the device holds any more; what the tiers hold is found there.
+
+        Raises InvariantError while requests hold blocks.
+        """
 
     @abstractmethod
     def take_blocks_to_clear(self) -> list[int]:

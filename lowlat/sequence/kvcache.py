@@ -7,9 +7,10 @@ ordered by the device's stream: a block that is freed here may be handed out at 
 later.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
@@ -17,10 +18,12 @@ from lowlat.errors import ConfigError, RequestError
 from lowlat.sequence.book import Allocation, BlockStats, InvariantError, MovedIn, MovedOut, SequenceBook
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
-from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Save
-from lowlat.sequence.tiers.tiers import CacheTiers
+from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Presence, Save
+from lowlat.sequence.tiers.tiers import READ_AHEAD, CacheTiers
 
 __all__ = ["KVCache"]
+
+MAX_CHAINS = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +38,73 @@ class _Entry:
     digests: list[bytes] = field(default_factory=list)
     held: dict[int, CachedChunk] = field(default_factory=dict)
     tainted: bool = False  # it read KV of a poisoned request: nothing of it is shared any more
+
+
+class _Source(Protocol):
+    """Where contents of chunks come from.
+
+    apart  they are copied to the device while others decode, and are there later
+    """
+
+    apart: bool
+
+    def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
+        """A content, [n] uint8 in host memory; COMING: it will be there; None: it is not."""
+
+    def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
+        """Contents that will be asked for."""
+
+
+class _Contents:
+    """Contents that a caller has."""
+
+    apart = False
+
+    def __init__(self, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
+        self._contents = contents
+
+    def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
+        return self._contents.get(key)
+
+    def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
+        return
+
+
+class _Chain:
+    """The digests of a prompt's chunks, made as they are asked for."""
+
+    def __init__(self, index: PrefixIndex, prompt: Sequence[int], root: bytes, prefill_chunk: int) -> None:
+        self.prompt, self.root = prompt, root
+        self._index, self._chunk = index, prefill_chunk
+        self._digests: list[bytes] = []
+
+    def digest(self, k: int) -> bytes:
+        """The chained digest of chunk k."""
+        digests, size = self._digests, self._chunk
+        for number in range(len(digests), k + 1):
+            tokens = self.prompt[number * size : (number + 1) * size]
+            digests.append(self._index.digest(digests[-1] if digests else self.root, tokens))
+        return digests[k]
+
+
+class _Chains:
+    """The chains of the prompts that were asked for last: one that waits is asked for again and again."""
+
+    def __init__(self, index: PrefixIndex, prefill_chunk: int) -> None:
+        self._index, self._chunk = index, prefill_chunk
+        self._kept: OrderedDict[int, _Chain] = OrderedDict()
+
+    def of(self, prompt: Sequence[int], root: bytes) -> _Chain:
+        """The chain of a prompt under the root of its salt; one that is a list may change, and is digested anew."""
+        if not isinstance(prompt, tuple):
+            return _Chain(self._index, prompt, root, self._chunk)
+        chain = self._kept.get(id(prompt))
+        if chain is None or chain.prompt is not prompt or chain.root != root:
+            chain = self._kept[id(prompt)] = _Chain(self._index, prompt, root, self._chunk)
+        self._kept.move_to_end(id(prompt))
+        if len(self._kept) > MAX_CHAINS:
+            self._kept.popitem(last=False)
+        return chain
 
 
 class KVCache(SequenceBook):
@@ -79,6 +149,10 @@ class KVCache(SequenceBook):
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._index = PrefixIndex()
+        self._chains = _Chains(self._index, prefill_chunk)
+        self._pins: dict[Hashable, list[bytes]] = {}
+        self._moving: Counter[CachedChunk] = Counter()  # held by copies to or from the tiers
+        self._arriving: set[CachedChunk] = set()  # whose contents are not there yet
         self._books = tuple(books)
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack: the lowest on top at first
         self._to_clear: list[int] = []
@@ -105,6 +179,91 @@ class KVCache(SequenceBook):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def is_coming(self, prompt_token_ids: Sequence[int], salt: str) -> bool:
+        """Whether a request that was admitted is about to write the next chunk of a prompt that is not there yet."""
+        chain = self._chains.of(prompt_token_ids, self._index.root(salt))
+        count = (len(prompt_token_ids) - 1) // self.prefill_chunk if self.reuse else 0
+        found = next((k for k in range(count) if self._index.get(chain.digest(k)) is None), count)
+        if found == count:
+            return False
+        end = (found + 1) * self.prefill_chunk
+        own = tuple(prompt_token_ids[:end])
+        return any(
+            entry.root == chain.root and not entry.tainted and entry.num_prefilled < end < len(entry.prompt)
+            and tuple(entry.prompt[:end]) == own
+            for entry in self._entries.values()
+        )  # fmt: skip
+
+    def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
+        """Have a chain of chunks stay while others can go, as long as its owner pins it, in place of those before."""
+        self.unpin(owner)
+        self._pins[owner] = chain = list(digests)
+        self._index.pin(chain)
+        for book in self._books:
+            book.pin(chain)
+        if self.tiers is not None:
+            self.tiers.pin(chain)
+
+    def unpin(self, owner: Hashable) -> None:
+        """Let the chunks of an owner go as others do."""
+        chain = self._pins.pop(owner, [])
+        self._index.unpin(chain)
+        for book in self._books:
+            book.unpin(chain)
+        if self.tiers is not None:
+            self.tiers.unpin(chain)
+
+    def pinned(self, owner: Hashable) -> list[bytes]:
+        """The chain that an owner pins."""
+        return list(self._pins.get(owner, ()))
+
+    def pin_tokens(self, owner: Hashable, token_ids: Sequence[int], salt: str) -> list[bytes]:
+        """Pin the whole chunks of some tokens; returns their digests."""
+        chain = self._chains.of(token_ids, self._index.root(salt))
+        digests = [chain.digest(k) for k in range(len(token_ids) // self.prefill_chunk)]
+        self.pin(owner, digests)
+        return digests
+
+    def places_by_pool(self) -> dict[str, int]:
+        """The blocks or rows that a content has, by pool."""
+        return {"": self.prefill_chunk // self.block_size, **{book.name: book.num_places for book in self._books}}
+
+    def hold(self, token_ids: Sequence[int], salt: str) -> tuple[bool, list[tuple[int, Save]]]:
+        """The contents from which tokens go on, by chunk, whose blocks stay until `let_go` of their holders.
+
+        Those of the tiers come to the device first; False: they are on their way, and nothing is held. Contents
+        without a holder are to be read before anything else is launched.
+        """
+        self._settle()
+        root, count = self._index.root(salt), len(token_ids) // self.prefill_chunk if self.reuse else 0
+        if self.tiers is not None and not self._restore(self.tiers, token_ids, root, count):
+            return False, []
+        chain, found = self._chains.of(token_ids, root), list[tuple[int, Save]]()
+        for k in range(count):
+            chunk = self._index.get(chain.digest(k))
+            if chunk is None:
+                break
+            self._index.acquire(chunk)
+            found.append((k, Save(ChunkKey(chunk.digest, ""), chunk.blocks, self._hold(chunk))))
+        digests = [save.key.digest for _, save in found]
+        for book in self._books:
+            for digest in book.needed(digests):
+                if (places := book.places(digest)) is not None:
+                    found.append((digests.index(digest), Save(ChunkKey(digest, book.name), places)))
+        return True, found
+
+    def let_go(self, holders: Sequence[object]) -> None:
+        """End what `hold` has begun."""
+        self._end_moves([holder for holder in holders if isinstance(holder, CachedChunk)])
+        self._generation += 1
+
+    def adopt(self, token_ids: Sequence[int], salt: str, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
+        """List contents of some tokens' chunks in blocks that nobody uses; `take_loads` then has them."""
+        self._settle()
+        count = len(token_ids) // self.prefill_chunk if self.reuse else 0
+        self._restore(_Contents(contents), token_ids, self._index.root(salt), count)
+        self._generation += 1
 
     def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:
         """Raise RequestError where a worst case is larger than the whole pool: it would wait for ever."""
@@ -142,12 +301,15 @@ class KVCache(SequenceBook):
         Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty
         prompt, a total below the prompt, or a worst case larger than the whole pool.
         """
+        self._settle()
         total = self._num_blocks_for(max_total_tokens, num_overprovision)
         self._check_admission(request_id, prompt_token_ids, max_total_tokens)
         self.check(request_id, max_total_tokens, num_overprovision)
         root = self._index.root(salt)
-        if reads and self.tiers is not None and not self._restore(self.tiers, prompt_token_ids, root):
-            return None
+        if reads and self.tiers is not None:
+            count = (len(prompt_token_ids) - 1) // self.prefill_chunk
+            if not self._restore(self.tiers, prompt_token_ids, root, count):
+                return None
         digests, hits = self._lookup(prompt_token_ids, root) if reads else ([], [])
         num_found = len(digests)
         count = self._num_hits(digests)
@@ -181,6 +343,26 @@ class KVCache(SequenceBook):
         """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
         saves, self._saves = self._saves, []
         return saves
+
+    def note_all(self) -> None:
+        """Have `take_saves` name all that is listed and in no tier, what was used longest ago first."""
+        self._settle()
+        self._note_saves(chunk.digest for chunk in self._index.oldest_first())
+
+    def forget_all(self) -> None:
+        """Share nothing that the device holds any more; what the tiers hold is found there.
+
+        Raises InvariantError while requests hold blocks.
+        """
+        self._settle()
+        if self._entries or self._moving:
+            raise InvariantError(
+                f"{len(self._entries)} requests and {len(self._moving)} copies hold blocks: their content cannot be "
+                "forgotten"
+            )
+        for chunk in self._index.oldest_first():
+            self._unlist(self._index.drop(chunk))
+        self._generation += 1
 
     def append(self, request_id: str, start: int, stop: int) -> None:
         """Give a request its blocks of the prompt's positions [start, stop) in other pools; it has all of the first.
@@ -225,6 +407,7 @@ class KVCache(SequenceBook):
         *,
         num_written: int | None = None,
         poisoned: bool = False,
+        owner: Hashable = None,
     ) -> None:
         """Free a request's blocks; what is listed stays evictable. The device must write to them no more.
 
@@ -233,6 +416,7 @@ class KVCache(SequenceBook):
                       last. With a draft model give less: a slot's last step does not extend its KV
         poisoned      the request failed with NaN: nothing that it wrote or read is shared again, and every
                       block of it is cleared before reuse
+        owner         pins the chunks of the sequence from now on, in place of those that it pinned; None: nobody does
         Raises RequestError for an unknown id, InvariantError for a sequence that does not continue the
         prompt.
         """
@@ -246,6 +430,8 @@ class KVCache(SequenceBook):
             if written > len(entry.table) * self.block_size:
                 raise InvariantError(f"request {request_id}: {written} positions exceed its {len(entry.table)} blocks")
             self._register(request_id, token_ids, written)
+        if owner is not None and not poisoned and not entry.tainted:
+            self.pin(owner, entry.digests)
         self._let_go(request_id)
         for book in self._books:
             book.release(request_id)
@@ -292,12 +478,13 @@ class KVCache(SequenceBook):
         What decoding wrote is shared under other bits, so that with share_decoded all blocks are its own.
         Raises InvariantError for what was not moved out.
         """
+        self._settle()
         before = moved.own[""]
         if not isinstance(before, _Entry) or request_id in self._entries:
             raise InvariantError(f"request {request_id} was not moved out")
         hits: list[CachedChunk] = []
         for digest in before.digests if self.reuse and not self.share_decoded else ():
-            if (chunk := self._index.get(digest)) is None:
+            if (chunk := self._index.get(digest)) is None or chunk in self._arriving:
                 break
             hits.append(chunk)
         shared = [block for chunk in hits for block in chunk.blocks]
@@ -347,6 +534,7 @@ class KVCache(SequenceBook):
 
     def stats(self) -> BlockStats:
         """Counts of blocks and hits."""
+        self._settle()
         free, evictable, to_clear = len(self._free), self._num_evictable(), len(self._to_clear)
         return BlockStats(
             num_blocks=self.capacity,
@@ -357,6 +545,8 @@ class KVCache(SequenceBook):
             queries=self._queries,
             query_tokens=self._query_tokens,
             hit_tokens=self._hit_tokens,
+            num_pinned=self._index.num_pinned * (self.prefill_chunk // self.block_size),
+            num_broken_pins=self._index.num_broken_pins * (self.prefill_chunk // self.block_size),
         )
 
     def pool_stats(self) -> dict[str, list[dict[str, int]]]:
@@ -368,6 +558,7 @@ class KVCache(SequenceBook):
 
     def invariants(self) -> None:
         """Check that everything balances. Raises InvariantError naming what does not. Time: all blocks."""
+        self._settle()
         problems = [*self._index.problems(), *self._table_problems(), *self._block_problems()]
         for book in self._books:
             problems += book.problems(self._entries, self._index)
@@ -397,15 +588,38 @@ class KVCache(SequenceBook):
     def _lookup(self, prompt: Sequence[int], root: bytes) -> tuple[list[bytes], list[CachedChunk]]:
         digests: list[bytes] = []
         hits: list[CachedChunk] = []
-        digest = root
+        chain = self._chains.of(prompt, root)
         for k in range((len(prompt) - 1) // self.prefill_chunk if self.reuse else 0):
-            digest = self._index.digest(digest, self._chunk_of(prompt, k))
+            digest = chain.digest(k)
             chunk = self._index.get(digest)
             if chunk is None:
                 break
             digests.append(digest)
             hits.append(chunk)
         return digests, hits
+
+    def _settle(self) -> None:
+        """Let go of chunks whose copies to or from the tiers have ended."""
+        if self.tiers is not None and (ended := self.tiers.take_done()):
+            self._end_moves([holder for holder in ended if isinstance(holder, CachedChunk)])
+
+    def _end_moves(self, chunks: Sequence[CachedChunk]) -> None:
+        """Copies of these chunks have ended."""
+        for chunk in chunks:
+            self._moving[chunk] -= 1
+            if not self._moving[chunk]:
+                del self._moving[chunk]
+                self._arriving.discard(chunk)
+            self._give_back(self._index.retire(chunk))
+        above = {chunk.parent for chunk in chunks}
+        for chunk in chunks:
+            if chunk not in above:
+                self._index.touch_chain(chunk)
+
+    def _hold(self, chunk: CachedChunk) -> CachedChunk:
+        """Keep a chunk's blocks as they are until a copy has ended."""
+        self._moving[chunk] += 1
+        return chunk
 
     def _num_hits(self, digests: Sequence[bytes]) -> int:
         """The chunks after which a prompt can go on in every layer."""
@@ -416,12 +630,16 @@ class KVCache(SequenceBook):
 
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count:
-            for chunk in self._index.evict_oldest():
-                for book in self._books:
-                    book.drop(chunk.digest)
-                if not chunk.num_users:
-                    self._give_back(chunk.blocks)
+            self._unlist(self._index.evict_oldest())
         return [self._free.pop() for _ in range(count)]
+
+    def _unlist(self, chunks: Iterable[CachedChunk]) -> None:
+        """Free the blocks of chunks that left the index."""
+        for chunk in chunks:
+            for book in self._books:
+                book.drop(chunk.digest)
+            if not chunk.num_users:
+                self._give_back(chunk.blocks)
 
     def _give_back(self, blocks: Iterable[int]) -> None:
         for block in blocks:
@@ -461,40 +679,53 @@ class KVCache(SequenceBook):
             places |= {book.name: book.places(digest) for book in self._books}
             for pool, found in places.items():
                 if found is not None and self.tiers.wants(ChunkKey(digest, pool)):
-                    self._saves.append(Save(ChunkKey(digest, pool), found))
+                    holder = None
+                    if chunk is not None and not pool:
+                        self._index.acquire(chunk)
+                        holder = self._hold(chunk)
+                    self._saves.append(Save(ChunkKey(digest, pool), found, holder))
 
-    def _restore(self, tiers: CacheTiers, prompt: Sequence[int], root: bytes) -> bool:
-        """List what the tiers hold of a prompt's chunks, in blocks that nobody uses; False: more is on its way."""
-        per_chunk, digest, held = self.prefill_chunk // self.block_size, root, list[CachedChunk]()
-        ready = True
-        for k in range((len(prompt) - 1) // self.prefill_chunk):
-            digest = self._index.digest(digest, self._chunk_of(prompt, k))
+    def _restore(self, source: "_Source", prompt: Sequence[int], root: bytes, count: int) -> bool:
+        """List what a source holds of a prompt's first chunks, in unused blocks; False: more is on its way."""
+        per_chunk, held = self.prefill_chunk // self.block_size, list[CachedChunk]()
+        chain, ready = self._chains.of(prompt, root), True
+        for k in range(count):
+            digest = chain.digest(k)
             chunk = self._index.get(digest)
-            if chunk is not None:
-                self._index.acquire(chunk)
-            else:
-                found = tiers.find(ChunkKey(digest, ""))
-                ready = found is not COMING
+            if chunk is None:
+                found = source.find(ChunkKey(digest, ""))
+                if found is COMING:
+                    ready = False
+                    following = range(k + 1, min(count, k + READ_AHEAD))
+                    source.read_ahead(ChunkKey(chain.digest(later), "") for later in following)
                 if not isinstance(found, torch.Tensor) or len(self._free) + self._num_evictable() < per_chunk:
                     break
                 chunk = self._index.add(digest, held[-1] if held else None, self._take(per_chunk))
-                self._loads.append(Load("", chunk.blocks, found))
+                if source.apart:  # its one user is the copy
+                    self._arriving.add(chunk)
+                    self._loads.append(Load("", chunk.blocks, found, self._hold(chunk)))
+                    self._index.acquire(chunk)
+                else:
+                    self._loads.append(Load("", chunk.blocks, found))
+            else:
+                self._index.acquire(chunk)
             held.append(chunk)
+        ready = ready and self._arriving.isdisjoint(held)
         digests = [chunk.digest for chunk in held]
         for book in self._books if ready else ():
-            ready = self._restore_of(book, tiers, digests) and ready
+            ready = self._restore_of(book, source, digests) and ready
         for chunk in reversed(held):
             self._index.retire(chunk)
         return ready
 
-    def _restore_of(self, book: PoolBook, tiers: CacheTiers, digests: Sequence[bytes]) -> bool:
+    def _restore_of(self, book: PoolBook, source: "_Source", digests: Sequence[bytes]) -> bool:
         """The same of another pool."""
         contents: dict[bytes, torch.Tensor] = {}
         coming = False
 
         def is_kept(digest: bytes) -> bool:
             nonlocal coming
-            found = tiers.find(ChunkKey(digest, book.name))
+            found = source.find(ChunkKey(digest, book.name))
             coming = coming or found is COMING
             if isinstance(found, torch.Tensor):
                 contents[digest] = found
@@ -535,8 +766,8 @@ class KVCache(SequenceBook):
 
     def _table_problems(self) -> list[str]:
         problems = []
-        users: Counter[int] = Counter()
-        chunks = {id(chunk): chunk for chunk in self._index}
+        users: Counter[int] = Counter({id(chunk): count for chunk, count in self._moving.items()})
+        chunks = {id(chunk): chunk for chunk in (*self._index, *self._moving)}
         for request_id, entry in self._entries.items():
             table = entry.table
             if 0 in table or len(set(table)) != len(table):
@@ -557,7 +788,7 @@ class KVCache(SequenceBook):
     def _block_problems(self) -> list[str]:
         """Each block has exactly one state; one in several tables is there through the same chunk."""
         states = Counter(self._free) + Counter(self._to_clear)
-        cached = {id(chunk): chunk for chunk in self._index}
+        cached = {id(chunk): chunk for chunk in (*self._index, *self._moving)}
         for entry in self._entries.values():
             cached.update((id(chunk), chunk) for chunk in entry.held.values())
             through_chunks = {block for chunk in entry.held.values() for block in chunk.blocks}

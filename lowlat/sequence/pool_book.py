@@ -6,6 +6,7 @@ that are kept as snapshots after chunks (`SnapshotBook`).
 """
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from lowlat.sequence.prefix_index import PrefixIndex
@@ -18,10 +19,28 @@ class PoolBook(ABC):
 
     name  the pool's
     kind  of pools, in figures
+    num_places  blocks or rows of a chunk's content
     """
 
     name: str
     kind: str
+    num_places: int
+
+    def __init__(self) -> None:
+        self._pins: Counter[bytes] = Counter()
+
+    def pin(self, digests: Sequence[bytes]) -> None:
+        """Have what is listed here of a chain, and needed to go on after it, stay while others can go."""
+        self._pins.update(self.needed(digests))
+
+    def unpin(self, digests: Sequence[bytes]) -> None:
+        """Take a pin back that `pin` has given."""
+        self._pins.subtract(self.needed(digests))
+        self._pins = +self._pins
+
+    @abstractmethod
+    def needed(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """The chunks of a chain whose state here is needed to go on after it."""
 
     @abstractmethod
     def check(self, request_id: str, num_blocks: int) -> None:

@@ -6,6 +6,7 @@ to anybody. Blocks are handed out to requests by `lowlat.sequence.kvcache`.
 
 import hashlib
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,12 +33,16 @@ class PrefixIndex:
     """Chunks by chained content digest, and an LRU of those without users.
 
     The parent of a listed chunk is listed. Unused chunks are in the order in which they go: `retire` and
-    `touch` are called leaf first, so that a chunk is older than its unused ancestors.
+    `touch` are called leaf first, so that a chunk is older than its unused ancestors. Pinned chunks go after all
+    others; a pin is of a chain from its root, so that what leads to a pinned chunk is pinned, too.
     """
 
     def __init__(self) -> None:
         self._chunks: dict[bytes, CachedChunk] = {}
         self._unused: dict[bytes, CachedChunk] = {}  # insertion order: oldest first
+        self._unused_pinned: dict[bytes, CachedChunk] = {}
+        self._pins: Counter[bytes] = Counter()
+        self.num_broken_pins = 0  # pinned chunks that went all the same, as a request had no other place
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -48,7 +53,27 @@ class PrefixIndex:
     @property
     def num_unused(self) -> int:
         """Listed chunks that no table holds."""
-        return len(self._unused)
+        return len(self._unused) + len(self._unused_pinned)
+
+    @property
+    def num_pinned(self) -> int:
+        """Listed chunks that are pinned."""
+        return sum(digest in self._chunks for digest in self._pins)
+
+    def pin(self, digests: Sequence[bytes]) -> None:
+        """Pin a chain, from its root on: these chunks, whenever they are listed, go after those without a pin."""
+        self._pins.update(digests)
+        for digest in reversed(digests):
+            self.touch(digest)
+
+    def unpin(self, digests: Sequence[bytes]) -> None:
+        """Take a pin back that `pin` has given these chunks."""
+        for digest in digests:
+            self._pins[digest] -= 1
+            if not self._pins[digest]:
+                del self._pins[digest]
+        for digest in reversed(digests):
+            self.touch(digest)
 
     def root(self, salt: str) -> bytes:
         """The parent digest of first chunks of requests with this salt; requests with another never find them."""
@@ -74,7 +99,7 @@ class PrefixIndex:
     def acquire(self, chunk: CachedChunk) -> None:
         """One more table holds the chunk."""
         chunk.num_users += 1
-        self._unused.pop(chunk.digest, None)
+        self._forget_unused(chunk.digest)
 
     def retire(self, chunk: CachedChunk) -> tuple[int, ...]:
         """One table less holds the chunk; its blocks, if it was the last and the chunk is listed no more."""
@@ -83,24 +108,36 @@ class PrefixIndex:
             return ()
         if not chunk.listed:
             return chunk.blocks
-        self._unused[chunk.digest] = chunk
+        self._note_unused(chunk)
         return ()
 
     def touch(self, digest: bytes) -> None:
         """Make an unused chunk the newest."""
-        chunk = self._unused.pop(digest, None)
-        if chunk is not None:
-            self._unused[digest] = chunk
+        if (chunk := self._forget_unused(digest)) is not None:
+            self._note_unused(chunk)
+
+    def touch_chain(self, chunk: CachedChunk) -> None:
+        """Make an unused chunk newest, and then what leads to it."""
+        above: CachedChunk | None = chunk
+        while above is not None:
+            self.touch(above.digest)
+            above = above.parent
+
+    def oldest_first(self) -> list[CachedChunk]:
+        """The chunks without users, in the order in which they go."""
+        return [*self._unused.values(), *self._unused_pinned.values()]
 
     def evict_oldest(self) -> list[CachedChunk]:
-        """Drop the chunk unused for longest, with whatever could only be reached through it.
+        """Drop the chunk unused for longest, one without a pin before others, with what is reached through it alone.
 
         Returns the dropped chunks. Those with users (a request that computed an equal prefix itself
         registered what came after) merely leave the index. Raises KeyError when no chunk is unused.
         """
         if not self._unused:
-            raise KeyError("no chunk is unused")
-        return self.drop(next(iter(self._unused.values())))
+            if not self._unused_pinned:
+                raise KeyError("no chunk is unused")
+            self.num_broken_pins += 1
+        return self.drop(next(iter((self._unused or self._unused_pinned).values())))
 
     def drop(self, chunk: CachedChunk) -> list[CachedChunk]:
         """Take a chunk and all its descendants out of the index; returns them."""
@@ -115,13 +152,13 @@ class PrefixIndex:
             last.children.clear()
             last.parent, last.listed = None, False
             del self._chunks[last.digest]
-            self._unused.pop(last.digest, None)
+            self._forget_unused(last.digest)
             dropped.append(last)
         return dropped
 
     def problems(self) -> Iterator[str]:
         """Faults of the index itself, in words; nothing when it is sound."""
-        position = {digest: place for place, digest in enumerate(self._unused)}
+        position = {digest: place for place, digest in enumerate([*self._unused, *self._unused_pinned])}
         for digest, chunk in self._chunks.items():
             name = digest.hex()[:8]
             if chunk.digest != digest or not chunk.listed:
@@ -137,3 +174,12 @@ class PrefixIndex:
                 yield f"chunk {name} would be evicted after its parent"
         for digest in position.keys() - self._chunks.keys():
             yield f"unused chunk {digest.hex()[:8]} is not listed"
+        for digest in position:
+            if (digest in self._unused_pinned) != (digest in self._pins):
+                yield f"unused chunk {digest.hex()[:8]} has {self._pins[digest]} pins, but goes as if it had others"
+
+    def _note_unused(self, chunk: CachedChunk) -> None:
+        (self._unused_pinned if chunk.digest in self._pins else self._unused)[chunk.digest] = chunk
+
+    def _forget_unused(self, digest: bytes) -> CachedChunk | None:
+        return self._unused.pop(digest, None) or self._unused_pinned.pop(digest, None)

@@ -1,7 +1,7 @@
 """Recurrent states of gated delta nets, with pending rows: rewinding a slot is setting back its length.
 
-What they hold and when: `lowlat.kernels.reference.recurrent.pending`. A slot's states need no clearing: a prompt's
-first chunk reads nothing of them.
+What they hold and when: `lowlat.kernels.reference.recurrent.pending`. A prompt's first chunk reads nothing of a slot's
+states; those of a request that failed with NaN are zeroed all the same.
 """
 
 from dataclasses import dataclass, replace
@@ -17,8 +17,8 @@ from lowlat.sequence.state import SequenceState
 
 __all__ = ["RecurrentState"]
 
-# of buffers whose rows beyond the slots' are snapshots
-SNAPSHOTS: tuple[Paging | None, str] = (Paging.ROWS, SnapshotBook.name)
+SNAPSHOTS = Paging.ROWS, SnapshotBook.name  # of buffers whose rows beyond the slots' are snapshots
+PENDING = Paging.ROWS, ".pending"  # of buffers whose rows are the slots' alone
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class RecurrentState(SequenceState):
                     shape,
                     torch.float32,
                     Role.STATE,
-                    *(SNAPSHOTS if name == "state" else (None, "")),
+                    *(SNAPSHOTS if name == "state" else PENDING),
                     by_slot=True,
                 )
                 for name, shape in floats.items()
@@ -74,6 +74,10 @@ class RecurrentState(SequenceState):
         """Set the lengths that states contain, of all layers."""
         kind = "prefill_advance_states" if rows.chunk else "advance_states"
         builder.emit(kind, stage, reads=dict(rows.recurrent), writes={"state_lens": "state_lens"})
+
+    def slot_pools(self) -> tuple[str, ...]:
+        """Those of states and of pending rows."""
+        return SNAPSHOTS[1], PENDING[1]
 
     def slot_bytes(self) -> dict[str, int]:
         """Bytes of a slot, pending rows included, and of a snapshot of it."""

@@ -62,9 +62,10 @@ class SnapshotBook(PoolBook):
     interval       positions between the snapshots that are kept for no other reason, a multiple of it; 0: none are
     """
 
-    name, kind = ".states", "snapshots"
+    name, kind, num_places = ".states", "snapshots", 1
 
     def __init__(self, first_row: int, num_snapshots: int, prefill_chunk: int, interval: int = 0) -> None:
+        super().__init__()
         self.num_snapshots, self._chunk, self._interval = num_snapshots, prefill_chunk, interval
         self._first_row = first_row
         self._free = list(range(first_row + num_snapshots - 1, first_row - 1, -1))
@@ -79,6 +80,10 @@ class SnapshotBook(PoolBook):
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
         """The first chunks, `most` at the most, the last of which has a snapshot."""
         return next((count for count in range(most, 0, -1) if digests[count - 1] in self._listed), 0)
+
+    def needed(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """The last two: a prompt that ends with a chunk leaves its last snapshot before that."""
+        return digests[-2:]
 
     def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
         """List the snapshot after the last chunk that has one, here or in the tier."""
@@ -242,7 +247,8 @@ class SnapshotBook(PoolBook):
     def _take(self) -> int | None:
         """A row: a free one, or that of the snapshot used longest ago; None where all are about to be read."""
         if not self._free:
-            unused = next((each for each in self._listed.values() if not each.num_users), None)
+            free = [each for each in self._listed.values() if not each.num_users]
+            unused = next((each for each in free if each.digest not in self._pins), free[0] if free else None)
             if unused is None:
                 return None
             self.drop(unused.digest)

@@ -41,6 +41,13 @@ class SequenceState(ABC):
         """The bytes that a slot takes for good, however long its text: of reports, by name. Of paged state none."""
         return {}
 
+    def slot_pools(self) -> tuple[str, ...]:
+        """The pools whose first rows are the slots': the host zeroes the row of a request that failed with NaN.
+
+        Of state in blocks there are none: the book names the blocks to clear.
+        """
+        return ()
+
     def saved(self) -> tuple[str, ...]:
         """The buffers whose content makes up a request's state: of paged ones its blocks, of others its slot's row."""
         return tuple(spec.name for spec in self.specs() if spec.role is Role.STATE)

@@ -56,8 +56,9 @@ class WindowBook(PoolBook):
     kind = "windows"
 
     def __init__(self, pool: WindowPool, prefill_chunk: int) -> None:
+        super().__init__()
         self.pool, self.name = pool, pool.suffix
-        self.per_chunk = prefill_chunk // pool.block_size
+        self.per_chunk = self.num_places = prefill_chunk // pool.block_size
         self._chunk = prefill_chunk
         self._free = list(range(pool.num_blocks - 1, 0, -1))
         self._to_clear: list[int] = []
@@ -88,6 +89,10 @@ class WindowBook(PoolBook):
             if all(digests[k] in self._parts for k in range(first, count)):
                 return count
         return 0
+
+    def needed(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """Those that rows after the chain see."""
+        return digests[self.pool.first_block(len(digests) * self._chunk) // self.per_chunk :]
 
     def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
         """List the chunks that rows after these see, as many of these chunks as the tier and free blocks allow."""
@@ -315,7 +320,8 @@ class WindowBook(PoolBook):
 
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count and self._unused:
-            digest, part = self._unused.popitem(last=False)
+            digest = next((each for each in self._unused if each not in self._pins), next(iter(self._unused)))
+            part = self._unused.pop(digest)
             del self._parts[digest]
             self._give_back(part.blocks)
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]

@@ -19,10 +19,13 @@ from lowlat.options.config import AUTO_METHOD, NEEDS_MODEL, RuntimeConfig, Specu
 from lowlat.options.declaration import KINDS, Option, declare, options_of
 from lowlat.options.model_names import find_repository
 
-__all__ = ["GROUPS", "SETTINGS", "ServeConfig", "speculative_config", "unknown_variables"]
+__all__ = [
+    "GROUPS", "MODELS_TABLE", "SETTINGS", "ServeConfig", "read_toml", "speculative_config", "unknown_variables",
+]  # fmt: skip
 
 PREFIX = "LOWLAT_"
 MAX_FILE_BYTES = 1 << 20
+MODELS_TABLE = "models"  # of a file: settings of each of several models
 MODELS = ("model", "head")  # which may be names of repositories
 OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE", "LOWLAT_API_KEY"}  # of this package, but not the server's
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -34,14 +37,29 @@ class _Server:
 
     endpoint: str | None = declare(None, "Where to listen: ipc://PATH or tcp://ADDRESS:PORT.")
     allow_uid: tuple[int, ...] = declare((), "User ids that may connect next to the server's own.")
-    curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp:// (see --make-curve-keys).")
+    curve_keys: Path | None = declare(None, "Folder of CURVE keys, for tcp://; --make-curve-keys makes one.")
     http: str | None = declare(
-        None, "Start an HTTP gateway as well, for OpenAI's clients and browsers: [HOST:]PORT.", metavar="[HOST:]PORT"
+        None, "Start an HTTP gateway as well; for OpenAI's clients and browsers.", metavar="[HOST:]PORT"
     )
     http_host: str | None = declare(
         None, "Further names under which the HTTP gateway is reached, with commas between.", metavar="NAMES"
     )
     log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
+    models_gib: float | None = declare(
+        None,
+        "Memory of a device that [[models]] of the file may hold together, GiB.",
+        1e-6,
+        1e6,
+        otherwise="what is free when the first one loads",
+        rare=True,
+    )
+    busy_s: float = declare(
+        5.0,
+        "Seconds after which one of [[models]] that has requests makes way for one that is asked for.",
+        0.0,
+        3600.0,
+        rare=True,
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class _Model:
     """The model served."""
 
     model: Path | None = declare(
-        None, "A Hugging Face directory, or ORG/NAME of a repository; the bundled model by default.", metavar="MODEL"
+        None, "A Hugging Face directory, or a repository's ORG/NAME; the bundled model by default.", metavar="MODEL"
     )
     name: str | None = declare(None, "What clients are told the model is called.")
     sampling_defaults: Literal["model", "lowlat"] = declare(
@@ -70,6 +88,7 @@ GROUPS = {
     group: [option for option in options_of(record) if not option.python_only] for group, record in _RECORDS.items()
 }
 SETTINGS: dict[str, Option] = {option.key: option for options in GROUPS.values() for option in options}
+SERVERS = {option.key for option in GROUPS["server"]}
 _KEYS = {name: option.key for option in SETTINGS.values() for name in (option.key, *option.aliases)}
 
 
@@ -87,10 +106,16 @@ class ServeConfig:
 
     @classmethod
     def gather(
-        cls, options: Mapping[str, Any], environment: Mapping[str, str], file: str | Path | None = None
+        cls,
+        options: Mapping[str, Any],
+        environment: Mapping[str, str],
+        file: str | Path | None = None,
+        *,
+        table: int | None = None,
     ) -> "ServeConfig":
         """Put options (None: not given), environment, file and defaults together.
 
+        table  the number of the file's [[models]] whose settings go before the file's own; None: none's
         Raises ConfigError for an unknown or ill-typed setting, naming where it stands, and for one out of its range.
         """
         values = {name: setting.default for name, setting in SETTINGS.items()}
@@ -98,7 +123,7 @@ class ServeConfig:
         sources = dict.fromkeys(SETTINGS, "default")
         layers: list[tuple[str, Mapping[str, Any], Callable[[str], str]]] = []
         if file is not None:
-            layers.append((str(file), _read_file(Path(file)), lambda name: f"{file}: {name}"))
+            layers.append((str(file), _read_file(Path(file), table), lambda name: f"{file}: {name}"))
         layers.append(("environment", _read_environment(environment), _variable))
         given = {name: value for name, value in options.items() if value is not None}
         layers.append(("option", given, lambda name: SETTINGS[_KEYS[name]].said))
@@ -132,7 +157,7 @@ class ServeConfig:
         RuntimeConfig(**options, **({} if context is None else {"max_context": context}))
         return options
 
-    def speculation(self, bundled_draft_model: Path) -> SpeculativeConfig | None:
+    def speculation(self, bundled_draft_model: Path | None) -> SpeculativeConfig | None:
         """How to speculate; None without a draft model. Raises ConfigError, also for settings that need one."""
         given = {
             option.key: self[option.key] for option in GROUPS["speculation"] if self.sources[option.key] != "default"
@@ -230,11 +255,30 @@ def _from_text(option: Option, text: str, place: str) -> Any:
         raise ConfigError(f"{place} must be {KINDS[option.kind]}, got {text!r:.80}") from None
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a file of settings, [[models]] checked to be tables. Raises ConfigError for what is no TOML."""
     try:
         values = tomllib.loads(read_text(path, MAX_FILE_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: is no TOML: {error!s:.200}") from error
+    tables = values.get(MODELS_TABLE, [])
+    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
+        raise ConfigError(f"{path}: {MODELS_TABLE} must be tables of settings: [[{MODELS_TABLE}]] before each")
+    if MODELS_TABLE in values and not tables:
+        raise ConfigError(f"{path}: {MODELS_TABLE} names no model")
+    return values
+
+
+def _read_file(path: Path, table: int | None) -> dict[str, Any]:
+    values = read_toml(path)
+    tables = values.pop(MODELS_TABLE, [])
+    if table is not None:
+        for name in tables[table]:
+            key = _KEYS.get(name)
+            if key in SERVERS:
+                raise ConfigError(f"{path}: {name} is the server's, no model's: write it before [[{MODELS_TABLE}]]")
+            values = {own: value for own, value in values.items() if key is None or _KEYS.get(own) != key}
+        values |= tables[table]
     for name in values:
         if name not in _KEYS:
             near = get_close_matches(name, _KEYS, n=1)

@@ -48,6 +48,7 @@ class RuntimeEngine:
             numerics=runtime.numerics,
             on_device=runtime.device_choice.device.type == "cuda",
             sampling_defaults={} if defaults is None else dict(defaults),
+            can_sleep=runtime.config.can_sleep,
         )
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
@@ -113,6 +114,16 @@ class RuntimeEngine:
             "slots": runtime.slots(),
             "num_queued": runtime.scheduler.num_queued,
         }
+
+    def sleep(self) -> None:
+        """Give the device's memory back, until `wake`. See `Runtime.sleep`."""
+        self._adopt()
+        self._runtime.sleep()
+
+    def wake(self) -> None:
+        """Take the device's memory again. See `Runtime.wake`."""
+        self._adopt()
+        self._runtime.wake()
 
     def close(self) -> None:
         """Give device and memory back."""

@@ -36,11 +36,14 @@ def check_gateway(address: str) -> None:
 
 
 @contextmanager
-def http_gateway(address: str, endpoint: str, hosts: str | None, curve_keys: Path | None) -> Iterator[dict[str, Any]]:
+def http_gateway(
+    address: str, endpoint: str, hosts: str | None, curve_keys: Path | None, *, roster: Path | None = None
+) -> Iterator[dict[str, Any]]:
     """Open a gateway as long as the context lasts; gives its facts: url, page, key where it was made.
 
     address   [HOST:]PORT; endpoint is the server's
     hosts     further names under which it is reached, with commas between
+    roster    of several models, which are asked for by their names
     Raises ConfigError where it does not open.
     """
     reading, writing = os.pipe()  # the other end closes with this process, however it ends
@@ -50,6 +53,8 @@ def http_gateway(address: str, endpoint: str, hosts: str | None, curve_keys: Pat
         command.append(f"--http-host={hosts}")
     if curve_keys is not None:
         command.append(f"--curve-keys={curve_keys}")
+    if roster is not None:
+        command.append(f"--roster={roster}")
     closing = threading.Event()
     try:
         # a session of its own: Ctrl-C is the server's, which lets running requests finish first

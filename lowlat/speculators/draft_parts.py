@@ -27,6 +27,13 @@ __all__ = [
 DRAFT_MAP = "head.draft_to_target"
 LM_HEAD = "head.lm_head.weight"
 BY_SLOT = {"slots": "slots", "block_table": "block_table"}
+# norms of a layer after its attention, canonical -> stored name: of layers with norms on both sides, and of others
+SANDWICH = {
+    "post_attn_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffn_norm": "post_feedforward_layernorm",
+}
+PLAIN = {"ffn_norm": "post_attention_layernorm"}
 
 
 def one_piece(weight: str, tensor: str, dtype: torch.dtype, *shape: int) -> Recipe:
@@ -80,11 +87,11 @@ def layer_recipes(
         pieces = tuple(Piece(f"{own}.mlp.{each}_proj.{part}", (inner, *width)) for each in ("gate", "up"))
         return Recipe(f"{name}.gate_up.{part}", pieces, dtype)
 
+    norms = {**norms, **(SANDWICH if spec.sandwich else PLAIN)}
     made = [
         *(one(f"{weight}.weight", f"{tensor}.weight", hidden) for weight, tensor in norms.items()),
         *(projections(product, "weight", columns) for product in products),
         one("o.weight", "self_attn.o_proj.weight", hidden, attention.query_size),
-        one("ffn_norm.weight", "post_attention_layernorm.weight", hidden),
         gates("weight", hidden),
         one("down.weight", "mlp.down_proj.weight", hidden, inner),
     ]
@@ -92,6 +99,8 @@ def layer_recipes(
         made += [projections(product, "bias") for product in products]
     if attention.qk_norm:
         made += [one(f"{part}_norm.weight", f"self_attn.{part}_norm.weight", attention.head_dim) for part in "qk"]
+    if spec.scaled:
+        made.append(one_piece(f"{name}.scalar", f"{own}.layer_scalar", torch.float32, 1))
     if attention.output_bias:
         made.append(one("o.bias", "self_attn.o_proj.bias", hidden))
     if ffn.bias:

@@ -62,7 +62,7 @@ def draft_method(model: str | Path) -> str:
     if isinstance(config.get("dflash_config"), dict):
         return "dflash"
     named = config.get("architectures")
-    if isinstance(named, list) and DEEPSPEC in named:
+    if isinstance(named, list) and any(name in DEEPSPEC for name in named):
         return "dspark"
     return "peagle" if any(config.get(key) is not None for key in MASK_KEYS) else "eagle3"
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from lowlat.checkpoint.formats.linear import written_layout
 from lowlat.checkpoint.json_file import read_object
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
@@ -31,10 +32,6 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json"
 SUFFIX = ".weight"
 ROUTERS = ("re:.*mlp[.]gate$", "re:.*mlp[.]shared_expert_gate$", "re:.*block_sparse_moe[.]gate$")
 SMALL = "re:.*linear_attn[.]in_proj_(b|a|ba)$"  # of delta nets: a row or two a head
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "int4": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
-}
 
 
 @dataclass(frozen=True)
@@ -107,9 +104,8 @@ def _copy_beside(directory: Path, partial: Path) -> None:
 
 
 def _quantization_config(quantiser: Quantiser, plain: list[str]) -> dict[str, Any]:
-    layout, asked = LAYOUTS[quantiser.kind]
-    groups = {"group_size": quantiser.group} if quantiser.kind == "int4" else {}
-    weights = {**asked, **groups, "symmetric": True, "dynamic": False}
+    layout, asked = written_layout(quantiser.packed).spelling
+    weights = {**asked, "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
@@ -129,14 +125,7 @@ def _stored(checkpoint: Checkpoint, quantiser: Quantiser, layers: frozenset[str]
             continue
         owner = entry.name.removesuffix(SUFFIX)
         parts = {name.rpartition(".")[2]: each for name, each in quantiser.parts(entry.name, tensor).items()}
-        if quantiser.kind == "fp8":
-            yield {entry.name: parts["fp8"].view(torch.float8_e4m3fn), f"{owner}.weight_scale": parts["fp8_scales"]}
-        else:
-            yield {
-                f"{owner}.weight_packed": parts["int4"].view(torch.int32),
-                f"{owner}.weight_scale": parts["int4_scales"],
-                f"{owner}.weight_shape": torch.tensor(tensor.shape),
-            }
+        yield written_layout(quantiser.packed).tensors(owner, tuple(tensor.shape), parts)
 
 
 def _write_shards(

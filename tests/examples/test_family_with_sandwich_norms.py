@@ -11,7 +11,6 @@ import pytest
 import torch
 from lowered import Pair
 from recording import Recorder, run_all
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from lowlat import Runtime, SamplingParams
 from lowlat.checkpoint.fields import Fields
@@ -74,6 +73,8 @@ FAMILY = Family(parse, recipes)
 
 
 def test_the_reference_agrees_with_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
     monkeypatch.setitem(FAMILIES, "gemma2", FAMILY)
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(Gemma2Config(**SIZES, attn_implementation="eager")).float().eval()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lowered import Pair
-from transformers import MinistralConfig, MinistralForCausalLM
 
 from lowlat import Runtime, SamplingParams
 from lowlat.checkpoint.fields import Fields
@@ -52,6 +51,8 @@ FAMILY = Family(parse)
 
 
 def test_a_family_with_windows_runs_and_lowers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import MinistralConfig, MinistralForCausalLM
+
     monkeypatch.setitem(FAMILIES, "ministral", FAMILY)
     torch.manual_seed(0)
     model = MinistralForCausalLM(MinistralConfig(**SIZES, layer_types=list(KINDS))).float().eval()

@@ -19,7 +19,7 @@ KINDS = ("without", "elsewhere", "with")
 
 
 def run(script: str, *arguments: object) -> dict[str, Any]:
-    """What a script found; where SOAK_RESULTS names a folder and the run is whole, it is written there, too."""
+    """Run a script and return its results; a whole run with SOAK_RESULTS set also writes them to that folder."""
     folder = os.environ.get("SOAK_RESULTS")
     record = ["--json", str(Path(folder).resolve() / f"{script}.json")] if folder and not arguments else []
     command = [sys.executable, str(TESTS / f"{script}.py"), *map(str, arguments), *record]

@@ -8,7 +8,7 @@ from lowlat.executors.launcher import Launcher
 from lowlat.kernels.sampling.argmax import argmax
 from lowlat.kernels.sampling.select import INFINITY
 
-WIDTHS = (1, 5, 97, 4096, 4097, 32000, 128256, 201088)
+WIDTHS = (1, 5, 97, 4096, 4097, 32000, 128256, 201088, 262208)
 
 
 def run(

@@ -10,7 +10,8 @@ from selection_cases import best_of, best_pairs
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.elementwise.elementwise import output_gate
 from lowlat.kernels.elementwise.norm import rms_norm
-from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix
+from lowlat.kernels.formats import DENSE_FORMATS
+from lowlat.kernels.formats.dense import pack_matrix
 from lowlat.kernels.gemm.decode.gemm import (
     MAX_ROWS,
     BlockRow,

@@ -10,7 +10,7 @@ from lowlat.kernels.reference.speculation.draft_rows import assign_drafts
 from lowlat.kernels.sampling.select import INFINITY
 from lowlat.kernels.speculation.draft_topk import draft_topk
 
-WIDTHS = (5, 97, 4096, 4100, 32000, 201088)
+WIDTHS = (5, 97, 4096, 4100, 32000, 201088, 262208)
 
 
 @pytest.mark.parametrize("k", [1, 2, 10, 64])

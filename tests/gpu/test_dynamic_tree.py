@@ -28,6 +28,6 @@ def test_growth_against_the_reference(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("k", [2, 8, 32])
-@pytest.mark.parametrize("width", [97, 4096, 32000, 201088])
+@pytest.mark.parametrize("width", [97, 4096, 32000, 201088, 262208])
 def test_the_likeliest_drafts_against_the_reference(width: int, k: int, bench: Bench) -> None:
     check_scores(bench, width, k, draft_scores.draft_topk_logprobs)

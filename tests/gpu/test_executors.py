@@ -145,7 +145,7 @@ def params(mode: str, seed: int = 7, max_tokens: int = 40) -> SamplingParams:
 
 
 def canonical_weights(pair: PairPaths) -> dict[str, torch.Tensor]:
-    """What the checkpoints hold, on the device."""
+    """Load the checkpoints' weights to the device."""
     target = load_target(pair.target, dtype="bfloat16")
     options = SpeculativeConfig(model=pair.head, method=draft_method(pair.head))
     head = load_speculator(options, target.config)

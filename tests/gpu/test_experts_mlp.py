@@ -42,7 +42,7 @@ def run(
     launcher: Launcher, moe: Moe, x: torch.Tensor, routing: TopKRouting, top_k: int, *,
     plan: MlpPlan | None = None, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """What was given and what was found, by the names of the launch."""
+    """Return inputs and outputs by the launch's argument names."""
     found = moe.arguments(x, top_k) | changes
     launcher.run(*experts_mlp(routing=routing, gpu=launcher.gpu, plan=plan, **found))
     return found
@@ -52,7 +52,7 @@ def compile_ahead(
     launcher: Launcher, moe: Moe, top_k: int, sizes: tuple[int, ...], plans: tuple[MlpPlan, ...] = (), *,
     shared: bool = False,
 ) -> None:  # fmt: skip
-    """What launches over so many rows need, and over one row by such plans, on all cores."""
+    """Compile the kernels of launches over these rows, and over one row by these plans, on all cores."""
     calls: list[KernelCall] = []
     count = moe.up.packed.num_experts
     for rows, plan in [*((rows, None) for rows in sizes), *((1, plan) for plan in plans)]:

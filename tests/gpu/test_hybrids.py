@@ -75,3 +75,34 @@ def test_steps_launched_one_by_one_are_the_captured_ones_and_near_the_reference(
                 logits[executor] = recorder.logits[name][len(prompt)].float().cpu()
     assert tokens["graph"] == tokens["eager"]
     assert torch.nn.functional.cosine_similarity(logits["reference"], logits["eager"], dim=0) > 0.999
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_nan_in_a_state_ends_its_request_alone_and_its_slot_is_cleared(target: Path, depth: int) -> None:
+    prompts = [prompt_of(9), prompt_of(130, seed=1)]
+    with Runtime.load(target, speculation(depth), device="cuda", prefix_reuse=False, **OPTIONS) as runtime:
+        executor = runtime.executor
+        states = [name for name in executor.state if name.startswith(("conv_state.", "delta_"))]
+        truths = [run_one(runtime, prompt, SAMPLED) for prompt in prompts]
+        names = [runtime.submit(prompt, SAMPLED) for prompt in prompts]
+        tokens: dict[str, list[int]] = {name: [] for name in names}
+        ends: dict[str, str | None] = {}
+        number = 0
+        while runtime.busy:
+            if number == 6:
+                executor.synchronize()
+                slot = runtime.scheduler.slot(names[0])
+                assert slot is not None
+                poisoned = executor.state["delta_state.0"].clone()
+                poisoned[slot, 1, 2, 3] = torch.nan
+                torch.cuda.synchronize()
+                executor.write_state({"delta_state.0": poisoned})
+            for output in runtime.step(depth):
+                tokens[output.request_id] += output.token_ids
+                ends[output.request_id] = output.finish_reason
+            number += 1
+        executor.synchronize()
+        assert ends == {names[0]: "error", names[1]: "length"} and tokens[names[1]] == truths[1]
+        assert 0 < len(tokens[names[0]]) < 60 and tokens[names[0]] == truths[0][: len(tokens[names[0]])]
+        assert [name for name in states if executor.state[name][slot].any()] == []
+        assert [run_one(runtime, prompt, SAMPLED) for prompt in prompts] == truths

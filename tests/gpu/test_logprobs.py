@@ -10,7 +10,7 @@ from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NU
 from lowlat.kernels.sampling.logprobs.tokens import logprobs
 
 WIDTH = MAX_LOGPROBS + 1
-VOCABULARIES = (7, 97, 4096, 8203, 128256, 201088)
+VOCABULARIES = (7, 97, 4096, 8203, 128256, 201088, 262208)
 
 
 class Case:

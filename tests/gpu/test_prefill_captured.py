@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim":
 
 
 def state_of(buffers: BufferSet) -> dict[str, torch.Tensor]:
-    """What a chunk leaves, as bytes: keys, values, features, and the last row for a first token."""
+    """Return a chunk's results as bytes: keys, values, features, and the last row for a first token."""
     left = [name for name, spec in buffers.specs.items() if spec.paging or name.startswith("prefilled_")]
     return {name: buffers[name].view(torch.uint8).cpu() for name in left}
 
@@ -176,7 +176,7 @@ def test_nothing_is_allocated_by_a_captured_chunk(name: str, pairs: dict[str, Pa
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_launched_chunk_waits_for_nothing(name: str, pairs: dict[str, PairPaths]) -> None:
-    """What is captured may not; the same operations one by one tell which of them would."""
+    """A captured operation may not wait; the eager executor shows which operation would."""
     with load(name, pairs, "eager") as runtime:
         executor: Any = runtime.executor
         runtime.submit(prompt_of(CHUNK + 3, 1), PARAMS)

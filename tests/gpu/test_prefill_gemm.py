@@ -8,7 +8,8 @@ from quantised_layers import random_parts
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.elementwise.elementwise import silu_mul
-from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
+from lowlat.kernels.formats import DENSE_FORMATS
+from lowlat.kernels.formats.dense import pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import gated_prefill_gemm, prefill_gemm

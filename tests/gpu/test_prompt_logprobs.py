@@ -40,7 +40,7 @@ def outputs_of(runtime: Runtime, prompt: list[int], **params: Any) -> list[StepO
 
 
 def found_in(pair: PairPaths, **options: Any) -> list[PromptLogprobs]:
-    """What a runtime gives for prompts of all lengths; tokens and the bits of the next one are looked at on the way."""
+    """Return a runtime's logprobs for prompts of all lengths; check tokens and the next one's bits on the way."""
     draft = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True)
     found = []
     with Runtime.load(pair.target, draft, **{**OPTIONS, **options}) as runtime:

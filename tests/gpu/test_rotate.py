@@ -63,6 +63,9 @@ def test_rows_of_a_chunk_are_stored_as_one_by_one(
 def test_layers_side_by_side_are_stored_as_one_by_one(lab: Lab, eps: float | None, chunk: bool, coded: bool) -> None:
     for layers, heads in ((5, (8, 128)), (1, (8, 64)), (2, (2, 48))):
         check_layers(lab, layers, heads, eps, chunk=chunk, coded=coded)
+    if eps is not None:
+        check_layers(lab, 5, (1, 512), eps, chunk=chunk, coded=coded, v_norm=True, keys_as_values=True)
+        check_layers(lab, 3, (8, 256), eps, chunk=chunk, coded=coded, v_norm=True)
 
 
 def test_a_row_has_the_same_bits_in_any_company(lab: Lab) -> None:

@@ -29,7 +29,7 @@ OPTIONS: list[dict[str, float]] = [
     {"temperature": 0.0, "has_grammar": 1},
     {"temperature": 0.8, "seed": 13, "frequency": 0.2, "top_p": 0.9, "has_grammar": 1},
 ]
-SMALL, LARGE = (5, 97, 4096, 4104, 32001), (128256, 201088)
+SMALL, LARGE = (5, 97, 4096, 4104, 32001), (128256, 201088, 262208)
 CASES = [(vocabulary, kind) for vocabulary in SMALL for kind in ("smooth", "ties", "peaked", "flat")]
 CASES += [(vocabulary, "smooth") for vocabulary in LARGE]
 NEAR = 1e-4

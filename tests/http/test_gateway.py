@@ -321,7 +321,7 @@ def test_histograms_and_speculation_are_exposed() -> None:
         "model": "fake",
         "engine": {"kv": kv, "eagle_speculation": speculation, "structured_output": structured, "checks": checks},
     } | statistics.to_dict(0.0)
-    found = metrics_of(exposition(stats).decode())
+    found = metrics_of(exposition([stats]).decode())
     name = "lowlat:e2e_request_latency_seconds"
     assert found[f"{name}_sum",] == pytest.approx(1000.0030005)
     assert found[f"{name}_bucket", "0.001024"] == 1 and found[f"{name}_bucket", "0.002048"] == 3

@@ -13,6 +13,7 @@ from gateway import KEY, RunningGateway, ScriptedEngine, running_gateway
 
 from lowlat.ipc.client import AsyncClient
 from lowlat.serving.http.app import make_app
+from lowlat.serving.http.gateway import OneModel
 from lowlat.serving.http.server import Address, bind
 
 TOKENS = 40
@@ -91,7 +92,7 @@ def test_another_server_gets_the_same_events(tmp_path: Path) -> None:
 
         client = AsyncClient(endpoint)
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
-        await make_app(client, key=None, host=None)(scope, receive, send)
+        await make_app(OneModel(client), key=None, host=None)(scope, receive, send)
         await client.close()
 
     with running_gateway(tmp_path) as gateway:

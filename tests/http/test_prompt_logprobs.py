@@ -22,7 +22,7 @@ def echoed(prompt: list[int], num_top: int) -> tuple[list[float | None], list[di
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
 def test_a_prompt_of_ids_is_scored(client: openai.OpenAI, max_tokens: int) -> None:
-    """What lm-eval asks: echo with logprobs, of batches of token ids, with a token or none after them."""
+    """The server answers lm-eval's requests: echo with logprobs, for batches of token ids, with a new token or none."""
     prompts = [PROMPT, [7, 2]]
     answer = client.completions.create(
         model="fake", prompt=prompts, echo=True, logprobs=1, max_tokens=max_tokens, temperature=0.0, seed=1234

@@ -175,7 +175,7 @@ def test_items_that_say_too_little_are_refused(tmp_path: Path, item: Any, param:
 
 
 class Place(BaseModel):
-    """What is parsed."""
+    """Answers are parsed to a place."""
 
     city: str
 

@@ -25,7 +25,7 @@ KEY = "sk-of-the-environment"
 
 
 def curl(url: str, key: str, body: Mapping[str, Any] | None = None) -> str:
-    """What curl prints."""
+    """Run curl and return its output."""
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
     data = [] if body is None else ["-H", "Content-Type: application/json", "-d", json.dumps(body)]

@@ -32,7 +32,7 @@ def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """What was sent of requests, and by which thread."""
+    """Record the messages sent for requests, and the threads that sent them."""
     told: Sent = []
     send = Peers.send
 

@@ -58,7 +58,7 @@ class SlowCodec(FakeCodec):
 
 
 def hear_bye(client: RawClient) -> Bye:
-    """What the server says when it drops a client, after whatever else it says."""
+    """Return the server's BYE to a client that it drops, after all other messages."""
     while not isinstance(message := client.receive(), Bye):
         pass
     return message

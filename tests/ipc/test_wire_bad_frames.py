@@ -111,7 +111,7 @@ def old_objects_left_alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("old_objects_left_alone")
 def test_no_frame_gives_a_decoder_more_than_two_milliseconds_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a decoder is given is counted, for times depend on the machine; those of the slowest are bounded loosely."""
+    """The test counts a decoder's input, since times depend on the machine; the slowest has a loose bound in time."""
     given: list[memoryview] = []
 
     class Recorded:

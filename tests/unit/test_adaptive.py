@@ -143,7 +143,7 @@ def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
 
 
 def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be read, or fits no longer, is measured again."""
+    """Times that cannot be read, or that fit no longer, are measured again."""
     bucket = choice_bucket(1, 2)
     measured: list[int] = []
 

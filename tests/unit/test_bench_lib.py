@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import count as counting
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from benches import bench
 
+from bench.hybrid_soak import HybridStep, compare
 from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.model import Model, bucket_of
@@ -231,8 +233,8 @@ def test_a_rank_that_differs_is_found() -> None:
 
 @pytest.mark.parametrize("chunk", [128, 2048])
 def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk: int) -> None:
-    """What experts add to each row, logits, lists of pairs and tiles, keys and values; nothing where torch's operations
-    run."""
+    """The plan counts experts' partial sums, logits, lists of pairs and tiles, keys and values; none for torch's
+    operations."""
     model = Model("gpt-oss-120b")
     config, spec = model.config, model.config.experts
     assert spec is not None
@@ -253,3 +255,29 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     need = memory_need((step, prefill), weights, CPU, has_kernels=True)
     assert need.scratch_bytes == scratch + sum(parts)
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
+
+
+@pytest.mark.second
+def test_a_sample_with_imposed_acceptance_has_the_logits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes give one text, whatever the states were left at; a state that is not brought back is seen."""
+    monkeypatch.setattr("bench.soak.ROOM", 24)
+    step = HybridStep(Model("tiny-hybrid", method="mtp", draft_vocab_size=96), Case(2, 40, 3), CPU)
+    try:
+        monkeypatch.setattr(step, "close", lambda: None)
+        found = soak(lambda: step, 12)
+        assert (found["passes"], found["problems"]) == (3, []) and found["tokens_a_step"] > 2
+        assert compare(step, 3) == {"compared_steps": 3, "compared_rows": 6, "sample_problems": []}
+        step.replay(step.single)
+        resets, whole = counting(), step.reset
+
+        def broken() -> None:
+            whole()
+            if next(resets):
+                step.state["delta_pending_d.0"][1] += 1
+
+        monkeypatch.setattr(step, "reset", broken)
+        problems = compare(step, 3)["sample_problems"]
+        assert len(problems) == 3 and all(each.startswith("slot 1: ") for each in problems)
+    finally:
+        monkeypatch.undo()
+        step.close()

@@ -219,7 +219,7 @@ def test_a_failed_check_ends_its_request_alone(
 def test_a_request_goes_on_without_drafts(
     way: str, name: str, runtimes: Runtimes, expected: dict[str, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the step computed is dropped; its tokens come from steps of one token, the neighbour's with drafts."""
+    """A failed step's results are dropped; the tokens come from steps of one token, the neighbour's with drafts."""
     kind, operation, spoil, _ = {**SPOILS, **DRAFTED}[name]
     with caplog.at_level(logging.WARNING, "lowlat.engine.checks"):
         run = runtimes.run(way, "single", operation, spoil)
@@ -231,7 +231,7 @@ def test_a_request_goes_on_without_drafts(
 
 
 def test_a_second_failure_ends_it(runtimes: Runtimes, expected: dict[str, list[int]]) -> None:
-    """What steps of one token do not mend ends the request."""
+    """A failure that remains in steps of one token ends the request."""
     run = runtimes.run("tree", "single", "list_active_slots", zero_first_entry)
     assert run.tokens["neighbour"] == expected["neighbour"]
     assert run.tokens["hurt"] == expected["hurt"][: len(run.tokens["hurt"])] != expected["hurt"]

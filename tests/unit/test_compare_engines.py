@@ -20,7 +20,7 @@ PROMPT = [5, 9, 300, 8, 77, 2001, 14]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Recording:
-    """What the documented command of transformers writes of the bundled target."""
+    """Run the documented command of transformers on the bundled target, and return what that writes."""
     out = tmp_path_factory.mktemp("engines") / "transformers.safetensors"
     ids = ",".join(map(str, PROMPT))
     transformers.main([str(bundled("target")), "--token-ids", ids, "--num-tokens", "5", "--out", str(out)])

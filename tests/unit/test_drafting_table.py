@@ -64,7 +64,7 @@ def runtime_options(case: Case) -> dict[str, Any]:
 
 
 def speculation(case: Case, models: DraftingModels) -> SpeculativeConfig | None:
-    """What a case drafts by. Raises ConfigError."""
+    """Build the draft method of a case. Raises ConfigError."""
     method = case["method"]
     if method == "none":
         return None

@@ -106,7 +106,7 @@ def planned(
         ({"hidden_size": 60}, None, "(hidden_size) a multiple of 8, at most 65536, and the target's is 60"),
         ({"hidden_size": 65544}, None, "and the target's is 65544"),
         ({}, {"inner_size": 100}, "intermediate_size a multiple of 8, and the draft model's is 100"),
-        ({"vocab_size": 262145}, None, "take vocab_size at most 262144, and the target's is 262145"),
+        ({"vocab_size": 327681}, None, "take vocab_size at most 327680, and the target's is 327681"),
     ],
 )
 def test_what_the_kernels_do_not_run_is_named_with_the_way_out(
@@ -134,9 +134,9 @@ def test_what_the_kernels_run_stays_with_them(
 
 
 def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Config]) -> None:
-    assert count_chunks("logits", 262144)
-    with pytest.raises(ShapeError, match="262144"):
-        count_chunks("logits", 262145)
+    assert count_chunks("logits", 327680)
+    with pytest.raises(ShapeError, match="327680"):
+        count_chunks("logits", 327681)
     check_width(65536)
     for width in (65544, 60):
         with pytest.raises(ShapeError, match=r"multiple of 8, at most 65536"):

@@ -11,13 +11,20 @@ from quantised_layers import random_parts as random_matrix
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, part_groups, read_format
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.formats import BF16, FORMATS, MATRIX_FORMATS, MXFP4, format_of, matrix_format, numbers_an_entry
-from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
+from lowlat.kernels.formats import (
+    BF16,
+    DENSE_FORMATS,
+    FORMATS,
+    MATRIX_FORMATS,
+    MXFP4,
+    format_of,
+    matrix_format,
+    numbers_an_entry,
+)
+from lowlat.kernels.formats.dense import pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.unpacking import unpacked_shape
 from lowlat.kernels.moe.packing import bytes_an_expert, pack_experts, unpack_expert
 from lowlat.models.families import FAMILIES
-
-FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("mxfp4", "fp8", "int4", "nvfp4"))
 
 
 def random_parts(name: str, count: int, rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -111,7 +118,7 @@ def test_dense_matrices_come_out_of_their_tiles(name: str, rows: int, columns: i
     else:
         assert torch.equal(found * packed.scales[:rows, None], expected)
     made, walker = torch.full(unpacked_shape(rows, columns), torch.nan).bfloat16(), Walker()
-    with walkable(walker, *FRAGMENTS, "gemm.prefill.weight_steps", "gemm.unpacking") as modules:
+    with walkable(walker, "formats.fragment", "gemm.prefill.weight_steps", "gemm.unpacking") as modules:
         walker.run(*modules[-1].unpack_weight(weight=packed, out=made))
     assert torch.equal(made[:rows].float(), found) and not made[rows:].any()
     assert packed.num_bytes == packed.memory.nbytes == held.packed_bytes(rows, columns, wide=wide)

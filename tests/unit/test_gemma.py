@@ -165,7 +165,7 @@ def wrap(directory: Path, family: str, stem: str, **more: torch.Tensor) -> None:
     ],
 )
 def test_files_of_models_that_see_give_the_same_weights(name: str, stem: str, tmp_path: Path) -> None:
-    """What sees is skipped, and so are keys and values of layers that read others'."""
+    """The vision tower's weights are skipped, and so are keys and values of layers that read another layer's."""
     family, options = CASES[name]
     make_target(tmp_path, family, **options)
     plain = load_target(tmp_path)

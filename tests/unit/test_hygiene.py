@@ -22,7 +22,19 @@ PACKAGES = ("lowlat", *FOLDERS)
 BELOW = {"kernels": ("lowlat.graphs",)}  # what a folder may know next to itself: references declare schemas
 # lowlat's own folders, bottom up: imports go down only, so that there is no circle
 LAYERS = (
-    *("errors", "options", "checkpoint", "text", "models", "sequence", "speculators", "step", "lowering", "executors"),
+    *(
+        "demo",
+        "errors",
+        "options",
+        "checkpoint",
+        "text",
+        "models",
+        "sequence",
+        "speculators",
+        "step",
+        "lowering",
+        "executors",
+    ),
     *("engine", "serving", "tools", "ray", "cli"),
 )
 BENCH_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `bench`; may be absent where tests run
@@ -34,7 +46,7 @@ IMPORTERS = {
     },
     "cuda": {
         *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
-        "lowlat/executors/distributed/peers.py",
+        *("lowlat/executors/distributed/peers.py", "lowlat/executors/residence/mapped.py"),
     },
 }
 LAZILY = {"cuda"}  # inside functions: the modules around them are imported where there is no driver
@@ -78,7 +90,7 @@ class Module:
 
     @property
     def package(self) -> str:
-        """What a relative import of one dot starts from."""
+        """This is the package from which a relative import of one dot starts."""
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
 
@@ -109,7 +121,7 @@ def imported_from(node: ast.ImportFrom, package: str) -> str:
 
 
 def bindings(tree: ast.Module, package: str) -> dict[str, str]:
-    """What each imported local name stands for, as a dotted name."""
+    """Map each imported local name to its dotted name."""
     names = {}
     for node in walked(tree):
         if isinstance(node, ast.Import):
@@ -407,7 +419,7 @@ def test_no_assert_and_no_bare_except(modules: list[Module]) -> None:
 
 
 def faults_of_all(module: Module) -> Iterator[str]:
-    """What is wrong with the `__all__` of a module, which is imported for it."""
+    """Import a module and list the faults of its `__all__`."""
     try:
         loaded = importlib.import_module(module.name)
     except ImportError as error:

@@ -162,7 +162,7 @@ class FakeBuilder:
 
 @pytest.fixture
 def issued(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What was launched: cuda.core's `launch` records a node in the builder."""
+    """List the launches: cuda.core's `launch` records a node in the builder."""
     import cuda.core
 
     seen: list[tuple[Any, ...]] = []

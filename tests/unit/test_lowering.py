@@ -106,7 +106,7 @@ def read_later(program: Program, name: str, after: int) -> Op | None:
 
 
 def check_hidden(step: Lowered) -> None:
-    """What is hidden is never read again."""
+    """No operation reads a hidden buffer again."""
     place = -1
     for group in step.groups:
         place += len(group.ops)
@@ -392,7 +392,7 @@ def test_dsparks_levels_have_small_products_alone(lowered: LoweredPairs) -> None
 
 
 def test_no_row_count_has_other_kernels_but_products_and_attention(lowered: LoweredPairs) -> None:
-    """What decides bits must not depend on the bucket: plans of products and of attention may, and change none, and
+    """Kernels that decide bits do not depend on the bucket: plans of GEMMs and attention may, and change no bit, and
     norms may be made by the product after them."""
     for name in QKV:
         kinds = {
@@ -521,7 +521,7 @@ def without(program: Program, kind: str) -> Program:
     "kind", ["list_active_slots", "sample", "truncate", "rope", "publish", "concat_norms", "router"]
 )
 def test_no_operation_demands_its_neighbours(kind: str, lowered: LoweredPairs) -> None:
-    """What is left of a run that used to be fused is covered all the same."""
+    """The rest of an interrupted fusion's run is covered by other kernels."""
     step = lowered("gpt_oss+alone", 0, 2) if kind == "router" else lowered("qwen3", 3, 2)
     program = without(step.program, kind)
     groups = lower(Binding(program, step.buffers, step.weights, H200, step.workspace))

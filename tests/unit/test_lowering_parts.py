@@ -93,7 +93,7 @@ def test_a_fusion_that_sums_k_at_once_lets_parts_be(targets: Mapping[str, Path])
 
 @pytest.mark.parametrize("name", ["llama", "mxfp4"])
 def test_workspaces_of_parts_are_planned(name: str, targets: Mapping[str, Path]) -> None:
-    """What prefill asks for is what was counted, or less: workspaces may not grow after a capture."""
+    """Prefill asks for the workspaces that were counted, or smaller ones: they may not grow after a capture."""
     pair = Pair(targets[name])
     (config,) = rank_configs(pair.target.config, 1, invariant=True)
     pair.target = replace(pair.target, config=config)

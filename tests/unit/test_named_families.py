@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from recording import Recorder, run_all
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, transformers_logits
@@ -49,6 +48,8 @@ class Case:
 
     def make(self, directory: Path) -> Any:
         """Write a random model; transformers' own of it."""
+        import transformers
+
         config = getattr(transformers, f"{self.name}Config")
         common = COMMON | self.options
         torch.manual_seed(0)

@@ -22,6 +22,8 @@ from packaging.utils import canonicalize_name
 
 FOLDERS = ("graphs", "kernels", "ipc")
 PACKAGES = ("lowlat", *FOLDERS)
+MODELS = "lowlat/demo"  # the folder of the second wheel: its models, and what makes it one
+MOST_BYTES = 8_000_000  # of lowlat's own wheel
 
 TRY_COMMAND = "python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e . && .venv/bin/lowlat demo"
 TEST_COMMAND = (
@@ -75,9 +77,22 @@ def wheel(clone: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def models_wheel(clone: Path) -> Path:
+    """The wheel of the demo models, built in its folder of the same tree."""
+    build(clone / MODELS, clone / "models", "--wheel")
+    (path,) = (clone / "models").glob("*.whl")
+    return path
+
+
+def is_of_the_models(name: Path) -> bool:
+    """Whether a file of the tree is in the wheel of the demo models alone."""
+    return name.is_relative_to(MODELS) and (len(name.parts) > 3 or name.name == "pyproject.toml")
+
+
+@pytest.fixture(scope="module")
 def expected_files(repository: Path, tree_files: list[Path]) -> set[str]:
-    """What the wheel must hold: every file of the four folders, modules and data."""
-    inside = [name for name in tree_files if name.parts[0] in PACKAGES]
+    """List the files that the wheel must hold: modules and data of the four folders, but for the demo models."""
+    inside = [name for name in tree_files if name.parts[0] in PACKAGES and not is_of_the_models(name)]
     files = [name for name in inside if not (repository / name).is_symlink()]
     return {str(name if name.parts[0] == "lowlat" else "lowlat" / name) for name in files}
 
@@ -101,12 +116,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return site
 
 
-def run_installed(site: Path, code: str, cwd: Path) -> dict[str, Any]:
+def run_installed(site: Path, code: str, cwd: Path) -> Any:
     """Run code with `site` first on sys.path, outside the checkout, and return the JSON it prints last."""
     prelude = f"import sys, json; sys.path.insert(0, {str(site)!r})\n"
     lines = run(sys.executable, "-I", "-c", prelude + code, cwd=cwd).splitlines()
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    return json.loads(lines[-1])
 
 
 @pytest.mark.second
@@ -123,6 +137,46 @@ def test_wheel_holds_every_module_and_all_data_under_lowlat(wheel: Path, expecte
     metadata = [name for name in names if ".dist-info/" in name]
     assert any(name.endswith("licenses/LICENSE") for name in metadata)
     assert any(name.endswith("entry_points.txt") for name in metadata)
+    assert wheel.stat().st_size < MOST_BYTES
+
+
+@pytest.mark.second
+def test_demo_models_are_a_wheel_that_lowlat_finds(
+    models_wheel: Path, installed: Path, tree_files: list[Path], tmp_path: Path
+) -> None:
+    names = set(zipfile.ZipFile(models_wheel).namelist())
+    models = {str(Path(*name.parts[2:])) for name in tree_files if name.is_relative_to(MODELS) and len(name.parts) > 3}
+    package = "lowlat_demo_models"
+    held = {name.removeprefix(f"{package}/") for name in names if name.startswith(f"{package}/")}
+    assert held == {*models, "__init__.py", "README.md"} and models
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+    code = """
+from click.testing import CliRunner
+from lowlat.cli import cli
+from lowlat.cli.options import bundled
+from lowlat.errors import LowlatError
+def place(part):
+    try:
+        return str(bundled(part))
+    except LowlatError as error:
+        return str(error)
+asked = [CliRunner().invoke(cli, words.split()) for words in ("demo", "serve --demo", "chat --demo")]
+said = [(one.exit_code, one.stderr) for one in asked]
+print(json.dumps({"target": place("target"), "prompts": place("prompts.json"), "said": said}))
+"""
+    lacking = run_installed(installed, code, tmp_path)
+    line = "error: the demo models are not installed: `pip install lowlat-demo-models`"
+    for exit_code, stderr in lacking["said"]:
+        assert exit_code == 2 and stderr.startswith(line) and stderr.count("\n") == 1
+    assert lacking["prompts"] == str(installed / "lowlat" / "demo" / "prompts.json")
+
+    both = tmp_path / "both"
+    shutil.copytree(installed, both)
+    zipfile.ZipFile(models_wheel).extractall(both)
+    find = code.split("asked = ")[0] + 'print(json.dumps([place(part) for part in ("target", "head", "chat_head")]))'
+    found = run_installed(both, find, tmp_path)
+    assert found == [str(both / package / part) for part in ("target", "head", "chat_head")]
 
 
 @pytest.mark.second

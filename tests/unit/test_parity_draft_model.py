@@ -144,7 +144,7 @@ class MtpPair(Pair):
 
 
 def check_drafts(pair: Pair, runtime: Runtime, tokens: list[int], depth: int, first: bool) -> None:
-    """What was drafted last for the only request, by a step or after its first token, equals the paper's chain, and so
+    """The request's last drafts, by a step or after its first token, equal the paper's chain, and so
     do its logits."""
     state = runtime.executor.state
     slot = int(state["active"].nonzero())

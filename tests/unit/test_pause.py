@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
     "max_queue": 6,
 }
 CPU = {**OPTIONS, "device": "cpu"}
-FEW = {"kv_blocks": 40}  # blocks: those of requests without a slot must leave the device
+FEW: dict[str, Any] = {"kv_blocks": 40}  # blocks: those of requests without a slot must leave the device
 PROMPTS = [prompt_of(21), prompt_of(5, seed=1), [*prompt_of(16), 5, 7, 5, 7], prompt_of(30, seed=3)]
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},

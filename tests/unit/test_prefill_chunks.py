@@ -29,7 +29,7 @@ def pair_of(name: str, directory: Path, **shape: Any) -> Pair:
 
 
 def test_arguments_of_a_chunk_lie_in_one_block(tmp_path: Path) -> None:
-    """What the host sees by name are parts of what one copy brings to the device; a set takes them as its own."""
+    """The host's arrays are views of one buffer that is copied to the device; a buffer set takes them as its own."""
     program = build_prefill(pair_of("llama", tmp_path).geometry)
     arguments = ChunkArguments([program], torch.device("cpu"))
     parts = ("tokens", "chunk", "live", "draft_live", "table", "positions", "draft_positions", "slot", "count")

@@ -240,7 +240,7 @@ def test_with_a_gpu_it_is_that_gpu(device: str, executor: str, monkeypatch: pyte
 
 
 class Ranges:
-    """What was pushed, popped and launched, in order."""
+    """This fake records the ranges pushed and popped, and the kernels launched, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []

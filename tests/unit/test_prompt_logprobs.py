@@ -30,7 +30,7 @@ def run(runtime: Runtime, prompt: list[int], **params: Any) -> list[StepOutput]:
 
 
 def prompt_of_outputs(outputs: list[StepOutput]) -> PromptLogprobs:
-    """What the first output has, and no other."""
+    """Return the prompt's logprobs, which the first output alone has."""
     found = outputs[0].prompt_logprobs
     assert found is not None and not any(output.prompt_logprobs for output in outputs[1:])
     return found

@@ -21,9 +21,8 @@ from lowlat.checkpoint.quantising import Quantiser, quantised, rounding_bytes
 from lowlat.cli import cli
 from lowlat.engine.memory.plan import memory_need
 from lowlat.errors import ConfigError
-from lowlat.kernels.formats import dequantised
-from lowlat.kernels.formats.fp8 import quantise_fp8
-from lowlat.kernels.formats.int4 import quantise_int4
+from lowlat.kernels.formats import FP8, dequantised
+from lowlat.kernels.formats.int4 import int4_format
 from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import LibraryCall
 from lowlat.models.target import load_target
@@ -189,25 +188,25 @@ def test_experts_are_rounded_at_load_and_routers_are_not(family: str, tmp_path: 
     assert experts is not None and plan["layers.1.experts.down.fp8"] == (tuple(plain.shape), torch.uint8)
     assert {"layers.1.qkv.fp8", "layers.1.router.weight"} < set(plan)
     for expert in range(experts.num_experts):
-        parts = {f"x.{part}": each for part, each in quantise_fp8(plain[expert]).items()}
+        parts = {f"x.{part}": each for part, each in FP8.quantise(plain[expert]).items()}
         assert torch.equal(rounded[expert], dequantised("x.weight", parts))
 
 
 def test_numbers_are_rounded_to_nearest() -> None:
     weight = torch.randn(24, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     weight[3] = 0
-    for parts, steps in ((quantise_fp8(weight), 2.0**-4), (quantise_int4(weight), 0.52 / 7.5)):
+    int4 = int4_format(128, has_zeros=False)
+    for parts, steps in ((FP8.quantise(weight), 2.0**-4), (int4.quantise(weight), 0.52 / 7.5)):
         found = dequantised("x.weight", {f"x.{part}": each for part, each in parts.items()})
         scale = weight.float().unflatten(-1, (2, 128)).abs().amax(-1).repeat_interleave(128, -1)
         bound = steps * (weight.float().abs() if "fp8" in parts else scale) + scale * 2.0**-9
         assert ((found - weight.float()).abs() <= bound).all() and not found[3].any()
     exact = torch.randint(-7, 8, (4, 128)).float()
     exact[:, 0] = 7.5
-    assert torch.equal(
-        dequantised("x.weight", {f"x.{p}": t for p, t in quantise_int4(exact).items()})[:, 1:], exact[:, 1:]
-    )
+    found = dequantised("x.weight", {f"x.{part}": each for part, each in int4.quantise(exact).items()})
+    assert torch.equal(found[:, 1:], exact[:, 1:])
     with pytest.raises(ConfigError, match="FP8 cannot hold numbers that are not finite"):
-        quantise_fp8(torch.tensor([[1.0, float("nan")]]))
+        FP8.quantise(torch.tensor([[1.0, float("nan")]]))
     with pytest.raises(ConfigError, match=r"layers\.0\.o\.weight: INT4 cannot hold numbers that are not finite"):
         Quantiser("int4").parts("layers.0.o.weight", torch.full((1, 128), torch.inf))
 

@@ -27,7 +27,7 @@ def pages(repository: Path, tree_files: list[Path]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(pages: dict[str, str]) -> str:
-    """What bench's pages tell of measurements, one after the other."""
+    """Return the text of bench's pages about measurements."""
     names = sorted(name for name in pages if name == "bench/README.md" or name.startswith("bench/notes/"))
     return "\n".join(pages[name] for name in names)
 
@@ -114,7 +114,7 @@ def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) 
 
 @pytest.fixture(scope="module")
 def specpv(repository: Path) -> dict[str, Any]:
-    """What was measured of lossy SpecPV on an H200: rows of times, and a result of agreement for each pair."""
+    """Return the H200 measurements of lossy SpecPV: rows of times, and an agreement result for each pair."""
     folder = repository / "bench" / "results" / "h200"
     return {name: json.loads((folder / f"specpv_{name}.json").read_text()) for name in ("lossy", *SPECPV_PAIRS)}
 

@@ -4,11 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GptOssConfig, LlamaConfig, Qwen3Config
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
@@ -41,6 +36,10 @@ def parsed(values: dict[str, Any]) -> RopeConfig:
 @pytest.mark.parametrize("head_dim", [4, 6, 64, 128])
 @pytest.mark.parametrize("name", CASES)
 def test_frequencies_and_tables_are_transformers(name: str, head_dim: int) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     values = CASES[name]
     config = LlamaConfig(
         hidden_size=4 * head_dim,
@@ -66,12 +65,15 @@ def test_frequencies_and_tables_are_transformers(name: str, head_dim: int) -> No
     assert torch.equal(sin, expected_sin[0, :, :half])
 
 
-@pytest.mark.parametrize(
-    ("config", "embedding"),
-    [(GptOssConfig(), GptOssRotaryEmbedding), (Qwen3Config(), Qwen3RotaryEmbedding)],
-    ids=["gpt_oss", "qwen3"],
-)
-def test_tables_of_other_families_are_transformers(config: Any, embedding: Any) -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3"])
+def test_tables_of_other_families_are_transformers(family: str) -> None:
+    from transformers import GptOssConfig, Qwen3Config
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRotaryEmbedding
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    classes = {"gpt_oss": (GptOssConfig, GptOssRotaryEmbedding), "qwen3": (Qwen3Config, Qwen3RotaryEmbedding)}
+    make_config, embedding = classes[family]
+    config = make_config()
     rope = parse_rope(
         Fields({"rope_parameters": dict(config.rope_parameters)}, "config.json"),
         max_position=config.max_position_embeddings,

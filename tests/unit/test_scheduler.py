@@ -105,8 +105,8 @@ def test_fewer_chunks_run_together_while_others_decode() -> None:
     """As many as are allowed next to, by programs that there are; and all again when nobody decodes."""
     scheduler = make(at_once=16)
     scheduler.pace.num_chunks = 5
-    for name, num_tokens in (("a", 3 * CHUNK), ("b", 30 * CHUNK)):
-        scheduler.enqueue(request(name, num_tokens))
+    for name, num_tokens, token in (("a", 3 * CHUNK, 1), ("b", 30 * CHUNK, 2)):
+        scheduler.enqueue(request(name, (token,) * num_tokens))
     sizes = [chunk.size // CHUNK for chunk in (step(scheduler).prefill for _ in range(3)) if chunk is not None]
     scheduler.cancel("a")
     sizes += [chunk.size // CHUNK for chunk in (step(scheduler).prefill for _ in range(2)) if chunk is not None]
@@ -295,6 +295,17 @@ def test_the_smallest_bucket_for_what_decodes() -> None:
         scheduler.choose_bucket(5)
 
 
+def test_a_prompt_waits_for_what_is_prefilled_for_another_and_others_do_not() -> None:
+    """As those of several answers to one prompt: each chunk of it is prefilled once."""
+    scheduler = make()
+    for name, tokens in (("a", (1,) * 2 * CHUNK + (7,)), ("b", (1,) * 2 * CHUNK + (8,)), ("c", (2, 3))):
+        scheduler.enqueue(request(name, tokens))
+    plans = [step(scheduler) for _ in range(5)]
+    assert [[each.request_id for each in plan.admitted] for plan in plans[:1]] == [["a", "c"]]
+    b = next(each for plan in plans for each in plan.admitted if each.request_id == "b")
+    assert b.num_cached_tokens == 2 * CHUNK and scheduler.num_active == 3
+
+
 PROMPTS = st.builds(  # prefixes collide often
     lambda base, length, tail: [*base[:length], *tail],
     st.sampled_from([[0] * 13, [0] * 4 + [1] * 9, [1] * 13]),
@@ -342,7 +353,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_left = sum(e.covered is not None and not e.joined for e in self.requests.values())
         plan = self.scheduler.plan()
         names = [admission.request_id for admission in plan.admitted]
-        assert names == waiting[: len(names)]
+        last = max((waiting.index(name) for name in names), default=-1)
+        assert names == [name for name in waiting[: last + 1] if name in names]
+        for name in set(waiting[: last + 1]).difference(names):  # it can share what is being prefilled for another
+            first = self.requests[name].tokens[:CHUNK]
+            others = [e for e in self.requests.values() if e.covered is not None and not e.joined]
+            assert any(each.tokens[:CHUNK] == first for each in others)
         for admission in plan.admitted:
             expected, cached = self.requests[admission.request_id], admission.num_cached_tokens
             assert cached < len(expected.tokens)

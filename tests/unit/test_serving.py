@@ -59,7 +59,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
 
 
 def on_the_wire(**values: Any) -> Sampling:
-    """What the server makes of these fields."""
+    """Return the sampling options that the server reads from these fields."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(values), type=Sampling)
 
 

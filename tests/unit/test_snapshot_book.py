@@ -23,7 +23,7 @@ def text(*chunks: int, more: int = 1) -> list[int]:
 
 
 class Device:
-    """What rows of the states hold: the tokens that they have seen."""
+    """The device's rows of state hold the tokens that they have seen."""
 
     def __init__(self) -> None:
         self.rows: dict[int, tuple[int, ...]] = {}

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recording import Recorder, prompt_of, run_all, run_one
 from stages import later, staged
+from tiny_gemma import E2B
 from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
@@ -158,7 +159,7 @@ def decode_all(runtime: Runtime, max_draft_tokens: int | None = None) -> list[An
 
 @pytest.fixture(scope="module")
 def alone(pair: PairPaths) -> list[Any]:
-    """What the target alone says to `decode_all`."""
+    """Return the target's own output for `decode_all`."""
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
         return decode_all(runtime)
 
@@ -192,7 +193,7 @@ def test_a_request_with_few_drafts_has_all_that_is_proposed_verified(pair: PairP
 
 
 def test_a_refresh_makes_all_keys_and_values_exact(pair: PairPaths) -> None:
-    """What partial steps wrote is inexact; after a refresh every position has what prefill makes of the text."""
+    """Partial steps write inexact keys and values; after a refresh every position has those of prefill."""
     caches: list[dict[str, torch.Tensor]] = []
     with load(pair) as runtime:
         name = runtime.submit(prompt_of(45), GREEDY)
@@ -231,9 +232,11 @@ def positions(runtime: Runtime, table: Any, count: int) -> dict[str, torch.Tenso
     return {name: state[name][list(table)].transpose(0, 1).flatten(1, 2)[:, :count].clone() for name in names}
 
 
-def test_layers_with_windows_attend_as_ever(tmp_path: Path) -> None:
-    """An MoE layer with sinks, in which every other layer has a window."""
-    pair = make_pair(tmp_path, "gpt_oss", sliding_window=8)
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
+def test_layers_with_windows_attend_as_ever(family: str, tmp_path: Path) -> None:
+    """MoE layers with sinks, and values that are keys in wider heads: every other layer has a window."""
+    own = {"num_hidden_layers": 4} if family == "gemma4_text" else {}
+    pair = make_pair(tmp_path, family, sliding_window=8, **own)
     with load(pair) as runtime:
         kinds: list[tuple[str, Any]] = []
 
@@ -269,6 +272,11 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
         speculation(pair, adaptive_width=True)
     with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):
         SpeculativeConfig(model="head", specpv_block_size=32)
+    shared = tmp_path / "shared"
+    make_target(shared, "gemma4_text", **E2B)
+    config = speculation(pair, method="ngram", model=None)
+    with pytest.raises(ConfigError, match="layers of this model read other layers' keys and values"):
+        Runtime.load(shared, config, device="cpu", **OPTIONS)
     windowed = tmp_path / "windowed"
     make_target(windowed, "gpt_oss", layer_types=["sliding_attention"] * 2, num_hidden_layers=2)
     config = SpeculativeConfig(method="ngram", **SPECPV)

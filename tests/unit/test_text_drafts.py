@@ -69,7 +69,7 @@ def alone(target: Path) -> list[list[int]]:
 
 
 def arguments(texts: list[list[int]], count: int, context: int = 64) -> dict[str, torch.Tensor]:
-    """What n-grams' operation takes for texts in slots of their own, in order."""
+    """Return the arguments of the n-gram operation for one text a slot."""
     found = suffix_arguments(texts, count + 1, context)
     return {name: found[name] for name in found if name not in ("draft_shares", "match_lens")}
 

@@ -129,7 +129,7 @@ class Live:
 
 
 class WindowMachine(RuleBasedStateMachine):
-    """What a row sees holds what was written for just its prefix, in every pool; and nobody else writes there."""
+    """Positions that a row attends to hold its own prefix's values, in every pool; no other request writes there."""
 
     @initialize(share=st.booleans(), blocks=st.integers(40, 90), first=st.integers(9, 60), second=st.integers(14, 60))
     def start(self, share: bool, blocks: int, first: int, second: int) -> None:
@@ -159,7 +159,7 @@ class WindowMachine(RuleBasedStateMachine):
             self.check(name, start)
 
     def check(self, name: str, position: int) -> None:
-        """What rows at a position see, in every pool."""
+        """Check the contents that a row at a position attends to, in every pool."""
         request, tables = self.live[name], tables_of(self.cache, name)
         for suffix, window in self.windows.items():
             for seen in range(max(0, position - window), position):

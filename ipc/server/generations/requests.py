@@ -10,6 +10,7 @@ from lowlat.ipc.engine import Codec, Engine, EngineOutput
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.fair_queue import RankedQueue
 from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThreads, prepare
+from lowlat.ipc.server.generations.residence import Keeper, Residence
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.streams import Phase, Stream
 from lowlat.ipc.server.generations.timers import Timers
@@ -38,12 +39,13 @@ MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 class Requests:
     """Every request under way; used under the I/O thread's lock alone.
 
-    At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step; left out are
-    paused ones, and those from whom others of higher priority take slots. Those that end early (cancelled, gone, late)
+    At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Left out
+    are paused ones, and those from whom others of higher priority take slots. Those that end early (cancelled, gone, late)
     stay counted until the engine says that it has given them up. Turns are a user's, over all its connections, and so
     are shares of the places where several users are let in.
 
     shared   several users are let in
+    keeper   of the device's memory, next to other servers'; None: it is this server's own
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Requests:
         decode: Callable[[Command], None],
         text_threads: TextThreads,
         shared: bool,
+        keeper: Keeper | None = None,
     ) -> None:
         self._engine = engine
         self._info = engine.info
@@ -89,6 +92,12 @@ class Requests:
         peers.tell(self)
         self.engine_figures: Mapping[str, Any] = {}
         self.draining = False
+        self.residence = Residence(self, decode, timers, limits.max_wake_s, keeper)
+
+    @property
+    def state(self) -> str:
+        """What PONG says."""
+        return "draining" if self.draining else str(self.residence.state)
 
     @property
     def num_running(self) -> int:
@@ -153,7 +162,7 @@ class Requests:
         if stream.phase is Phase.RUNNING:
             self._num_paused += -1 if resumes else 1
             self._decode(DecodePause(stream.request_id, resumes))
-            self._admit()
+            self.admit()
 
     def credit(self, stream: Stream, tokens: int) -> None:
         """Add tokens that the client grants, and send what may be sent."""
@@ -192,11 +201,12 @@ class Requests:
         else:
             stream.prompt = event.prompt
             if not self._queue.num_items and self._may_enter(stream.sampling.priority):
-                self._hand_over(stream)  # as `_admit` would, sooner
+                self._hand_over(stream)  # as `admit` would, sooner
             else:
                 stream.phase = Phase.WAITING
                 self._queue.push(stream.sampling.priority, stream.peer.user.account, stream.peer, stream)
-                self._admit()
+                self.admit()
+                self.residence.want()
 
     def _take_converted(self, stream: Stream, outputs: Sequence[EngineOutput]) -> None:
         """Send a conversion as far as there is credit for it."""
@@ -211,7 +221,7 @@ class Requests:
         stream = self._come_out(event.request_id)
         if stream is not None and not stream.over:
             self._fail_early(stream, event.code, event.message)
-        self._admit()
+        self._came_out()
 
     def step(self, step: Step) -> None:
         """Note what a step brought; `flush` sends it."""
@@ -235,7 +245,12 @@ class Requests:
                 stream.metrics = step.metrics.get(output.request_id, {})
             self._dirty.append(stream)
         if any_ended:
-            self._admit()
+            self._came_out()
+
+    def _came_out(self) -> None:
+        self.admit()
+        if not self._inside:
+            self.residence.emptied()
 
     def is_first(self, step: Step) -> bool:
         """Whether a step brought a request's first tokens, and nothing else."""
@@ -262,7 +277,7 @@ class Requests:
         """The answer to STATS."""
         return {
             "model": self._info.model,
-            "state": "draining" if self.draining else "serving",
+            "state": self.state,
             "num_clients": self._peers.num_greeted,
             "num_slots": self._info.max_running,
             "num_running": self.num_running,
@@ -304,7 +319,7 @@ class Requests:
             stream.job = Prepare(stream, submit, body)
             self._text_threads.put(stream.job)
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Hand over to the engine while it has slots, the highest priority first: of equals by turns, first those of
         users who have fewest slots."""
         while self._queue.num_items and self._may_enter(self._queue.priority):
@@ -315,6 +330,8 @@ class Requests:
 
         Those that it has taken slots from are bounded by its slots, too.
         """
+        if self.residence.holds:
+            return False
         num_active, num_slots = len(self._inside) - self._num_paused, self._info.max_running
         if num_active < num_slots:
             return True
@@ -322,6 +339,13 @@ class Requests:
             return False
         higher = sum(not each.paused and each.sampling.priority >= priority for each in self._inside.values())
         return higher < num_slots
+
+    def refuse_waiting(self, message: str) -> None:
+        """End every request that waits for a slot, as one that may be sent again later."""
+        while self._queue.num_items:
+            stream = self._queue.pop(self._inside_of)
+            self._let_go(stream)
+            self._fail_early(stream, "busy", message)
 
     def _hand_over(self, stream: Stream) -> None:
         self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt))
@@ -453,7 +477,7 @@ class Requests:
         """When a slot may be free for one more: what waits, at the rate of the requests that have ended."""
         usual_s = self._statistics.duration.percentile(0.5)
         turns = (self.num_waiting + 1) / self._info.max_running
-        return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * usual_s * turns)))
+        return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * (usual_s * turns + self.residence.retry_s))))
 
 
 def _count_down(counts: defaultdict[str, int], name: str, count: int = 1) -> None:

@@ -5,19 +5,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from lowlat.errors import CapacityError, DeviceError, RequestError
+from lowlat.errors import CapacityError, ConfigError, DeviceError, RequestError
 from lowlat.ipc.engine import Engine, EngineOutput
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.threads.events import (
     Command,
     DecodeCancel,
     DecodePause,
+    DecodeResidence,
     DecodeStop,
     DecodeSubmit,
     EngineFigures,
     Failed,
     Post,
     Refused,
+    ResidenceDone,
     Step,
 )
 from lowlat.ipc.server.threads.watchdog import StepClock
@@ -135,8 +137,24 @@ class DecodeThread(threading.Thread):
                 return  # it ended meanwhile: its last output is on the way
         elif isinstance(command, DecodePause):
             self._pause(command)
+        elif isinstance(command, DecodeResidence):
+            self._reside(command)
         elif isinstance(command, DecodeStop):
             self._stopping = True
+
+    def _reside(self, command: DecodeResidence) -> None:
+        self._clock.rest()  # a copy of weights is no step
+        problem = ""
+        try:
+            if command.asleep:
+                self.engine.sleep()
+            else:
+                self.engine.wake()
+        except (CapacityError, ConfigError) as error:
+            problem = str(error)
+        self.post(ResidenceDone(command.asleep, problem))
+        self._post_figures()
+        self._clock.begin()
 
     def _pause(self, command: DecodePause) -> None:
         try:

@@ -13,6 +13,7 @@ __all__ = [
     "Command",
     "DecodeCancel",
     "DecodePause",
+    "DecodeResidence",
     "DecodeStop",
     "DecodeSubmit",
     "DrainAsked",
@@ -22,6 +23,8 @@ __all__ = [
     "Prepare",
     "Prepared",
     "Refused",
+    "ResidenceAsked",
+    "ResidenceDone",
     "Step",
 ]
 
@@ -73,7 +76,20 @@ class DrainAsked(Struct, frozen=True):
     deadline_s: float
 
 
-Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked
+class ResidenceAsked(Struct, frozen=True):
+    """To the I/O thread: the keeper of the device's memory wants it back, or gives it."""
+
+    asleep: bool
+
+
+class ResidenceDone(Struct, frozen=True):
+    """To the I/O thread: the engine sleeps, or is awake; problem says why it does not."""
+
+    asleep: bool
+    problem: str = ""
+
+
+Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked | ResidenceAsked | ResidenceDone
 
 
 class DecodeSubmit(Struct, frozen=True):
@@ -102,7 +118,13 @@ class DecodeStop(Struct, frozen=True):
     """To the decode thread: close the engine and end."""
 
 
-Command = DecodeSubmit | DecodeCancel | DecodePause | DecodeStop
+class DecodeResidence(Struct, frozen=True):
+    """To the decode thread: put the engine to sleep, or wake it."""
+
+    asleep: bool
+
+
+Command = DecodeSubmit | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
 
 
 class Prepare(Struct):

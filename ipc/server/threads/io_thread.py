@@ -16,7 +16,17 @@ from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.router import Handlers, Router
 from lowlat.ipc.server.service import Service
-from lowlat.ipc.server.threads.events import DrainAsked, EngineFigures, Event, Failed, Prepared, Refused, Step
+from lowlat.ipc.server.threads.events import (
+    DrainAsked,
+    EngineFigures,
+    Event,
+    Failed,
+    Prepared,
+    Refused,
+    ResidenceAsked,
+    ResidenceDone,
+    Step,
+)
 from lowlat.ipc.server.threads.spin import Spin
 from lowlat.ipc.wake import Inbox
 from lowlat.ipc.wire import Bye
@@ -76,6 +86,8 @@ class IoThread(threading.Thread):
             EngineFigures: self._figures,
             Failed: self._failed,
             DrainAsked: self._drain,
+            ResidenceAsked: requests.residence.ordered,
+            ResidenceDone: requests.residence.done,
         }
 
     def run(self) -> None:
@@ -122,6 +134,7 @@ class IoThread(threading.Thread):
                     self._handlers[type(event)](event)
                 requests.flush()
             timeout_ms = timers.run()
+            requests.residence.tell(idle=requests.idle)
             if self._ended or (requests.draining and requests.idle):
                 return
             spin.note(requests.idle)

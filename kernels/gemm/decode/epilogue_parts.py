@@ -3,15 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.kernels.formats import int4_fragment
+from lowlat.kernels.formats.fragment import share_of
 from lowlat.kernels.gemm.decode.plan import PAD, WARPS, DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.gemm.k_parts import KParts, make_tree
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
 
 __all__ = ["Epilogue", "make_scales", "make_total", "make_value"]
-
-WHOLE = 1 / int4_fragment.SHARE  # of what sums of INT4 are a share
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class Epilogue:
 
 def make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function: the sum of what the warps have of a value, in their order."""
-    sum_bytes, is_share = plan.sum_bytes, shape.weights.name == "int4"
+    sum_bytes, share = plan.sum_bytes, share_of(shape.weights)
+    is_share, whole = share != 1, 1 / share
 
     @device_function
     def total_of(area: Any, row: Any, column: Any) -> Any:
@@ -42,7 +41,7 @@ def make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
         for warp in range(1, WARPS):
             total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
         if is_share:
-            total = ptx.mul_rn(total, float32(WHOLE))
+            total = ptx.mul_rn(total, float32(whole))
         return total
 
     return total_of
@@ -71,7 +70,8 @@ def make_value(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
 def _make_value_of_parts(shape: DecodeGemmShape, plan: DecodeGemmPlan, parts: KParts) -> Any:
     """The value whose parts the warps of a set have."""
-    sum_bytes, is_share = plan.sum_bytes, shape.weights.name == "int4"
+    sum_bytes, share = plan.sum_bytes, share_of(shape.weights)
+    is_share, whole = share != 1, 1 / share
     scaled, has_bias = shape.weights.row_scales, shape.bias
 
     def make_part(part: int) -> Any:
@@ -80,7 +80,7 @@ def _make_value_of_parts(shape: DecodeGemmShape, plan: DecodeGemmPlan, parts: KP
             scale, own = given
             value = ptx.load_shared_f32(uint32(place + uint32(part * sum_bytes)))
             if is_share:
-                value = ptx.mul_rn(value, float32(WHOLE))
+                value = ptx.mul_rn(value, float32(whole))
             if scaled:
                 value = ptx.mul_rn(value, scale)
             if has_bias and part == 0:

@@ -22,6 +22,8 @@ from lowlat.kernels.common.activation import GELU_TANH, activation_label
 from lowlat.kernels.common.norm_row import weights_label
 from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
+from lowlat.kernels.formats import FP8, NVFP4
+from lowlat.kernels.formats.int4 import int4_format
 from lowlat.kernels.gemm.decode.epilogue import make_finishing
 from lowlat.kernels.gemm.decode.mainloop import make_fill, make_multiplying
 from lowlat.kernels.gemm.decode.norm_prologue import make_norm
@@ -51,7 +53,7 @@ from lowlat.kernels.gemm.decode.plan import (
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.limits import DEPTH
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
-from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
+from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
@@ -445,7 +447,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     in_parts = (
         (1, DecodeGemmShape(4096, 14336, ADD, False, False, parts=KParts(8, 1))),
         (4, DecodeGemmShape(2880, 2048, ALL_REDUCE, True, False, ranks=2, parts=KParts(4, 8))),
-        (64, DecodeGemmShape(4096, 2048, FLOAT32, True, False, weights=FP8_TILES, parts=KParts(2, 2))),
+        (64, DecodeGemmShape(4096, 2048, FLOAT32, True, False, weights=FP8.tiles(wide=False), parts=KParts(2, 2))),
     )
     for rows, shape in examples_for(gpu, in_parts, 1):
         most = min(rows, rows_at_once(gpu))
@@ -460,11 +462,11 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (8, DecodeGemmShape(97, 2880, FLOAT32, False, False, None, 1e-5)),
         (1, DecodeGemmShape(97, 8192, BFLOAT16, True, False, None, 1e-6)),
     )
-    grouped = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
+    grouped = int4_format(32, has_zeros=True).tiles(wide=True)
     quantised = (
         (64, DecodeGemmShape(4096, 14336, ADD, False, False, weights=grouped)),
-        (4, replace(rotated, norm_eps=1e-5, weights=FP8_TILES)),
-        (1, DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=NVFP4_TILES)),
+        (4, replace(rotated, norm_eps=1e-5, weights=FP8.tiles(wide=False))),
+        (1, DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=NVFP4.tiles(wide=False))),
     )
     for rows, shape in examples_for(gpu, quantised, 1):
         held = 0 if shape.norm_eps is None else steps_to_hold(rows, shape.depth, gpu)
@@ -480,7 +482,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
 
 def _many_steps(gpu: Gpu) -> list[Kernel]:
     """Four steps of a warp at once, two blocks an SM: no register is left."""
-    codes = TileFormat("int4", 512, groups=1)
+    codes = int4_format(128, has_zeros=False).tiles(wide=False)
     packed = DecodeGemmShape(28672, 4096, SILU, False, True, None, 1e-5, weights=codes)
     made = []
     for shape in examples_for(gpu, (packed,), 0):

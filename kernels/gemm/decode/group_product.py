@@ -7,7 +7,7 @@ them to the others. So the order of accumulation is the weight's alone.
 from typing import Any
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.formats import fp8_fragment, int4_fragment
+from lowlat.kernels.formats.fragment import fragment_of
 from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
@@ -15,18 +15,6 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 __all__ = ["make_group_product"]
 
 HIGH = 0xFFFF0000
-LOW = 0x0000FFFF
-TWICE = 0x00010001
-MINUS_34, MINUS_2 = int4_fragment.MINUS_34, int4_fragment.MINUS_2
-
-
-@device_function
-def _fp8_half(weights: Any, half: Any, _minus: Any, _low_minus: Any) -> Any:
-    return fp8_fragment.load_half(weights, half, weights)
-
-
-quarters_of = int4_fragment.quarters_of
-LOADS = {"int4": int4_fragment.load_half, "fp8": _fp8_half}
 
 
 def make_group_product(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -59,17 +47,17 @@ def make_group_product(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 def _make_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function: a group's sums of one weight tile, and its scales of a lane's two rows."""
     row_tiles, weights, half_bytes = plan.row_tiles, shape.weights, plan.rows_bytes // 2
-    load_half, load_rows = LOADS[weights.name], ptx.load_shared_tiles(row_tiles, plan.rows_bytes)
+    fragment, load_rows = fragment_of(weights), ptx.load_shared_tiles(row_tiles, plan.rows_bytes)
+    load_group, take_zeros = fragment.load_group, fragment.take_zeros
     zeros = ptx.zeros(4 * row_tiles)
     first, second = ptx.mma_bf16_tiles(row_tiles, 0, row_tiles, 0), ptx.mma_bf16_tiles(row_tiles, 0, row_tiles, 2)
     rows_at = 0 if plan.steps_held else plan.weight_tiles * plan.tile_bytes
-    whole, wide, has_zeros = weights.groups == 1, weights.wide, weights.zeros
-    group_bytes, zeros_at = (weights.scale_words + weights.zeros) * 128, weights.scale_words * 128
+    whole, wide, group_bytes = weights.groups == 1, weights.wide, (weights.scale_words + weights.zeros) * 128
 
     @device_function
     def add_half(sums: Any, here: Any, rows: Any, half: Any, minus: Any, low_minus: Any) -> Any:
         inputs = load_rows(uint32(rows + uint32(rows_at + half * half_bytes)))
-        a0, a1, a2, a3, b0, b1, b2, b3 = load_half(here, half, minus, low_minus)
+        a0, a1, a2, a3, b0, b1, b2, b3 = load_group(here, half, minus, low_minus)
         sums = first(sums, a0, b0, a1, b1, inputs)
         return second(sums, a2, b2, a3, b3, inputs)
 
@@ -81,11 +69,7 @@ def _make_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
             top, low = ptx.float_of_bits(word), ptx.float_of_bits(ptx.load_shared_u32(uint32(place + uint32(128))))
         else:
             top, low = ptx.float_of_bits(word << uint32(16)), ptx.float_of_bits(word & uint32(HIGH))
-        minus = low_minus = uint32(MINUS_34), uint32(MINUS_2)
-        if has_zeros:
-            both = ptx.load_shared_u32(uint32(place + uint32(zeros_at)))
-            minus = quarters_of(uint32(both & uint32(LOW)) * uint32(TWICE))
-            low_minus = quarters_of(uint32(both >> uint32(16)) * uint32(TWICE))
+        minus, low_minus = take_zeros(place)
         sums = zeros()
         if whole:
             sums = add_half(sums, here, rows, 0, minus, low_minus)

@@ -7,7 +7,7 @@ whole, they are there before.
 from typing import Any
 
 from lowlat.kernels.common.pipeline import Pipeline
-from lowlat.kernels.formats import bf16_fragment, fp8_fragment, nvfp4_fragment
+from lowlat.kernels.formats.fragment import fragment_of
 from lowlat.kernels.gemm.decode.group_product import make_group_product
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.gemm.k_parts import make_part_of_warp
@@ -15,8 +15,6 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
 __all__ = ["make_fill", "make_multiplying"]
-
-LOADS = {"bf16": bf16_fragment.load_half, "fp8": fp8_fragment.load_half, "nvfp4": nvfp4_fragment.load_half}
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -246,7 +244,7 @@ def _multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     weight_tiles, row_tiles = plan.weight_tiles, plan.row_tiles
     load_rows, half_bytes = ptx.load_shared_tiles(row_tiles, plan.rows_bytes), plan.rows_bytes // 2
     total = weight_tiles * row_tiles
-    step_bytes, load_half = plan.tile_bytes, LOADS[shape.weights.name]
+    step_bytes, load_half = plan.tile_bytes, fragment_of(shape.weights).load_half
     rows_at = 0 if plan.steps_held else weight_tiles * step_bytes
     # the intrinsics of the first to fourth weight tile; those past the last are never called
     places = [min(part, weight_tiles - 1) * row_tiles for part in range(4)]

@@ -6,7 +6,7 @@ to the times that tables have: a rule that a GPU contradicts shows there.
 
 from dataclasses import dataclass
 
-from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, TileFormat
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Gpu
 
 __all__ = ["WARPS", "GemmSizes"]
@@ -109,9 +109,10 @@ class GemmSizes:
 
     def spans(self, density: int) -> tuple[int, ...]:
         """K steps that a warp takes at once, the likeliest to be fastest first: four where the stream is short, of
-        one row, or of FP8 where a block is alone on its SM."""
-        is_eight_bits = self.weights.code_bytes == FP8_TILES.code_bytes
-        is_quick = self.has_short_stream and (self.columns == 1 or (density == 1 and is_eight_bits))
+        one row, or of FP8 where a block is alone on its SM. FP8 by block has no space for enough stages of four."""
+        is_eight_bits = self.weights.code_bits == 8
+        is_whole = not (is_eight_bits and self.weights.groups)
+        is_quick = self.has_short_stream and is_whole and (self.columns == 1 or (density == 1 and is_eight_bits))
         return (4, 2, 1) if is_quick else (2, 4, 1)
 
     def _cost(self, weight_tiles: int) -> float:

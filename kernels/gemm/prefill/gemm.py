@@ -14,6 +14,8 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import GELU_TANH, SILU, activation_label
 from lowlat.kernels.common.pipeline import make_pipeline
+from lowlat.kernels.formats import FP8, representative_layouts
+from lowlat.kernels.formats.int4 import int4_format
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
@@ -36,7 +38,7 @@ from lowlat.kernels.gemm.prefill.plan import (
     plans_of,
 )
 from lowlat.kernels.gemm.prefill.split_k_sum import add_segments
-from lowlat.kernels.gemm.tiles import BF16_TILES, FP8_TILES, NVFP4_TILES, TileFormat
+from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
@@ -303,8 +305,6 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     """Representative specialisations, for a GPU that has the instructions: Llama's GEMMs, and odd ones."""
     if not has_prefill_gemm(gpu):
         return []
-    grouped = TileFormat("int4", 512, groups=1)
-    zeros = TileFormat("int4", 512, groups=2, wide=True, zeros=True)
     cases = (
         (128, 6144, 4096, Beside(False, True), BF16_TILES),
         (512, 4096, 4096, Beside(False, False), BF16_TILES),
@@ -313,11 +313,10 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (2048, 4096, 14336, Beside(False, False), BF16_TILES),
         (2048, 43008, 5376, Beside(False, False, True, GELU_TANH), BF16_TILES),
         (64, 200, 72, Beside(True, True), BF16_TILES),
-        (128, 6144, 4096, Beside(False, True), FP8_TILES),
-        (2048, 28672, 4096, Beside(False, False, True), FP8_TILES),
-        (512, 28672, 4096, Beside(False, False, True), grouped),
-        (512, 4096, 4096, Beside(True, False), zeros),
-        (512, 4096, 4096, Beside(False, False), NVFP4_TILES),
+        (128, 6144, 4096, Beside(False, True), FP8.tiles(wide=False)),
+        (2048, 28672, 4096, Beside(False, False, True), FP8.tiles(wide=False)),
+        *((512, 28672, 4096, Beside(False, False, True), tiles) for tiles in representative_layouts()),
+        (512, 4096, 4096, Beside(True, False), int4_format(32, has_zeros=True).tiles(wide=True)),
     )
     made = []
     for rows, weight_rows, columns, beside, weights in cases:

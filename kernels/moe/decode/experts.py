@@ -1,4 +1,4 @@
-"""Each GEMM of a mixture of experts in a launch of its own, for few rows whose experts are given.
+"""Each GEMM of an MoE layer in a launch of its own, for few rows whose experts are given.
 
 `mlp` does both in one launch where top-k routing comes right before and the residual sum right after. The same parts
 compute here: both have the bits of that launch, since the cut of K is that of the weight's shape alone. No block awaits
@@ -16,8 +16,8 @@ from lowlat.kernels.common.activation import GELU_TANH, SILU
 from lowlat.kernels.common.pipeline import make_pipeline
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.formats import BF16, MXFP4
+from lowlat.kernels.formats.int4 import int4_format
 from lowlat.kernels.gemm.k_parts import KParts
-from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.moe.decode.expert_list import make_list_units
 from lowlat.kernels.moe.decode.gemm import (
     make_finishing,
@@ -242,7 +242,7 @@ def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
 def examples(gpu: Gpu = H200) -> list[Kernel]:
     """Representative specialisations, as a GPU has them: both GEMMs of gpt-oss in MXFP4, odd shapes in bf16 and
     in INT4 with two groups a step, and four rows with more pairs than a warp has lanes."""
-    grouped = tiled_format("int4_32_zeros", TileFormat("int4", 512, groups=2, wide=True, zeros=True))
+    grouped = tiled_format("int4_32_zeros", int4_format(32, has_zeros=True).tiles(wide=True))
     cases = (
         (1, ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4)),
         (64, ExpertShape(DOWN, 2880, 2880, 4, MXFP4)),

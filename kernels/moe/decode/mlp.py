@@ -1,4 +1,4 @@
-"""A mixture of experts for few rows in one launch: top-k routing, gate and up GEMMs, SwiGLU, the weighed
+"""An MoE layer for few rows in one launch: top-k routing, gate and up GEMMs, SwiGLU, the weighed
 down GEMM, and the sum into the residual stream.
 
 It may begin while the router still runs: logits are awaited, so that weights are prefetched as soon as a block knows
@@ -20,8 +20,7 @@ from lowlat.kernels.collectives.peers.rows import NUM_ARGUMENTS, PeerRows
 from lowlat.kernels.common.activation import SILU
 from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.elementwise.norm import check_dtype
-from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
-from lowlat.kernels.gemm.tiles import FP8_TILES
+from lowlat.kernels.formats import BF16, FP8, MXFP4, WeightFormat
 from lowlat.kernels.moe.decode.expert_list import make_list_units
 from lowlat.kernels.moe.decode.gemm import (
     make_finishing,
@@ -258,7 +257,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     cases: tuple[tuple[int, tuple[int, int, int], int, WeightFormat, bool, bool, int], ...] = (
         (64, (5760, 2880, 2880), 4, MXFP4, True, False, 128),
         (1, (5760, 2880, 2880), 4, MXFP4, True, False, 128),
-        (4, (1536, 768, 2048), 8, tiled_format("fp8", FP8_TILES), False, False, 128),
+        (4, (1536, 768, 2048), 8, tiled_format("fp8", FP8.tiles(wide=False)), False, False, 128),
         (3, (192, 96, 104), 2, BF16, True, False, 5),
         (1, (1024, 512, 2048), 11, BF16, False, True, 513),
         (4, (1024, 512, 2048), 9, BF16, False, True, 257),

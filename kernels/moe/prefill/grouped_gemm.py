@@ -13,8 +13,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import SILU, clamped_swiglu, gated_activation
-from lowlat.kernels.formats import BF16, MXFP4
-from lowlat.kernels.gemm.tiles import TileFormat
+from lowlat.kernels.formats import BF16, FP8_BLOCK, MXFP4
 from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
@@ -317,7 +316,7 @@ def _make_weighing(shape: ExpertShape) -> Any:
 def examples(gpu: Gpu = H200) -> list[Kernel]:
     """Representative specialisations, as a GPU has them: gpt-oss in MXFP4, Qwen3-30B-A3B in FP8 by blocks, an odd
     shape in bf16."""
-    up, blocks = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), TileFormat("fp8", 1024, groups=1, wide=True)
+    up, blocks = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), FP8_BLOCK.tiles(wide=True)
     down = ExpertShape(DOWN, 2048, 768, 8, tiled_format("fp8_block", blocks), biased=False)
     cases = ((up, 96), (down, 32), (ExpertShape(DOWN, 100, 72, 2, BF16), 16),
              (ExpertShape(DOWN, 2880, 384, 4, MXFP4, pitch=2880), 32))  # fmt: skip

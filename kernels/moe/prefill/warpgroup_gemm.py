@@ -13,10 +13,9 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.activation import SILU
 from lowlat.kernels.common.pipeline import make_pipeline
-from lowlat.kernels.formats import MXFP4
+from lowlat.kernels.formats import FP8_BLOCK, MXFP4
 from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape
 from lowlat.kernels.gemm.prefill.plan import ALIGNMENT, has_prefill_gemm
-from lowlat.kernels.gemm.tiles import TileFormat
 from lowlat.kernels.moe.formats import tiled_format
 from lowlat.kernels.moe.packing import PackedExperts, check_expert_bias, shape_of
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
@@ -176,6 +175,6 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     """Representative specialisations, for a GPU that has the instructions: gpt-oss in MXFP4, FP8 by blocks."""
     if not has_prefill_gemm(gpu):
         return []
-    blocks = tiled_format("fp8_block", TileFormat("fp8", 1024, groups=1, wide=True))
+    blocks = tiled_format("fp8_block", FP8_BLOCK.tiles(wide=True))
     shapes = (ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2048, 768, 8, blocks, biased=False))
     return [_make(shape, plan_warpgroups(shape, gpu)) for shape in shapes]

@@ -13,7 +13,7 @@ import torch
 from lowlat.kernels.common.norm_math import lane_sum
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
-from lowlat.kernels.sampling.ranking import block_ranks, row_ranks
+from lowlat.kernels.sampling.ranking import block_ranks, count_lists, make_row_ranks
 from lowlat.kernels.sampling.select import (
     BROKEN,
     CHUNK,
@@ -46,7 +46,7 @@ from lowlat.kernels.toolchain.ptx import (
     wait_for_previous_kernel,
 )
 
-__all__ = ["chunk_sum", "examples", "logprobs", "row_sum"]
+__all__ = ["chunk_sum", "examples", "logprobs", "make_row_sum"]
 
 COLUMNS = MAX_LOGPROBS + 1
 RANKED_WORDS = 2 * MAX_LOGPROBS
@@ -78,7 +78,7 @@ def logprobs(
     logprob_values  [B, T, 21]        float32  out; 0 where unused
     logprob_ids     [B, T, 21]        int32    out; -1 where unused
     Time: rows that ask for nothing cost their fill. Raises ShapeError for shapes that do not fit and for V above
-    262144.
+    327680.
     """
     batch, rows = target_tokens.shape
     count, width = batch * rows, logits.shape[1]
@@ -135,29 +135,37 @@ def chunk_sum(staged: Any, largest: Any, sums: Any) -> Any:
     return total
 
 
-@device_function
-def row_sum(lists: Any, stride: Any, sums: Any, chunks: Any, largest: Any) -> Any:
-    """A row's sum of exponentials from its chunks' sums and their largest, for one whole warp.
+@functools.cache
+def make_row_sum(chunks: int) -> Any:
+    """A device function that sums a row's exponentials; specialised by its chunks."""
+    firsts = tuple(range(0, max(chunks, 64), 32))
 
-    lists  [chunks * stride * 2] uint32  shared: the chunks' ranked lists
-    sums   address of the row's [chunks] float32
-    """
-    lane = int64(cuda.threadIdx.x & 31)
-    total = float32(0.0)
-    for chunk in (lane, lane + 32):
-        if chunk < chunks:
-            its_largest = value_of_key(lists[2 * stride * chunk])
-            share = float32(math.exp(add_rn(its_largest, -largest)))
-            total = add_rn(total, mul_rn(load_global_f32(sums + 4 * chunk), share))
-    return lane_sum(total)
+    @device_function
+    def row_sum(lists: Any, stride: Any, sums: Any, largest: Any) -> Any:
+        """A row's sum of exponentials from its chunks' sums and their largest, for one whole warp.
+
+        lists  [chunks * stride * 2] uint32  shared: the chunks' ranked lists
+        sums   address of the row's [chunks] float32
+        """
+        lane = int64(cuda.threadIdx.x & 31)
+        total = float32(0.0)
+        for first in firsts:
+            chunk = lane + first
+            if chunk < chunks:
+                its_largest = value_of_key(lists[2 * stride * chunk])
+                share = float32(math.exp(add_rn(its_largest, -largest)))
+                total = add_rn(total, mul_rn(load_global_f32(sums + 4 * chunk), share))
+        return lane_sum(total)
+
+    return row_sum
 
 
 @functools.cache
 def _make(width: int, rows: int) -> Kernel:
     """Specialised by V and T."""
     chunks = count_chunks("logits", width)
-    stage = make_stage(width)
-    memory_words = max(CHUNK + RANKED_WORDS * WARPS, RANKED_WORDS * chunks)
+    stage, row_ranks, row_sum = make_stage(width), make_row_ranks(chunks), make_row_sum(chunks)
+    memory_words = max(CHUNK + RANKED_WORDS * WARPS, RANKED_WORDS * count_lists(chunks))
     most = min(MAX_LOGPROBS, width)
 
     def logprobs_kernel(
@@ -200,7 +208,7 @@ def _make(width: int, rows: int) -> Kernel:
                 if broken:
                     ranked[0] = uint32(BROKEN)
             mine = partials + row * (8 * chunks * MAX_LOGPROBS)
-            finishes = row_ranks(ranked, MAX_LOGPROBS, ranks, mine, counters + 4 * row, chunk, chunks, memory, flag)
+            finishes = row_ranks(ranked, MAX_LOGPROBS, ranks, mine, counters + 4 * row, chunk, memory, flag)
             if ranked[0] == uint32(BROKEN):
                 wanted = int64(-1)
             largest = value_of_key(ranked[0])
@@ -208,7 +216,7 @@ def _make(width: int, rows: int) -> Kernel:
             return
         logarithm = float32(0.0)
         if wanted >= 0:
-            row_total = row_sum(memory, MAX_LOGPROBS, chunk_sums + 4 * row * chunks, chunks, largest)
+            row_total = row_sum(memory, MAX_LOGPROBS, chunk_sums + 4 * row * chunks, largest)
             logarithm = float32(math.log(row_total))
         if thread < COLUMNS:
             token, value = int32(-1), float32(0.0)
@@ -226,5 +234,5 @@ def _make(width: int, rows: int) -> Kernel:
 
 
 def examples() -> list[Kernel]:
-    """Specialisations for CI to compile: with and without wide loads."""
-    return [_make(128256, 4), _make(97, 2)]
+    """Specialisations for CI to compile: with and without wide loads, and of more chunks than a warp merges at once."""
+    return [_make(128256, 4), _make(97, 2), _make(262208, 1)]

@@ -139,9 +139,15 @@ def parse_gptq(fields: Fields) -> Quantisation:
     for key in GPTQ_NO_EFFECT:
         fields.raw(key)
     symmetric, head = fields.boolean("sym", True), fields.boolean("lm_head", False)
+    plain = [] if head else ["lm_head"]
+    dynamic = fields.optional_object("dynamic")
+    for name in () if dynamic is None else dynamic.values:
+        if not name.startswith("-:"):  # GPTQModel's mark of modules that stay plain
+            raise ConfigError(f"{fields.label}: dynamic {name!r} is not implemented: layers are quantised alike")
+        plain.append(f"re:{name.removeprefix('-:')}")
     fields.refuse_unknown(())
     rule = Rule(Names(whole=True), GptqLinear(group, layout == "gptq", symmetric))
-    return Quantisation(fields.label, (rule,), Names(() if head else ("lm_head",)))
+    return Quantisation(fields.label, (rule,), Names.parse(fields.label, plain))
 
 
 def _gptq_layout(fields: Fields) -> str:

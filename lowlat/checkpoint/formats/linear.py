@@ -5,9 +5,10 @@ GPTQModel's packing, TensorRT Model Optimizer's exports.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -15,9 +16,12 @@ from lowlat.checkpoint.recipes import Conversion, Piece
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FP8, FP8_BLOCK, NVFP4, MatrixFormat
 from lowlat.kernels.formats.fp8 import has_nan
-from lowlat.kernels.formats.int4 import int4_format, unpack_nibbles
+from lowlat.kernels.formats.int4 import GROUPS, int4_format, unpack_nibbles
 
-__all__ = ["AwqLinear", "Fp8Linear", "GptqLinear", "Nvfp4Linear", "PackedLinear", "StoredLinear"]
+__all__ = [
+    "AwqLinear", "Fp8Linear", "GptqLinear", "Nvfp4Linear", "PackedLinear", "StoredLinear", "WrittenLinear",
+    "written_layout",
+]  # fmt: skip
 
 FLOATS = ("F32", "BF16", "F16")
 E4M3 = ("F8_E4M3",)
@@ -46,8 +50,21 @@ class StoredLinear(ABC):
         """The stored tensor of each part of a layer [N, K]."""
 
 
+class WrittenLinear(StoredLinear):
+    """A layout of compressed-tensors' in which layers are written, too."""
+
+    @property
+    @abstractmethod
+    def spelling(self) -> tuple[str, dict[str, Any]]:
+        """Its name in quantization_config's `format`, and the keys of a group's `weights`."""
+
+    @abstractmethod
+    def tensors(self, module: str, shape: Shape, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The stored tensors of a layer [N, K], from its parts: the inverse of `pieces`."""
+
+
 @dataclass(frozen=True)
-class Fp8Linear(StoredLinear):
+class Fp8Linear(WrittenLinear):
     """`weight` in e4m3 and scales that are multiplied: one, one a row, or one for each block of 128 by 128.
 
     scale  the scales' name: `weight_scale_inv` is no inverse, whatever it says
@@ -77,9 +94,19 @@ class Fp8Linear(StoredLinear):
             "fp8_scales": Piece(f"{module}.{self.scale}", shape, scales),
         }
 
+    @property
+    def spelling(self) -> tuple[str, dict[str, Any]]:
+        """See `WrittenLinear.spelling`."""
+        return "float-quantized", {"num_bits": 8, "type": "float", "strategy": self.per}
+
+    def tensors(self, module: str, shape: Shape, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `WrittenLinear.tensors`: with a scale for each row."""
+        codes = parts["fp8"].view(torch.float8_e4m3fn)
+        return {f"{module}.weight": codes, f"{module}.{self.scale}": parts["fp8_scales"]}
+
 
 @dataclass(frozen=True)
-class PackedLinear(StoredLinear):
+class PackedLinear(WrittenLinear):
     """compressed-tensors' `pack-quantized`: words of eight inputs' codes, and of eight outputs' zero points."""
 
     group: int
@@ -103,6 +130,19 @@ class PackedLinear(StoredLinear):
             zeros = Conversion((rows, groups), WORDS, partial(_zeros_along_outputs, rows))
             found["int4_zeros"] = Piece(f"{module}.weight_zero_point", (-(-rows // 8), groups), zeros)
         return found
+
+    @property
+    def spelling(self) -> tuple[str, dict[str, Any]]:
+        """See `WrittenLinear.spelling`."""
+        return "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": self.group}
+
+    def tensors(self, module: str, shape: Shape, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """See `WrittenLinear.tensors`: without zero points."""
+        return {
+            f"{module}.weight_packed": parts["int4"].view(torch.int32),
+            f"{module}.weight_scale": parts["int4_scales"],
+            f"{module}.weight_shape": torch.tensor(shape),
+        }
 
 
 @dataclass(frozen=True)
@@ -187,6 +227,15 @@ class Nvfp4Linear(StoredLinear):
             "nvfp4_scales": Piece(f"{module}.weight_scale", groups, Conversion(groups, E4M3, _e4m3)),
             "nvfp4_factors": Piece(f"{module}.{self.factor}", (1,), factor),
         }
+
+
+def written_layout(packed: MatrixFormat) -> WrittenLinear:
+    """The layout in which layers of a format are written. Raises ConfigError for one that none is written in."""
+    known: dict[str, WrittenLinear] = {FP8.name: Fp8Linear("channel")}
+    known |= {int4_format(group, has_zeros=False).name: PackedLinear(group, True) for group in GROUPS}
+    if packed.name not in known:
+        raise ConfigError(f"checkpoints are written in {', '.join(known)}, not in {packed.name}")
+    return known[packed.name]
 
 
 def _check_outputs(module: str, rows: int) -> None:

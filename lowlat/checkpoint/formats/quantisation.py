@@ -16,14 +16,14 @@ from lowlat.checkpoint.formats.linear import StoredLinear
 from lowlat.checkpoint.recipes import Piece, Recipe, Span, picked_piece
 from lowlat.checkpoint.tensors import Checkpoint, TensorEntry
 from lowlat.errors import ConfigError
-from lowlat.kernels.formats import MatrixFormat
+from lowlat.kernels.formats import DENSE_FORMATS, MatrixFormat
 
 __all__ = ["Names", "Quantisation", "Rule", "narrowed", "part_recipes"]
 
 LAYER_CLASS = "Linear"
 PLAIN = ("embed", "per_layer_embed", "router", "shared_gate")  # canonical weights that no GEMM of a linear layer reads
 SUFFIX, BIAS = ".weight", ".bias"
-SCALES = (".int4_scales", ".fp8_scales")  # not those of NVFP4, which are bytes
+SCALES = tuple({f".{each.scales}" for each in DENSE_FORMATS.values() if each.scales is not None})
 # tensors of quantised activations and caches; these are no weights, see `lowlat.checkpoint.kv_scales`
 UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, bundled, given_options, record_options
 from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, PLACE
 from lowlat.errors import ConfigError
@@ -76,7 +77,7 @@ def _subject_options(function: F) -> F:
     return function
 
 
-@command.command("run")
+@command.command("run", cls=SectionedCommand)
 @click.argument("scenario")
 @click.option("--context", type=IntegerList(), metavar="N,N", help="Contexts in place of the scenario's.")
 @click.option("--batch", type=IntegerList(), metavar="N,N", help="Batches in place of the scenario's.")
@@ -126,7 +127,7 @@ def run(
     raise click.exceptions.Exit(1 if result.failures else 0)
 
 
-@command.command("gates")
+@command.command("gates", cls=SectionedCommand)
 @click.option(
     "--level",
     type=click.Choice(["micro", "full"]),
@@ -263,7 +264,10 @@ def _overridden(scenario: "Scenario", values: Mapping[str, Any]) -> "Scenario":
     try:
         return msgspec.convert(msgspec.to_builtins(scenario) | given, type(scenario))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{error}") from error
+        text, _, place = str(error).partition(" - at `$.")
+        flags = {field: f"--{name.replace('_', '-')}" for name, field in names.items()} | {names["depths"]: "-S"}
+        flag = next((flag for field, flag in flags.items() if place.startswith(field)), "the scenario")
+        raise ConfigError(f"{flag}: {text[:1].lower()}{text[1:]}") from error
 
 
 @contextmanager

@@ -1,23 +1,23 @@
 """`lowlat chat`: talk with a model, here or in a server; on a terminal with history, from a pipe a line a turn."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import click
 
 from lowlat.cli.connecting import ServedModel, connected, refuse_the_servers_own, server_options
 from lowlat.cli.console import stream_text
-from lowlat.cli.generation import Generation, Output
+from lowlat.cli.generation import Asked, Generation
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
-    GroupedCommand,
     asked_sampling,
     bundled,
     defaults_option,
-    given_options,
     runtime_options,
+    runtime_values,
     sampling_options,
     sampling_params,
     sampling_values,
@@ -26,9 +26,7 @@ from lowlat.cli.options import (
 )
 from lowlat.cli.paths import check_model
 from lowlat.errors import Busy, CapacityError, LowlatError, RequestError, ServerGone
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
-from lowlat.options.declaration import options_of
-from lowlat.options.request import SamplingParams
+from lowlat.ipc import Chunk
 
 __all__ = ["command"]
 
@@ -37,17 +35,9 @@ HELP = """\
 /system TEXT    clear, with another system message; without TEXT, with none
 /retry          answer the last message again
 /quit           end, as does Ctrl-D
-A line that ends with \\ goes on in the next. Ctrl-C ends an answer, not the chat.\
+A line ending with \\ goes on in the next. Ctrl-C ends an answer, not the chat.\
 """
 OFFER = "name a model (`lowlat chat ORG/NAME`), or let `lowlat chat --demo` fetch a small one, once (93 MB)"
-
-
-class _Asking(Protocol):
-    """One request, here or at a server."""
-
-    generation: Generation
-
-    def run(self, on_output: Callable[[Output], None]) -> Generation: ...
 
 
 class _Model(Protocol):
@@ -60,20 +50,11 @@ class _Model(Protocol):
 
     @property
     def advice(self) -> Mapping[str, int | float]: ...
-    def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> _Asking: ...
-    def writer(self, sampling: Mapping[str, Any]) -> Callable[[Output], None] | None: ...
-    def answer_of(self, generation: Generation) -> str: ...
+    def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> Asked: ...
 
 
-class _Help(GroupedCommand):
+class _Help(SectionedCommand):
     """A command whose help ends with what may be typed in the chat."""
-
-    groups: ClassVar[Mapping[str, str]] = {
-        **{option.key: "sampling" for option in options_of(SamplingParams)},
-        "sampling_defaults": "sampling",
-        **{option.key: "with MODEL: speculation" for option in options_of(SpeculativeConfig)},
-        **{option.key: "with MODEL: runtime" for option in options_of(RuntimeConfig)},
-    }
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the lines that are commands."""
@@ -85,9 +66,9 @@ class _Help(GroupedCommand):
 @click.command("chat", cls=_Help)
 @click.argument("model", type=click.Path(path_type=Path), required=False)
 @server_options
-@click.option("--demo", is_flag=True, help="Talk with SmolLM2-135M-Instruct, fetched once (93 MB).")
+@click.option("--demo", is_flag=True, help="Talk with a small chat model, fetched once (93 MB).")
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
-@click.option("--plain", is_flag=True, help="Continue each line as text, without chat template or memory.")
+@click.option("--plain", is_flag=True, help="Continue each line as text; no chat template, no memory.")
 @sampling_options
 @defaults_option
 @speculation_options
@@ -139,6 +120,7 @@ def _load(stack: ExitStack, model: Path | None, demo: bool, values: dict[str, An
     if model is not None:
         check_model(model)
     speculative = speculative_config(values, bundled("chat_head") if demo else None)
+    options = {"max_context": None, **runtime_values(values, max_batch=1)}
 
     from lowlat.cli.local import LocalModel
     from lowlat.cli.running import load_runtime
@@ -148,8 +130,7 @@ def _load(stack: ExitStack, model: Path | None, demo: bool, values: dict[str, An
         from lowlat.cli.commands.demo import chat_model
 
         model = chat_model(None)
-    options = {"max_context": None, **given_options(values, RuntimeConfig)}
-    runtime = stack.enter_context(load_runtime(model, speculative, max_batch=1, **options))
+    runtime = stack.enter_context(load_runtime(model, speculative, **options))
     return LocalModel(runtime, sampling_defaults(runtime.directory, values["sampling_defaults"]))
 
 
@@ -226,9 +207,8 @@ class _Chat:
         """Stream an answer; what came of it stays in the conversation, also where it was interrupted."""
         said = [*self._messages, {"role": "user", "content": text}]
         asked = self._model.ask(text if self._plain else said, self._sampling)
-        write = None if self._plain else self._model.writer(self._sampling)
         try:
-            generation = asked.run(write or _write)
+            generation = asked.run(_Writer())
         except KeyboardInterrupt:
             click.echo()
             if not self._on_terminal:
@@ -240,17 +220,32 @@ class _Chat:
             self._close(generation)
         self._last = text
         if not self._plain:
-            self._messages = [*said, {"role": "assistant", "content": self._model.answer_of(generation)}]
+            self._messages = [*said, {"role": "assistant", "content": generation.text or ""}]
         if generation.error is not None:
             raise LowlatError(generation.error)
 
     def _close(self, generation: Generation) -> None:
         if self._on_terminal and generation.error is None:
             click.secho(f"[{generation.closing_line()}]", dim=True, err=True)
+        elif generation.finish_reason == "length":
+            click.echo(f"the answer was {generation.ending()}", err=True)
 
 
-def _write(output: Output) -> None:
-    stream_text(output.text or "")
+class _Writer:
+    """Writes an answer to stdout; what the model thinks before it, dim, to a terminal alone."""
+
+    def __init__(self) -> None:
+        self._thought = False
+
+    def __call__(self, chunk: Chunk) -> None:
+        """Write what came."""
+        if chunk.reasoning_content and sys.stdout.isatty():
+            self._thought = True
+            stream_text(chunk.reasoning_content, dim=True)
+        if chunk.text and self._thought:
+            self._thought = False
+            stream_text("\n\n")
+        stream_text(chunk.text)
 
 
 def _lines(on_terminal: bool) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import loading_bar, print_json, print_table
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, as_json, draft_model_option, record_options
 from lowlat.cli.paths import MODEL, NEW_PATH
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
@@ -28,7 +29,7 @@ COSINE = click.FloatRange(-1.0, 1.0)
 COLUMNS = ("stage", "rows", "mean difference", "max difference", "cosine", "top-10 overlap", "")
 
 
-@click.command("compare")
+@click.command("compare", cls=SectionedCommand)
 @click.argument("target", type=MODEL)
 @draft_model_option("An EAGLE3 draft model to compare as well.")
 @click.option(

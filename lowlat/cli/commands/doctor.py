@@ -9,7 +9,7 @@ import click
 from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.options import as_json, bundled, draft_model_option, record_options
 from lowlat.cli.paths import FILE, MODEL
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.shifts import ShiftResult
@@ -30,6 +30,18 @@ __all__ = ["command"]
 @click.option("--num-prompts", type=click.IntRange(1, 256), default=8, show_default=True, help="Prompts to take.")
 @click.option("--max-tokens", type=click.IntRange(2), default=32, show_default=True, help="Tokens a prompt.")
 @click.option("--chat", is_flag=True, help="Wrap the prompts in the target's chat template.")
+@click.option(
+    "--exactness", is_flag=True, help="Compare answers with plain decoding, in every way that drafts are made."
+)
+@click.option(
+    "-S",
+    "--num-speculative-tokens",
+    "depth",
+    type=click.IntRange(1, MAX_SPECULATIVE_TOKENS),
+    default=3,
+    show_default=True,
+    help="With --exactness: the longest draft length.",
+)
 @record_options(RuntimeConfig, "device", filled=True)
 @click.option("--environment-only", is_flag=True, help="Load no model.")
 @as_json
@@ -40,13 +52,16 @@ def command(
     num_prompts: int,
     max_tokens: int,
     chat: bool,
+    exactness: bool,
+    depth: int,
     device: str,
     environment_only: bool,
     json_output: bool,
 ) -> None:
     """Check this machine, and measure how often the first draft is accepted under shifted capture boundaries.
 
-    Exit code 1 when another shift than 0 is best: the draft model then reads the wrong residual streams.
+    Exit code 1 when another shift than 0 is best: the draft model then reads the wrong residual streams. With
+    --exactness, in place of it: exit code 1 when an answer differs from plain decoding.
     """
     if target is None and head is not None:
         raise click.UsageError("--draft-model goes with its --target")
@@ -60,14 +75,30 @@ def command(
     healthy = True
     if not environment_only:
         from lowlat.cli.models import local_draft_model, local_target
-        from lowlat.cli.reports.shifts import measure_shifts, read_prompts, unshifted_is_best
+        from lowlat.cli.reports.shifts import read_prompts
 
         directory = local_target(target or bundled("target"))
         head = bundled("head") if target is None else head
+        draft_model = None if head is None else local_draft_model(head, directory)
+        taken = read_prompts(prompts or bundled("prompts.json"), num_prompts)
+    if exactness and not environment_only:
+        from lowlat.cli.reports.exactness import check_exactness, print_sweep
+
+        shown = None if json_output else print_sweep
+        found = check_exactness(
+            directory, draft_model, taken, depth, shown, max_tokens=max_tokens, chat=chat, device=device
+        )
+        report["exactness"] = found.to_dict()
+        report["verdict"], healthy = found.verdict, found.exact
+        if not json_output:
+            click.echo(found.verdict)
+    elif not environment_only:
+        from lowlat.cli.reports.shifts import measure_shifts, unshifted_is_best
+
         results, checks = measure_shifts(
             directory,
-            None if head is None else local_draft_model(head, directory),
-            read_prompts(prompts or bundled("prompts.json"), num_prompts),
+            draft_model,
+            taken,
             max_tokens=max_tokens,
             chat=chat,
             device=device,

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, as_json, depth_option, record_options
 from lowlat.cli.paths import FILE, MODEL, NEW_FOLDER
 from lowlat.options.config import RuntimeConfig
@@ -18,7 +19,7 @@ def command() -> None:
     """Make one EAGLE3 draft model of another."""
 
 
-@command.command("shrink")
+@command.command("shrink", cls=SectionedCommand)
 @click.argument("directory", type=MODEL)
 @click.option("--out", type=NEW_FOLDER, required=True, metavar="DIR", help="Where to write the new draft model.")
 @click.option("--draft-vocab", type=int, required=True, metavar="N", help="Ids that the new one drafts.")

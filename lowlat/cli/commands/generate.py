@@ -8,9 +8,10 @@ from typing import Any, BinaryIO
 
 import click
 
-from lowlat.cli.connecting import Asked, connected, refuse_the_servers_own, server_options
+from lowlat.cli.connecting import asked, connected, refuse_the_servers_own, server_options
 from lowlat.cli.console import print_json, stream_text
-from lowlat.cli.generation import Generation, Output
+from lowlat.cli.generation import Generation
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
     DIRECTORY,
     IntegerList,
@@ -18,8 +19,8 @@ from lowlat.cli.options import (
     asked_sampling,
     bundled,
     defaults_option,
-    given_options,
     runtime_options,
+    runtime_values,
     sampling_options,
     sampling_params,
     sampling_values,
@@ -29,7 +30,7 @@ from lowlat.cli.options import (
 )
 from lowlat.cli.paths import check_model
 from lowlat.errors import LowlatError, RequestError
-from lowlat.options.config import RuntimeConfig
+from lowlat.ipc import Chunk
 from lowlat.options.model_names import find_repository
 from lowlat.options.request import SamplingParams
 
@@ -39,7 +40,7 @@ logger = logging.getLogger("lowlat")
 MAX_PROMPT_BYTES = 64 << 20
 
 
-@click.command("generate")
+@click.command("generate", cls=SectionedCommand)
 @click.argument("model", type=DIRECTORY, required=False)
 @click.argument("text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", metavar="TEXT", help="The prompt.")
@@ -47,12 +48,14 @@ MAX_PROMPT_BYTES = 64 << 20
     "--prompt-file",
     type=click.File("rb"),
     metavar="FILE",
-    help="Read the prompt from a file, without the newline at its end; - is stdin.",
+    help="Read the prompt from a file; - is stdin. A newline at its end is not of it.",
 )
 @click.option("--token-ids", type=IntegerList(), metavar="1,2,3", help="The prompt as token ids.")
-@click.option("--chat", is_flag=True, help="Wrap the prompt as a user's message in the model's chat template.")
+@click.option("--chat", is_flag=True, help="The prompt is a user's message, for the chat template.")
 @click.option("--system", metavar="TEXT", help="A system message before it; needs --chat.")
-@click.option("--allow-special", is_flag=True, help="Special tokens that the prompt spells are tokens, and not text.")
+@click.option(
+    "--allow-special", is_flag=True, help="Special tokens that the prompt spells are tokens; by default they are text."
+)
 @speculation_options
 @sampling_options
 @defaults_option
@@ -63,9 +66,9 @@ MAX_PROMPT_BYTES = 64 << 20
 def command(model: Path | None, **values: Any) -> None:
     """Continue PROMPT with MODEL, a Hugging Face directory or ORG/NAME; without one, with the bundled pair.
 
-    With --endpoint a running server does it, and PROMPT stands alone. Text streams to stdout as it is decided; without
-    a tokenizer, token ids do. With --chat, of a model that answers in Harmony's channels a terminal shows the final one
-    as it is and the others dim, a pipe gets the final one alone.
+    With --endpoint a running server does it, and PROMPT stands alone. Text, or token ids where there is no tokenizer,
+    streams to stdout. With --chat a terminal shows the channels of Harmony before the final one dim, a pipe the final
+    one alone.
     """
     served = values["endpoint"] is not None
     if served and not _named_prompts(values):  # PROMPT stands where MODEL or ENDPOINT would
@@ -81,33 +84,27 @@ def command(model: Path | None, **values: Any) -> None:
     if values["logprobs"] is not None and not values["json_output"]:
         raise click.UsageError("--logprobs needs --json")
     sampling_params(values)  # refuses what is out of range before anything is loaded or asked
-    write = None if values["json_output"] else _write
     if served:
-        generation, device = _ask_server(prompt, values, write)
+        generation, device = _ask_server(prompt, values)
         _show(generation, values, device, None)
     else:
-        _run_here(model, prompt, values, write)
+        _run_here(model, prompt, values)
 
 
-def _run_here(
-    model: Path | None,
-    prompt: str | Sequence[int],
-    values: dict[str, Any],
-    write: Callable[[Output], None] | None,
-) -> None:
+def _run_here(model: Path | None, prompt: str | Sequence[int], values: dict[str, Any]) -> None:
     traces = trace_config(values["trace"])
     if model is not None:
         check_model(model)
     speculative = speculative_config(values, bundled("head") if model is None else None)
+    options = runtime_values(values, max_batch=1, traces=traces)
 
     from lowlat.cli.channels import ChannelWriter, channel_dicts
     from lowlat.cli.running import chat_ids, load_runtime, run_request
     from lowlat.models.advice import advice_line, sampling_defaults
     from lowlat.text import HarmonyParser
 
-    options = {"max_context": None, **given_options(values, RuntimeConfig)}
     directory = bundled("target") if model is None else model
-    with load_runtime(directory, speculative, max_batch=1, traces=traces, **options) as runtime:
+    with load_runtime(directory, speculative, **{"max_context": None, **options}) as runtime:
         defaults = sampling_defaults(runtime.directory, values["sampling_defaults"])
         given = sampling_values(values)
         if taken := {name: value for name, value in defaults.items() if name not in given}:
@@ -118,7 +115,7 @@ def _run_here(
         # a stop string may end within a token: its text is known, the channel's without it is not
         channels = values["chat"] and not params.stop and HarmonyParser.speaks(runtime.codec)
         writer = ChannelWriter(runtime.codec) if channels and runtime.codec is not None else None
-        shown = None if values["json_output"] else writer or write
+        shown = None if values["json_output"] else writer or _writer(has_text=runtime.codec is not None)
         generation = run_request(runtime, prompt, params, shown, allow_special=values["allow_special"])
         if channels:
             generation.channels = channel_dicts(runtime.codec, generation.token_ids)
@@ -127,16 +124,15 @@ def _run_here(
         _show(generation, values, str(runtime.device_choice.device), runtime.speculation_error)
 
 
-def _ask_server(
-    prompt: str | Sequence[int], values: dict[str, Any], write: Callable[[Output], None] | None
-) -> tuple[Generation, str | None]:
-    asked: Any = prompt
+def _ask_server(prompt: str | Sequence[int], values: dict[str, Any]) -> tuple[Generation, str | None]:
+    messages: Any = prompt
     if values["chat"]:
-        asked = [{"role": "system", "content": values["system"]}] if values["system"] is not None else []
-        asked.append({"role": "user", "content": prompt})
+        messages = [{"role": "system", "content": values["system"]}] if values["system"] is not None else []
+        messages.append({"role": "user", "content": prompt})
     with connected(values["endpoint"], values["curve_keys"], "lowlat generate") as client:
         options = {**asked_sampling(values), "allow_special": values["allow_special"]}
-        generation = Asked(client, asked, options).run(write)
+        write = None if values["json_output"] else _writer(has_text=bool(client.server.tokenizer))
+        generation = asked(client, messages, options).run(write)
         device = None
         if values["json_output"] and generation.error is None:
             device = client.stats().get("engine", {}).get("device")
@@ -206,9 +202,10 @@ def _read_text(file: BinaryIO) -> str:
     return text.removesuffix("\n").removesuffix("\r")  # what `echo` and editors put after a text is not of it
 
 
-def _write(output: Output) -> None:
-    """Stream what a step decided: text, or token ids where there is no tokenizer."""
-    if output.text is not None:
-        stream_text(output.text)
-    else:
-        stream_text("".join(f"{token} " for token in output.token_ids))
+def _writer(*, has_text: bool) -> Callable[[Chunk], None]:
+    """What streams an answer to stdout: text, or token ids where there is no tokenizer."""
+
+    def write(chunk: Chunk) -> None:
+        stream_text(chunk.text if has_text else "".join(f"{token} " for token in chunk.token_ids))
+
+    return write

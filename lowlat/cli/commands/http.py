@@ -22,11 +22,12 @@ DEFAULT = "127.0.0.1:8000"
 @click.argument("address", default=DEFAULT, metavar="[HOST:]PORT")
 @server_options
 @click.option("--http-host", metavar="NAMES", help="Further names under which it is reached, with commas between.")
+@click.option("--roster", type=click.Path(path_type=Path), hidden=True, help="The file of a server of several models.")
 @click.option("--parent", type=int, hidden=True, help="A pipe; its other end closes with whoever started this.")
 @json_flag("Say that the gateway is open as one JSON object.")
 def command(
-    address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None, parent: int | None,
-    json_output: bool,
+    address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None, roster: Path | None,
+    parent: int | None, json_output: bool,
 ) -> None:  # fmt: skip
     """Start an HTTP gateway to a running server: /v1/chat/completions and more of OpenAI's interface, /metrics, a page.
 
@@ -38,7 +39,9 @@ def command(
     check_gateway(address)
     from lowlat.ipc.client import AsyncClient
     from lowlat.serving.http.auth import KEY_VARIABLE, key_of
+    from lowlat.serving.http.gateway import OneModel, SeveralModels
     from lowlat.serving.http.server import parse_address, run
+    from lowlat.serving.models.roster import roster_of
 
     wanted = parse_address(address)
     key, made = key_of(os.environ)
@@ -57,4 +60,7 @@ def command(
 
     hosts = [name.strip() for name in (http_host or "").split(",") if name.strip()]
     client = AsyncClient(endpoint or None, name="lowlat http", curve=curve)
-    run(client, wanted, key=key, hosts=hosts, opened=opened, parent=parent)
+    if roster is None:
+        roster = roster_of(client.endpoint)
+    gateways = OneModel(client) if roster is None else SeveralModels(roster)
+    run(gateways, wanted, key=key, hosts=hosts, opened=opened, parent=parent)

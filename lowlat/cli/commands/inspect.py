@@ -12,6 +12,7 @@ import click
 
 from lowlat.cli.commands.inspect_step import step
 from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, stream_text, write_json
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
     IntegerList,
     as_json,
@@ -57,7 +58,7 @@ def command() -> None:
     """Show what a model, a draft model or a tree is, and what it takes; `inspect MODEL` is `inspect model MODEL`."""
 
 
-@command.command("model")
+@command.command("model", cls=SectionedCommand)
 @click.argument("directory", type=MODEL, required=False)
 @record_options(
     SpeculativeConfig,
@@ -185,7 +186,7 @@ def _print_parts(parts: dict[str, dict[str, int]], prefix: str = "") -> None:
     print_table(f"{prefix}parameters and bytes by part", ("part", "parameters", "size"), rows)
 
 
-@command.command("draft-model")
+@command.command("draft-model", cls=SectionedCommand)
 @click.argument("directory", type=MODEL, required=False)
 @click.option("--target", type=MODEL, metavar="DIR", help="The draft model's target.")
 @click.option(
@@ -221,7 +222,7 @@ def draft_model(
         click.echo(f"note: {note}")
 
 
-@command.command("tree")
+@command.command("tree", cls=SectionedCommand)
 @click.argument("file", type=FILE, required=False)
 @click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
 @click.option("--batch", type=click.IntRange(1, 8), default=RuntimeConfig.max_batch, show_default=True, metavar="N")
@@ -275,7 +276,7 @@ def tree(
         print_what_if(report["what_if"])
 
 
-@command.command("run")
+@command.command("run", cls=SectionedCommand)
 @click.argument("model", type=MODEL, required=False)
 @speculation_options
 @click.option("--prompts", type=FILE, metavar="FILE", help="As `lowlat doctor` takes.  [default: bundled ones]")
@@ -348,7 +349,7 @@ def _print_run(found: "Activity") -> None:
         stream_text(f"{text.answer}\n")
 
 
-@command.command("quality")
+@command.command("quality", cls=SectionedCommand)
 @click.argument("model", type=MODEL, required=False)
 @click.option("--text", type=FILE, required=True, metavar="FILE", help="UTF-8 text to predict; any length.")
 @click.option(

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from lowlat.cli.console import print_json
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
     STORED,
     as_json,
@@ -41,7 +42,7 @@ class _ModelOrPreset(click.ParamType[Path]):
         return path
 
 
-@click.command("step")
+@click.command("step", cls=SectionedCommand)
 @click.argument("model", type=_ModelOrPreset(), required=False)
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, h100, a100, b200 or rtx5090.")
 @click.option("--batch", type=click.IntRange(1, 8), default=1, show_default=True, metavar="N", help="Active slots.")

@@ -41,3 +41,4 @@ def command(markdown: bool, json_output: bool) -> None:
     known = "free memory is not known" if free is None else f"{format_bytes(free)} free on {report['device']}"
     print_table(f"models: {known}", ("model", "family", "weights", "runs on", "fits as", "draft models"), rows)
     click.echo(f"families: {', '.join(report['families'])}")
+    click.echo(f"quantised files, by quant_method: {', '.join(report['quant_methods'])}")

@@ -2,42 +2,33 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 
 from lowlat.cli.console import print_json
-from lowlat.cli.options import F, GroupedCommand, declared_options, json_flag
+from lowlat.cli.help import SectionedCommand
+from lowlat.cli.options import F, declared_options, json_flag
 from lowlat.cli.paths import FILE, NEW_FOLDER
 from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variables
 
 __all__ = ["command"]
 
 logger = logging.getLogger("lowlat.serving")
-SECTIONS = {option.key: option.group or group for group, options in GROUPS.items() for option in options}
+SECTIONS = {option.key: group for group, options in GROUPS.items() for option in options}
 
 
 def _settings(function: F) -> F:
-    return declared_options(function, SETTINGS.values())
+    return declared_options(function, SETTINGS.values(), sections=SECTIONS)
 
 
-class _Grouped(GroupedCommand):
-    """A command whose help lists the settings by group."""
-
-    groups: ClassVar[Mapping[str, str]] = SECTIONS
-    rare: ClassVar[Mapping[str, Sequence[str]]] = {
-        section: [key for key, own in SECTIONS.items() if own == section and SETTINGS[key].rare]
-        for section in dict.fromkeys(SECTIONS.values())
-    }
-
-
-@click.command("serve", cls=_Grouped)
+@click.command("serve", cls=SectionedCommand)
 @click.option("--config", type=FILE, metavar="FILE", help="Settings from a TOML file: name = value.")
 @click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
 @click.option("--make-curve-keys", type=NEW_FOLDER, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
 @click.option("--demo", is_flag=True, help="Serve a small chat model, fetched once (93 MB).")
+@click.option("--supervised", type=int, hidden=True, help="A socket whose other end is a supervisor's.")
 @json_flag("Say that the server is ready as one JSON object.")
 @_settings
 def command(
@@ -45,17 +36,23 @@ def command(
     show_config: bool,
     make_curve_keys: Path | None,
     demo: bool,
+    supervised: int | None,
     json_output: bool,
     **options: Any,
 ) -> None:
     """Serve a model to other processes here; without options, the bundled pair.
 
-    Every setting can be given as an option (rare ones by --set name=value), as LOWLAT_NAME in the environment, or as
-    `name = value` in a TOML file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running
-    requests have ended, or --drain-s have passed; a second one ends it at once.
+    A setting is an option (a rare one: --set name=value), LOWLAT_NAME in the environment, or `name = value` in a TOML
+    file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or
+    --drain-s have passed; a second one ends it at once.
     """
     if make_curve_keys is not None:
         _make_keys(make_curve_keys, json_output)
+        return
+    if supervised is not None:
+        from lowlat.cli.supervising import serve_supervised
+
+        _end_with(serve_supervised(supervised))
         return
     settings = ServeConfig.gather(options, os.environ, config)
     if demo and settings["model"] is not None:
@@ -69,9 +66,22 @@ def command(
             click.echo(settings.to_toml())
         return
 
+    from lowlat.serving.models.tables import has_tables, read_tables
+
+    if config is not None and has_tables(config):
+        from lowlat.cli.supervising import serve_models
+
+        if demo:
+            raise click.UsageError(f"give --demo or [[models]], not both; {config} has some")
+        _end_with(serve_models(*read_tables(options, os.environ, config), json_output=json_output))
+        return
+
     from lowlat.cli.serving import BUNDLED, CHAT, serve
 
-    code = serve(settings, CHAT if demo else BUNDLED, json_output=json_output)
+    _end_with(serve(settings, CHAT if demo else BUNDLED, json_output=json_output))
+
+
+def _end_with(code: int) -> None:
     if code:
         raise click.exceptions.Exit(code)
 

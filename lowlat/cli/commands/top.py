@@ -3,16 +3,19 @@
 import json
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowlat.cli.connecting import connected, server_options
+from lowlat.cli.connecting import connected, endpoint_of, server_options
 from lowlat.cli.console import format_bytes
 from lowlat.cli.options import as_json
+from lowlat.cli.reports.served_models import OneServer, SeveralServers, Shown
 from lowlat.errors import ServerGone
-from lowlat.ipc import Client
+from lowlat.ipc.endpoint import default_endpoint
+from lowlat.serving.models.roster import roster_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,39 +37,50 @@ TIMES = {
 @click.option(
     "--interval", type=click.FloatRange(0.1, 3600.0), default=1.0, show_default=True, metavar="S", help="Seconds."
 )
+@click.option("--model", metavar="NAME", help="One of a server's several models; without it a line for each.")
 @click.option("--once", is_flag=True, help="Show one snapshot and end; so it is without a terminal, unless --json.")
 @as_json
-def command(endpoint: str | None, curve_keys: Path | None, interval: float, once: bool, json_output: bool) -> None:
+def command(
+    endpoint: str | None, curve_keys: Path | None, interval: float, model: str | None, once: bool, json_output: bool
+) -> None:
     """Watch a running server: slots, queue, tokens a second, times, acceptance by position, use of the KV cache.
 
     Ctrl-C ends it. With --json every snapshot is one line.
     """
-    with connected(endpoint, curve_keys, "lowlat top") as client:
-        if json_output:
-            _print_lines(client, interval, once)
-        elif once or not sys.stdout.isatty():
-            _print_once(client)
+    with ExitStack() as stack:
+        roster = None if model is not None else roster_of(endpoint or default_endpoint())
+        shown: Shown
+        if roster is None:
+            shown = OneServer(
+                stack.enter_context(connected(endpoint_of(endpoint, model), curve_keys, "lowlat top")), render
+            )
         else:
-            _watch(client, interval)
+            shown = stack.enter_context(SeveralServers(roster))
+        if json_output:
+            _print_lines(shown, interval, once)
+        elif once or not sys.stdout.isatty():
+            _print_once(shown)
+        else:
+            _watch(shown, interval)
 
 
-def _print_lines(client: Client, interval: float, once: bool) -> None:
+def _print_lines(shown: Shown, interval: float, once: bool) -> None:
     while True:
-        click.echo(json.dumps({"endpoint": client.endpoint, **client.stats()}))
+        click.echo(json.dumps(shown.figures()))
         sys.stdout.flush()
         if once:
             return
         time.sleep(interval)
 
 
-def _print_once(client: Client) -> None:
+def _print_once(shown: Shown) -> None:
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 100
-    Console(file=sys.stdout, width=width, highlight=False).print(render(client.stats(), client.endpoint))
+    Console(file=sys.stdout, width=width, highlight=False).print(shown.render())
 
 
-def _watch(client: Client, interval: float) -> None:
+def _watch(source: Shown, interval: float) -> None:
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -75,7 +89,7 @@ def _watch(client: Client, interval: float) -> None:
         try:
             while True:
                 try:
-                    shown = render(client.stats(), client.endpoint)
+                    shown = source.render()
                 except ServerGone as error:  # it may come back: the next question connects again
                     shown = Text(f"{error}\n\nwaiting for a server; Ctrl-C ends this", style="red")
                 live.update(shown, refresh=True)

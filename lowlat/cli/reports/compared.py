@@ -10,8 +10,9 @@ from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
 from lowlat.engine.metrics import SpeculativeDecodingStats
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
+from lowlat.ipc import Chunk
 from lowlat.options.config import SpeculativeConfig
-from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.request import SamplingParams
 
 __all__ = ["Comparison", "Question", "Row", "compare", "read_questions"]
 
@@ -142,8 +143,8 @@ def compare(
     Raises ConfigError and RequestError.
     """
 
-    def show(output: StepOutput) -> None:
-        on_text(output.text or "")
+    def show(chunk: Chunk) -> None:
+        on_text(chunk.text)
 
     questions = [Question(question.domain, question.text, chat) for question in questions]
     with load_runtime(target, speculative, None, max_batch=1) as runtime:

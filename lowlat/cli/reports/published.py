@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from lowlat.checkpoint.formats import STORED_FORMATS
+from lowlat.checkpoint.formats.methods import METHODS
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli.reports.sizes import plan_runtime
 from lowlat.engine.memory.plan import available_bytes
@@ -27,12 +29,14 @@ def models_report() -> dict[str, Any]:
     """All families by model_type, and published models with their sizes; nothing is fetched.
 
     "bytes" has the weights' by format: as they are published ("stored"), and rounded at load. "fits" names the formats
-    of which the weights alone are less than the free memory of the GPU, or of this machine where there is none.
+    of which the weights alone are less than the free memory of the GPU, or of this machine where there is none;
+    "quant_methods" those by which published files may be quantised.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = available_bytes(device)
     return {
         "families": list(FAMILIES),
+        "quant_methods": [*METHODS, *(each.method for each in STORED_FORMATS.values() if each.method)],
         "device": str(device),
         "free_bytes": free,
         "models": [_model(each, free) for each in PUBLISHED],

@@ -1,4 +1,4 @@
-"""The thread that owns a runtime once it answers calls: it takes requests, steps, and hands callers what is theirs.
+"""The thread that owns a runtime once it answers calls: it takes requests, steps, and hands callers their outputs.
 
 Callers put orders in its inbox and never wait for a step to do so; it obeys them between two steps. What a step brings
 goes into the mailbox of each request, and a loop of asyncio is told once a step, however many of its tasks wait.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 from lowlat.engine.calls.mailboxes import Brought, LoopMailbox, ThreadMailbox
 from lowlat.errors import CapacityError, DeviceError, LowlatError, RequestError, StreamError
 from lowlat.ipc.wake import Inbox
+from lowlat.options.keywords import NamedSession
 from lowlat.options.request import SamplingParams, StepOutput
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ class Ticket:
     grammar     its compiled grammar, which stays compiled while it is held here
     request_id  its name in the runtime; "" before it was submitted
     over        nothing more comes of it, or its caller wants nothing more
+    session     that it belongs to, or its name; None: to none
     """
 
-    __slots__ = ("cache_salt", "grammar", "mailbox", "over", "params", "prompt", "request_id")
+    __slots__ = ("cache_salt", "grammar", "mailbox", "over", "params", "prompt", "request_id", "session")
 
     def __init__(
         self,
@@ -63,7 +65,9 @@ class Ticket:
         cache_salt: str,
         grammar: object,
         mailbox: ThreadMailbox | LoopMailbox,
+        session: NamedSession | str | None = None,
     ) -> None:
+        self.session = session
         self.prompt, self.params, self.cache_salt = prompt, params, cache_salt
         self.grammar, self.mailbox = grammar, mailbox
         self.request_id = ""
@@ -190,7 +194,9 @@ class Driver:
             self._waiting.append(ticket)
             return
         try:
-            ticket.request_id = runtime.submit(ticket.prompt, ticket.params, cache_salt=ticket.cache_salt)
+            ticket.request_id = runtime.submit(
+                ticket.prompt, ticket.params, cache_salt=ticket.cache_salt, session=ticket.session
+            )
         except DeviceError:
             self._tickets[""] = ticket  # it is among those whom the failure reaches
             raise

@@ -10,7 +10,7 @@ from lowlat.errors import RequestError
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.options.declaration import check_number, shown
-from lowlat.options.keywords import CALL_OPTIONS, CallOptions
+from lowlat.options.keywords import CALL_OPTIONS, CallOptions, NamedSession
 from lowlat.options.request import GRAMMAR_OPTIONS, SamplingParams
 from lowlat.options.tools import bound_calls, checked_tools, document_of, shown_tools
 from lowlat.text.templates.messages import encode_messages
@@ -30,12 +30,14 @@ class Prepared:
     """A request that can be submitted.
 
     grammar  its compiled grammar, which stays compiled while it is held
+    session  that it belongs to, or its name
     """
 
     prompt: Sequence[int]
     params: SamplingParams
     cache_salt: str
     grammar: object
+    session: NamedSession | str | None = None
 
 
 def is_chat(prompt: object) -> bool:
@@ -68,7 +70,7 @@ def prepare(runtime: "Runtime", prompt: Prompt, params: SamplingParams | None, o
         text: Any = prompt
         ids = encode_prompt(runtime.codec, text, allow_special, max_context, settled.max_tokens)
     checked = runtime.checks.check(ids, settled)
-    return Prepared(checked, settled, cache_salt, runtime.grammars.compile(settled))
+    return Prepared(checked, settled, cache_salt, runtime.grammars.compile(settled), how.get("session"))
 
 
 def check_timeout(timeout_s: Any) -> None:

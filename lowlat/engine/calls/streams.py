@@ -47,7 +47,8 @@ class _Reading(Generic[Box]):
             self._driver.cancel(self._ticket, drop=False)
 
     def _submit(self, prepared: Prepared) -> None:
-        ticket = Ticket(prepared.prompt, prepared.params, prepared.cache_salt, prepared.grammar, self._mailbox)
+        own = (prepared.prompt, prepared.params, prepared.cache_salt, prepared.grammar)
+        ticket = Ticket(*own, self._mailbox, prepared.session)
         self._ticket = ticket
         if self._left:
             return
@@ -67,14 +68,14 @@ class _Reading(Generic[Box]):
         """An item as the caller's chunk. Raises what it says in place of one."""
         if isinstance(item, Exception):
             self._done = True
-            raise self._parts.broken(str(item), item.code) if isinstance(item, StreamError) else item
+            raise self._parts.received.broken(str(item), item.code) if isinstance(item, StreamError) else item
         output, metrics = item
         reason: FinishReason | None = output.finish_reason
         chunk = Chunk.of(output, reason, None if metrics is None else metrics.to_dict())
         self._parts.add(chunk)
         self._done = reason is not None
         if reason == "error":
-            raise self._parts.broken(output.error or "the request failed", output.error_code or "internal")
+            raise self._parts.received.broken(output.error or "the request failed", output.error_code or "internal")
         return chunk
 
 
@@ -100,7 +101,7 @@ class Stream(_Reading[ThreadMailbox]):
         try:
             item = self._mailbox.wait(self._deadline)
             if item is None:
-                raise self._parts.broken(LATE, "timeout")
+                raise self._parts.received.broken(LATE, "timeout")
             return self._read(item)
         except BaseException:
             if not self._done:
@@ -173,7 +174,7 @@ class AsyncStream(_Reading[LoopMailbox]):
             if not self._done:
                 self._leave()
             if isinstance(error, TimeoutError):
-                raise self._parts.broken(LATE, "timeout") from None
+                raise self._parts.received.broken(LATE, "timeout") from None
             raise
 
     async def answer(self) -> Answer:

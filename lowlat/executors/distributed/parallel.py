@@ -17,6 +17,7 @@ from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.distributed.peers import PeerMemory, planned_bytes
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.kernel_executor import abandon
+from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Program
 
@@ -56,6 +57,7 @@ class ParallelExecutor:
 
     name = "graph"
     asynchronous = True
+    residence: Residence | None = None
 
     def __init__(self, make: Callable[[int, GraphExecutor | None], GraphExecutor], peers: PeerMemory) -> None:
         self.peers = peers

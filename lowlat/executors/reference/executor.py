@@ -22,6 +22,7 @@ from lowlat.executors.allocation import (
     release_cached_memory,
 )
 from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Op, Program, Stage
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
@@ -81,6 +82,7 @@ class ReferenceExecutor:
               every device
     hooks     False: hooks are refused
     given     buffers of the state that are another's; None: all are its own
+    residence where weights and paged state lie, so that they can leave the device; None: they stay there
     """
 
     name = "reference"
@@ -95,13 +97,19 @@ class ReferenceExecutor:
         *,
         hooks: bool = True,
         given: BufferSet | None = None,
+        residence: Residence | None = None,
     ) -> None:
-        self.device = device
+        self.device, self.residence = device, residence
         self._takes_hooks = hooks
         self._programs = dict(programs)
         self._weights = _place(weights, device)
+        if residence is not None:
+            kept = {id(weight): residence.keep(weight) for weight in self._weights.values()}
+            self._weights = {name: kept[id(weight)] for name, weight in self._weights.items()}
         every = (*programs.values(), *list(prefills.values())[-1:])
-        self.state = BufferSet((spec for program in every for spec in program.specs(*STATE_ROLES)), device, given=given)
+        specs = (spec for program in every for spec in program.specs(*STATE_ROLES))
+        paged = None if residence is None else residence.zeros
+        self.state = BufferSet(specs, device, given=given, paged=paged)
         self._constants = SharedConstants(device)
         self._packs = _packs(programs.values(), self._weights)
         self._prefills = dict(prefills)
@@ -226,6 +234,8 @@ class ReferenceExecutor:
         self._packs.clear()
         self._weights.clear()
         self.state.clear()
+        if self.residence is not None:
+            self.residence.close()
         release_cached_memory(self.device)
 
 

@@ -21,6 +21,7 @@ from lowlat.models.layers import TORCH_DTYPES, rounded_scale
 
 __all__ = [
     "FULL",
+    "HARMLESS",
     "SLIDING",
     "gemma_config",
     "gemma_recipes",

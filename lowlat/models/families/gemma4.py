@@ -30,7 +30,7 @@ from lowlat.models.hf_config import check_architecture, check_head_counts
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, ParallelSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 
-__all__ = ["SKIPPED", "parse", "recipes"]
+__all__ = ["SKIPPED", "layer_specs", "parse", "recipes"]
 
 ARCHITECTURES = tuple(
     f"Gemma4{kind}{ending}"
@@ -141,8 +141,13 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     own_embeddings = 0 if _is_unified(fields) else 256
     fields = with_defaults(fields, max_position_embeddings=262144 if _is_unified(fields) else 131072)
     check_architecture(fields, ARCHITECTURES)
-    refuse_others(fields, qk_norm=True, bidirectional=("vision",))
     sizes = parse_sizes(fields)
+    return gemma_config(fields, directory, dtype, sizes, layer_specs(fields, sizes, own_embeddings))
+
+
+def layer_specs(fields: Fields, sizes: Sizes, own_embeddings: int) -> tuple[LayerSpec, ...]:
+    """The layers that a config describes. own_embeddings: their width where it does not name it. Raises ConfigError."""
+    refuse_others(fields, qk_norm=True, bidirectional=("vision",))
     attentions = _attentions(fields, sizes, parse_ropes(fields, sizes.max_position, ROPES))
     experts = _experts(fields)
     has_none = fields.values.get("hidden_size_per_layer_input", 0) is None  # null: 0, and no default
@@ -160,7 +165,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         dense = DenseSpec(inner_size=inner, activation="gelu_tanh")
         ffn = dense if experts is None else ParallelSpec(dense=dense, experts=experts)
         layers.append(LayerSpec(mixer=mixer, ffn=ffn, sandwich=True, scaled=True, per_layer_size=size or None))
-    return gemma_config(fields, directory, dtype, sizes, tuple(layers))
+    return tuple(layers)
 
 
 def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec, of: str) -> list[Recipe]:

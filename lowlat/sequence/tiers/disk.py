@@ -11,7 +11,11 @@ import logging
 import os
 import stat
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from io import RawIOBase
 from pathlib import Path
 
 import torch
@@ -24,9 +28,19 @@ __all__ = ["DiskTier"]
 logger = logging.getLogger("lowlat.sequence.tiers")
 
 SUFFIX = ".chunk"
+WRITING = ".writing-"  # before the number of the process that writes
+STALE_S = 60.0  # a file that was last written to so long ago, by a process that is gone, is nobody's
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 4096
 VERSION = 1
+
+
+def _nothing(key: ChunkKey) -> bool:
+    return False
+
+
+class _DamagedError(Exception):
+    """A file that is not as it was written."""
 
 
 class DiskTier:
@@ -34,73 +48,98 @@ class DiskTier:
 
     directory    is made where it is missing; its mode must let nobody but its owner in
     fingerprint  what reads a content must have: another's is a miss
-    Safe for one thread at a time in each of several processes. Raises ConfigError for a directory that cannot be used.
+    is_pinned    whether a content is to stay
+    Several threads of each of several processes may read; one thread of each writes. Raises ConfigError for a directory
+    that cannot be used.
     """
 
-    def __init__(self, directory: Path, max_bytes: int, fingerprint: str) -> None:
+    def __init__(
+        self, directory: Path, max_bytes: int, fingerprint: str, is_pinned: Callable[[ChunkKey], bool] = _nothing
+    ) -> None:
         self.max_bytes, self.fingerprint = max_bytes, fingerprint
         self.root = directory / fingerprint
+        self.num_bytes = 0
+        self._is_pinned = is_pinned
         self._has_warned = False
+        self._seen = 0  # when the directory was changed last, as far as its files are counted
+        self._lock = threading.Lock()
         try:
             for folder in (directory, self.root):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_owner(folder)
-            self.num_bytes = sum(size for _, size, _ in self._files())
+            self._take_out_unfinished()
+            self._count()
         except OSError as error:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
 
     def __contains__(self, key: ChunkKey) -> bool:
         return self._path(key).exists()
 
-    def read(self, key: ChunkKey) -> torch.Tensor | None:
-        """The content of a key, [n] uint8, which is then the newest; None where there is none that is whole."""
+    def read(self, key: ChunkKey, reserve: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
+        """The content of a key, which is then the newest; None where there is none that is whole, or no memory for it.
+
+        reserve  gives memory for so many bytes, [n] uint8
+        """
         path = self._path(key)
         try:
-            data = path.read_bytes()
+            with path.open("rb", buffering=0) as file:
+                size = os.fstat(file.fileno()).st_size
+                head = os.pread(file.fileno(), MAX_HEADER_BYTES, 0)
+                end = head.find(b"\n")
+                num_bytes = size - end - 1 - DIGEST_BYTES
+                if end < 1 or num_bytes < 0:
+                    raise _DamagedError("it is torn, or has no header")
+                if head[:end] != self._header(key, num_bytes):
+                    raise _DamagedError("its header is not that of this content")
+                content = reserve(num_bytes)
+                if content is None:
+                    return None
+                file.seek(end + 1)
+                view = memoryview(content.numpy())  # type: ignore[arg-type]
+                digest = hashlib.blake2b(head[: end + 1], digest_size=DIGEST_BYTES)
+                if not _fill(file, view) or file.read(DIGEST_BYTES) != _digest_after(digest, view):
+                    raise _DamagedError("its digest is another's")
         except FileNotFoundError:
             return None
-        except OSError as error:
+        except (OSError, _DamagedError) as error:
+            if isinstance(error, _DamagedError):
+                self.drop(key)
             self._miss(path, str(error))
-            return None
-        end = data.find(b"\n", 0, MAX_HEADER_BYTES)
-        problem = None if end > 0 else "it has no header"
-        if problem is None and data[:end] != self._header(key, len(data) - end - 1 - DIGEST_BYTES):
-            problem = "its header is not that of this content"
-        if (
-            problem is None
-            and hashlib.blake2b(data[:-DIGEST_BYTES], digest_size=DIGEST_BYTES).digest() != data[-DIGEST_BYTES:]
-        ):
-            problem = "its digest is another's"
-        if problem is not None:
-            self.drop(key)
-            self._miss(path, problem)
             return None
         with suppress(OSError):  # another process has taken it out
             os.utime(path)
-        return torch.frombuffer(bytearray(data[end + 1 : -DIGEST_BYTES]), dtype=torch.uint8)
+        return content
 
-    def write(self, key: ChunkKey, content: torch.Tensor) -> None:
-        """Keep a content, [n] uint8 on the CPU; the oldest files go where it leaves no space for them."""
-        data = content.numpy().tobytes()
-        if len(data) > self.max_bytes or key in self:
-            return
-        written = b"%s\n%s" % (self._header(key, len(data)), data)
-        digest = _digest(written)
+    def write(self, key: ChunkKey, content: torch.Tensor) -> bool:
+        """Keep a content, [n] uint8 on the CPU; the oldest files go where it leaves no space for them.
+
+        A file that is there is written over. Returns whether it is kept.
+        """
+        head = self._header(key, content.numel()) + b"\n"
+        view = memoryview(content.numpy())  # type: ignore[arg-type]
+        size = len(head) + len(view) + DIGEST_BYTES
         try:
-            self._make_space(len(written) + DIGEST_BYTES)
-            with tempfile.NamedTemporaryFile(dir=self.root, delete=False) as file:  # mode 0600
-                try:
-                    file.write(written)
-                    file.write(digest)
+            if not self._make_space(size):
+                return False
+            with tempfile.NamedTemporaryFile(dir=self.root, prefix=f"{WRITING}{os.getpid()}-", delete=False) as file:
+                try:  # its mode is 0600
+                    file.write(head)
+                    file.write(view)
+                    file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
                     file.close()
-                    os.replace(file.name, self._path(key))
+                    path = self._path(key)
+                    before = path.stat().st_size if path.exists() else 0
+                    os.replace(file.name, path)
                 except OSError:
                     os.unlink(file.name)
                     raise
+            with self._lock:
+                self.num_bytes += size - before
+                self._seen = self.root.stat().st_mtime_ns
         except OSError as error:
             self._miss(self._path(key), f"it cannot be written: {error}")
-            return
-        self.num_bytes += len(written) + DIGEST_BYTES
+            return False
+        return True
 
     def drop(self, key: ChunkKey) -> None:
         """Take a content out, if it is there."""
@@ -123,13 +162,34 @@ class DiskTier:
             found.append((facts.st_mtime, facts.st_size, path))
         return sorted(found)
 
-    def _make_space(self, size: int) -> None:
-        files = self._files()  # other processes' are counted, too
-        self.num_bytes = sum(each for _, each, _ in files)
-        for _, each, path in files:
+    def _take_out_unfinished(self) -> None:
+        """Take out what processes were writing when they were killed."""
+        for path in self.root.glob(f"{WRITING}*"):
+            writer = path.name.removeprefix(WRITING).partition("-")[0]
+            with suppress(FileNotFoundError):
+                is_stale = time.time() - path.stat().st_mtime > STALE_S
+                if is_stale and writer.isdigit() and not Path(f"/proc/{writer}").exists():
+                    path.unlink()
+
+    def _count(self) -> list[tuple[float, int, Path]]:
+        """Count all files, other processes', too; returns them, the oldest first."""
+        changed, files = self.root.stat().st_mtime_ns, self._files()
+        with self._lock:
+            self._seen, self.num_bytes = changed, sum(size for _, size, _ in files)
+        return files
+
+    def _make_space(self, size: int) -> bool:
+        """Take the oldest files out until so many bytes fit; False: they cannot."""
+        if size > self.max_bytes:
+            return False
+        if self.num_bytes + size <= self.max_bytes and self.root.stat().st_mtime_ns == self._seen:
+            return True
+        for _, each, path in self._count():
             if self.num_bytes + size <= self.max_bytes:
-                return
-            self._unlink(path, each)
+                break
+            if not self._is_pinned(_key_of(path)):
+                self._unlink(path, each)
+        return self.num_bytes + size <= self.max_bytes
 
     def _unlink(self, path: Path, size: int | None = None) -> None:
         try:
@@ -140,7 +200,8 @@ class DiskTier:
         except OSError as error:
             self._miss(path, f"it cannot be taken out: {error}")
             return
-        self.num_bytes -= size
+        with self._lock:
+            self.num_bytes -= size
 
     def _miss(self, path: Path, problem: str) -> None:
         """Say once that files cannot be used; what they hold is read by prefill again."""
@@ -149,8 +210,30 @@ class DiskTier:
         self._has_warned = True
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+def _digest_after(digest: "hashlib.blake2b", view: memoryview) -> bytes:
+    """The digest of what was read and of what follows it; other threads run meanwhile."""
+    digest.update(view)
+    return digest.digest()
+
+
+def _fill(file: RawIOBase, view: memoryview) -> bool:
+    """Read until a view is full; False: the file ends before."""
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            return False
+        done += count
+    return True
+
+
+def _key_of(path: Path) -> ChunkKey:
+    """The key of a file, by its name."""
+    name = path.name.removesuffix(SUFFIX)
+    try:
+        return ChunkKey(bytes.fromhex(name[:64]), name[64:])
+    except ValueError:  # somebody's own
+        return ChunkKey(b"", name)
 
 
 def _check_owner(folder: Path) -> None:

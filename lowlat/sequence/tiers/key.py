@@ -1,11 +1,12 @@
-"""The names of chunks' contents in the tiers, and their ways to the device and back."""
+"""The names of chunks' contents in the tiers, their ways to the device and back, and who copies them."""
 
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["COMING", "ChunkKey", "Load", "Presence", "Save"]
+__all__ = ["COMING", "ChunkKey", "Copier", "Load", "Mark", "Presence", "Save"]
 
 
 class Presence(Enum):
@@ -29,15 +30,49 @@ class ChunkKey(NamedTuple):
 
 
 class Load(NamedTuple):
-    """A content, [n] uint8 in host memory, and the blocks or rows of a pool that it is written to, in order."""
+    """A content, [n] uint8 in host memory, and the blocks or rows of a pool that it is written to, in order.
+
+    holder  the chunk that is held until it has come, by a copy that steps do not wait for; None: it is written before
+            anything else is launched
+    """
 
     pool: str
     places: tuple[int, ...]
     content: torch.Tensor
+    holder: object = None
 
 
 class Save(NamedTuple):
-    """A content that is worth a copy: its key, and the blocks or rows that hold it, in order."""
+    """A content that is worth a copy: its key, and the blocks or rows that hold it, in order.
+
+    holder     the chunk that is held until it was copied, so that steps do not wait for that; None: it is read before
+               anything else is launched
+    """
 
     key: ChunkKey
     places: tuple[int, ...]
+    holder: object = None
+
+
+Mark = Callable[[], None]
+"""A point in what the device was told: called on the thread of copies, it has later ones wait for it."""
+
+
+class Copier(Protocol):
+    """Copies between blocks of the device and host memory that steps do not wait for."""
+
+    def allocate(self, size: int) -> torch.Tensor:
+        """Host memory of so many bytes, [n] uint8, from which the device copies. Raises ConfigError where it is
+        refused."""
+
+    def mark(self) -> Mark:
+        """All that was launched until now, for copies to come after it."""
+
+    def content_bytes(self, pool: str, count: int) -> int:
+        """The bytes of a content of so many blocks or rows of a pool."""
+
+    def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
+        """Start to copy contents to their blocks; returns a function that waits until they are there."""
+
+    def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
+        """Start to copy blocks to contents, [n] uint8; returns a function that waits until they are there."""

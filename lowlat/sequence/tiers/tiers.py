@@ -1,50 +1,106 @@
 """The tiers below the device's memory, as the book of blocks and the steps know them.
 
-A thread of its own waits for copies from the device, reads files and writes them.
+Threads of their own copy from and to the device, read files and write them. Whoever steps puts orders here, and takes
+what has been done.
 """
 
 import logging
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from lowlat.errors import LowlatError
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
-from lowlat.sequence.tiers.key import COMING, ChunkKey, Presence
+from lowlat.sequence.tiers.key import COMING, ChunkKey, Copier, Load, Mark, Presence, Save
 
-__all__ = ["CacheTiers"]
+__all__ = ["READ_AHEAD", "CacheTiers"]
 
 logger = logging.getLogger("lowlat.sequence.tiers")
+
+NUM_READERS = 8  # a core digests about 1 GB/s, and a disk gives several
+READ_AHEAD = 24  # contents of a prompt that are read from files at a time
+BATCH_BYTES = 128 << 20  # of copies to the device that are started at a time; two such are under way
+TELL_S = 0.004  # so often, at most, are those who wait for files told of more
+Value = TypeVar("Value")
+Job = Callable[[], None]
+CopyJob = Callable[[], Job | None]  # starts a copy, and returns what waits for it
+
+
+@dataclass
+class Counts:
+    """The tiers' figures since the load.
+
+    hits, misses      contents found in host memory; asked for of a file, and not there or not whole
+    read, saved       contents read from files; copied from the device
+    bytes_in, _out    copied to the device and from it
+    copy_in_s, _out_s for which such copies took
+    """
+
+    hits: int = 0
+    misses: int = 0
+    read: int = 0
+    saved: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    copy_in_s: float = 0.0
+    copy_out_s: float = 0.0
 
 
 class CacheTiers:
     """Host memory before files. The methods are for the thread that steps; `close` ends the tiers' own.
 
-    pinned  makes host memory that a device copies from, [n] uint8, of a content that was read; None: it stays
+    copier           copies between the device and host memory
+    pins             how often the contents of a chunk are pinned, which the tiers ask; this class counts them
+    max_bytes_per_s  of copies from and to the device, together; None: as fast as the bus is
     """
 
+    apart = True  # contents come to the device while others decode
+
     def __init__(
-        self, host: HostTier, disk: DiskTier | None, pinned: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self,
+        host: HostTier,
+        disk: DiskTier | None,
+        copier: Copier,
+        pins: "Counter[bytes] | None" = None,
+        *,
+        max_bytes_per_s: float | None = None,
     ) -> None:
-        self._host, self._disk, self._pinned = host, disk, pinned
-        self._lock = threading.Condition()
+        self._host, self._disk, self._copier = host, disk, copier
+        self._pins = Counter[bytes]() if pins is None else pins
+        self._max_bytes_per_s = max_bytes_per_s
+        self._lock = threading.Condition(threading.RLock())
         self._coming: set[ChunkKey] = set()
+        self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
         self._saving: set[ChunkKey] = set()
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
+        self._whole: set[ChunkKey] = set()  # this process has read or written their files
         self._dropping: set[ChunkKey] = set()  # wrong, and not yet taken out everywhere
-        self._num_read = 0
-        self._counts = {"hits": 0, "read": 0, "misses": 0, "saved": 0}
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="lowlat-cache-tiers", daemon=True)
-        self._thread.start()
+        self._done: list[object] = []  # holders of copies that have ended
+        self._num_read = self._num_open = self._num_loads = 0
+        self._told = 0.0
+        self.counts = Counts()
+        self._copies: queue.PriorityQueue[tuple[int, int, CopyJob | None]] = queue.PriorityQueue()
+        self._reads: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._num_jobs = 0
+        self._may_copy_at = 0.0
+        self._threads = [threading.Thread(target=self._run_copies, name="lowlat-cache-copies", daemon=True)]
+        for jobs in () if disk is None else (self._writes, *[self._reads] * NUM_READERS):
+            self._threads.append(threading.Thread(target=_run, args=(jobs,), name="lowlat-cache-files", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     @property
     def num_read(self) -> int:
-        """Reads from files that have ended: it grows whenever what was on its way has come, or is not there."""
+        """A number that grows whenever something that was under way has come, or is not there."""
         return self._num_read
 
     def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
@@ -53,94 +109,312 @@ class CacheTiers:
         None: it is in no tier.
         """
         with self._lock:
-            if key in self._dropping:
-                return None
-            content = self._host.get(key)
+            content = self._held(key)
             if content is not None:
-                self._counts["hits"] += 1
+                self.counts.hits += 1
                 return content
-            if key in self._coming:
-                return COMING
-            if self._disk is None or key in self._absent or key not in self._disk:
-                return None
-            self._coming.add(key)
-        self._work.put(lambda: self._read(key))
-        return COMING
+            return COMING if self._ask(key) else None
+
+    def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
+        """Have contents read from their files that will be asked for, as long as each is there."""
+        with self._lock:
+            for key in keys:
+                if self._held(key) is None and not self._ask(key):
+                    return
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a read has ended, at most so long; not at all where none is under way."""
+        """Wait until a read or a copy to the device has ended, at most so long; not at all where none is under way."""
         with self._lock:
-            if self._coming:
+            if self._coming or self._num_loads:
                 self._lock.wait(timeout_s)
 
     def wants(self, key: ChunkKey) -> bool:
-        """Whether a content is in none of the tiers, so that it is worth a copy."""
+        """Whether a content is in none of the tiers, as far as is known, so that it is worth a copy."""
         with self._lock:
-            return not (key in self._host or key in self._saving or (self._disk is not None and key in self._disk))
+            if key in self._host or key in self._saving:
+                return False
+            return self._disk is None or key not in self._whole or key not in self._disk
+
+    def copy_in(self, loads: Sequence[Load], mark: Mark) -> None:
+        """Copy contents to their blocks, which nobody writes meanwhile; `take_done` then names their holders."""
+        batch: list[Load] = []
+        for place, load in enumerate(loads):
+            batch.append(load)
+            size = sum(each.content.numel() for each in batch)
+            if size >= BATCH_BYTES or self._max_bytes_per_s is not None or place == len(loads) - 1:
+                with self._lock:
+                    self._num_loads += 1
+                self._put_copy(0, partial(self._copy_in, batch, mark))
+                batch = []
+
+    def copy_out(self, saves: Sequence[Save], mark: Mark) -> None:
+        """Keep what blocks hold, which nobody writes meanwhile; `take_done` then names their holders."""
+        for save in saves:
+            with self._lock:
+                self._saving.add(save.key)
+                self._num_open += 1
+            self._put_copy(1, partial(self._copy_out, save, mark))
 
     def put(self, key: ChunkKey, content: Callable[[], torch.Tensor]) -> None:
         """Keep a content. `content` is called in the tiers' own thread, and waits for the copy from the device."""
         with self._lock:
             self._saving.add(key)
-        self._work.put(lambda: self._save(key, content))
+            self._num_open += 1
+        self._put_copy(1, lambda: partial(self._keep_read, key, content))
+
+    def take_done(self) -> list[object]:
+        """The holders of copies that have ended since this was called last; several times where they hold several."""
+        if not self._done:
+            return []
+        with self._lock:
+            done, self._done = self._done, []
+        return done
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a content that is wrong, wherever it is, or will be."""
         with self._lock:
             self._dropping.add(key)
-        self._work.put(lambda: self._forget(key))
+            self._fresh.pop(key, None)
+            self._num_open += 1
+        self._put_copy(1, lambda: partial(self._forget, key))
+
+    def pin(self, digests: Sequence[bytes]) -> None:
+        """Have the contents of chunks stay while others can go."""
+        with self._lock:
+            self._pins.update(digests)
+
+    def unpin(self, digests: Sequence[bytes]) -> None:
+        """Take a pin back that `pin` has given."""
+        with self._lock:
+            self._pins.subtract(digests)
+            for digest in digests:
+                if self._pins[digest] <= 0:
+                    del self._pins[digest]
 
     def stats(self) -> dict[str, Any]:
-        """Contents, bytes and hits, as JSON."""
+        """Contents, bytes, hits and copies, as JSON."""
         with self._lock:
             disk = {} if self._disk is None else {"disk_bytes": self._disk.num_bytes}
-            return {"host_chunks": len(self._host), "host_bytes": self._host.num_bytes, **disk, **self._counts}
+            held = {"host_chunks": len(self._host), "host_bytes": self._host.num_bytes, **disk}
+            return {**held, "copies_under_way": self._num_loads + len(self._saving), **vars(self.counts)}
 
     def flush(self) -> None:
-        """Wait until all that was put is kept."""
-        done = threading.Event()
-        self._work.put(done.set)
-        done.wait()
+        """Wait until all that was asked for is done: copied, read and written."""
+        with self._lock:
+            self._lock.wait_for(lambda: not (self._num_open or self._coming or self._num_loads))
 
     def close(self) -> None:
-        """Keep all that was put, and end the thread."""
-        self._work.put(None)
-        self._thread.join()
+        """Keep all that was put, and end the threads."""
+        self.flush()
+        self._put_copy(2, None)
+        for _ in self._threads:
+            self._reads.put(None)
+        self._writes.put(None)
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self) -> None:
-        while (job := self._work.get()) is not None:
-            try:
-                job()
-            except (LowlatError, RuntimeError) as error:  # the device's, which whoever steps is told of, too
-                logger.warning("a part of the prefix cache is not kept: %s", error)
+    def _held(self, key: ChunkKey) -> torch.Tensor | None:
+        """A content that is in host memory, and not wrong."""
+        if key in self._dropping:
+            return None
+        return self._host.get(key) if key in self._host else self._take_fresh(key)
+
+    def _take_fresh(self, key: ChunkKey) -> torch.Tensor | None:
+        content = self._fresh.get(key)
+        if content is not None:
+            del self._fresh[key]
+            self._host.put(key, content)
+        return content
+
+    def _ask(self, key: ChunkKey) -> bool:
+        """Whether a content will come from its file, which is read from here on."""
+        if key in self._coming:
+            return True
+        if self._disk is None or key in self._dropping or key in self._absent or key not in self._disk:
+            return False
+        self._coming.add(key)
+        self._reads.put(lambda: self._read(key))
+        return True
+
+    def _put_copy(self, priority: int, job: CopyJob | None) -> None:
+        """Queue a copy: those to the device go first."""
+        with self._lock:
+            self._num_jobs += 1
+            self._copies.put((priority, self._num_jobs, job))
+
+    def _run_copies(self) -> None:
+        """Start copies in turn; before one is waited for the next is started, so that the bus has no pause."""
+        pending: Job | None = None
+        while True:
+            job, is_last = None, False
+            if pending is None or not self._copies.empty():
+                job = self._copies.get()[2]
+                is_last = job is None
+            started = None if job is None else _tried(job)
+            if pending is not None:
+                _tried(pending)
+            if is_last:
+                return
+            pending = started
+
+    def _wait_for_turn(self, num_bytes: int) -> None:
+        """Wait until copies may go on, and count this one."""
+        if self._max_bytes_per_s is None:
+            return
+        now = time.monotonic()
+        if now < self._may_copy_at:
+            time.sleep(self._may_copy_at - now)
+        self._may_copy_at = max(now, self._may_copy_at) + num_bytes / self._max_bytes_per_s
+
+    def _tell(self, *, at_once: bool) -> None:
+        """Let whoever waits look again; the lock is held."""
+        now = time.monotonic()
+        if at_once or now - self._told >= TELL_S:
+            self._told = now
+            self._num_read += 1
+        self._lock.notify_all()
+
+    def _end(self) -> None:
+        """An order is done; the lock is held."""
+        self._num_open -= 1
+        self._lock.notify_all()
 
     def _read(self, key: ChunkKey) -> None:
-        content = None if self._disk is None else self._disk.read(key)
-        if content is not None and self._pinned is not None:
-            content = self._pinned(content)
+        content = None if self._disk is None else self._disk.read(key, self._reserve)
         with self._lock:
             self._coming.discard(key)
             if content is None:
                 self._absent.add(key)
+                self.counts.misses += 1
             else:
-                self._host.put(key, content)
-            self._counts["misses" if content is None else "read"] += 1
-            self._num_read += 1
-            self._lock.notify_all()
+                self._whole.add(key)
+                self.counts.read += 1
+                if key not in self._dropping:
+                    self._fresh[key] = content
+            while len(self._fresh) > 2 * READ_AHEAD:  # of requests that were cancelled meanwhile
+                self._take_fresh(next(iter(self._fresh)))
+            self._tell(at_once=not self._coming)
 
-    def _save(self, key: ChunkKey, content: Callable[[], torch.Tensor]) -> None:
-        made = content()
+    def _reserve(self, size: int) -> torch.Tensor | None:
+        with self._lock:
+            return self._host.reserve(size)
+
+    def _copy_in(self, loads: Sequence[Load], mark: Mark) -> Job:
+        num_bytes = sum(load.content.numel() for load in loads)
+        self._wait_for_turn(num_bytes)
+        begun = time.monotonic()
+
+        def end() -> None:
+            with self._lock:
+                self.counts.bytes_in += num_bytes
+                self.counts.copy_in_s += time.monotonic() - begun
+                self._done += [load.holder for load in loads]
+                self._num_loads -= 1
+                self._tell(at_once=True)
+
+        # a copy that fails ends, too: the device has failed then, and whoever steps is told
+        return _begun(lambda: self._copier.start_in(loads, mark), lambda _: end())
+
+    def _copy_out(self, save: Save, mark: Mark) -> Job | None:
+        size = self._copier.content_bytes(save.key.pool, len(save.places))
+        self._wait_for_turn(size)
+        content = self._reserve(size)
+        if content is None:
+            self._keep(save.key, None, save.holder)
+            return None
+        begun = time.monotonic()
+
+        def end(done: bool) -> None:
+            self.counts.bytes_out += size
+            self.counts.copy_out_s += time.monotonic() - begun
+            self._keep(save.key, content if done else None, save.holder)
+
+        return _begun(lambda: self._copier.start_out([save], [content], mark), end)
+
+    def _keep_read(self, key: ChunkKey, content: Callable[[], torch.Tensor]) -> None:
+        """Keep a content that is on its way already, in memory of the tier."""
+        kept = None
+        try:
+            made = content()
+            kept = self._reserve(made.numel())
+            if kept is not None:
+                kept.copy_(made)
+                self.counts.bytes_out += made.numel()
+        finally:
+            self._keep(key, kept, None)
+
+    def _keep(self, key: ChunkKey, content: torch.Tensor | None, holder: object) -> None:
+        """Note a content that has come from the device; None: there is no memory for it."""
         with self._lock:
             self._saving.discard(key)
             self._absent.discard(key)
-            self._host.put(key, made)
-            self._counts["saved"] += 1
-        if self._disk is not None:
-            self._disk.write(key, made)
+            if holder is not None:
+                self._done.append(holder)
+            if content is not None and key not in self._dropping:
+                self._host.put(key, content)
+                self.counts.saved += 1
+            self._tell(at_once=True)
+            if content is None or self._disk is None:
+                self._end()
+                return
+        self._writes.put(partial(self._write, key, content))
+
+    def _write(self, key: ChunkKey, content: torch.Tensor) -> None:
+        kept = self._disk is not None and self._disk.write(key, content)
+        with self._lock:
+            if kept:
+                self._whole.add(key)
+            self._end()
 
     def _forget(self, key: ChunkKey) -> None:
-        if self._disk is not None:
-            self._disk.drop(key)
         with self._lock:
             self._host.drop(key)
+        if self._disk is None:
+            self._forgotten(key)
+        else:
+            self._writes.put(partial(self._forget_file, self._disk, key))
+
+    def _forget_file(self, disk: DiskTier, key: ChunkKey) -> None:
+        disk.drop(key)
+        self._forgotten(key)
+
+    def _forgotten(self, key: ChunkKey) -> None:
+        with self._lock:
             self._dropping.discard(key)
+            self._whole.discard(key)
+            self._end()
+
+
+def _begun(start: Callable[[], Job], end: Callable[[bool], None]) -> Job:
+    """Start something; returns what waits for it and ends it, which is told whether it was done.
+
+    Where it cannot be started it is ended at once.
+    """
+    try:
+        wait = start()
+    except BaseException:
+        end(False)
+        raise
+
+    def finish() -> None:
+        done = False
+        try:
+            wait()
+            done = True
+        finally:
+            end(done)
+
+    return finish
+
+
+def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
+    while (job := jobs.get()) is not None:
+        _tried(job)
+
+
+def _tried(job: Callable[[], Value]) -> Value | None:
+    try:
+        return job()
+    except (LowlatError, RuntimeError) as error:  # the device's, which whoever steps is told of, too
+        logger.warning("a part of the prefix cache is not kept: %s", error)
+        return None

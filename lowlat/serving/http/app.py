@@ -12,11 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lowlat.errors import LowlatError
-from lowlat.ipc.client import AsyncClient
 from lowlat.serving.http import status
 from lowlat.serving.http.auth import Guard
 from lowlat.serving.http.errors import ApiError, answer_error
-from lowlat.serving.http.gateway import Gateway
+from lowlat.serving.http.gateway import Gateways
 from lowlat.serving.http.openai import chat, completions, responses, tokenize
 from lowlat.serving.http.openai.request_ids import RequestIds
 
@@ -40,19 +39,18 @@ SAFE_HEADERS = {
 }
 
 
-def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: Iterable[str] = ()) -> Starlette:
+def make_app(gateways: Gateways, *, key: str | None, host: str | None, hosts: Iterable[str] = ()) -> Starlette:
     """The application.
 
-    client  of the server after the gateway; it is closed with the application
+    gateways  to the servers of the models; they are closed with the application
     key     that every request but the page's files, /health and /ready must carry; None: none
     host    where it is bound, None where a proxy stands before it; hosts are further names under which it is reached
     """
-    gateway = Gateway(client)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        await client.close()
+        await gateways.close()
 
     routes = [
         Route("/v1/chat/completions", chat.chat_completions, methods=["POST"]),
@@ -81,7 +79,7 @@ def make_app(client: AsyncClient, *, key: str | None, host: str | None, hosts: I
         },
         lifespan=lifespan,
     )
-    app.state.gateway = gateway
+    app.state.gateways = gateways
     return app
 
 

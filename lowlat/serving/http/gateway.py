@@ -1,19 +1,27 @@
-"""The gateway's own state: its connection to the server, and what it remembers of it."""
+"""The gateway's own state: its connections to servers, one for each model, and what it remembers of them."""
 
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from starlette.requests import Request
+
+from lowlat.errors import ServerGone
 from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.messages import Pong, Welcome
 from lowlat.serving.http.errors import ApiError
+from lowlat.serving.models.roster import Listed, Roster
 
-__all__ = ["Gateway"]
+__all__ = ["Gateway", "Gateways", "OneModel", "SeveralModels", "gateways_of"]
 
 STATS_S = 0.1  # whoever asks more often gets the same figures
+LOADING_RETRY_S = "5"
 
 
 class Gateway:
-    """A connection to the server, made again where it was lost."""
+    """A connection to one model's server, made again where it was lost."""
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
@@ -56,3 +64,102 @@ class Gateway:
             self._stats = await self.client.stats()
             self._stats_at = now
         return self._stats
+
+
+class Gateways(ABC):
+    """The models that can be asked for."""
+
+    @abstractmethod
+    async def of(self, model: str | None) -> Gateway:
+        """The connection to a model's server; None: to the first one's that answers.
+
+        Raises ApiError for a model that is not there, or not now.
+        """
+
+    @abstractmethod
+    def listed(self) -> Sequence[Listed] | None:
+        """The models and their states, as their supervisor says; None: there is none. Raises ServerGone."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close every connection."""
+
+
+class OneModel(Gateways):
+    """The model of one server."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._gateway = Gateway(client)
+
+    async def of(self, model: str | None) -> Gateway:
+        """See Gateways; `Gateway.serving` refuses other names."""
+        return self._gateway
+
+    def listed(self) -> Sequence[Listed] | None:
+        """See Gateways."""
+        return None
+
+    async def close(self) -> None:
+        """See Gateways."""
+        await self._gateway.client.close()
+
+
+class SeveralModels(Gateways):
+    """The models of a supervisor, by its roster: each has a server of its own, which a request wakes."""
+
+    def __init__(self, roster: Path) -> None:
+        self._path = roster
+        self._gateways: dict[str, Gateway] = {}  # by endpoint
+
+    async def of(self, model: str | None) -> Gateway:
+        """See Gateways."""
+        listed = self.listed()
+        if model is None:
+            found = next((each for each in listed if each.answers), None) or listed[0]
+        else:
+            found = _named(listed, model)
+        if not found.answers:
+            why = f": {found.problem}" if found.problem else ""
+            for_good = found.state == "failed"
+            raise ApiError(
+                503,
+                f"the model {found.name!r:.120} cannot be asked now, it is {found.state}{why}",
+                kind="server_error",
+                code="model_failed" if for_good else "model_loading",
+                headers={} if for_good else {"retry-after": LOADING_RETRY_S},
+            )
+        gateway = self._gateways.get(found.endpoint)
+        if gateway is None:
+            gateway = self._gateways[found.endpoint] = Gateway(AsyncClient(found.endpoint, name="lowlat http"))
+        return gateway
+
+    def listed(self) -> Sequence[Listed]:
+        """See Gateways."""
+        models = Roster.read(self._path).models
+        if not models:
+            raise ServerGone("the server has no models", code="gone")
+        return models
+
+    async def close(self) -> None:
+        """See Gateways."""
+        for gateway in self._gateways.values():
+            await gateway.client.close()
+
+
+def gateways_of(request: Request) -> Gateways:
+    """The models of the application that a request reached."""
+    found: Gateways = request.app.state.gateways
+    return found
+
+
+def _named(listed: Sequence[Listed], model: str) -> Listed:
+    found = next((each for each in listed if each.name == model), None)
+    if found is None:
+        known = ", ".join(repr(each.name) for each in listed)
+        raise ApiError(
+            404,
+            f"the model {model!r:.120} does not exist; {known} do: name one in the field model",
+            param="model",
+            code="model_not_found",
+        )
+    return found

@@ -3,7 +3,7 @@
 They are the server's own, of all its clients, whichever gateway they came through.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -141,8 +141,24 @@ class _Snapshot(Collector):
         return family
 
 
-def exposition(stats: Mapping[str, Any]) -> bytes:
-    """A snapshot of the server's figures as text."""
+class _Snapshots(Collector):
+    """Snapshots of several models: one family of each name, whose samples name their models."""
+
+    def __init__(self, stats: Sequence[Mapping[str, Any]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, Metric] = {}
+        for own in self._stats:
+            for family in _Snapshot(own).collect():
+                found.setdefault(family.name, family)
+                if found[family.name] is not family:
+                    found[family.name].samples += family.samples
+        return found.values()
+
+
+def exposition(stats: Sequence[Mapping[str, Any]]) -> bytes:
+    """Snapshots of servers' figures as text, one for each model."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(stats))
+    registry.register(_Snapshots(stats))
     return generate_latest(registry)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import uvicorn
 
 from lowlat.errors import ConfigError
-from lowlat.ipc.client import AsyncClient
 from lowlat.serving.descriptors import raise_descriptor_limit
 from lowlat.serving.http.acceptor import Acceptor
 from lowlat.serving.http.app import make_app
 from lowlat.serving.http.connections import Connection, ConnectionLimits, Connections
+from lowlat.serving.http.gateway import Gateways
 
 __all__ = ["Address", "bind", "check_free", "parse_address", "run"]
 
@@ -64,7 +64,7 @@ def check_free(address: Address) -> None:
 
 
 def run(
-    client: AsyncClient,
+    gateways: Gateways,
     address: Address,
     *,
     key: str,
@@ -85,7 +85,7 @@ def run(
         address = Address(address.host, listener.getsockname()[1])
         if not address.local:
             logger.warning("%s is reached from other machines, without encryption", address.url())
-        app = make_app(client, key=key, host=address.host, hosts=hosts)
+        app = make_app(gateways, key=key, host=address.host, hosts=hosts)
         config = uvicorn.Config(
             app,
             log_config=None,

@@ -24,7 +24,8 @@ from lowlat.models.families.known_keys import HARMLESS_KEYS
 from lowlat.models.geometry import DraftLayout, ModelConfig
 from lowlat.models.hf_config import check_architecture, read_config, refuse_windows
 from lowlat.speculators.dflash.geometry import DflashConfig
-from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
+from lowlat.speculators.draft_layers import layer_style, with_layer_defaults
+from lowlat.speculators.eagle3.sizes import GATES, check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["BlockFile", "BlockKind", "parse_block_model", "parse_dflash"]
@@ -34,7 +35,7 @@ MAX_LAYERS, MAX_FEATURES, MAX_BLOCK = 16, 5, 64
 OVERRIDE = "give capture_layers, the boundaries themselves"
 HARMLESS_DRAFT_KEYS = HARMLESS_KEYS | {
     *("auto_map", "dtype", "torch_dtype", "speculators_config", "speculators_version", "num_anchors", "max_anchors"),
-    *("loss_decay_gamma", "sliding_window_non_causal"),
+    *("loss_decay_gamma", "sliding_window_non_causal", "target_model_type", "target_text_model_type"),
 }
 
 
@@ -87,17 +88,27 @@ def _places(fields: Fields, kind: BlockKind) -> BlockFile:
         raise ConfigError(f"{fields.label}: speculators_model_type must be {kind.method!r}, found {found!r}")
     if nested is None:
         raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' draft models have it")
-    return BlockFile(fields, nested, fields, "speculators")
+    return BlockFile(fields, with_layer_defaults(nested), fields, "speculators")
 
 
 def _refuse_unimplemented(file: BlockFile, kind: BlockKind) -> None:
     check_architecture(file.top, kind.architectures)
-    file.layer.refuse_unless("model_type", ("qwen3", "llama"), "Qwen3- and Llama-style layers")
-    file.layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     file.own.refuse_unless("causal", (False,), "attention that sees the whole block")
     file.own.refuse_unless("projector_type", (), "DFlash without a projector (Domino, DSpark)")
     file.own.refuse_unless("attention_mode", ("gqa", "mha"), "grouped-query attention")
+
+
+def _layer_fields(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+    """The fields of the geometry that layers decide: plain ones, or those of a family. Raises ConfigError."""
+    style = layer_style(file.layer)
+    if style is not None:
+        return style.read(file.layer, sizes, target)
+    file.layer.refuse_unless("model_type", ("qwen3", "llama"), "Qwen3- and Llama-style layers, and Gemma 4's")
+    file.layer.refuse_unless("hidden_act", GATES, "SiLU and GELU gates")
     refuse_windows(file.layer, off_by_default=file.layer.values.get("model_type") == "qwen3")
+    biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
+    biases = (biased["q"] or biased["k"] or biased["v"], biased["o"], False)
+    return size_fields(file.layer, tensors, sizes, target, windows=(None,) * sizes.num_layers, biases=biases)
 
 
 def _open(directory: Path, name: str) -> DraftTensors:
@@ -182,7 +193,7 @@ def parse_block_model(
     the kind, was made for another target, or asks for what is not implemented: sliding windows, attention that is
     causal inside the block, projectors.
     """
-    fields = read_config(directory)
+    fields = with_layer_defaults(read_config(directory))
     file, tensors = _places(fields, kind), _open(directory, kind.name)
     _refuse_unimplemented(file, kind)
     sizes = parse_sizes(file.layer, default_vocab_size=target.vocab_size, default_max_position=target.max_position)
@@ -196,8 +207,6 @@ def parse_block_model(
             f"{entry.file}: tensor {entry.name!r}: expected columns 1 to {MAX_FEATURES} times the target's hidden_size "
             f"{target.hidden_size}, found {list(entry.shape)}"
         )
-    biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
-    qkv_bias = biased["q"] or biased["k"] or biased["v"]
     config = kind.record(
         layout=file.layout,
         capture_boundaries=_boundaries(file, kind, target, (num_features, num_layers), capture_layers),
@@ -206,15 +215,15 @@ def parse_block_model(
         anchor_drafts=file.own.boolean("sample_from_anchor", kind.anchor_drafts),
         **kind.own(file),
         quantisation=read_quantisation(file.top, directory) or read_quantisation(file.layer, directory),
-        **size_fields(
-            file.layer, tensors, sizes, target, windows=(None,) * num_layers, biases=(qkv_bias, biased["o"], False)
-        ),
+        **_layer_fields(file, tensors, sizes, target),
         **_vocabulary(file, tensors, sizes, target),
     )
+    style = layer_style(file.layer)
+    harmless = HARMLESS_DRAFT_KEYS if style is None else HARMLESS_DRAFT_KEYS | style.harmless
     for place in {id(each): each for each in (file.top, file.layer, file.own)}.values():
         for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
             place.optional_boolean(key)  # the tensors say
-        place.refuse_unknown(HARMLESS_DRAFT_KEYS)
+        place.refuse_unknown(harmless)
     return config, tensors
 
 

@@ -17,8 +17,10 @@ from lowlat.models.walk import (
     emit_attended,
     emit_ffn,
     emit_heads,
+    emit_layer_scale,
     emit_output,
     emit_projection,
+    emit_sandwich,
     layer_of,
 )
 from lowlat.sequence.paged_kv import cache_specs
@@ -93,20 +95,20 @@ class DflashEmitter:
         if emitter.stage is not Stage.PREFILL:
             emitter.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
-        widths = [2 * layer.attention.kv_size for layer in self.layers]
-        bias = draft.attention.qkv_bias
-        product, first = emitter.linear(normed, "head.context.kv", sum(widths), "kv", bias=bias), 0
+        letters, bias = draft.context, draft.attention.qkv_bias
+        widths = [len(letters) * layer.attention.kv_size for layer in self.layers]
+        product, first = emitter.linear(normed, f"head.context.{letters}", sum(widths), "kv", bias=bias), 0
         for layer, width in zip(self.layers, widths, strict=True):
             own = emitter.scratch("layer.kv", emitter.rows.count, width, dtype=torch.float32)
             emitter.emit("take_columns", {"x": product}, {"out": own}, first=first)
-            emit_heads(emitter, layer, own, "kv", self.tables)
+            emit_heads(emitter, layer, own, letters, self.tables)
             first += width
 
     def emit_draft(self, scope: StepScope) -> str:
         """The block and all its drafts; returns the drafted nodes."""
         draft = self.draft
         level, tokens = self._block(scope, scope.topology.depth + self.first_row)
-        table, scale = "head.embed.weight", None
+        table, scale = "head.embed.weight", draft.embedding_scale
         if not draft.own_embedding:  # it was trained with the target's embedding as the target has it, scaled
             table, scale = "embed.weight", scope.config.embedding_scale
         stream = level.embed(tokens, table, draft.hidden_size, "embedded", scale=scale)
@@ -116,7 +118,8 @@ class DflashEmitter:
         normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
         head = "head.lm_head" if draft.own_lm_head else "lm_head"
         shard = draft.shard if draft.own_lm_head else scope.config.shard
-        logits = level.vocabulary(normed, head, draft.draft_vocab_size, "logits", shard)
+        cap = draft.logit_softcap
+        logits = level.vocabulary(normed, head, draft.draft_vocab_size, "logits", shard, softcap=cap)
         if isinstance(scope.topology, DynamicTree):
             growth = scope.growth()
             growth.from_block(level, rank_drafts(level, logits, growth.tree.top_k), first_row=self.first_row)
@@ -181,10 +184,12 @@ class DflashEmitter:
         layer = self.layers[number]
         level.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = level.norm(stream, f"{layer.name}.attn_norm.weight", layer.eps, "input.normed")
-        product = emit_projection(level, layer, normed, "qkv", "qkv")
-        query = emit_heads(level, layer, product, "qkv", self.tables)["q"]
+        letters, name = layer.attention.projected, f"layers.{number}.residual"
+        product = emit_projection(level, layer, normed, letters, "qkv")
+        query = emit_heads(level, layer, product, letters, self.tables)["q"]
         output = emit_output(level, layer, emit_attended(level, layer, query))
-        middle = level.add(stream, output, f"layers.{number}.residual.middle")
+        middle = level.add(stream, emit_sandwich(level, layer, output, "post_attn"), f"{name}.middle")
         level.stage = Stage.DRAFT_FFN
         inner = level.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
-        return level.add(middle, emit_ffn(level, layer, inner), f"layers.{number}.residual.out")
+        total = level.add(middle, emit_sandwich(level, layer, emit_ffn(level, layer, inner), "post_ffn"), f"{name}.out")
+        return emit_layer_scale(level, layer, total, f"{name}.scaled") if layer.spec.scaled else total

@@ -23,6 +23,11 @@ class DflashConfig(DraftConfig):
     anchor_drafts: bool = False
 
     @property
+    def context(self) -> str:
+        """The heads that the target's features are projected to, of k and v: values may be keys."""
+        return self.attention.projected.removeprefix("q")
+
+    @property
     def max_drafts(self) -> int:
         """Drafts of a block."""
         return self.block_size if self.anchor_drafts else self.block_size - 1

@@ -39,9 +39,16 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     ]
     norms = {"attn_norm": "input_layernorm"}
     for layer in range(config.num_layers):
-        names = (f"head.layers.{layer}", f"layers.{layer}")
+        spec, names = config.layers[layer], (f"head.layers.{layer}", f"layers.{layer}")
+        products = (config.attention.projected,)
         made += layer_recipes(
-            config.layers[layer], hidden, dtype, names, products=("qkv",), columns=hidden, norms=norms
+            spec,
+            hidden,
+            dtype,
+            names,
+            products=products,
+            columns=hidden,
+            norms=norms,
         )
     made += [
         _context(config, dtype, "weight", hidden),
@@ -59,9 +66,9 @@ def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -
     pieces = tuple(
         Piece(f"layers.{layer}.self_attn.{each}_proj.{part}", (spec.kv_size, *width))
         for layer, spec in config.attentions.items()
-        for each in "kv"
+        for each in config.context
     )
-    return Recipe(f"head.context.kv.{part}", pieces, dtype)
+    return Recipe(f"head.context.{config.context}.{part}", pieces, dtype)
 
 
 def dflash_weight_plan(config: DflashConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

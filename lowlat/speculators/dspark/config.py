@@ -1,7 +1,7 @@
 """DSpark draft models: config.json and tensor headers to geometry, in DeepSpec's layout and in speculators'.
 
     layout       told by                 what is DSpark's own
-    deepspec     Qwen3DSparkModel        the top level; each row drafts the token after its own
+    deepspec     an architecture of it   the top level; each row drafts the token after its own
     speculators  speculators_model_type  the top level; so, unless `sample_from_anchor` is false
 
 DeepSpec's DFlash draft models are of this form, too, without a bias.
@@ -20,13 +20,14 @@ from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["DEEPSPEC", "parse_dspark"]
 
-DEEPSPEC = "Qwen3DSparkModel"
+DEEPSPEC = ("Qwen3DSparkModel", "Gemma4DSparkModel")
 MAX_RANK = 4096
 
 
 def _deepspec_file(fields: Fields) -> BlockFile:
-    if DEEPSPEC not in (fields.optional_strings("architectures", max_count=16) or ()):
-        raise ConfigError(f"{fields.label}: architectures do not name {DEEPSPEC}: this is no DSpark draft model")
+    if not set(DEEPSPEC) & set(fields.optional_strings("architectures", max_count=16) or ()):
+        names = " or ".join(DEEPSPEC)
+        raise ConfigError(f"{fields.label}: architectures do not name {names}: this is no DSpark draft model")
     return BlockFile(fields, fields, fields, "deepspec")
 
 
@@ -50,7 +51,7 @@ def _heads(file: BlockFile) -> dict[str, Any]:
     }
 
 
-DSPARK = BlockKind("dspark", "DSpark", (DEEPSPEC, "DSparkSpeculator"), _deepspec_file, DsparkConfig, _heads, True)
+DSPARK = BlockKind("dspark", "DSpark", (*DEEPSPEC, "DSparkSpeculator"), _deepspec_file, DsparkConfig, _heads, True)
 
 
 def parse_dspark(

@@ -15,10 +15,11 @@ from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import check_architecture, read_config
+from lowlat.speculators.draft_layers import layer_style, with_layer_defaults
 from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, OUTPUTS_KEY, capture_boundaries
 from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
 from lowlat.speculators.eagle3.geometry import Eagle3Config
-from lowlat.speculators.eagle3.sizes import check_target, size_fields, vocabulary_fields
+from lowlat.speculators.eagle3.sizes import GATES, check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors, open_draft_model
 from lowlat.speculators.eagle3.windows import draft_windows
 
@@ -33,7 +34,8 @@ ARCHITECTURES = (
     "Eagle3Speculator",
     "PEagleDraftModel",
     "PEagleSpeculator",
-    DEEPSPEC,
+    "LlamaEagle3DraftModel",
+    *DEEPSPEC,
 )
 MAX_DRAFT_LAYERS = 16
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
@@ -57,6 +59,7 @@ HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
     "step_loss_decay",
     "target_model_name_or_path",
     "target_model_type",
+    "target_text_model_type",
     "torch_dtype",
     "truncated_vocab_size",
     "ttt_length",
@@ -67,8 +70,9 @@ HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
 def _refuse_unimplemented(file: DraftFile) -> None:
     check_architecture(file.top, ARCHITECTURES)
     layer, why = file.layer, "Llama-style layers over captured features"
-    layer.refuse_unless("model_type", LAYER_TYPES, why)
-    layer.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
+    if layer_style(layer) is None:
+        layer.refuse_unless("model_type", LAYER_TYPES, why)
+        layer.refuse_unless("hidden_act", GATES, "SiLU and GELU gates")
     if file.layout == "deepspec":  # each of its layers would read the embedding, and its own evaluator takes one
         for key in ("num_hidden_layers", "draft_num_hidden_layers"):
             layer.refuse_unless(key, (1,), "DeepSpec's draft models of one layer")
@@ -166,6 +170,16 @@ def _windows(file: DraftFile, tensors: DraftTensors, sizes: Sizes) -> tuple[int 
     return draft_windows(file, count)
 
 
+def _layer_fields(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
+    """The fields of the geometry that layers decide: plain ones, or those of a family. Raises ConfigError."""
+    style = layer_style(file.layer)
+    if style is not None:
+        tensors.check_layers(sizes.num_layers, sizes.hidden_size, file.layer.label)
+        return style.read(file.layer, sizes, target)
+    windows, biases = _windows(file, tensors, sizes), _biases(file, tensors)
+    return size_fields(file.layer, tensors, sizes, target, windows=windows, biases=biases)
+
+
 def _has_no_features(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> bool:
     """Whether the draft model reads the target's final hidden state in place of captured features."""
     directory = tensors.checkpoint.directory
@@ -206,8 +220,10 @@ def _refuse_unknown(file: DraftFile) -> None:
     if file.eagle is not None:
         file.eagle.raw(IDS_KEY)
         file.eagle.raw("layer_ids")
+    style = layer_style(file.layer)
+    harmless = HARMLESS_HEAD_KEYS if style is None else HARMLESS_HEAD_KEYS | style.harmless
     for place in file.places():
-        place.refuse_unknown(() if place is file.eagle else HARMLESS_HEAD_KEYS)
+        place.refuse_unknown(() if place is file.eagle else harmless)
 
 
 @dataclass(frozen=True)
@@ -242,7 +258,7 @@ def parse_draft(
 
     kind  the method that it must be of
     """
-    fields = read_config(directory)
+    fields = with_layer_defaults(read_config(directory))
     tensors = open_draft_model(directory)
     file = DraftFile(fields, tensors)
     kind.check(tensors)
@@ -274,14 +290,7 @@ def parse_draft(
         norm_output=_feedback(file, fc_norm),
         norm_before_residual=_residual(file),
         **kind.own(file, tensors, target, len(boundaries)),
-        **size_fields(
-            file.layer,
-            tensors,
-            sizes,
-            target,
-            windows=_windows(file, tensors, sizes),
-            biases=_biases(file, tensors),
-        ),
+        **_layer_fields(file, tensors, sizes, target),
         **_vocabulary(file, tensors, sizes, target),
     )
     _refuse_unknown(file)

@@ -2,7 +2,7 @@
 
     layout        told by                                        names          layers' sizes in
     speculators   speculators_model_type                         layers.0.      transformer_layer_config
-    deepspec      Qwen3Eagle3Model or target_layer_ids           layers.0.      the top level
+    deepspec      an architecture of it or target_layer_ids           layers.0.      the top level
     specforge     midlayer, LlamaForCausalLMEagle3 or eagle_config  midlayer.   the top level
     safeai        midlayer, neither of them                      midlayer.      the top level
     modelopt      layers.0 or midlayer.0, none of the above      layers.0.      the top level
@@ -13,12 +13,13 @@ Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and De
 from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftLayout
+from lowlat.speculators.draft_layers import with_layer_defaults
 from lowlat.speculators.eagle3.capture import OUTPUTS_KEY
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
 
 __all__ = ["DEEPSPEC", "DraftFile"]
 
-DEEPSPEC = "Qwen3Eagle3Model"
+DEEPSPEC = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
 KINDS = {"eagle3": False, "peagle": True}  # and whether a row may stand for a token that is not known
 
 
@@ -33,7 +34,7 @@ class DraftFile:
             raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' heads have it")
         if self.layout != "speculators" and nested is not None:
             raise ConfigError(f"{fields.label}: transformer_layer_config without speculators_model_type is not known")
-        self.layer = nested or fields
+        self.layer = fields if nested is None else with_layer_defaults(nested)
         self.eagle = fields.optional_object("eagle_config")
         self.notes: list[str] = []
 
@@ -65,7 +66,7 @@ def _layout(fields: Fields, tensors: DraftTensors) -> DraftLayout:
             )
         return "speculators"
     architectures = fields.optional_strings("architectures", max_count=16) or ()
-    if DEEPSPEC in architectures or fields.values.get(OUTPUTS_KEY):
+    if set(DEEPSPEC) & set(architectures) or fields.values.get(OUTPUTS_KEY):
         return "deepspec"
     if not tensors.has_midlayer:
         return "modelopt"

@@ -20,8 +20,10 @@ from lowlat.models.walk import (
     emit_ffn,
     emit_gated,
     emit_heads,
+    emit_layer_scale,
     emit_output,
     emit_projection,
+    emit_sandwich,
     layer_of,
 )
 from lowlat.sequence.paged_kv import cache_specs
@@ -102,7 +104,8 @@ class Eagle3Emitter:
     def emit_input(self, emitter: Emitter, tokens: str, hidden: str) -> tuple[str, str]:
         """Normed embedding next to normed hidden [M, 2H], and the residual [M, H]."""
         draft = self.draft
-        embedded = emitter.embed(tokens, self.embedding, draft.hidden_size, "embedded")
+        width, scale = draft.hidden_size, draft.embedding_scale  # files that have none were trained with plain rows
+        embedded = emitter.embed(tokens, self.embedding, width, "embedded", scale=scale)
         both = emitter.scratch("both", emitter.rows.count, 2 * draft.hidden_size)
         normed = emitter.scratch("hidden.normed", emitter.rows.count, draft.hidden_size)
         emitter.emit(
@@ -121,15 +124,17 @@ class Eagle3Emitter:
         """
         x = both
         for number, layer in enumerate(self.layers[:-1]):
-            product = emit_projection(emitter, layer, x, "qkv", "qkv")
-            query = emit_heads(emitter, layer, product, "qkv", self.tables)["q"]
+            letters = layer.attention.projected
+            product = emit_projection(emitter, layer, x, letters, "qkv")
+            query = emit_heads(emitter, layer, product, letters, self.tables)["q"]
             middle = self._attend(emitter, x, query, residual, number)
             _move(emitter, Stage.DRAFT_FFN)
             residual = self.emit_ffn(emitter, middle, number)
             _move(emitter, Stage.DRAFT_ATTENTION_FMHA)
             x = emitter.norm(residual, f"{layer_name(number + 1)}.attn_norm.weight", layer.eps, "input.normed")
-        product = emit_projection(emitter, self.layers[-1], x, "kv", "kv")
-        emit_heads(emitter, self.layers[-1], product, "kv", self.tables, normed="k_normed")
+        letters = self.layers[-1].attention.projected.removeprefix("q")
+        product = emit_projection(emitter, self.layers[-1], x, letters, "kv")
+        emit_heads(emitter, self.layers[-1], product, letters, self.tables, normed="k_normed")
         return x, residual
 
     def emit_attention(self, emitter: Emitter, x: str, residual: str) -> str:
@@ -148,20 +153,23 @@ class Eagle3Emitter:
             seen["keep_first"] = keep_first
         attended = emit_attended(emitter, layer, query, **seen)
         output = emit_output(emitter, layer, emit_gated(emitter, layer, x, attended))
-        return emitter.add(residual, output, self._stream("middle", number))
+        return emitter.add(residual, emit_sandwich(emitter, layer, output, "post_attn"), self._stream("middle", number))
 
     def emit_ffn(self, emitter: Emitter, middle: str, number: int) -> str:
         """The FFN of a layer and its residual sum [M, H]."""
         layer = self.layers[number]
         normed = emitter.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
-        return emitter.add(middle, emit_ffn(emitter, layer, normed), self._stream("out", number))
+        output = emit_sandwich(emitter, layer, emit_ffn(emitter, layer, normed), "post_ffn")
+        total = emitter.add(middle, output, self._stream("out", number))
+        return emit_layer_scale(emitter, layer, total, self._stream("scaled", number)) if layer.spec.scaled else total
 
     def emit_logits(self, emitter: Emitter, residual: str) -> tuple[str, str]:
         """LM head; returns logits [M, Vd] and the state that may be fed back."""
         draft = self.draft
         emitter.stage = Stage.DRAFT_LM_HEAD
         normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
-        logits = emitter.vocabulary(normed, self.lm_head, draft.draft_vocab_size, "logits", self.head_shard)
+        width, cap = draft.draft_vocab_size, draft.logit_softcap
+        logits = emitter.vocabulary(normed, self.lm_head, width, "logits", self.head_shard, softcap=cap)
         return logits, normed if draft.norm_output else residual
 
     def emit_draft(self, emitter: Emitter, logits: str, num_ranks: int) -> str:

@@ -8,10 +8,12 @@ from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import MAX_VOCABULARY, max_positions, parse_rope
-from lowlat.models.layer_spec import DenseSpec, LayerSpec
+from lowlat.models.layer_spec import Activation, DenseSpec, LayerSpec
 from lowlat.speculators.eagle3.tensors import DraftTensors
 
-__all__ = ["check_target", "size_fields", "vocabulary_fields"]
+__all__ = ["GATES", "check_target", "size_fields", "vocabulary_fields"]
+
+GATES: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # by hidden_act
 
 
 def check_target(top: Fields, target: ModelConfig) -> None:
@@ -33,14 +35,15 @@ def size_fields(
 ) -> dict[str, Any]:
     """The fields of a DraftConfig that every draft model has: sizes, and layers.
 
-    layer    where the config has the layers' sizes
+    layer    where the config has the layers' sizes; its gate is one of `GATES`
     windows  of each layer; None: full attention
     biases   whether projections of queries, keys and values, of outputs, and of the FFN have biases
     """
     rope, (qkv_bias, output_bias, mlp_bias) = parse_rope(layer, max_position=sizes.max_position), biases
     qk_norm = any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk")
     mixer = sizes.attention(rope, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm)
-    ffn = DenseSpec(inner_size=sizes.intermediate_size, bias=mlp_bias)
+    activation = GATES[layer.optional_string("hidden_act") or "silu"]
+    ffn = DenseSpec(inner_size=sizes.intermediate_size, activation=activation, bias=mlp_bias)
     return {
         **sizes.model(),
         "target_hidden_size": target.hidden_size,

@@ -69,7 +69,8 @@ def _layer_recipes(config: Eagle3Config, dtype: torch.dtype, layer: int) -> list
 
     Of the last, keys and values are made of more rows than queries are.
     """
-    hidden, products = config.hidden_size, ("q", "kv") if layer == config.num_layers - 1 else ("qkv",)
+    hidden, letters = config.hidden_size, config.attentions[layer].projected
+    products = ("q", letters.removeprefix("q")) if layer == config.num_layers - 1 else (letters,)
     norms = {"attn_norm": "input_layernorm"}
     if not layer:
         norms = {"embed_norm": "input_layernorm", "hidden_norm": "hidden_norm"}

@@ -209,4 +209,4 @@ def _published(config: DraftConfig, target: ModelConfig) -> dict[str, Any]:
         "enable_confidence_head": config.confidence,
         "confidence_head_with_markov": config.confidence_markov,
     }
-    return {**layers, "architectures": [DEEPSPEC], **own, **heads}
+    return {**layers, "architectures": [DEEPSPEC[0]], **own, **heads}

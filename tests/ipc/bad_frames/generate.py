@@ -154,7 +154,7 @@ def arrays_and_control() -> Iterator[dict[str, Any]]:
 
 
 def written() -> Iterator[dict[str, Any]]:
-    """What somebody hostile would think of."""
+    """Yield the frames that an attacker would send."""
     head = b"\x02\x83" + pack("number") + b"\x01" + pack("credit") + b"\x01"
     options = b"\x02\x84" + head[2:] + pack("messages") + pack([{"role": "u"}]) + pack("template_options")
     good = b"\x02" + pack({"number": 1, "credit": 1})

@@ -9,7 +9,6 @@ import torch
 from checkpoint_files import edit_json
 from safetensors.torch import load_file, save_file
 from tiny_models import make_target, mxfp4_target
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lowlat.errors import ConfigError
 from lowlat.models.layer_spec import RopeConfig
@@ -156,6 +155,8 @@ def test_gpt_oss_as_published_needs_no_dtype_in_its_config(tmp_path: Path) -> No
 
 def decoded(weights: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """MXFP4 blocks and scales as float32 [E, rows, K], by transformers' function."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
     values: torch.Tensor = convert_moe_packed_tensors(
         weights[f"{name}.blocks"], weights[f"{name}.scales"], dtype=torch.float32
     )

@@ -78,7 +78,7 @@ def test_deepspec_s_five_layers_are_outputs(tmp_path: Path) -> None:
         ({"ids": (1, 2, 3, 5, 8)}, ["integers from 0 to 7"]),
         ({"num_target_layers": 9}, ["num_target_layers 9 is not the target's 8"]),
         ({"layers": 2}, ["num_hidden_layers = 2", "DeepSpec's draft models of one layer"]),
-        ({"architectures": ["Gemma4Eagle3Model"]}, ["'Gemma4Eagle3Model' is not implemented"]),
+        ({"architectures": ["Gemma3Eagle3Model"]}, ["'Gemma3Eagle3Model' is not implemented"]),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 5, 6]}, ["means boundaries", "means [2, 3, 4, 6, 7]"]),
     ],
 )

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from lowlat.cli import channels
 from lowlat.cli.channels import ChannelWriter, channel_dicts
-from lowlat.options.request import StepOutput
+from lowlat.ipc import Chunk
 from lowlat.text import TextCodec
 from lowlat.text.harmony import ENDS
 
@@ -39,7 +39,7 @@ def stream(model: Path, text: str) -> bool:
     tokens = codec.encode(text, add_special_tokens=False, allow_special=True)
     for place, token in enumerate(tokens):
         reason: Any = "stop" if place == len(tokens) - 1 else None
-        writer(StepOutput(request_id="r", token_ids=(token,), finish_reason=reason))
+        writer(Chunk(token_ids=(token,), finish_reason=reason))
     codec.close()
     return writer.answered
 

@@ -1,11 +1,14 @@
 """Quick help, messages and exit codes, and what reaches a terminal."""
 
+import inspect
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from cli_calls import lowlat, refusal
 from click.testing import CliRunner
@@ -14,10 +17,27 @@ from tiny_models import PairPaths, make_target
 
 from lowlat import Runtime
 from lowlat.cli import COMMANDS, cli, console
+from lowlat.cli.help import DeclaredOption
 from lowlat.cli.options import parse_biases
+from lowlat.engine.calls.streams import Stream
 
 HELP_LIMIT_S = 0.3
+SCREEN_LINES, SCREEN_COLUMNS = 25, 82  # click's own pages are wider than 80 where a line is one word
 BUSY_MACHINE = 4  # times slower than an idle one
+
+
+def command_lines(group: click.Group = cli, words: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command that runs, after the words that name it."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from command_lines(command, f"{words}{name} ")
+        elif command is not None:
+            yield words + name, command
+
+
+COMMAND_LINES = dict(command_lines())
 
 
 def test_help_is_quick_and_loads_no_torch() -> None:
@@ -43,6 +63,29 @@ def test_every_command_has_help(name: str) -> None:
     result = lowlat(name, "--help")
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: cli {name}")
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_help_has_two_screens_and_help_all_every_option(name: str) -> None:
+    shown = lowlat(*name.split(), "--help").stdout
+    assert len(shown.splitlines()) <= 2 * SCREEN_LINES and max(map(len, shown.splitlines())) <= SCREEN_COLUMNS
+    if "--help-all" not in shown:
+        return
+    whole = lowlat(*name.split(), "--help-all").stdout
+    for option in COMMAND_LINES[name].params:
+        if isinstance(option, DeclaredOption) and option.hidden:
+            assert f"  {option.declared.key}=" in whole
+        elif isinstance(option, click.Option) and not option.hidden:
+            assert all(spelling in whole for spelling in option.opts)
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_every_commands_function_takes_what_its_options_give(name: str) -> None:
+    command = COMMAND_LINES[name]
+    assert command.callback is not None
+    names = [each.name for each in command.params if each.expose_value and each.name is not None]
+    context = [None] if hasattr(command.callback, "__wrapped__") else []  # click.pass_context gives it one
+    inspect.signature(command.callback).bind(*context, **dict.fromkeys(names))
 
 
 def test_unknown_command_and_option_are_usage_errors() -> None:
@@ -110,7 +153,7 @@ def test_interruption_ends_with_130(pair: PairPaths, monkeypatch: pytest.MonkeyP
     def interrupt(*_arguments: object, **_options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Runtime, "step", interrupt)
+    monkeypatch.setattr(Stream, "__next__", interrupt)
     assert refusal("generate", pair.target, "--token-ids", "1", code=130).endswith("interrupted")
 
 

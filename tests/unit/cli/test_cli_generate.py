@@ -155,7 +155,7 @@ def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(loading, "make_geometry", lambda *given: replace(shapes(*given), max_prefill_chunks=4))
     monkeypatch.setattr("lowlat.cli.running.progress_bar", lambda _text, **_: _Recorder(updates))
     assert lowlat(*arguments).stdout == plain.stdout
-    assert updates[0] == (0, None) and updates[-1] == (512, 600)
+    assert updates[0] == updates[-1] == (0, None) and len(updates) > 2  # of the load, and of the prefill
 
 
 class _Recorder:

@@ -142,5 +142,5 @@ class _Terminal:
 
 def test_help_of_chat_lists_what_may_be_typed_in_it() -> None:
     shown = lowlat("chat", "--help").stdout
-    for part in ("/system TEXT", "/retry", "--temperature", "With MODEL: speculation:", "--draft-model", "--demo"):
+    for part in ("/system TEXT", "/retry", "--temperature", "Speculation:", "--draft-model", "--demo"):
         assert part in shown

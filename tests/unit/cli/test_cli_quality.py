@@ -14,14 +14,13 @@ from cli_calls import answer, lowlat, refusal
 from lowered import Pair
 from tiny_models import make_target
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
 
 from lowlat import Runtime
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.kernels.formats import dequantised
-from lowlat.kernels.formats.int4 import quantise_int4
+from lowlat.kernels.formats.int4 import int4_format
 from lowlat.step.prefill import build_prefill
 from lowlat.tools.quality import OPTIONS, Quality, measure_quality
 
@@ -38,6 +37,8 @@ def log_probabilities(model: torch.nn.Module, windows: list[list[int]]) -> torch
 
 
 def test_figures_are_those_of_the_logits() -> None:
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(bundled("target"), dtype=torch.float32)
     tokens = Tokenizer.from_file(str(bundled("target") / "tokenizer.json")).encode(TEXT.read_text()).ids[:NUM_TOKENS]
     windows = [tokens[start : start + WINDOW] for start in range(0, NUM_TOKENS, WINDOW)]
@@ -45,7 +46,7 @@ def test_figures_are_those_of_the_logits() -> None:
     plain = log_probabilities(model, windows)
     for name, weight in model.named_parameters():
         if "_proj" in name:
-            parts = quantise_int4(weight.detach().bfloat16(), 64)
+            parts = int4_format(64, has_zeros=False).quantise(weight.detach().bfloat16())
             weight.data = dequantised("x.weight", {f"x.{part}": each for part, each in parts.items()})
     rounded = log_probabilities(model, windows)
     found = msgspec.convert(answer(*COMMAND, "--dtype", "float32", "--quantize", "int4", "--json"), Quality)

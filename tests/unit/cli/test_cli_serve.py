@@ -216,9 +216,10 @@ def test_show_config_is_a_file_that_says_the_same(folder: Path, monkeypatch: pyt
 def test_help_lists_the_settings_by_group() -> None:
     shown = lowlat("serve", "--help").stdout
     places = [shown.index(title) for title in ("Server:", "Model:", "Speculation:", "Runtime:", "Limits:")]
-    assert places == sorted(places) and len(shown.splitlines()) < 135
+    assert places == sorted(places)
+    whole = lowlat("serve", "--help-all").stdout
     rare = [option for option in SETTINGS.values() if option.rare]
-    assert rare and all(option.key in shown and f"{option.flag} " not in shown for option in rare)
+    assert rare and all(f"{option.key}=" in whole and f"{option.flag} " not in whole for option in rare)
 
 
 def test_keys_are_the_owners_alone_and_are_not_overwritten(folder: Path) -> None:

@@ -157,6 +157,7 @@ def main() -> None:
     rotation_cases.check_chunk_write(lab, (0, 1, 16), None, (3, 16, 3), coded=True)
     rotation_cases.check_layers(lab, 2, (2, 40), None, chunk=True)
     rotation_cases.check_layers(lab, 2, (1, 16), 1e-6, chunk=True, coded=True)
+    rotation_cases.check_layers(lab, 2, (1, 512), 1e-6, v_norm=True, keys_as_values=True)
     rotation_cases.check_rotate(lab, (1, 1, 512), 1e-6, v_norm=True, keys_as_values=True)
     rotation_cases.check_rotate(lab, (1, 2, 24), 1e-6, v_norm=True)
     rotation_cases.check_chunk_write(lab, (1, 1, 512), 1e-5, (3, 0, 2), keys_as_values=True, coded=True)

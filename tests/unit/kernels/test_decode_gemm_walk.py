@@ -308,7 +308,7 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 def test_rows_are_normed_in_every_block(
     late: bool, rows: int, width: int, depth: int, changes: dict[str, int], dtype: torch.dtype
 ) -> None:
-    """What comes out has the bits of the norm, by a weight of either dtype, and the product apart; rows may be kept."""
+    """The kernel has the bits of norm and product apart, for norm weights of either dtype; normed rows may be kept."""
     eps, live = 1e-5, flags(rows)
     x, weight, norm_weight = random(rows, depth), pack(random(width, depth)), weights(depth, dtype)
     normed = torch.where(live[:, None] != 0, canonical_norm(x, norm_weight, eps), 0).bfloat16()

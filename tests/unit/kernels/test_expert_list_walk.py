@@ -25,7 +25,7 @@ def want_units(ids: list[int], columns: int) -> list[tuple[int, list[int]]]:
 
 
 def list_units(ids: torch.Tensor, top_k: int) -> list[tuple[int, list[int]]]:
-    """What a block lists, which is compared with what it should."""
+    """Run a block's listing of experts, and compare it with the expected one."""
     plan, walker = plan_experts(ids.numel() // top_k, ExpertShape(DOWN, 64, 512, top_k, BF16), H200), Walker(False)
     out = torch.full((plan.list_bytes // 4 + 1,), -7, dtype=torch.int32)
     with walkable(walker, *NAMES) as modules:

@@ -7,8 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowlat.errors import ConfigError, ShapeError
-from lowlat.kernels.formats import BF16, MXFP4, WeightFormat, mxfp4_fragment
-from lowlat.kernels.formats.mxfp4 import MAGNITUDES, MAX_SCALE, SCALE_OFFSET, dequantise, pack_codes, unpack_codes
+from lowlat.kernels.formats import BF16, MXFP4, WeightFormat
+from lowlat.kernels.formats.mxfp4 import (
+    MAGNITUDES,
+    MAX_SCALE,
+    SCALE_OFFSET,
+    dequantise,
+    make_decode,
+    pack_codes,
+    unpack_codes,
+)
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.packing import (
     PackedExperts,
@@ -86,8 +94,9 @@ def test_a_lane_finds_its_codes(row: int, column: int) -> None:
 
 def decode(words: torch.Tensor) -> list[torch.Tensor]:
     """The kernel's own decoding, run by Python's integers, as pairs of bf16."""
+    own = make_decode().py_func
     with np.errstate(over="ignore"):
-        rows = [mxfp4_fragment.decode.py_func(np.uint32(int(word) & 0xFFFFFFFF)) for word in words]
+        rows = [own(np.uint32(int(word) & 0xFFFFFFFF)) for word in words]
     return [torch.tensor([int(row[pair]) & 0xFFFFFFFF for row in rows]) for pair in range(4)]
 
 

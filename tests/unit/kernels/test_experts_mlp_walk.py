@@ -37,7 +37,7 @@ from lowlat.tools.tune.loopback import looped
 def test_it_is_the_reference_s(
     late: bool, kind: str, rows: int, top_k: int, quantised: bool, hidden: int, inner: int, blocks: int
 ) -> None:
-    """What rows choose, activations, weighed products and their sum; warps that only one of the products has."""
+    """The kernel gives the right routing, activations, products and sums, also with warps of one product alone."""
     moe, walker = make_moe(5, hidden, inner, quantised=quantised), Walker(late)
     found = moe.arguments(moe.rows(rows), top_k)
     logits = make_logits("random" if kind == "none" else kind, rows, 5)

@@ -36,7 +36,7 @@ CASES = [
 
 
 def walked(case: Gather, **changed: torch.Tensor) -> dict[str, Any]:
-    """What the kernel leaves; 64 threads in all, so that they take several turns."""
+    """Run the kernel on 64 threads, so that each takes several turns, and return its output."""
     arrays = {**case.arrays(), **changed}
     with walkable(walker := Walker(), *NAMES) as modules:
         kernels: Any = modules[-1]

@@ -58,7 +58,7 @@ class Case:
         self.activated[self.ids < 0] = torch.nan
 
     def by_ranks(self, size: int, prefill: bool, **changes: int) -> list[torch.Tensor]:
-        """What each of so many ranks has; the first has the biases."""
+        """Return the output of each of `size` ranks; the first adds the biases."""
         found, ends = [], [64 * end for end in bounds(self.steps, size, 1)]
         for number, (start, stop) in enumerate(itertools.pairwise(ends)):
             out = torch.full((len(self.ids), self.width), torch.nan)

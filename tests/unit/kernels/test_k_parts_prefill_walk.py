@@ -23,11 +23,10 @@ from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, cut_of, plans_of, 
 from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
-FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4"))
 PARTS = ("activation_layout", "split_k_sum", "parts_sum", "weight_steps", "plan", "mainloop", "half_steps")
 ENDS = ("gated_epilogue", "gemm")
 NAMES = (
-    *("common.pipeline", "common.activation", *FRAGMENTS, "gemm.k_parts"),
+    *("common.pipeline", "common.activation", "formats.fragment", "gemm.k_parts"),
     *(f"gemm.prefill.{part}" for part in (*PARTS, *ENDS)),
 )
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))

@@ -25,16 +25,15 @@ from lowlat.kernels.toolchain.kernel import Gpu
 
 SHARED = ("activation", "pipeline", "kv_codes", "norm_math", "norm_row")
 PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
-FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "fp8", "int4", "mxfp4", "nvfp4"))
 DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("all_reduce_epilogue", "epilogue", "gemm")
+ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "gemm")
 WALKED = (
     *(
         *(f"common.{name}" for name in SHARED),
         *PEERS,
         "elementwise.norm",
         "sampling.select",
-        *FRAGMENTS,
+        "formats.fragment",
         "gemm.k_parts",
     ),
     *(f"gemm.decode.{part}" for part in (*DECODE, *ENDS)),

@@ -11,7 +11,8 @@ from stages import later
 from walked_groups import walkable_groups
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.formats.dense import DENSE_FORMATS, pack_matrix, unpack_matrix
+from lowlat.kernels.formats import DENSE_FORMATS
+from lowlat.kernels.formats.dense import pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape, place_of
 from lowlat.kernels.gemm.prefill.gemm import examples, prefill_gemm
@@ -73,12 +74,11 @@ def test_arranging_walked(rows: int, columns: int) -> None:
     assert torch.equal(out, arranged_by_hand(x))
 
 
-FRAGMENTS = tuple(f"formats.{name}_fragment" for name in ("bf16", "mxfp4", "fp8", "int4", "nvfp4"))
 PARTS = (
     *("activation_layout", "split_k_sum", "weight_steps", "segment_totals", "plan", "mainloop", "half_steps"),
     *("gated_epilogue", "gemm"),
 )
-NAMES = ("common.pipeline", "common.activation", *FRAGMENTS, *(f"gemm.prefill.{part}" for part in PARTS))
+NAMES = ("common.pipeline", "common.activation", "formats.fragment", *(f"gemm.prefill.{part}" for part in PARTS))
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 

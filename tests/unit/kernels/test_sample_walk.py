@@ -30,7 +30,7 @@ OPTIONS: list[dict[str, float]] = [
 def draw(
     world: World, logits: torch.Tensor, slots: list[int], live: torch.Tensor, memory: Memory, *, alone: bool = False
 ) -> dict[str, Any]:
-    """What the kernels leave for rows of one node each: of the pairs of a GEMM, or `finite` and `sample` alone."""
+    """Return the kernels' results for rows of one node: from a GEMM's pairs, or from `finite` and `sample` alone."""
     shape = (len(slots), 1)
     out = {"target_tokens": torch.full(shape, -77, dtype=torch.int32), "finite": torch.full(shape, 9).byte()}
     rows = torch.zeros(shape, dtype=torch.int32), torch.ones(shape, dtype=torch.int64)

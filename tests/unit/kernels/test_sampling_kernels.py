@@ -92,7 +92,7 @@ def test_what_stands_alone_makes_its_own_pairs() -> None:
     with pytest.raises(ShapeError, match="row_live must"):
         pair_kernels.finite(logits, flags[:1], finite=flags, workspace=memory)
     with pytest.raises(ShapeError, match="logits: columns must"):
-        pair_kernels.finite(torch.zeros(6, 262145), flags, finite=flags, workspace=memory)
+        pair_kernels.finite(torch.zeros(6, 327681), flags, finite=flags, workspace=memory)
 
 
 @pytest.mark.parametrize("k", [1, 4])

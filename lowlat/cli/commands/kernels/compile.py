@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from lowlat.cli.console import print_json, progress_bar
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
     STORED,
     as_json,
@@ -27,14 +28,14 @@ SIZING = (
 )
 
 
-@click.command("compile")
+@click.command("compile", cls=SectionedCommand)
 @click.argument("model", type=MODEL, required=False)
 @speculation_options
 @record_options(RuntimeConfig, *SIZING)
 @click.option(
     "--gpu",
     "--card",
-    "card",
+    "gpu",
     default="NVIDIA H200",
     show_default=True,
     metavar="NAME",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table, progress_bar
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import as_json, bundled, record_options, speculation_options, speculative_config
 from lowlat.cli.paths import MODEL, NEW_FILE
 from lowlat.errors import ConfigError
@@ -26,7 +27,7 @@ GPU_COLUMNS = ("GPU", "us a step", "all-reduces alone, us", "products that excha
 KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each, overlaps included", "of the wall")
 
 
-@click.command("profile")
+@click.command("profile", cls=SectionedCommand)
 @click.argument("model", type=MODEL, required=False)
 @speculation_options
 @click.option("--batch", type=click.IntRange(1, 8), default=1, show_default=True, help="Requests that decode together.")

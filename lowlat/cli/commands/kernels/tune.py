@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
+from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
 from lowlat.cli.paths import MODEL, NEW_FILE, NEW_PATH
 from lowlat.errors import ConfigError
@@ -27,7 +28,7 @@ METHODS = ("eagle3", "mtp", "peagle", "dflash", "dspark")  # of draft models
 OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks")
 
 
-@click.command("tune")
+@click.command("tune", cls=SectionedCommand)
 @click.argument("what", type=click.Choice(WHAT), default="all")
 @click.option("--model", type=MODEL, metavar="MODEL", help="A target's directory or name.")
 @click.option("--draft-model", "head", type=MODEL, metavar="MODEL", help="Its EAGLE3 draft model.")

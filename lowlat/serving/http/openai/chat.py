@@ -11,7 +11,7 @@ from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError, invalid
-from lowlat.serving.http.gateway import Gateway
+from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from lowlat.serving.http.openai.schema import (
@@ -33,8 +33,8 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
-    gateway: Gateway = request.app.state.gateway
     asked = decode(_DECODER, await read_body(request))
+    gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     check_template(server)
     calling = Calling.of(asked.tools or (), asked.tool_choice, asked.parallel_tool_calls)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import invalid
-from lowlat.serving.http.gateway import Gateway
+from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.logprobs import Lists, prompt_logprobs
 from lowlat.serving.http.openai.schema import CompletionRequest, decode, unsupported
@@ -26,8 +26,8 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 async def completions(request: Request) -> Response:
     """Continue prompts."""
-    gateway: Gateway = request.app.state.gateway
     asked = decode(_DECODER, await read_body(request))
+    gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     sampling = asked.sampling(server.advice) | structured_options(asked.structured_outputs)
     # a prompt alone takes a step, too, whose token is not shown

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError
-from lowlat.serving.http.gateway import Gateway
+from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.chat import check_template
 from lowlat.serving.http.openai.responses_answer import ResponsesAnswer
 from lowlat.serving.http.openai.responses_input import input_messages
@@ -35,8 +35,8 @@ _DECODER = msgspec.json.Decoder(ResponsesRequest)
 
 async def responses(request: Request) -> Response:
     """Answer an input."""
-    gateway: Gateway = request.app.state.gateway
     asked = decode(_DECODER, await read_body(request))
+    gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     check_template(server)
     calling = _calling(asked)

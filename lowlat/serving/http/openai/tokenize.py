@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from lowlat.ipc.prompts import Prompt
 from lowlat.serving.http.errors import invalid
-from lowlat.serving.http.gateway import Gateway
+from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.chat import chat_messages, check_template
 from lowlat.serving.http.openai.schema import ChatMessage, Tool, decode, unsupported
 from lowlat.serving.http.openai.structured import Calling
@@ -54,8 +54,8 @@ _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
 
 async def tokenize(request: Request) -> Response:
     """Give the token ids of a prompt, as a request would begin with them."""
-    gateway: Gateway = request.app.state.gateway
     asked = decode(_TOKENIZE, await read_body(request))
+    gateway = await gateways_of(request).of(asked.model)
     server = await (gateway.server() if asked.model is None else gateway.serving(asked.model))
     prompt: Prompt
     options: dict[str, Any] | None = None
@@ -88,8 +88,8 @@ async def tokenize(request: Request) -> Response:
 
 async def detokenize(request: Request) -> Response:
     """Give the text of token ids, special tokens included."""
-    gateway: Gateway = request.app.state.gateway
     asked = decode(_DETOKENIZE, await read_body(request))
+    gateway = await gateways_of(request).of(asked.model)
     server = await (gateway.server() if asked.model is None else gateway.serving(asked.model))
     wrong = next((token for token in asked.tokens if token >= server.vocab_size), None)
     if wrong is not None:

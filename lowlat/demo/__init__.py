@@ -1,0 +1,1 @@
+"""Small models to try lowlat with, and held-out prompts for them."""

@@ -1,0 +1,147 @@
+"""The sessions of one runtime: what each has said, how long it lives, and the chunks that it pins."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from lowlat.errors import RequestError
+from lowlat.options.declaration import shown
+from lowlat.sequence.book import SequenceBook
+
+__all__ = ["MAX_NAME", "SessionBook", "SessionKey", "SessionRecord", "check_session_id"]
+
+MAX_NAME = 128
+MAX_SESSIONS = 4096
+
+
+class SessionKey(NamedTuple):
+    """The name of a session, within what shares cached prefixes."""
+
+    cache_salt: str
+    session_id: str
+
+
+class SessionRecord:
+    """One session.
+
+    token_ids    prompt and answer of the request that ended last
+    seed         of that request: with it, more tokens are those that would have come
+    data         its owner's own, as JSON values: the messages of a chat, say
+    ttl_s        how long it lives after its last request
+    num_running  requests of it under way: it does not end before they do
+    """
+
+    def __init__(self, key: SessionKey, ttl_s: float) -> None:
+        self.key, self.ttl_s = key, ttl_s
+        self.token_ids: tuple[int, ...] = ()
+        self.seed: int | None = None
+        self.data: dict[str, Any] = {}
+        self.num_running = 0
+        self.deadline = 0.0
+        self.num_requests = 0
+
+
+class SessionBook(Mapping[SessionKey, SessionRecord]):
+    """The sessions that live. A session that has ended pins nothing; its record may be opened again.
+
+    kvcache  pins their chunks
+    ttl_s    how long a session lives after its last request, where it says nothing else
+    num_files  sessions that are being written to files: the device's memory must stay as it is
+    """
+
+    def __init__(self, kvcache: SequenceBook, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kvcache, self._ttl_s, self._clock = kvcache, ttl_s, clock
+        self._live: dict[SessionKey, SessionRecord] = {}
+        self._next = float("inf")  # when one may have to end
+        self._num_ended = 0
+        self.num_files = 0
+
+    def __getitem__(self, key: SessionKey) -> SessionRecord:
+        return self._live[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def open(self, key: SessionKey, ttl_s: float | None = None) -> SessionRecord:
+        """A session that lives, or a new one. Raises RequestError for a name that is none."""
+        self.expire()
+        record = self._live.get(key)
+        if record is None:
+            check_session_id(key.session_id)
+            record = SessionRecord(key, self._ttl_s if ttl_s is None else ttl_s)
+        if ttl_s is not None:
+            record.ttl_s = ttl_s
+        self.revive(record)
+        return record
+
+    def revive(self, record: SessionRecord) -> None:
+        """Have a session live from now on, as long as it says."""
+        if record.key not in self._live and len(self._live) >= MAX_SESSIONS:
+            idle = [each for each in self._live.values() if not each.num_running]
+            if not idle:
+                raise RequestError(f"{MAX_SESSIONS} sessions have requests under way; wait, or leave session out")
+            self.end(min(idle, key=lambda each: each.deadline))
+        self._live[record.key] = record
+        self._touch(record)
+
+    def begin(self, record: SessionRecord) -> None:
+        """A request of it was submitted."""
+        self.revive(record)
+        record.num_running += 1
+        record.num_requests += 1
+
+    def finish(self, record: SessionRecord, token_ids: tuple[int, ...] | None, seed: int | None) -> None:
+        """A request of it has ended; token_ids None: it failed, or never ran, and leaves nothing."""
+        record.num_running -= 1
+        if token_ids is not None:
+            record.token_ids, record.seed = token_ids, seed
+        self._touch(record)
+
+    def fork(self, record: SessionRecord, session_id: str) -> SessionRecord:
+        """A session that goes on from the same place. Raises RequestError for a name in use."""
+        key = SessionKey(record.key.cache_salt, check_session_id(session_id))
+        if key in self._live:
+            raise RequestError(f"there is a session {session_id!r} already; fork under another name, or close it")
+        twin = SessionRecord(key, record.ttl_s)
+        twin.token_ids, twin.seed, twin.data = record.token_ids, record.seed, dict(record.data)
+        self.revive(twin)
+        self._kvcache.pin(key, self._kvcache.pinned(record.key))
+        return twin
+
+    def end(self, record: SessionRecord) -> None:
+        """Let the chunks of a session go as others do."""
+        if self._live.get(record.key) is record:
+            del self._live[record.key]
+            self._kvcache.unpin(record.key)
+            self._num_ended += 1
+
+    def expire(self) -> None:
+        """End the sessions whose time has passed."""
+        now = self._clock()
+        if now < self._next:
+            return
+        for record in [each for each in self._live.values() if not each.num_running and each.deadline <= now]:
+            self.end(record)
+        self._next = min((each.deadline for each in self._live.values() if not each.num_running), default=float("inf"))
+
+    def stats(self) -> dict[str, int]:
+        """Sessions that live and have ended, as JSON; nothing before there was one."""
+        self.expire()
+        if not self._live and not self._num_ended:
+            return {}
+        running = sum(record.num_running > 0 for record in self._live.values())
+        return {"num_sessions": len(self._live), "num_running": running, "num_ended": self._num_ended}
+
+    def _touch(self, record: SessionRecord) -> None:
+        record.deadline = self._clock() + record.ttl_s
+        self._next = min(self._next, record.deadline)
+
+
+def check_session_id(session_id: object) -> str:
+    """A session's name. Raises RequestError for what is none."""
+    if not isinstance(session_id, str) or not 1 <= len(session_id) <= MAX_NAME or not session_id.isprintable():
+        raise RequestError(f"a session's id must have 1 to {MAX_NAME} printable characters, got {shown(session_id)}")
+    return session_id

@@ -1,0 +1,54 @@
+"""Several answers to one prompt, in process: its chunks are read once, for all of them."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lowlat.errors import RequestError
+from lowlat.ipc.answer import Answer
+from lowlat.ipc.prompts import Prompt
+from lowlat.options.declaration import check_integer
+from lowlat.options.request import SamplingParams
+
+if TYPE_CHECKING:
+    from lowlat.engine.runtime import Runtime
+
+__all__ = ["answer_choices", "mean_logprob"]
+
+MAX_CHOICES = 128
+SEEDS = 1 << 63
+
+
+def answer_choices(
+    runtime: "Runtime",
+    prompt: Prompt,
+    n: int,
+    best_of: int | None,
+    params: SamplingParams | None,
+    options: Mapping[str, Any],
+) -> list[Answer]:
+    """See `Runtime.choices`."""
+    check_integer("n", n, 1, MAX_CHOICES, RequestError)
+    count = n if best_of is None else best_of
+    check_integer("best_of", count, n, MAX_CHOICES, RequestError)
+    own = dict(options)
+    seed = own.get("seed", None if params is None else params.seed)
+    if count > n and own.get("logprobs", None if params is None else params.logprobs) is None:
+        own["logprobs"] = 0
+    streams = []
+    try:
+        for place in range(count):
+            seeded = own if seed is None else own | {"seed": (seed + place) % SEEDS}
+            streams.append(runtime.stream(prompt, params, **seeded))
+        answers = [stream.answer() for stream in streams]
+    finally:
+        for stream in streams:
+            stream.close()
+    if count == n:
+        return answers
+    return sorted(answers, key=mean_logprob, reverse=True)[:n]
+
+
+def mean_logprob(answer: Answer) -> float:
+    """The mean logprob of an answer's tokens; of an empty one the least."""
+    logprobs = [each.logprob for each in answer.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else float("-inf")

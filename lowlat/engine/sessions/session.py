@@ -1,0 +1,135 @@
+"""A session as its program holds it: it forks, is written to a file, and goes on from one."""
+
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowlat.engine.sessions.book import SessionKey, SessionRecord
+from lowlat.engine.sessions.files import SessionFile, write_session
+from lowlat.errors import RequestError
+from lowlat.options.declaration import check_number, shown
+
+if TYPE_CHECKING:
+    from lowlat.engine.runtime import Runtime
+
+__all__ = ["Session", "load_session", "open_session"]
+
+MAX_TTL_S = 1e9
+
+
+class Session:
+    """A conversation whose prefix stays on the device, and in the tiers of the cache, while other prefixes can go.
+
+    `Runtime.session` and `Runtime.load_session` make one; requests name it: `runtime.generate(text, session=session)`.
+    It changes no token. Where a request has no other place the session's chunks go all the same, and are read again.
+    `session_id` and `cache_salt` name it, `ttl_s` says how long it lives after its last request. `data` is its owner's:
+    JSON values that are saved with it, such as the messages of a chat. Any thread may call its methods.
+    """
+
+    def __init__(self, runtime: "Runtime", record: SessionRecord) -> None:
+        self._runtime, self._record = runtime, record
+        self._forks = itertools.count(1)
+
+    @property
+    def session_id(self) -> str:
+        """Its name."""
+        return self._record.key.session_id
+
+    @property
+    def cache_salt(self) -> str:
+        """Only its own requests and others of this salt share its prefix."""
+        return self._record.key.cache_salt
+
+    @property
+    def ttl_s(self) -> float:
+        """How long it lives after its last request, seconds."""
+        return self._record.ttl_s
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt and answer of the request that ended last; empty before the first.
+
+        `runtime.generate(session.token_ids, seed=session.seed, session=session)` goes on with the answer.
+        """
+        return self._record.token_ids
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of that request; draws are keyed by it and the position, so that more tokens go on with it."""
+        return self._record.seed
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """JSON values of its owner's."""
+        return self._record.data
+
+    def fork(self, session_id: str | None = None) -> "Session":
+        """A session that goes on from the same place, by itself; what both have said is kept once.
+
+        session_id  its name; None: this one's with a number
+        Raises RequestError for a name in use.
+        """
+        name = f"{self.session_id}-{next(self._forks)}" if session_id is None else session_id
+        record = self._runtime.owned_call(lambda runtime: runtime.sessions.fork(self._record, name))
+        return Session(self._runtime, record)
+
+    def save(self, path: str | Path) -> int:
+        """Write it to a file of its owner's alone, whole or not at all; returns the file's bytes.
+
+        The file holds its tokens, its seed and data, and the state after them, as far as it is on the device or in the
+        tiers; `Runtime.load_session` goes on from it. Requests decode meanwhile.
+        Raises RequestError for a session without tokens, SessionError where the file cannot be written.
+        """
+        return write_session(self._runtime, self._record, Path(path))
+
+    def close(self) -> None:
+        """Let its prefix go as others do; harmless when repeated. A request that names it opens it again."""
+        self._runtime.owned_call(lambda runtime: runtime.sessions.end(self._record))
+
+    def record_of(self, runtime: "Runtime") -> SessionRecord:
+        """Its record, for the runtime that it belongs to. Raises RequestError for another."""
+        if runtime is not self._runtime:
+            raise RequestError(f"session {self.session_id!r} belongs to another runtime; save and load it")
+        return self._record
+
+    def __repr__(self) -> str:
+        return f"Session({self.session_id!r}, {len(self.token_ids)} tokens, ttl_s={self.ttl_s:g})"
+
+
+def open_session(runtime: "Runtime", session_id: str, cache_salt: str, ttl_s: float | None) -> Session:
+    """See `Runtime.session`."""
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be text, got {shown(cache_salt)}")
+    _check_ttl(ttl_s)
+    key = SessionKey(cache_salt, session_id)
+    return Session(runtime, runtime.owned_call(lambda owned: owned.sessions.open(key, ttl_s)))
+
+
+def load_session(
+    runtime: "Runtime", path: Path, session_id: str | None, cache_salt: str, ttl_s: float | None, *, force: bool
+) -> Session:
+    """See `Runtime.load_session`."""
+    _check_ttl(ttl_s)
+    with SessionFile(path) as file:
+        name = file.session_id if session_id is None else session_id
+        problem = file.why_foreign(runtime)
+        if problem is not None and not force:
+            raise problem
+        token_ids = runtime.checks.prompt_ids(file.token_ids)
+        key = SessionKey(cache_salt, name)
+
+        def open_new(owned: "Runtime") -> SessionRecord:
+            if key in owned.sessions:
+                raise RequestError(f"there is a session {name!r} already; give another session_id, or close it")
+            return owned.sessions.open(key, file.ttl_s if ttl_s is None else ttl_s)
+
+        record = runtime.owned_call(open_new)
+        record.token_ids, record.seed, record.data = token_ids, file.seed, file.data
+        if problem is None:
+            file.restore(runtime, record)
+    return Session(runtime, record)
+
+
+def _check_ttl(ttl_s: Any) -> None:
+    if ttl_s is not None:
+        check_number("ttl_s", ttl_s, 0.0, MAX_TTL_S, RequestError)

@@ -1,0 +1,1 @@
+"""Memory of an executor that can leave the device and come back: weights, KV, scratch."""

@@ -1,0 +1,90 @@
+"""The models of a supervisor in a file next to its endpoint: names, endpoints and states, for gateways and commands.
+
+The file is replaced whole, so that a reader never sees half of it. It names the supervisor's process: one that was
+killed leaves a file that nobody believes.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from lowlat.errors import ServerGone
+from lowlat.ipc.endpoint import parse_endpoint
+
+__all__ = ["Listed", "Roster", "roster_of", "roster_path"]
+
+SUFFIX = ".models.json"
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """One model.
+
+    state    "starting", "loading", "awake", "falling asleep", "asleep", "waking", "down" or "failed"
+    problem  why it is down or failed
+    pid      its process; None: there is none
+    """
+
+    name: str
+    endpoint: str
+    state: str
+    problem: str | None = None
+    pid: int | None = None
+
+    @property
+    def answers(self) -> bool:
+        """Whether its server can be asked."""
+        return self.state in ("awake", "falling asleep", "asleep", "waking")
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """All models of one supervisor, in the order of its file."""
+
+    pid: int
+    models: tuple[Listed, ...]
+
+    def write(self, path: Path) -> None:
+        """Replace the file. Raises OSError."""
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".models-", delete=False) as file:  # mode 0600
+            try:
+                file.write(msgspec.json.encode(self))
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
+
+    @classmethod
+    def read(cls, path: Path) -> "Roster":
+        """What stands in the file. Raises ServerGone where there is none, or its supervisor has ended."""
+        try:
+            found = msgspec.json.decode(path.read_bytes(), type=cls)
+            os.kill(found.pid, 0)
+        except PermissionError:
+            return found
+        except (OSError, msgspec.DecodeError) as error:
+            raise ServerGone(f"no server of several models is there ({path})", code="gone") from error
+        return found
+
+    def find(self, name: str) -> Listed | None:
+        """A model by its name; None for another."""
+        return next((model for model in self.models if model.name == name), None)
+
+
+def roster_path(endpoint: str) -> Path | None:
+    """Where the roster of an endpoint is; None for one that has no file of its own."""
+    own = parse_endpoint(endpoint).path
+    return None if own is None else own.with_name(f"{own.stem}{SUFFIX}")
+
+
+def roster_of(endpoint: str) -> Path | None:
+    """The roster of an endpoint where a supervisor runs; None where none does."""
+    path = roster_path(endpoint)
+    if path is None:
+        return None
+    try:
+        Roster.read(path)
+    except ServerGone:
+        return None
+    return path
