@@ -40,9 +40,9 @@ class Requests:
     """Every request under way; used under the I/O thread's lock alone.
 
     At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Left out
-    are paused ones, and those from whom others of higher priority take slots. Those that end early (cancelled, gone, late)
-    stay counted until the engine says that it has given them up. Turns are a user's, over all its connections, and so
-    are shares of the places where several users are let in.
+    are paused ones, and those from whom others of higher priority take slots. Those that end early (cancelled, gone,
+    late) stay counted until the engine says that it has given them up. Turns are a user's, over all its connections,
+    and so are shares of the places where several users are let in.
 
     shared   several users are let in
     keeper   of the device's memory, next to other servers'; None: it is this server's own
