@@ -34,7 +34,6 @@ from bench.lib.clock import percentile
 from bench.lib.conditions import release, stamps_of, write_json
 from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams
-from lowlat.ipc.options import SamplingOptions
 from lowlat.sequence.tiers.tiers import NUM_READERS, CacheTiers
 from lowlat.tools.bench.geometry import random_target
 
@@ -43,7 +42,6 @@ __all__ = ["main"]
 PARTS = ("host", "steps", "agents", "disk")
 GIB = 1 << 30
 BUS_BYTES = 1 << 30
-SAMPLING: SamplingOptions = {"temperature": 0.8, "ignore_eos": True}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,7 +104,7 @@ class _Bench:
                 _ask(runtime, prompt, 1)
                 tiers.flush()
             room = min(half, 4096)
-            runtime.submit(self._text(room // 2), SamplingParams(max_tokens=room // 2, **SAMPLING))
+            runtime.submit(self._text(room // 2), _sampled(max_tokens=room // 2))
             found: dict[str, list[float]] = {"alone": [], "next to copies": [], "next to throttled copies": []}
             while runtime.busy and len(found["alone"]) < options.steps:
                 self._time_step(runtime, tiers, found, "alone", copying=False)
@@ -118,7 +116,7 @@ class _Bench:
                 begun = time.monotonic()
                 while len(own) < options.steps and time.monotonic() - begun < options.seconds and _decodes(runtime):
                     if runtime.scheduler.num_queued == 0 and len(runtime.slots()) < 2:
-                        runtime.submit(prompts[turn % 2], SamplingParams(max_tokens=1, **SAMPLING))
+                        runtime.submit(prompts[turn % 2], _sampled(max_tokens=1))
                         turn += 1
                     self._time_step(runtime, tiers, found, name, copying=True)
             alone = found["alone"]
@@ -168,7 +166,7 @@ class _Bench:
                     tokens.append(got)
                     prompt += got
                     for _ in range(options.others):
-                        runtime.submit(self._text(longest // 3), SamplingParams(max_tokens=8, **SAMPLING))
+                        runtime.submit(self._text(longest // 3), _sampled(max_tokens=8))
                     while runtime.busy:
                         runtime.step()
                 stats = runtime.kvcache.stats()
@@ -241,6 +239,10 @@ class _Bench:
         print(json.dumps({name: value for name, value in plain.items() if name != "rows"}), flush=True)
 
 
+def _sampled(max_tokens: int, seed: int | None = None) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, seed=seed, temperature=0.8, ignore_eos=True)
+
+
 def _tiers(runtime: Runtime) -> CacheTiers:
     tiers = runtime.kvcache.tiers
     if tiers is None:
@@ -254,7 +256,7 @@ def _ask(
     """The time to the first token, seconds, and all tokens."""
     tokens, first = list[int](), 0.0
     begin = time.perf_counter()
-    runtime.submit(prompt, SamplingParams(max_tokens=count, seed=seed, **SAMPLING), session=session)
+    runtime.submit(prompt, _sampled(max_tokens=count, seed=seed), session=session)
     while runtime.busy:
         for output in runtime.step():
             first = first or time.perf_counter() - begin

@@ -169,7 +169,8 @@ class _Chat:
         self._plain = plain
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._clear(system)
-        self._messages = model.messages or self._messages
+        if said := model.messages:
+            self._messages = said
 
     def run(self) -> None:
         """Answer lines until there are no more; the model keeps the conversation, where it has a place for it."""
@@ -201,7 +202,7 @@ class _Chat:
 
     def _clear(self, system: str | None) -> None:
         self._system = system
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._last = ""
 
     def _obey(self, line: str) -> bool:

@@ -191,7 +191,8 @@ def _below(kv: dict[str, Any]) -> "list[RenderableType]":
         speed = f" at {format_bytes(round(rate))}/s" if rate else ""
         lines.append(Text(
             f"tiers     {format_bytes(tiers['host_bytes'])} in host memory{disk}; {tiers['hits']:,} hits, "
-            f"{tiers['read']:,} read, {tiers['misses']:,} missing; {format_bytes(tiers['bytes_in'])} to the device{speed}, "
+            f"{tiers['read']:,} read, {tiers['misses']:,} missing; "
+            f"{format_bytes(tiers['bytes_in'])} to the device{speed}, "
             f"{format_bytes(tiers['bytes_out'])} from it; {tiers['copies_under_way']} copies under way"
         ))  # fmt: skip
     if sessions := kv.get("sessions"):

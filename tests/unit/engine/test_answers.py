@@ -299,7 +299,7 @@ class StandIn:
     def adopt_thread(self) -> None:
         pass
 
-    def submit(self, prompt: Any, params: SamplingParams, *, cache_salt: str) -> str:
+    def submit(self, prompt: Any, params: SamplingParams, *, cache_salt: str, session: Any) -> str:
         name = f"request-{len(self.ended)}-{len(self.live)}"
         self.live[name] = params.max_tokens
         return name
