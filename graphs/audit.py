@@ -1,4 +1,4 @@
-"""Audits of what was captured: the nodes that a graph holds, and the memory that its launches point into."""
+"""Audits of captured graphs: the nodes that a graph holds, and the memory that its launches point into."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Captured graphs and their replay: by bucket, or by whatever else names what was captured."""
+"""Captured graphs and their replay, by bucket or by another key."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass

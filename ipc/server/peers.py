@@ -1,4 +1,4 @@
-"""Sending to the peers of a server, and what could not be sent to them yet."""
+"""Sending to the peers of a server, and the messages that wait to be sent."""
 
 import time
 from collections.abc import Iterator

@@ -1,1 +1,1 @@
-"""Kernels of rows by which ranks exchange: parts gathered or added up, shares of many rows, sums of gathered parts."""
+"""Kernels of collectives: all-reduce and all-gather of rows, reduce-scatter of many, sums of gathered parts."""

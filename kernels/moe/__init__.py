@@ -1,4 +1,4 @@
-"""A mixture of experts: packed experts, the router, and the GEMMs of few rows (`decode`) and of many (`prefill`).
+"""MoE layers: packed experts, the router, and the GEMMs of few rows (`decode`) and of many (`prefill`).
 
 Nothing here knows a model.
 """

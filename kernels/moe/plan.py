@@ -1,4 +1,4 @@
-"""How the GEMMs of a mixture of experts are cut, and the constants that their parts share."""
+"""How the GEMMs of an MoE layer are cut, and the constants that their parts share."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: the logits of each row's experts, with the norm before them, and top-k routing.
+"""The router of an MoE layer: the logits of each row's experts, with the norm before them, and top-k routing.
 
 Where rows are few, the launch that multiplies does the top-k routing for itself (`mlp`), and `router_logits` does the
 rest; `router` is the whole operation in two launches, for any number of rows.

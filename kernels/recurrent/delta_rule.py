@@ -1,4 +1,4 @@
-"""The launches of the gated delta rule over a step's rows: alone, and with what stands before and after it."""
+"""The launches of the gated delta rule over a step's rows: alone, and with the operations before and after it."""
 
 from typing import Any
 

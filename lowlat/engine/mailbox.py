@@ -1,4 +1,4 @@
-"""The host's side of a step: what it writes for the step to read, and what it reads of the step's publications.
+"""The host's side of a step: the commands that it writes, and the publications that it reads.
 
 It knows the layout of the slot records, the command ring and the publication ring. Host memory is written and read
 through numpy, whose scalars cost a tenth of torch's: all of this lies between two steps.
@@ -286,6 +286,22 @@ class Mailbox:
         for name in released:
             self._arrays[name][slot] = NEVER
         self._host.send(released)
+
+    def free(self, slot: int) -> None:
+        """A request comes into a slot by its rows: commands to who had the slot before have no effect any more.
+
+        Its steps wait for nothing of the host's, until it says otherwise. None may be under way.
+        """
+        ring = self._arrays["command_ring"]
+        ring[ring[:, 1] == slot] = 0
+        self._host.send(("command_ring",))
+        self.force_drafts(slot, (), NEVER)
+        self.release(slot)
+
+    def want_masks(self, slot: int) -> None:
+        """Let a slot's steps wait for the masks of its rows."""
+        self._arrays["grammar_ready"][slot] = 0
+        self._host.send(MASKS[1:])
 
     def write_chunk(
         self,

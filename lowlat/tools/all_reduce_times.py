@@ -1,4 +1,4 @@
-"""How long ranks take to exchange rows, inside CUDA graphs, and how fast GPUs write to each other's memory.
+"""Times of all-reduces inside CUDA graphs, and the bandwidth between GPUs' memories.
 
 Ranks may share a GPU: that tells what the launches cost, not what lies between GPUs. `lowlat doctor` shows it;
 `python -m lowlat.tools.all_reduce_times [cuda:0 cuda:1]` prints it as JSON.

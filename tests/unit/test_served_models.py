@@ -3,11 +3,15 @@
 import json
 import os
 import random
+import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from lowlat.cli import COMMANDS
 from lowlat.errors import ConfigError, ServerGone
 from lowlat.serving.models.channel import Channel
 from lowlat.serving.models.places import Place, Presence, decide
@@ -149,6 +153,23 @@ def test_tables_that_cannot_be_are_refused(text: str, problem: str, tmp_path: Pa
     (tmp_path / "a").mkdir()
     with pytest.raises(ConfigError, match=problem):
         read_tables({}, ENDPOINT, write(tmp_path, text))
+
+
+def test_the_pages_file_is_one(repository: Path, tmp_path: Path) -> None:
+    page = (repository / "lowlat" / "serving" / "models" / "README.md").read_text()
+    (text,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    shared, tables = read_tables({}, ENDPOINT, write(tmp_path, text))
+    assert shared["http"] == "8000" and [table.name for table in tables] == ["chat", "code"]
+    assert all(table.settings.speculation(None) is not None for table in tables[:1])
+    (commands,) = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert {line.split()[1] for line in commands.splitlines()} <= set(COMMANDS)
+
+
+def test_the_pages_example_runs(repository: Path) -> None:
+    page = (repository / "lowlat" / "serving" / "models" / "README.md").read_text()
+    (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", text], cwd=repository, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "'num_sleeps': 1" in done.stdout, done.stderr
 
 
 def test_a_roster_is_believed_as_long_as_its_supervisor_lives(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recording import Recorder, prompt_of, run_all, run_one
 from stages import later, staged
+from tiny_gemma import E2B
 from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
@@ -178,7 +179,7 @@ def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, 
         assert stats["by_source"]["specpv"]["accepted_tokens"] <= report["accepted_tokens"]
 
 
-@pytest.mark.parametrize("limit", [0, 1])
+@pytest.mark.parametrize("limit", [0, later(1)])
 def test_a_request_with_few_drafts_has_all_that_is_proposed_verified(pair: PairPaths, limit: int) -> None:
     """Its limit is of each partial step's drafts, before and after a verification."""
     with load(pair, **LOSSLESS, specpv_n_spec_tokens_buf=12) as runtime:
@@ -231,9 +232,11 @@ def positions(runtime: Runtime, table: Any, count: int) -> dict[str, torch.Tenso
     return {name: state[name][list(table)].transpose(0, 1).flatten(1, 2)[:, :count].clone() for name in names}
 
 
-def test_layers_with_windows_attend_as_ever(tmp_path: Path) -> None:
-    """An MoE layer with sinks, in which every other layer has a window."""
-    pair = make_pair(tmp_path, "gpt_oss", sliding_window=8)
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma4_text"])
+def test_layers_with_windows_attend_as_ever(family: str, tmp_path: Path) -> None:
+    """MoE layers with sinks, and values that are keys in wider heads: every other layer has a window."""
+    own = {"num_hidden_layers": 4} if family == "gemma4_text" else {}
+    pair = make_pair(tmp_path, family, sliding_window=8, **own)
     with load(pair) as runtime:
         kinds: list[tuple[str, Any]] = []
 
@@ -269,6 +272,11 @@ def test_what_it_cannot_be_combined_with_is_refused(pair: PairPaths, tmp_path: P
         speculation(pair, adaptive_width=True)
     with pytest.raises(ConfigError, match="specpv_block_size is an option of SpecPV, and enable_specpv is off"):
         SpeculativeConfig(model="head", specpv_block_size=32)
+    shared = tmp_path / "shared"
+    make_target(shared, "gemma4_text", **E2B)
+    config = speculation(pair, method="ngram", model=None)
+    with pytest.raises(ConfigError, match="layers of this model read other layers' keys and values"):
+        Runtime.load(shared, config, device="cpu", **OPTIONS)
     windowed = tmp_path / "windowed"
     make_target(windowed, "gpt_oss", layer_types=["sliding_attention"] * 2, num_hidden_layers=2)
     config = SpeculativeConfig(method="ngram", **SPECPV)

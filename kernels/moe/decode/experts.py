@@ -1,4 +1,4 @@
-"""Each GEMM of a mixture of experts in a launch of its own, for few rows whose experts are given.
+"""Each GEMM of an MoE layer in a launch of its own, for few rows whose experts are given.
 
 `mlp` does both in one launch where top-k routing comes right before and the residual sum right after. The same parts
 compute here: both have the bits of that launch, since the cut of K is that of the weight's shape alone. No block awaits

@@ -1,4 +1,4 @@
-"""The GEMMs of a mixture of experts: every expert that a step chose is read once for all pairs that chose it.
+"""The GEMMs of an MoE layer: every expert that a step chose is read once for all pairs that chose it.
 
 A persistent grid shares out the tiles of all units (an expert and up to eight of its pairs) in runs. A block walks its
 run a tile at a time. Its warps share a tile's steps: each has a fixed run of them, whose inputs it holds while a unit

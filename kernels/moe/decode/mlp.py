@@ -1,4 +1,4 @@
-"""A mixture of experts for few rows in one launch: top-k routing, gate and up GEMMs, SwiGLU, the weighed
+"""An MoE layer for few rows in one launch: top-k routing, gate and up GEMMs, SwiGLU, the weighed
 down GEMM, and the sum into the residual stream.
 
 It may begin while the router still runs: logits are awaited, so that weights are prefetched as soon as a block knows

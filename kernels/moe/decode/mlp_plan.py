@@ -1,4 +1,4 @@
-"""How both GEMMs of a mixture of experts are cut to share the blocks of one launch."""
+"""How both GEMMs of an MoE layer are cut to share the blocks of one launch."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace

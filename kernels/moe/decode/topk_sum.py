@@ -1,4 +1,4 @@
-"""The sum that a mixture of experts adds to the residual stream: weighed outputs, from a row's first expert to its
+"""The sum that an MoE layer adds to the residual stream: weighed outputs, from a row's first expert to its
 last.
 
 Every sum is rounded by itself, as the reference has it. Where experts are cut for several GPUs, these add up their sums

@@ -1,4 +1,4 @@
-"""The GEMMs of a mixture of experts for many rows: pairs of a row and one of its experts, grouped by expert,
+"""The GEMMs of an MoE layer for many rows: pairs of a row and one of its experts, grouped by expert,
 then grouped GEMMs.
 
 Each operation groups its pairs for itself, so that it may stand alone; a down GEMM right after the gate_up GEMM of the

@@ -1,1 +1,1 @@
-"""References of what ranks of a step exchange, and how extents are cut into parts for them."""
+"""References of collectives among ranks, and the cut of extents into parts for them."""

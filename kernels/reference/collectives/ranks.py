@@ -1,4 +1,4 @@
-"""The exchange among ranks: their parts are gathered on every rank, and there added, or put side by side.
+"""Collectives among ranks: every rank gathers all parts, and adds them or puts them side by side.
 
 `gather_ranks` alone reads what other ranks have. Everything else is a rank's own, so that all have the same bits.
 """

@@ -1,1 +1,1 @@
-"""References of a mixture of experts."""
+"""References of MoE layers' operations."""

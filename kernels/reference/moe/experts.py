@@ -1,4 +1,4 @@
-"""A mixture of experts: router, gated activation, and the weighted sum over each row's experts.
+"""The operations of an MoE layer: router, gated activation, and the weighted sum over each row's experts.
 
 Experts' matrices [E, out, in] come as the parts of their format (`kernels.formats`); gate_up has all gate rows, then
 all up rows. Each expert that any row chose is expanded once a call.

@@ -1,4 +1,4 @@
-"""The draft length of a step: how many drafts are made and verified, by what they should bring against what they cost.
+"""The draft length of a step: how many drafts are made and verified, by their expected tokens and their cost.
 
 The expected tokens of a length are those of all slots by their acceptance probabilities, see `length_probabilities`; a
 length costs what a step of it takes, and more the more positions are attended to. The length of most expected tokens by

@@ -1,1 +1,1 @@
-"""The memory of a runtime: what it will allocate, what it holds, and when SpecPV's lists are chosen again."""
+"""The memory of a runtime: its plan, the parts that are held, and the refreshes of SpecPV's lists."""

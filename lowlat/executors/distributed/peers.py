@@ -1,4 +1,4 @@
-"""Memory by which the ranks of a step exchange: access between GPUs, and the memory that all-reduces take on each.
+"""Peer memory of ranks: access between GPUs, and the memory that all-reduces take on each.
 
 Ranks may share a GPU, as in tests, or have no GPU at all.
 """

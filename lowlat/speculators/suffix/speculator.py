@@ -1,4 +1,4 @@
-"""The speculator of method "suffix": drafts continue the text's ending as it most often went on before.
+"""The speculator of method "suffix": drafts continue the text's last tokens as they most often went on before.
 
 It reads the committed tokens that the step keeps anyway, so it has no state, no weights and nothing to do in prefill.
 Source: SuffixDecoding, G. Oliaro and others, arXiv 2411.04975; here on the device, over a request's own text.

@@ -1,4 +1,4 @@
-"""The schema of result files: what was measured, of what, on what. Reading one checks it."""
+"""The schema of result files: the measurement, its subject and its machine. Reading one checks it."""
 
 import os
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Scenarios and gates: what is measured, as TOML declares it, and the cases that it comes to."""
+"""Scenarios and gates: measurements as TOML declares them, and the cases that they make."""
 
 from dataclasses import dataclass
 from pathlib import Path

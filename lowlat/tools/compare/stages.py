@@ -1,4 +1,4 @@
-"""Stage by stage against another implementation: what lowlat computed, how far it lies from what was expected.
+"""Stage by stage against another implementation: lowlat's values, and their distance from the expected ones.
 
 A recording is taken from a real runtime by a hook, so it says what decoding did.
 """

@@ -1,4 +1,4 @@
-"""A head with a smaller draft vocabulary, made of one with a larger: fewer rows of its LM head, which a draft reads.
+"""A draft model with a smaller vocabulary, made of one with a larger: fewer rows of its LM head, which a draft reads.
 
 A token outside the draft vocabulary is never drafted, and output stays the target's; acceptance pays for the speed. The
 new directory keeps the layout's names, so that whatever reads the old head reads the new one.

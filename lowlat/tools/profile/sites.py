@@ -1,4 +1,4 @@
-"""The launches of a step as a profile sees them: their stage, the bytes that they must read, how they exchange.
+"""The launches of a step as a profile sees them: their stage, the bytes that they must read, their all-reduces.
 
 It learns that from the groups that a step was lowered to.
 """

@@ -1,4 +1,4 @@
-"""Tables made of what was swept, in the file of a GPU; and the schema that every table keeps to."""
+"""Tables of a sweep's results, in the file of a GPU; and the schema that every table keeps to."""
 
 import math
 from collections.abc import Iterable
