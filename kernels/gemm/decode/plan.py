@@ -46,6 +46,7 @@ PAD = 20  # floats from one row of partial sums to the next: no bank conflicts
 SUM_BYTES = 8 * PAD * 4  # 8 rows of partial sums
 MOST_STAGES = 12  # of one tile of rows, as long as they fit
 MOST_STAGES_OF_MORE = 4
+NEIGHBOUR_BYTES = 16 * 1024  # of a block of the launch before or after: a router, a delta net
 SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
 MOST_NORMED_TWICE = 2  # rows
 RAGGED_STEPS = 8  # k steps of a warp from which on pairs of them pay though the last one may stand alone
@@ -403,6 +404,14 @@ def _candidates(
         plans = ((cut(weight_tiles, stages, areas, span, density), budget) for stages, areas, budget in cuts)
         return next((plan for plan, budget in plans if plan.shared_bytes <= budget), None)
 
+    def settled(plan: DecodeGemmPlan) -> tuple[DecodeGemmPlan, ...]:
+        """A derived plan; before it, where its stages leave a neighbour no memory and stay empty, one of fewer."""
+        paying = sizes.most_paying(plan.weight_tiles, plan.span, plan.density)
+        leaves = gpu.shared_bytes - plan.density * plan.shared_bytes
+        if paying is None or paying >= plan.stages or leaves >= NEIGHBOUR_BYTES:
+            return (plan,)
+        return cut(plan.weight_tiles, paying, plan.areas, plan.span, plan.density), plan
+
     ranked = sizes.ranked_tiles()
     derived = [plan for tiles in ranked if (plan := derive(tiles)) is not None]
     if not derived:
@@ -413,12 +422,13 @@ def _candidates(
     if steps_held and columns > MOST_NORMED_TWICE and not makes_up:
         densities = densities[::-1] if most_span > 1 else (1,)
     more = [
-        plan
+        each
         for density in densities
         for span in (span for span in sizes.spans(density) if span <= (most_span if decodes else 1))
         for tiles in ((1, 2) if density > 1 else ranked)
         if span * density > 1 and (plan := derive(tiles, span, density)) is not None
         if density == 1 or plan.num_blocks > gpu.num_multiprocessors
+        for each in settled(plan)
     ]
     tiles, stages, areas = derived[0].weight_tiles, derived[0].stages, derived[0].areas
     near = [(tiles, stages + 1, areas), (tiles, stages * 3 // 4, areas), (tiles, stages, 3 - areas)]
@@ -426,6 +436,6 @@ def _candidates(
     rest = product(ranked, range(most_stages, 0, -1), (2, 1))
     cuts = ((cut(*each) for each in some if each[1] > 0) for some in (near, far, rest))
     paying = sizes.stages_of(tiles, stages)
-    first = [cut(tiles, paying, areas)] if paying != stages else []
+    first = [*settled(cut(tiles, paying, areas))] if paying != stages else [*settled(derived[0])][:-1]
     plans = dict.fromkeys((*more, *first, *derived[:2], *next(cuts), *derived[2:], *next(cuts), *next(cuts)))
     return tuple(plan for plan in plans if plan.shared_bytes <= gpu.most_bytes(plan.density))

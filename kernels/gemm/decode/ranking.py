@@ -23,6 +23,7 @@ SHORT_STEPS = 2  # of a warp in a tile: such a tile costs more to end than to re
 SHORT_STREAM = 24  # steps of a warp in all its tiles: its first steps and its last are most of them
 DEEP_STEPS = 12  # of a warp in a tile: as many as it has stages of one tile
 FEW_STEPS, SOME_STEPS = 4, 8  # likewise, of a third and of two thirds of these stages
+LEAST_STAGES = 2  # of a warp whose block has fewer steps yet
 MOST_UNEVEN = 4  # turns of four tiles at once: of more, the last one tells little
 ALONE = 2.0  # times as dear: four tiles of 64 rows leave room for one stage, which is copied and multiplied by turns
 
@@ -106,6 +107,17 @@ class GemmSizes:
         if weight_tiles > 1 or not is_uneven or not SHORT_STEPS < self.own_steps <= SOME_STEPS:
             return stages
         return stages // 2 if self.columns == 1 else stages * 3 // 4
+
+    def most_paying(self, weight_tiles: int, span: int, density: int) -> int | None:
+        """The stages that a warp of few rows fills with all the steps of its block, where nearly every SM has a block
+        with one group of tiles; else None.
+
+        More would stay empty, and keep blocks of the launches before and after out of the SMs' shared memory.
+        """
+        groups, blocks = self.groups(weight_tiles), density * self.gpu.num_multiprocessors
+        if self.row_tiles > 1 or not self.own_steps or not FULL_TURNS * blocks <= groups <= blocks:
+            return None
+        return max(LEAST_STAGES, -(-self.own_steps // span))
 
     def spans(self, density: int) -> tuple[int, ...]:
         """K steps that a warp takes at once, the likeliest to be fastest first: four where the stream is short, of

@@ -25,7 +25,9 @@ from lowlat.kernels.gemm.decode.gemm import (
     plan_decode_gemm,
     steps_to_hold,
 )
+from lowlat.kernels.gemm.decode.plan import candidate_plans
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
+from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.attention.kv_codes import dequantised_kv
 from lowlat.kernels.sampling.select import FINITE, LARGEST_WORD
@@ -352,3 +354,11 @@ def test_norms_that_do_not_fit_are_refused() -> None:
         decode_gemm(x=x, weight=weight, out=out, residual=random(4, 16), norm=kept)
     with pytest.raises(ShapeError, match="holds 9 rows of 64"):
         decode_gemm(x=random(9, 64), weight=weight, out=torch.empty(9, 16), norm=NormPrologue(random(64), 1e-5))
+
+
+@pytest.mark.parametrize("tiles", [BF16_TILES, FP8.tiles(wide=False)], ids=["bf16", "fp8"])
+def test_a_single_turn_leaves_memory_to_its_neighbours(tiles: TileFormat) -> None:
+    """Stages that a block never fills keep the next launch's blocks out; plans with as many are candidates still."""
+    first, second, *_ = candidate_plans(1, 2048, H200, weights=tiles, depth=4096)
+    assert (first.num_blocks, first.stages * first.span) == (128, 8)
+    assert first.shared_bytes + 16 * 1024 < H200.shared_bytes < second.shared_bytes + 16 * 1024
