@@ -107,6 +107,8 @@ class KernelExecutor(ABC):
             weights, packed_weights(every), device, layouts, expert_parts(every, weights),
             place=None if residence is None else residence.keep,
         )  # fmt: skip
+        if residence is not None:
+            torch.cuda.current_stream(device).synchronize()  # its copies are this stream's, and steps have their own
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
             leader = None if place is None else place.leader
@@ -325,6 +327,11 @@ class KernelExecutor(ABC):
     def mover(self) -> BlockMover:
         """The copies of blocks between this executor's state and host memory."""
         return BlockMover(self.state, self.device, self.stream)
+
+    @property
+    def movers(self) -> Sequence[BlockMover]:
+        """The only one."""
+        return (self.mover,)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:

@@ -124,6 +124,17 @@ def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) 
     assert "'eagle_speculation'" in done.stdout and len(done.stdout) > 200
 
 
+def test_the_five_calls_of_sessions_run(repository: Path, pages: dict[str, str]) -> None:
+    example = "\n".join(BLOCK.findall(pages["lowlat/SESSIONS.md"]))
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=repository, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.endswith("tokens were there") and int(line.split()[0]) >= 32 for line in lines[:2]] == [True, True]
+    assert int(lines[-1].split()[-1]) >= 32
+
+
 @pytest.fixture(scope="module")
 def specpv(repository: Path) -> dict[str, Any]:
     """Return the H200 measurements of lossy SpecPV: rows of times, and an agreement result for each pair."""
