@@ -23,8 +23,7 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
-from lowlat.lowering.operations import packed_weights
-from lowlat.lowering.weight_parts import expert_parts
+from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.models.target import LoadedTarget, coded, load_target, open_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator

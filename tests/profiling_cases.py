@@ -20,8 +20,7 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.operations import packed_weights
-from lowlat.lowering.weight_parts import expert_parts
+from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.models.target import load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.eagle3.weights import load_draft_model

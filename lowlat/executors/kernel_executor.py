@@ -44,8 +44,7 @@ from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
-from lowlat.lowering.operations import packed_weights
-from lowlat.lowering.weight_parts import expert_parts
+from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.step.variants import PASS
 
 __all__ = ["KernelExecutor", "Size", "abandon"]

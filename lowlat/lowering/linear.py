@@ -17,6 +17,7 @@ from lowlat.lowering.binding import Binding, Call, LibraryCall, decodes
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.implementations import Implementation, lower_by
 from lowlat.lowering.prefill_gemm import PROMPT_LINEAR, multiply_chunks
+from lowlat.lowering.weight_parts import PACKED
 
 __all__ = ["LINEAR", "LINEAR_FUSIONS", "NARROW_LINEAR"]
 
@@ -36,7 +37,7 @@ def _decodes(_binding: Binding, op: Op) -> bool:
 
 
 LINEAR = (
-    Implementation("decode", _decode, covers=_decodes, plans=("decode_gemm",), packs=("weight",)),
+    Implementation("decode", _decode, covers=_decodes, plans=("decode_gemm",), packs=PACKED["linear"]),
     *PROMPT_LINEAR,
 )
 

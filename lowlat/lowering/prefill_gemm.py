@@ -34,7 +34,7 @@ from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.implementations import Implementation, lower_by
 from lowlat.lowering.prefill_attention import prefill_attention
 from lowlat.lowering.row_fusions import add_normed, added_hides, added_rows
-from lowlat.lowering.weight_parts import GEMMS
+from lowlat.lowering.weight_parts import GEMMS, PACKED
 
 __all__ = ["PREFILL_FUSIONS", "PROMPT_LINEAR", "activation_workspace", "gemm_workspaces", "multiply_chunks"]
 
@@ -359,8 +359,8 @@ def _has_arranged(gpu: Gpu) -> bool:
 
 # `linear` over a prompt's rows
 PROMPT_LINEAR = (
-    Implementation("arranged", _by_arranged, _has_arranged, _has_gemm, plans=("prefill_gemm",), packs=("weight",)),
-    Implementation("library", _by_library, packs=("weight",)),
+    Implementation("arranged", _by_arranged, _has_arranged, _has_gemm, plans=("prefill_gemm",), packs=PACKED["linear"]),
+    Implementation("library", _by_library, packs=PACKED["linear"]),
 )
 
 ADDED = ("cast? rms_norm add scale? rms_norm", "add scale rms_norm")

@@ -7,10 +7,11 @@ import torch
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_name, matrix_parts
 
-__all__ = ["EXPERT_GEMMS", "GEMMS", "MatrixParts", "expert_parts", "experts_name"]
+__all__ = ["EXPERT_GEMMS", "GEMMS", "PACKED", "MatrixParts", "expert_parts", "experts_name", "packed_weights"]
 
 EXPERT_GEMMS = ("experts_gate_up", "experts_down")
 GEMMS = ("linear", "narrow_linear")
+PACKED = {"linear": ("weight",)}  # arguments of weights that every implementation of an operation reads packed
 
 
 def experts_name(op: Op) -> str:
@@ -32,6 +33,11 @@ def expert_parts(programs: Iterable[Program], held: Iterable[str]) -> dict[str, 
                 stands = matrix_parts(parts["weight"], known) if "weight" in parts else {}
                 found[experts_name(op)] = stands or parts
     return found
+
+
+def packed_weights(programs: Iterable[Program]) -> set[str]:
+    """The weights of programs that are placed packed, in any format."""
+    return {op.weights[name] for program in programs for op in program.ops for name in PACKED.get(op.kind, ())}
 
 
 class MatrixParts:

@@ -13,8 +13,7 @@ from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
-from lowlat.lowering.operations import packed_weights
-from lowlat.lowering.weight_parts import expert_parts
+from lowlat.lowering.weight_parts import expert_parts, packed_weights
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
 

@@ -32,8 +32,7 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.covers import uncovered
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.operations import packed_weights
-from lowlat.lowering.weight_parts import expert_parts
+from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
