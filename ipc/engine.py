@@ -120,8 +120,12 @@ class Engine(Protocol):
         Any thread. Raises RequestError for one that cannot be served.
         """
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request, which shares a cached prefix only with those of the same salt.
+
+        session  its session's name, within the salt; "": it has none
 
         Raises RequestError, CapacityError.
         """

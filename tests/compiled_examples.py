@@ -23,18 +23,19 @@ from lowlat.kernels.toolchain.numba_cuda import compile_ptx, cuda, fork_compiler
 
 Capability = tuple[int, int]
 numba_compiler = cuda.compiler
-OLDEST, NEWEST = (8, 0), ((10, 0), (12, 0))
+OLDEST = (8, 0)
+# A few that compile soon, for the usual GPU; the second stage has the others, and is run before each merge.
+PLAIN_STEP = ("elementwise.norm", "sampling.argmax", "attention.kv_write")
 
 
 def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """List the daily examples: each kind of kernel for the usual GPU, and the first of each module for the oldest
-    capability, which lacks most instructions; the two newest share out the modules.
+    """List the daily examples: each kind of kernel for the usual GPU, and a few for the other capabilities, for which
+    the rest is compiled where a run is wide.
     """
     kinds = list(first_examples(GPUS[capability]))
     if capability == H200.capability:
         return kinds
-    firsts = list({module: (module, kernel) for module, kernel in reversed(kinds)}.values())[::-1]
-    return firsts if capability == OLDEST else firsts[NEWEST.index(capability) :: len(NEWEST)]
+    return [each for each in kinds if each[0] in PLAIN_STEP]
 
 
 def _wide_of(capability: Capability) -> list[tuple[str, Kernel]]:
@@ -53,8 +54,6 @@ def _wide_of(capability: Capability) -> list[tuple[str, Kernel]]:
 ORDER = (H200.capability, *(capability for capability in GPUS if capability != H200.capability))
 EXAMPLES = {capability: _examples_of(capability) for capability in ORDER}
 WIDE_EXAMPLES = {capability: _wide_of(capability) for capability in ORDER}
-# A few that compile soon, for the usual GPU; the second stage has the others, and is run before each merge.
-PLAIN_STEP = ("elementwise.norm", "sampling.argmax", "attention.kv_write")
 WIDE_NAMES = {(capability, kernel.name) for capability, made in WIDE_EXAMPLES.items() for _, kernel in made}
 FIRST_STAGE = {(H200.capability, kernel.name) for module, kernel in first_examples(H200) if module in PLAIN_STEP}
 

@@ -193,6 +193,7 @@ class FakeEngine:
         self.cancelled_at: dict[str, int] = {}  # request id -> steps done when cancel came
         self.order: list[str] = []
         self.salts: list[str] = []
+        self.sessions: list[str] = []
         self._running: dict[str, _Request] = {}
         self.paused: dict[str, _Request] = {}
         self._ended: dict[str, dict[str, Any]] = {}
@@ -228,8 +229,11 @@ class FakeEngine:
     def compile(self, sampling: Sampling, patience_s: float | None) -> object:
         return True
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         self.salts.append(cache_salt)
+        self.sessions.append(session)
         del self.salts[:-MAX_REMEMBERED]
         self.threads.add(threading.get_ident())
         assert not self.asleep

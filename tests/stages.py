@@ -1,4 +1,4 @@
-"""Marks cases of a parametrised test for the second stage: those that cost much and rarely tell more than others.
+"""Marks cases of a parametrised test for the second stage, or for wide runs: they cost much and rarely tell more.
 
 It also lists the files that take longest with both stages: workers begin with them; and those of the fast stage.
 """
@@ -36,6 +36,11 @@ def is_fast(name: str) -> bool:
 def later(*values: Any) -> Any:
     """A case of the second stage, by its parameters."""
     return pytest.param(*values, marks=pytest.mark.second)
+
+
+def wide(*values: Any) -> Any:
+    """A case of wide runs, by its parameters: another combination or size of what both stages have a case of."""
+    return pytest.param(*values, marks=pytest.mark.wide)
 
 
 def staged(cases: Iterable[Any], first: Container[Any]) -> list[Any]:

@@ -201,6 +201,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         fit_context: bool = False,
         allow_special: bool = False,
         cache_salt: str = "",
+        session: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
         """Send a request, and iterate over what comes of it; see Client.generate.
@@ -217,6 +218,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
             fit_context=fit_context,
             allow_special=allow_special,
             cache_salt=cache_salt,
+            session=session,
         )
         return self._send(request, deadline)
 

@@ -119,6 +119,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         fit_context: bool = False,
         allow_special: bool = False,
         cache_salt: str = "",
+        session: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
         """Send a request, and iterate over what comes of it.
@@ -130,6 +131,8 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         fit_context       lower max_tokens to what the context has room for next to the prompt
         allow_special     special tokens that text or messages spell become these tokens; otherwise they stay text
         cache_salt        a cached prefix is shared only with this user's requests of the same salt
+        session           a name of the caller's, within the salt: the prefix of its last request stays while others can
+                          go. A prompt that goes on under another name forks it
         sampling          max_tokens, temperature, stop, seed, logprobs, ...: as lowlat.SamplingParams has them
         Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
         known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
@@ -143,6 +146,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
             fit_context=fit_context,
             allow_special=allow_special,
             cache_salt=cache_salt,
+            session=session,
         )
         return self._send(request, deadline)
 

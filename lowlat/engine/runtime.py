@@ -6,6 +6,8 @@ and the slots, `lowlat.engine.steps` runs the steps. One thread owns a runtime: 
 steps, or `lowlat.engine.calls.driver`'s, which answers calls from any thread and event loop.
 """
 
+from __future__ import annotations  # help() shows signatures as they are written here
+
 import logging
 import threading
 import time
@@ -362,7 +364,7 @@ class Runtime:
         self._steps.fill_blocks()
 
     @owned
-    def owned_call(self, what: Callable[["Runtime"], T]) -> T:
+    def owned_call(self, what: Callable[[Runtime], T]) -> T:
         """Have something done by the runtime's owner, between two steps."""
         self._check_usable()
         return what(self)

@@ -59,13 +59,15 @@ class RuntimeEngine:
         """Make a request's grammar ready; None where that takes longer. Any thread may ask. Raises RequestError."""
         return self._runtime.grammars.compile(sampling_params(sampling), patience_s)
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request. Raises RequestError, CapacityError."""
         self._adopt()
         params = sampling_params(sampling)
         if not self._runtime.grammars.has(params):
             raise CapacityError(f"{params.grammar_option}: its compiled grammar was let go of meanwhile; try again")
-        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt, session=session or None)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""

@@ -21,7 +21,7 @@ dense, gpt_oss, parallel, weights = bench("dense"), bench("gpt_oss"), bench("par
 TIMES = ["--small", "--device", "cpu", "--replays", "1", "--turn", "1", "--commit", "c0ffee1"]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_first_tokens_have_a_row_for_each_prompt_depth_and_way(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     given = ["--directory", tmp_path, "--tiny", "--device", "cpu", "--prompt", 5, "--runs", 1, "--out", out]
@@ -50,7 +50,7 @@ def test_a_cycle_of_lossless_specpv_is_its_proposals_and_what_is_left_and_pays_f
     assert four["1.0"] == pytest.approx(32 / 39 / (3.1 / 6), abs=1e-3)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_rows_stand_beside_full_attention(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     sizes = ["--context", "256", "--tokens", "36", "--retrieval", "1", "--refresh", "3", "--threshold", "0"]
@@ -62,7 +62,7 @@ def test_rows_stand_beside_full_attention(tmp_path: Path) -> None:
     assert partial["ms_p50"] > 0 and partial["tokens_per_s"] > 0
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_process_starts_from_a_written_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "start.json"
     start.main(["--directory", str(tmp_path), "--tiny", "--device", "cpu", "--max-batch", "1", "--max-context", "64",
@@ -125,7 +125,7 @@ def test_a_dense_step_has_a_row_next_to_torchs(tmp_path: Path) -> None:
     assert "'flex' needs an NVIDIA GPU; --attention has here: flash, " in row["error"]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_step_of_experts_has_a_row(tmp_path: Path) -> None:
     out = tmp_path / "oss.json"
     assert gpt_oss.main([*TIMES, "--case", "small, 1 x 320, S=0", "--no-plot", "--out", str(out)]) == 0
@@ -136,7 +136,7 @@ def test_a_step_of_experts_has_a_row(tmp_path: Path) -> None:
         gpt_oss.main([*TIMES, "--out", str(out), "--case", "unknown"])
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_steps_of_several_gpus_have_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     assert parallel.main([*TIMES, "--only", "tiny, 1 x", "--out", str(out)]) == 0
@@ -177,7 +177,7 @@ HYBRID = Geometry(
 )  # fmt: skip
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_steps_of_hybrids_have_rows_and_draft_by_mtp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench("lib.model"), "known_geometry", lambda name: HYBRID)
     out, given = (

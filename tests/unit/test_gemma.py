@@ -65,8 +65,8 @@ def traced(runtime: Runtime, prompt: list[int], depth: Depth = None) -> tuple[li
     ("name", "method"),
     [
         ("gemma-4-31b", "eagle3"),
-        ("gemma-4-26b-a4b", "ngram"),
-        ("gemma-4-e2b", "suffix"),
+        later("gemma-4-26b-a4b", "ngram"),
+        later("gemma-4-e2b", "suffix"),
         later("gemma-4-e2b", "eagle3"),
         later("gemma-4-31b", "suffix"),
     ],
@@ -95,7 +95,7 @@ def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_pa
         assert runtime.kvcache.pool_stats()["windows"][0]["num_used"] == 0
 
 
-@pytest.mark.parametrize("flags", [{}, {"markov_rank": 4, "layout": "speculators"}])
+@pytest.mark.parametrize("flags", [{}, later({"markov_rank": 4, "layout": "speculators"})])
 def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dict[str, Any], tmp_path: Path) -> None:
     """DFlash's and DSpark's: scaled where it is the target's, as it is where it is their own."""
     target, prompt = make_target(tmp_path / "target", "gemma4_text", **MOE), prompt_of(40)
@@ -115,7 +115,7 @@ def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dic
             assert run_one(runtime, prompt, SAMPLED) == tokens
 
 
-@pytest.mark.parametrize("options", [{"num_key_value_heads": 4}, later({**MOE, **CUT}), {**E2B, **CUT}])
+@pytest.mark.parametrize("options", [{"num_key_value_heads": 4}, later({**MOE, **CUT}), later({**E2B, **CUT})])
 def test_the_number_of_ranks_changes_no_bit(options: dict[str, Any], tmp_path: Path) -> None:
     """With keys as values, shared keys, and fewer of them than ranks; experts next to a dense FFN."""
     make_target(tmp_path, "gemma4_text", **{**CUT, **options})
@@ -127,7 +127,9 @@ def test_the_number_of_ranks_changes_no_bit(options: dict[str, Any], tmp_path: P
     assert all(torch.equal(found[1][1][index], row) for index, row in found[0][1].items())
 
 
-@pytest.mark.parametrize("options", [{"quantize": "fp8"}, {"kv_cache_dtype": "fp8"}, later({"quantize": "int4"})])
+@pytest.mark.parametrize(
+    "options", [{"quantize": "fp8"}, *map(later, ({"kv_cache_dtype": "fp8"}, {"quantize": "int4"}))]
+)
 def test_formats_lose_no_token_to_drafts(options: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
     make_target(

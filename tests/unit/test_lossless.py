@@ -43,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 # them, have every value of both and not every pair; the first stage has what is plainest.
 EVERY_METHOD = [
     later("ngram", "gpt_oss", "filtered"),
-    ("suffix", "qwen3_5_moe_text", "greedy"),
+    later("suffix", "qwen3_5_moe_text", "greedy"),
     later("beside", "qwen3", "penalised"),
     ("eagle3+", "llama", "sampled"),
     later("eagle3+", "gpt_oss", "penalised"),
@@ -174,7 +174,10 @@ def test_a_depth_that_changes_at_each_step_changes_nothing(
 @pytest.mark.parametrize(
     ("family", "name", "mode"),
     [
-        *(("llama", name, mode) for name, mode in zip(TREES, ["greedy", "sampled"] * 2, strict=True)),
+        later("llama", "chain-as-tree", "greedy"),
+        later("llama", "wide", "sampled"),
+        later("llama", "bushy", "greedy"),
+        ("llama", "deep", "sampled"),
         ("gpt_oss", "bushy", "sampled"),
     ],
 )
@@ -195,7 +198,9 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("family", "shape", "mode"),
     [
-        *(("llama", shape, mode) for shape, mode in zip(DYNAMIC, ["greedy", "sampled", "greedy"], strict=True)),
+        later("llama", DYNAMIC[0], "greedy"),
+        ("llama", DYNAMIC[1], "sampled"),
+        later("llama", DYNAMIC[2], "greedy"),
         later("gpt_oss", DYNAMIC[2], "sampled"),
     ],
 )
@@ -328,11 +333,11 @@ class Crowd:
         ("llama", "eagle3", "bushy", 1),
         ("llama", "suffix", None, 3),
         later("llama", "beside", None, 4),
-        ("llama", "eagle3+", None, 5),
+        later("llama", "eagle3+", None, 5),
         ("llama", "eagle3", "dynamic", 6),
         later("qwen3", "ngram", None, 2),
         later("gpt_oss", "eagle3", "bushy", 1),
-        ("qwen3_5_moe_text", "eagle3+", None, 7),
+        later("qwen3_5_moe_text", "eagle3+", None, 7),
     ],
 )
 def test_no_neighbour_changes_anything(
@@ -384,7 +389,7 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
             assert_same(traced(runtime, request, sampling), baseline(pair, request, sampling))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), later("qwen3_5_moe_text")])
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
     pair, sampling = pairs[family], params("sampled")
@@ -397,7 +402,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
 
 
 @pytest.mark.parametrize(
-    ("family", "length"), [("llama", 9), later("qwen3", 8), ("gpt_oss", 1), ("qwen3_5_moe_text", 9)]
+    ("family", "length"), [later("llama", 9), later("qwen3", 8), ("gpt_oss", 1), later("qwen3_5_moe_text", 9)]
 )
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
@@ -445,7 +450,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
         assert_same(trace, found[0])
 
 
-@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), "qwen3_5_moe_text"])
+@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), later("qwen3_5_moe_text")])
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:

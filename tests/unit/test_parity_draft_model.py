@@ -53,6 +53,7 @@ FLAGS: dict[str, Mapping[str, Any]] = {
         {"num_hidden_layers": 3, "qk_norm": True, "mlp_bias": True, "norm_before_residual": True}
         | {"hidden_size": 24, "own_embedding": True, "norm_output": True}
     ),
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
     "window": {"windows": (5,)},
     "yarn": {"rope_scaling": YARN},
     "yarn-window": {"rope_scaling": {**YARN, "truncate": False}, "windows": (9,)},
@@ -78,7 +79,7 @@ FLAGS: dict[str, Mapping[str, Any]] = {
         | {"own_embedding": True, "hidden_size": 24, "captures": (0, 1, 2, 3), "attention_bias": True}
     ),
     "dflash-one-layer": {"layout": "z-lab", "num_hidden_layers": 1, "qk_norm": False, "num_key_value_heads": 1},
-    "dflash-from-the-anchor": {"layout": "speculators", "anchor": True},
+    "dflash-from-the-anchor": {"layout": "speculators", "anchor": True, "hidden_act": "gelu_pytorch_tanh"},
     "dspark": {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 8},
     "dspark-gated": (
         {"layout": "speculators", "draft_vocab_size": 40, "own_lm_head": True, "own_embedding": True, "markov_rank": 12}
@@ -200,7 +201,7 @@ MET_ELSEWHERE = {
     *("no-features", "p-eagle", "dflash", "dspark"),
 }
 NUMBERED = [(name, ("llama", "gpt_oss")[number % 2]) for number, name in enumerate(FLAGS)]
-PLAINEST = [case for number, case in enumerate(NUMBERED) if number % 8 < 2]
+PLAINEST = [case for number, case in enumerate(NUMBERED) if number % 8 == 0]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,10 @@ def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, t
 
 @pytest.mark.parametrize(
     ("family", "by_expert"),
-    [("qwen3_5_text", False), ("qwen3_5_moe_text", False), ("qwen3_5_moe_text", True), later("qwen3_next", False)],
+    [
+        ("qwen3_5_moe_text", True),
+        *(later(family, False) for family in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")),
+    ],
 )
 def test_an_mtp_layers_drafts_equal_its_equations(family: str, by_expert: bool, tmp_path: Path) -> None:
     """After prompts that end within a chunk, every length of acceptance, and steps without drafts."""
@@ -233,7 +237,8 @@ def test_an_mtp_layers_drafts_equal_its_equations(family: str, by_expert: bool, 
 @pytest.mark.parametrize(
     ("length", "flags"),
     [
-        *((length, {"num_hidden_layers": layers}) for length, layers in ((1, 2), (8, 2), (9, 1), (33, 2))),
+        *(later(length, {"num_hidden_layers": layers}) for length, layers in ((1, 2), (8, 2), (9, 1))),
+        (33, {"num_hidden_layers": 2}),
         *(later(length, {"mask_token": 5, "num_hidden_layers": length % 3 + 1}) for length in (1, 10)),
         *(later(length, {"layout": "z-lab"}) for length in (8, 9)),
         later(1, {"layout": "deepspec", "markov_rank": 8}),

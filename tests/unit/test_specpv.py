@@ -179,7 +179,7 @@ def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, 
         assert stats["by_source"]["specpv"]["accepted_tokens"] <= report["accepted_tokens"]
 
 
-@pytest.mark.parametrize("limit", [0, 1])
+@pytest.mark.parametrize("limit", [0, later(1)])
 def test_a_request_with_few_drafts_has_all_that_is_proposed_verified(pair: PairPaths, limit: int) -> None:
     """Its limit is of each partial step's drafts, before and after a verification."""
     with load(pair, **LOSSLESS, specpv_n_spec_tokens_buf=12) as runtime:

@@ -345,6 +345,10 @@ CUT = {
 PARALLEL_DRAFTS = ("peagle", "dflash", "dspark")
 
 
+# entries are of powers of two of rows, which other depths add none to
+FEW = Sizes(depths=(0, 1, 3, 7))
+
+
 def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
     names = [name for name in read_geometries() if name not in WITHOUT_ENTRIES]
     pairs = {name: random_pair(name, directory / name) for name in names}
@@ -365,14 +369,11 @@ def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
         pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), Sizes((1,), (3, 5, 7))
     del pairs["llama-70b"]  # whole it has no entry that smaller ones lack
     del pairs["gemma-3-27b"]  # its vocabulary of 262,208 is above what kernels take
-    few = Sizes(depths=(0, 1, 3, 7))  # entries are of powers of two of rows, which other depths add none to
-    return {name: listed([pair], "all", sizes.get(name, few), gpu) for name, pair in pairs.items()}
+    return {name: listed([pair], "all", sizes.get(name, FEW), gpu) for name, pair in pairs.items()}
 
 
-@pytest.mark.second
-def test_shipped_tables_have_knobs_alone_and_a_plan_of_every_launch(tmp_path: Path) -> None:
-    """Of the pairs that they cover; and no entry is stale, as one that is no candidate's would count as none."""
-    launches = launches_of_pairs(H200, tmp_path)
+def test_shipped_tables_have_knobs_alone() -> None:
+    """And say where they come from."""
     assert {read_table(path).gpu for path in TABLES} == COVERED.keys()
     for path in TABLES:
         written, found = check_table(path), read_table(path)
@@ -384,13 +385,41 @@ def test_shipped_tables_have_knobs_alone_and_a_plan_of_every_launch(tmp_path: Pa
                 assert {*entry.knobs} - more == KNOBS[kind], key
                 is_timed = entry.default_us > 0  # else nobody timed the plan that is derived
                 assert entry.stages and (not is_timed or 0 < entry.best_us <= entry.default_us), key
+
+
+def has_many_chunks(shape: Shape) -> bool:
+    return shape.key.split()[0] in MANY_CHUNKS
+
+
+def is_known(shape: Shape, table: Any) -> bool:
+    """Whether a table has an entry of a launch, which is one of its candidates."""
+    knobs = table.find(*shape.place)
+    assert knobs is None or any(dict(plan.knobs) == dict(knobs) for plan in shape.candidates), shape.place
+    return knobs is not None
+
+
+@pytest.mark.second
+def test_shipped_tables_have_a_plan_of_every_launch_of_llama(tmp_path: Path) -> None:
+    """The pair that all cover; `-m wide` looks at others."""
+    launches = listed([random_pair("llama-8b", tmp_path)], "all", FEW, H200)
+    for path in TABLES:
+        found = read_table(path)
+        for shape in launches:
+            many = has_many_chunks(shape) and found.gpu not in KNOW_MANY_CHUNKS
+            assert is_known(shape, found) or many, f"{shape.place} has no entry"
+
+
+@pytest.mark.wide
+def test_shipped_tables_have_a_plan_of_every_launch_and_no_other(tmp_path: Path) -> None:
+    """Of the pairs that they cover; and no entry is stale, as one that is no candidate's would count as none."""
+    launches = launches_of_pairs(H200, tmp_path)
+    for path in TABLES:
+        found = read_table(path)
         left = {(kind, key) for kind, entries in found.entries.items() for key in entries}
         for name, shapes in launches.items():
             for shape in shapes:
-                knobs = found.find(*shape.place)
-                many = shape.key.split()[0] in MANY_CHUNKS and found.gpu not in KNOW_MANY_CHUNKS
+                many = has_many_chunks(shape) and found.gpu not in KNOW_MANY_CHUNKS
                 covered = name in COVERED[found.gpu] and not many
-                assert knobs is not None or not covered, f"{shape.place} of {name} has no entry"
-                assert knobs is None or any(dict(plan.knobs) == dict(knobs) for plan in shape.candidates), shape.place
+                assert is_known(shape, found) or not covered, f"{shape.place} of {name} has no entry"
                 left.discard(shape.place)
         assert not left, "entries of no launch"

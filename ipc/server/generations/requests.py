@@ -300,6 +300,7 @@ class Requests:
         account = peer.user.account
         request_id, salt = f"{self._prefix}-{self._num_ids}", f"{account} {submit.cache_salt}"
         stream = Stream(peer, submit.number, request_id, submit.sampling, size, balance=submit.credit, cache_salt=salt)
+        stream.session = submit.session
         peer.streams[submit.number] = stream
         self._live += 1
         self._live_of[account] += 1
@@ -348,7 +349,7 @@ class Requests:
             self._fail_early(stream, "busy", message)
 
     def _hand_over(self, stream: Stream) -> None:
-        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt))
+        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt, stream.session))
         self._let_go(stream)
         stream.phase = Phase.RUNNING
         self._inside[stream.request_id] = stream

@@ -43,6 +43,7 @@ class Stream(Struct, eq=False):
     balance    tokens that may be sent; negative by less than a step
     waiting    outputs that were not sent, in order
     cache_salt  its user and the request's own salt: only requests with the same share cached prefixes
+    session    its session's name, within the salt
     grammar    the engine's compiled grammar, which stays compiled while it is held here
     job        its job in a text thread, while that prepares it
     deadline   ends it when its time has passed
@@ -61,6 +62,7 @@ class Stream(Struct, eq=False):
     num_bytes: int
     balance: int
     cache_salt: str = ""
+    session: str = ""
     grammar: object = None
     prompt: Sequence[int] = ()
     job: "Prepare | None" = None

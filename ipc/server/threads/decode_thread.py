@@ -169,7 +169,8 @@ class DecodeThread(threading.Thread):
 
     def _submit(self, command: DecodeSubmit) -> None:
         try:
-            self.engine.submit(command.request_id, command.prompt, command.sampling, command.cache_salt)
+            own = (command.request_id, command.prompt, command.sampling, command.cache_salt)
+            self.engine.submit(*own, command.session)
         except RequestError as error:
             self.post(Refused(command.request_id, "invalid", str(error)))
         except CapacityError as error:

@@ -99,6 +99,7 @@ class DecodeSubmit(Struct, frozen=True):
     prompt: Sequence[int]
     sampling: Sampling
     cache_salt: str
+    session: str = ""
 
 
 class DecodeCancel(Struct, frozen=True):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_walk import Walker, walkable
 from rowwise_cases import EPS, flags, poison, same_bits, weights
-from stages import later
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
@@ -16,7 +16,7 @@ NAMES = (*COMMON, "gemm.prefill.activation_layout", "elementwise.norm", "element
 # rows, width, whether rows are dead
 WIDTHS = [
     *((3, 72, True), (9, 200, False), (2, 64, True), (1, 8, False), (2, 4096, True)),
-    *(later(3, 2880, False), later(2, 4096 + 40, False), later(1, 8192, True)),
+    *(wide(3, 2880, False), wide(2, 4096 + 40, False), wide(1, 8192, True)),
 ]
 
 
@@ -48,7 +48,7 @@ def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, with
     assert bool(found.isfinite().all()) and bool(sums[1].isfinite().all())
 
 
-@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], WIDTHS[2], later(2, 4096 + 40, False)])
+@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], WIDTHS[2], wide(2, 4096 + 40, False)])
 def test_sums_of_what_is_normed_are_normed_and_arranged(rows: int, width: int, with_dead: bool) -> None:
     x, residual, live = torch.randn(rows, width), torch.randn(rows, width).bfloat16(), flags(rows)
     given = {"residual": residual, "row_live": live if with_dead else None, "eps": EPS, "next_eps": EPS}

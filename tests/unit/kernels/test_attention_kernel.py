@@ -7,6 +7,7 @@ import pytest
 import torch
 from compiled_examples import Compiled, examples_of
 from kernel_inventory import GPUS
+from stages import later, wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention import attention as attention_kernels
@@ -28,19 +29,18 @@ def test_as_many_blocks_fit_on_a_multiprocessor_as_a_plan_says(compiled: Compile
         ) <= H200_SHARED_BYTES
 
 
-@pytest.mark.second
 @pytest.mark.parametrize(
     ("capability", "head_dim", "rows", "coded"),
     [
-        ((8, 0), 256, 4, False),
-        (HOPPER, 256, 1, False),
-        (HOPPER, 256, 4, True),
-        ((12, 0), 256, 4, True),
-        ((8, 0), 512, 4, True),
-        (HOPPER, 512, 1, True),
-        (HOPPER, 512, 4, False),
-        ((12, 0), 512, 1, False),
-        ((12, 0), 512, 4, True),
+        wide((8, 0), 256, 4, False),
+        wide(HOPPER, 256, 1, False),
+        later(HOPPER, 256, 4, True),
+        wide((12, 0), 256, 4, True),
+        wide((8, 0), 512, 4, True),
+        wide(HOPPER, 512, 1, True),
+        later(HOPPER, 512, 4, False),
+        wide((12, 0), 512, 1, False),
+        wide((12, 0), 512, 4, True),
     ],
 )
 def test_wide_heads_have_registers_and_memory(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import Case, chain, check, tree
 from kernel_walk import Walker, walkable
-from stages import later
+from stages import later, wide
 
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
@@ -39,7 +39,7 @@ def run(case: Case, late: bool, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("lengths", "rows", "late"),
-    [([200], "one", False), ([0, 130], "chain", True), ([191], "tree", False), ([64, 40], "dead", True)],
+    [([200], "one", False), ([0, 130], "chain", True), later([191], "tree", False), ([64, 40], "dead", True)],
 )
 def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: bool) -> None:
     """Windows of three and four tiles, of one, and of none; rows that begin elsewhere; a dead row among live ones."""
@@ -71,8 +71,8 @@ SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
     ("head_dim", "lengths", "window", "late", "gpu"),
     [
         (64, [10], None, True, H200),
-        (64, [10], None, False, Gpu(108, 163 * 1024, (8, 0))),
-        later(64, [70], 128, False, H200),
+        later(64, [10], None, False, Gpu(108, 163 * 1024, (8, 0))),
+        wide(64, [70], 128, False, H200),
     ],
 )
 def test_codes_are_the_reference_s(head_dim: int, lengths: list[int], window: int | None, late: bool, gpu: Gpu) -> None:
@@ -97,7 +97,7 @@ def test_codes_are_the_reference_s(head_dim: int, lengths: list[int], window: in
     assert found[2].isnan().all() and expected[2].isnan().any()
 
 
-@pytest.mark.parametrize(("rows", "late"), [("chain", True), ("tree", False)])
+@pytest.mark.parametrize(("rows", "late"), [("chain", True), later("tree", False)])
 def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None:
     """Two splits, and one; a slot's pipeline begins while another's ends; a tree's rows one after the other."""
     lengths, masks, kv_heads = ([290, 70], chain(2), 2) if rows == "chain" else ([290], tree(3, 2), 1)
@@ -109,9 +109,9 @@ def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None
     ("lengths", "rows", "window", "coded", "gpu"),
     [
         ([70], "one", None, False, H200),
-        ([130], "dead", None, False, SMALL),
-        later([300], "chain", 100, False, H200),
-        later([70], "one", None, True, Gpu(108, 163 * 1024, (8, 0))),
+        later([130], "dead", None, False, SMALL),
+        wide([300], "chain", 100, False, H200),
+        wide([70], "one", None, True, Gpu(108, 163 * 1024, (8, 0))),
     ],
 )
 def test_heads_of_256_are_the_reference_s(
@@ -131,12 +131,12 @@ def test_heads_of_256_are_the_reference_s(
     ("lengths", "rows", "window", "coded", "softcap", "gpu"),
     [
         ([70], "one", None, False, None, H200),
-        later([70, 0], "tree", None, False, None, H200),
-        later([300], "chain", 100, False, 2.0, H200),
-        later([150], "tree", None, True, 2.0, H200),
-        ([70], "one", None, False, None, SMALL),
-        later([150], "tree", None, False, None, SMALL),
-        later([70], "one", None, True, None, SMALL),
+        wide([70, 0], "tree", None, False, None, H200),
+        wide([300], "chain", 100, False, 2.0, H200),
+        wide([150], "tree", None, True, 2.0, H200),
+        later([70], "one", None, False, None, SMALL),
+        wide([150], "tree", None, False, None, SMALL),
+        wide([70], "one", None, True, None, SMALL),
     ],
 )
 def test_heads_of_512_are_the_reference_s(
@@ -163,7 +163,7 @@ def test_heads_of_512_are_the_reference_s(
         assert torch.equal(broken[:2], found[:2]) and broken[2].isnan().all()
 
 
-@pytest.mark.parametrize(("head_dim", "coded"), [(64, False), later(128, True)])
+@pytest.mark.parametrize(("head_dim", "coded"), [(64, False), wide(128, True)])
 def test_scores_are_capped(head_dim: int, coded: bool) -> None:
     """Scores far above the cap, of both signs, and small ones."""
     scales = SCALES[:, :1].contiguous() if coded else None
@@ -174,7 +174,7 @@ def test_scores_are_capped(head_dim: int, coded: bool) -> None:
     check(run(case, True, num_blocks=2, split=128), case.expected())
 
 
-@pytest.mark.parametrize(("coded", "head_dim"), [(True, 64), later(False, 256), later(False, 512)])
+@pytest.mark.parametrize(("coded", "head_dim"), [(True, 64), wide(False, 256), wide(False, 512)])
 def test_a_row_has_the_same_bits_in_any_company(coded: bool, head_dim: int) -> None:
     """With dead neighbours; and alone, where its query rows are half a tile."""
     scales = SCALES[:, :1].contiguous() if coded else None
@@ -204,7 +204,7 @@ def test_a_row_whose_window_begins_later_than_its_neighbours_has_the_bits_of_the
     assert torch.equal(run(case, False, num_blocks=1)[0], together[2])
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [later(False), True])
 def test_sums_of_many_splits_are_one(early: bool) -> None:
     """More splits than a warp has lanes, in one slot, few in another, none in the last; peaks so far apart that whoever
     missed the largest would overflow; a split that saw nothing; a dead row."""

@@ -10,6 +10,7 @@ import pytest
 from compiled_examples import EXAMPLES, WIDE_EXAMPLES, Compiled, staged
 from kernel_inventory import GPUS, examples, factories, family, fingerprint, modules, offers_calls
 from moe_cases import make_moe, make_topk_routing
+from stages import later, wide
 
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.toolchain.compiler import compile_kernel
@@ -132,8 +133,7 @@ def test_a_moe_in_parts_of_one_step_finds_the_next_unit() -> None:
     assert compile_kernel(call.kernel, HOPPER).is_cubin  # checked when it is linked
 
 
-@pytest.mark.second
-@pytest.mark.parametrize("capability", EXAMPLES)
+@pytest.mark.parametrize("capability", [later(each) if each == HOPPER else wide(each) for each in EXAMPLES])
 def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[int, int], compiled: Compiled) -> None:
     """A launch that would spin for ever fails, so that the host hears of it and the process can end.
 
@@ -141,7 +141,7 @@ def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[in
     and read past the first cache what other ranks wrote.
     """
     waiting = set()
-    for _, kernel in EXAMPLES[capability]:
+    for _, kernel in EXAMPLES[capability] + (WIDE_EXAMPLES[capability] if capability != HOPPER else []):
         _, ptx = compiled.of(capability, kernel)
         if "ld.relaxed.sys" in ptx:
             assert "ld.acquire.sys" in ptx, f"{capability}: {kernel.name}"

@@ -10,7 +10,7 @@ from decode_gemm_walk import SMALL, random, run, walked
 from kernel_walk import Walker
 from rowwise_cases import flags
 from selection_cases import best_of, best_pairs
-from stages import later
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
@@ -29,7 +29,7 @@ from lowlat.tools.tune.loopback import looped
     ("ranks", "rows", "width", "changes"),
     [
         (2, 1, 80, ({"num_blocks": 2}, {"num_blocks": 1})),
-        later(3, 9, 65, ({"weight_tiles": 2, "stages": 2}, {}, {"areas": 1})),
+        wide(3, 9, 65, ({"weight_tiles": 2, "stages": 2}, {}, {"areas": 1})),
     ],
 )
 def test_ranks_add_up_what_they_multiply(
@@ -61,7 +61,7 @@ def test_ranks_add_up_what_they_multiply(
     assert int(abort[0]) == 0
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), later(8, 7)])
+@pytest.mark.parametrize(("ranks", "rank"), [(2, 1), wide(8, 7)])
 def test_a_rank_whose_numbers_come_back_to_it_waits_for_nobody(ranks: int, rank: int) -> None:
     """As it is timed on a GPU of its own: it sums what it has sent, again and again, by one plan and another."""
     rows, width, abort = 3, 48, torch.zeros(1, dtype=torch.int64)
@@ -166,7 +166,7 @@ def test_a_permuted_weight_gives_original_columns(
     [
         (1, 1, 3, 2, {"num_blocks": 1}),
         (2, 3, 4, 0, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
-        later(4, 2, 2, 1, {}),
+        wide(4, 2, 2, 1, {}),
     ],
 )
 def test_a_row_of_a_slot_s_block_is_added(slots: int, wide: int, rows: int, row: int, changes: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ from kernel_walk import Walker, walkable
 from moe_cases import Poisoned, make_logits, make_moe, want_routing
 from moe_walk import ALONE, FRAGMENTS, small_gpu, walk
 from rowwise_cases import EPS, canonical_logits, canonical_norm, router_inputs
-from stages import later
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import BF16, MXFP4
@@ -45,13 +45,13 @@ PREFILL = (
     ("late", "kind", "rows", "top_k", "quantised", "hidden", "inner", "blocks", "cut"),
     [
         (True, "random", 1, 2, True, 288, 96, 3, None),
-        later(False, "random", 3, 2, True, 96, 160, 2, {"warps": 2, "stages": 1}),
+        wide(False, "random", 3, 2, True, 96, 160, 2, {"warps": 2, "stages": 1}),
         (True, "shared", 11, 1, True, 160, 32, 4, {"warps": 2, "part": 1}),
-        later(False, "ties", 4, 3, False, 72, 40, 1, {"warps": 3}),
+        wide(False, "ties", 4, 3, False, 72, 40, 1, {"warps": 3}),
         (True, "none", 2, 2, True, 64, 32, 2, {"warps": 2}),
     ],
 )
-@pytest.mark.second
+@pytest.mark.wide
 def test_gemms_alone_have_the_bits_of_the_one_launch(
     late: bool, kind: str, rows: int, top_k: int, quantised: bool, hidden: int, inner: int, blocks: int,
     cut: dict[str, int] | None,
@@ -133,7 +133,7 @@ def walked_router(rows: int, workspace: Poisoned, given: dict[str, Any], eps: fl
     return found
 
 
-@pytest.mark.parametrize(("rows", "width", "experts"), [(5, 72, 9), later(1, 4096 + 72, 6)])
+@pytest.mark.parametrize(("rows", "width", "experts"), [(5, 72, 9), wide(1, 4096 + 72, 6)])
 def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(rows: int, width: int, experts: int) -> None:
     """Logits, ids and shares; more rows than a block holds, more chunks of a row than a thread has, dead rows."""
     given, workspaces = router_inputs(rows, width, experts), (Poisoned(), Poisoned())

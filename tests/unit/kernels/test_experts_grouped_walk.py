@@ -21,7 +21,7 @@ from expert_cases import (
 from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
 from moe_walk import FRAGMENTS
-from stages import later
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import BF16, MXFP4
@@ -197,7 +197,7 @@ def test_down_is_the_reference_s(
     assert torch.equal(total, summed)
 
 
-@pytest.mark.parametrize("name", ["fp8", "int4_32_zeros", later("fp8_block narrow"), later("nvfp4")])
+@pytest.mark.parametrize("name", ["fp8", "int4_32_zeros", wide("fp8_block narrow"), wide("nvfp4")])
 def test_quantised_experts_multiply_as_the_numbers_that_they_hold(name: str) -> None:
     """Groups' scales are in the numbers, which are rounded to bf16; those of rows in the epilogue, and in no number."""
     up = make_experts(3, 32, 192, quantised=name, gated=True, biased=False)

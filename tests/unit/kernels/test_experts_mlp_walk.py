@@ -10,7 +10,7 @@ from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
 from moe_cases import exact_shares, make_logits, make_moe, want_routing
 from moe_walk import NAMES, small_gpu, walk
-from stages import later
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
@@ -28,7 +28,7 @@ from lowlat.tools.tune.loopback import looped
     ("late", "kind", "rows", "top_k", "quantised", "hidden", "inner", "blocks"),
     [
         (True, "random", 1, 2, True, 288, 96, 3),
-        later(False, "random", 3, 2, True, 96, 160, 2),
+        wide(False, "random", 3, 2, True, 96, 160, 2),
         (True, "shared", 5, 2, True, 64, 64, 4),
         (False, "ties", 9, 1, False, 96, 32, 1),
         (False, "none", 2, 2, True, 64, 32, 2),
@@ -58,7 +58,7 @@ def test_it_is_the_reference_s(
     ("rows", "top_k", "count", "quantised", "over_all"),
     [
         (4, 9, 12, False, False),  # more pairs than a warp has lanes
-        later(2, 3, 5, "int4_64_zeros", True),
+        wide(2, 3, 5, "int4_64_zeros", True),
     ],
 )
 def test_every_row_takes_a_shared_expert_too(
@@ -74,7 +74,7 @@ def test_every_row_takes_a_shared_expert_too(
     moe.check(found)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_gpus_add_up_their_parts_of_every_expert() -> None:
     """Two GPUs with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
     rows, top_k, gpus, hidden = 3, 2, 2, 72
@@ -100,7 +100,7 @@ def test_gpus_add_up_their_parts_of_every_expert() -> None:
         assert torch.equal(one["total"], expected) and torch.equal(other["total"], expected)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_gpu_whose_sums_come_back_to_it_waits_for_nobody() -> None:
     """As a rank's MoE layer is timed on a GPU of its own, launch after launch."""
     rows, top_k, gpus, hidden = 3, 2, 2, 72
@@ -118,8 +118,8 @@ def test_a_gpu_whose_sums_come_back_to_it_waits_for_nobody() -> None:
     assert int(abort[0]) == 0
 
 
-@pytest.mark.parametrize("name", ["fp8", later("int4_32_zeros")])
-@pytest.mark.second
+@pytest.mark.parametrize("name", ["fp8", wide("int4_32_zeros")])
+@pytest.mark.wide
 def test_experts_of_dense_formats_without_biases(name: str) -> None:
     """Plain SwiGLU, scales of rows and of groups; shares of the softmax over all experts."""
     moe, logits = make_moe(5, 192, 64, quantised=name, biased=False), make_logits("random", 2, 5)
@@ -156,7 +156,7 @@ def test_rows_choose_as_the_reference_does(kind: str, rows: int, top_k: int, cou
     torch.testing.assert_close(found["expert_weights"], about, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_equal_logits_go_to_the_lowest_ids_and_what_is_not_finite_stays_in_its_row() -> None:
     plain = [-1.0, 0.0, -0.0, 2.0, 0.0, -0.0, 0.0, -3.0, 0.0]
     logits = torch.tensor([plain] * 4)
@@ -205,7 +205,7 @@ def router_of(modules: list[ModuleType], **arguments: Any) -> Any:
     return SimpleNamespace(kernel=kernel, grid=(2, 1, 1), arguments=values, dependent=True)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_moe_layers_choose_while_their_routers_still_run() -> None:
     """Routers and MoE layers that start as early as they may, in memory that they share: as one after the other."""
     rows, layers, walker = 2, 3, Walker()

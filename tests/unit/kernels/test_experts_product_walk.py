@@ -69,7 +69,7 @@ def test_products_are_the_reference_s(
         (False, 160, 32, {"warps": 1, "part": 1, "stages": 3}),
     ],
 )
-@pytest.mark.second
+@pytest.mark.wide
 def test_units_begin_and_end_inside_of_runs(late: bool, hidden: int, inner: int, cut: dict[str, int]) -> None:
     """By every pipeline; three steps of columns of either product shared by more warps than there are steps, by fewer,
     and taken in parts of all of a warp's steps, of some, of one."""
@@ -94,14 +94,14 @@ def test_warps_that_only_one_product_has(up_warps: int, down_warps: int) -> None
 
 
 @pytest.mark.parametrize("kind", ["shared", "dead"])
-@pytest.mark.second
+@pytest.mark.wide
 def test_pairs_for_more_than_a_warp_are_listed(kind: str) -> None:
     """In memory that looks as if pairs that are not there had chosen expert 0."""
     moe = make_moe(6, 32, 32)
     moe.check(run(Walker(rest=0), moe, moe.rows(11), make_topk_routing(kind, 11, 4, 6), 4))
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     """Next to rows that hold NaN, whoever shares its experts, and however the products are cut."""
     moe, ids = make_moe(4, 160, 32), torch.tensor([[2, 1]], dtype=torch.int32)

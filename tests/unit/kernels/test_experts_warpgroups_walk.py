@@ -9,7 +9,7 @@ from expert_cases import ALPHA, LIMIT, make_experts, shares_of, want_down, want_
 from kernel_walk import Walker
 from moe_cases import Poisoned
 from moe_walk import FRAGMENTS
-from stages import later
+from stages import wide
 from walked_groups import walkable_groups
 
 from lowlat.kernels.moe.prefill.warpgroup_plan import num_places, warpgroup_workspaces
@@ -26,7 +26,7 @@ NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *GEMM, *KERNELS)
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
-@pytest.mark.parametrize(("quantised", "rows", "biased"), [(True, 40, True), later("fp8", 30, False)])
+@pytest.mark.parametrize(("quantised", "rows", "biased"), [(True, 40, True), wide("fp8", 30, False)])
 def test_a_moe_by_warpgroups_is_the_reference_s(
     quantised: Any, rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

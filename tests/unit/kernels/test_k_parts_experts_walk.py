@@ -12,7 +12,7 @@ from expert_cases import Experts, choices, make_experts, shares_of
 from kernel_walk import Walker, walkable
 from moe_cases import Poisoned
 from moe_walk import ALONE, FRAGMENTS, small_gpu
-from stages import later
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.k_parts import KParts
@@ -98,8 +98,8 @@ class Case:
     ("rows", "top_k", "width", "steps", "quantised", "kind"),
     [
         (1, 2, 32, 9, False, "random"),
-        later(4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
-        later(3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
+        wide(4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
+        wide(3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
     ],
 )
 def test_few_rows(rows: int, top_k: int, width: int, steps: int, quantised: bool, kind: str) -> None:
@@ -107,7 +107,7 @@ def test_few_rows(rows: int, top_k: int, width: int, steps: int, quantised: bool
 
 
 @pytest.mark.parametrize(("rows", "top_k", "width", "steps", "quantised"), [(17, 2, 36, 9, True)])
-@pytest.mark.second
+@pytest.mark.wide
 def test_many_rows(rows: int, top_k: int, width: int, steps: int, quantised: bool) -> None:
     Case(rows, top_k, width, steps, quantised).check(prefill=True)
 

@@ -10,7 +10,7 @@ import torch
 from all_reduce_cases import tree_sum
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
-from stages import later
+from stages import wide
 from walked_groups import walkable_groups
 
 from lowlat.errors import ShapeError
@@ -65,7 +65,7 @@ def multiplied(
     return out
 
 
-@pytest.mark.parametrize(("name", "steps"), [("bf16", 5), later("nvfp4", 6), later("int4_32_zeros", 8)])
+@pytest.mark.parametrize(("name", "steps"), [("bf16", 5), wide("nvfp4", 6), wide("int4_32_zeros", 8)])
 def test_any_number_of_ranks_has_the_tree_of_eight_parts(name: str, steps: int) -> None:
     """The first part has the bias, rows' scales apply to each part, and columns are the original ones; some parts may
     have no columns."""

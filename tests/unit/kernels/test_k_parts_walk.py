@@ -11,7 +11,7 @@ import torch
 from all_reduce_cases import tree_sum
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
-from stages import later
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.collectives.peers.rows import area_shape
@@ -68,12 +68,12 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
     ("name", "rows", "width", "steps", "unit", "changes"),
     [
         ("bf16", 1, 48, 8, 1, {}),
-        later("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
-        later("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
-        later("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
-        later("fp8_block", 1, 32, 16, 2, {"weight_tiles": 1}),
-        later("int4_128", 3, 32, 16, 2, {}),
-        later("nvfp4", 1, 48, 9, 1, {"stages": 1}),
+        wide("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
+        wide("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
+        wide("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
+        wide("fp8_block", 1, 32, 16, 2, {"weight_tiles": 1}),
+        wide("int4_128", 3, 32, 16, 2, {}),
+        wide("nvfp4", 1, 48, 9, 1, {"stages": 1}),
     ],
 )
 def test_any_number_of_ranks_has_the_tree_of_eight_parts(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_walk import Walker, walkable
 from prefill_slots import Shape, Slot, close
-from stages import later
+from stages import wide
 from walked_softmax import walkable_softmax
 
 from lowlat.errors import ShapeError
@@ -59,11 +59,11 @@ def walked(
         (replace(SMALL, size=40), 250, 33, None, 1, True),
         (replace(SMALL, dim=128, size=72), 128, 72, None, 0, False),
         (replace(SMALL, dim=512, size=40), 120, 33, None, 0, False),
-        later(replace(SMALL, dim=256, size=130), 60, 130, None, 0, True),
-        later(replace(SMALL, dim=512, size=72), 250, 72, 129, 1, True),
-        later(SMALL, 320, 64, 100, 0, True),
-        later(replace(SMALL, dim=128, size=32), 400, 32, None, 0, True),
-        later(replace(SMALL, size=130), 0, 130, 1, 1, False),
+        wide(replace(SMALL, dim=256, size=130), 60, 130, None, 0, True),
+        wide(replace(SMALL, dim=512, size=72), 250, 72, 129, 1, True),
+        wide(SMALL, 320, 64, 100, 0, True),
+        wide(replace(SMALL, dim=128, size=32), 400, 32, None, 0, True),
+        wide(replace(SMALL, size=130), 0, 130, 1, 1, False),
     ],
 )
 def test_attention_is_the_reference_s(
@@ -78,7 +78,7 @@ def test_attention_is_the_reference_s(
     assert start or not first or not bool(found[0].any())
 
 
-@pytest.mark.parametrize(("dim", "window"), [(64, None), later(256, 70), later(512, 70)])
+@pytest.mark.parametrize(("dim", "window"), [(64, None), wide(256, 70), wide(512, 70)])
 def test_bits_of_rows_do_not_depend_on_the_launch(dim: int, window: int | None) -> None:
     """Of 48 rows in one launch, and in launches of 16 and 32 that begin elsewhere, of blocks of other sizes."""
     slot = Slot(112, 48, shape=replace(SMALL, heads=1, size=48, dim=dim))
@@ -92,9 +92,9 @@ def test_bits_of_rows_do_not_depend_on_the_launch(dim: int, window: int | None) 
     ("shape", "start", "count", "groups"),
     [
         (replace(SMALL, size=40), 250, 33, 1),
-        later(replace(SMALL, dim=128, size=72), 128, 72, 2),
-        later(replace(SMALL, dim=256, size=40), 30, 40, 1),
-        later(replace(SMALL, dim=512, size=40), 30, 40, 2),
+        wide(replace(SMALL, dim=128, size=72), 128, 72, 2),
+        wide(replace(SMALL, dim=256, size=40), 30, 40, 1),
+        wide(replace(SMALL, dim=512, size=40), 30, 40, 2),
     ],
 )
 def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(
@@ -110,7 +110,7 @@ def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(
     assert bool(found.any())
 
 
-@pytest.mark.parametrize("dim", [64, later(256)])
+@pytest.mark.parametrize("dim", [64, wide(256)])
 def test_scores_are_capped(dim: int) -> None:
     """Scores far above the cap, of both signs, and small ones; with sinks."""
     slot, sinks = Slot(70, 40, shape=replace(SMALL, size=40, dim=dim)), torch.linspace(-3, 3, SMALL.heads)

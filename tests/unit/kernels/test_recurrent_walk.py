@@ -8,6 +8,7 @@ import pytest
 import torch
 from kernel_walk import Walker
 from recurrent_cases import MODULES, Layer, Run, assert_near, by_kernels, by_reference, by_single_steps, grown
+from stages import later
 from walked_state import walkable_states
 
 from lowlat.errors import ShapeError
@@ -19,7 +20,7 @@ COMMON = ("common.activation", "common.memory", "common.norm_math", "common.norm
 CPU = torch.device("cpu")
 HEADS = [
     HeadSizes(1, 2, 32, 16),
-    pytest.param(HeadSizes(1, 3, 64, 16), marks=pytest.mark.second),
+    pytest.param(HeadSizes(1, 3, 64, 16), marks=pytest.mark.wide),
 ]
 
 
@@ -32,7 +33,7 @@ def walked(*, late: bool = True) -> Iterator[Run]:
         yield by_kernels(found, walker.run, CPU)
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, later(False)])
 @pytest.mark.parametrize("heads", HEADS)
 def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_steps(
     heads: HeadSizes, fused: bool

@@ -56,7 +56,7 @@ def expected(world: World, logits: torch.Tensor, slots: list[int], live: torch.T
     return out
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @pytest.mark.parametrize(("vocabulary", "ways"), [(97, (False,)), (4104, (True,))])
 def test_tokens_of_the_reference(vocabulary: int, ways: tuple[bool, ...]) -> None:
     """Plain rows, and rows whose wishes touch one chunk of two, or both; drawn ones; a pad and a dead row."""
@@ -71,7 +71,7 @@ def test_tokens_of_the_reference(vocabulary: int, ways: tuple[bool, ...]) -> Non
         assert memory.at_rest()
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_rows_that_are_not_finite_and_rows_without_a_choice_leave_memory_at_rest() -> None:
     """Greedy and drawn, plain and with wishes; and a row in which every token is banned."""
     world, slots, memory = make_world(4104, OPTIONS, [4]), [0, 1, 3, 4], Memory("cpu")

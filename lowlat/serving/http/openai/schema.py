@@ -15,6 +15,7 @@ from lowlat.ipc.messages import MAX_SALT
 from lowlat.serving.http.errors import ApiError
 
 __all__ = [
+    "MAX_CHOICES",
     "AllowedTools",
     "ChatMessage",
     "ChatRequest",
