@@ -53,10 +53,9 @@ CANCEL ends a request: END follows with finish_reason "cancelled". It is ignored
 may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it ends as "cancelled" with the code
 `deadline`.
 
-PAUSE lets a request give its slot to others, with all that it holds there, as soon as that can be: what it brought
-until then still comes. RESUME lets it go on, with the tokens that it would have had. Neither is answered. Where the
-server has no space for what a paused request holds, it runs on. Both are ignored for a request that has ended. One that
-is paused for longer than the server allows ends with an error of the code `deadline`.
+PAUSE lets a request give its slot to others as soon as that can be, and RESUME lets it go on, with the tokens that it
+would have had. Neither is answered, and both are ignored for one that has ended. Where the server has no space for what
+it holds it runs on; one that is paused for too long ends with an error of the code `deadline`.
 
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what

@@ -287,14 +287,16 @@ class Mailbox:
             self._arrays[name][slot] = NEVER
         self._host.send(released)
 
-    def free(self, slot: int) -> None:
+    def take_over(self, slot: int, table: Sequence[int]) -> None:
         """A request comes into a slot by its rows: commands to who had the slot before have no effect any more.
 
+        table  its blocks by position, by which steps are checked
         Its steps wait for nothing of the host's, until it says otherwise. None may be under way.
         """
         ring = self._arrays["command_ring"]
         ring[ring[:, 1] == slot] = 0
-        self._host.send(("command_ring",))
+        _fill(self._arrays["staged_table"][slot], table, 0)
+        self._host.send(("command_ring", "staged_table"))
         self.force_drafts(slot, (), NEVER)
         self.release(slot)
 

@@ -251,7 +251,7 @@ class Steps:
         request, slot = self._requests[admission.request_id], admission.slot
         request.commands = commands = self._kvcache.commands(request.request_id)
         tables = {name.replace("prefill", "block"): own for name, own in commands.items() if "prefill_table" in name}
-        self.mailbox.free(slot)
+        self.mailbox.take_over(slot, admission.table)
         self._clear_blocks()  # some of its own may have been a failed request's
         self._kept.write(request.request_id, slot, tables, admission.moved_in)
         self.proposer.enter(request, self._proposed.pop(request.request_id, None))

@@ -186,7 +186,7 @@ class BlockMover:
         The copies run on the executor's stream: what is launched later may write to the rows.
         """
         pieces, size = slot_layout(self._state)
-        host = torch.zeros(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        host = self.allocate(size)
         for piece, own in self._on_stream(pieces):
             _view(host, piece).copy_(own[slot], non_blocking=True)
         if self._stream is None:

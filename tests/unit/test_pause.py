@@ -99,6 +99,14 @@ def test_a_request_may_be_paused_after_each_of_its_steps(family: str, method: st
         assert paused_each_step(runtime, request) == expected
 
 
+def test_checks_of_steps_hold_for_requests_that_come_back(pairs: dict[str, PairPaths]) -> None:
+    options = {**CPU, **FEW, "check": "masks,spans,lengths"}
+    with Runtime.load(pairs["llama"].target, speculation(pairs["llama"], "eagle3"), **options) as runtime:
+        requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
+        expected = alone(runtime, requests)
+        assert play(runtime, random_moves(5, 60), requests, expected) > 1
+
+
 def test_ranks_move_their_states_together(pairs: dict[str, PairPaths]) -> None:
     requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
     with Runtime.load(pairs["llama"].target, tensor_parallel_size=2, **CPU, **FEW) as runtime:
