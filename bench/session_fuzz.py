@@ -160,7 +160,7 @@ def fuzz(count: int, folder: Path, seed: int = 0, limit_s: float = float("inf"))
 
 def _load(folder: Path) -> Runtime:
     model = random_target(known_geometry("tiny"), folder / "target")
-    sizes = {"block_size": 8, "prefill_chunk": CHUNK, "max_batch": 1, "max_context": 128}
+    sizes: dict[str, Any] = {"block_size": 8, "prefill_chunk": CHUNK, "max_batch": 1, "max_context": 128}
     return Runtime.load(model, device="cpu", dtype="float32", **sizes)
 
 
