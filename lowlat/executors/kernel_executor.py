@@ -44,7 +44,8 @@ from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
-from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.lowering.operations import packed_weights
+from lowlat.lowering.weight_parts import expert_parts
 from lowlat.step.variants import PASS
 
 __all__ = ["KernelExecutor", "Size", "abandon"]
@@ -104,7 +105,7 @@ class KernelExecutor(ABC):
         self._is_invariant = sum_in_parts(every)
         layouts = weight_layouts(every, self.launcher.gpu, fuse=fuse)
         self._weights = DeviceWeights(
-            weights, gemm_weights(every), device, layouts, expert_parts(every, weights),
+            weights, packed_weights(every), device, layouts, expert_parts(every, weights),
             place=None if residence is None else residence.keep,
         )  # fmt: skip
         if residence is not None:
