@@ -32,7 +32,7 @@ __all__ = ["fuzz", "main"]
 CHUNK = 16
 DIGEST_BYTES = 32
 NEXT = SamplingParams(max_tokens=4, temperature=0.8, seed=3)
-VALUES = (None, -1, 0, 1, 3, 1 << 40, 1 << 70, 0.5, "", "x" * 300, "\ud800", [], [[]], {}, True)
+VALUES: tuple[Any, ...] = (None, -1, 0, 1, 3, 1 << 40, 1 << 70, 0.5, "", "x" * 300, "\ud800", [], [[]], {}, True)
 Mutation = Callable[[bytes, random.Random], bytes]
 
 
