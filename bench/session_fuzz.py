@@ -32,7 +32,7 @@ __all__ = ["fuzz", "main"]
 CHUNK = 16
 DIGEST_BYTES = 32
 NEXT = SamplingParams(max_tokens=4, temperature=0.8, seed=3)
-VALUES = (None, -1, 0, 1, 3, 1 << 40, 1 << 70, 0.5, "", "x" * 300, "\ud800", [], [[]], {}, True)
+VALUES: tuple[Any, ...] = (None, -1, 0, 1, 3, 1 << 40, 1 << 70, 0.5, "", "x" * 300, "\ud800", [], [[]], {}, True)
 Mutation = Callable[[bytes, random.Random], bytes]
 
 
@@ -160,7 +160,7 @@ def fuzz(count: int, folder: Path, seed: int = 0, limit_s: float = float("inf"))
 
 def _load(folder: Path) -> Runtime:
     model = random_target(known_geometry("tiny"), folder / "target")
-    sizes = {"block_size": 8, "prefill_chunk": CHUNK, "max_batch": 1, "max_context": 128}
+    sizes: dict[str, Any] = {"block_size": 8, "prefill_chunk": CHUNK, "max_batch": 1, "max_context": 128}
     return Runtime.load(model, device="cpu", dtype="float32", **sizes)
 
 

@@ -137,8 +137,8 @@ class Moves:
         """A move at random."""
         kind, which = source.random(), source.randrange(100)
         if kind < 0.2:
-            self.submit(*(source.randrange(30) for _ in range(2)), 1 + source.randrange(6), source.randrange(4), which,
-                        goes_on=source.random() < 0.5)  # fmt: skip
+            base, length, most, seed = (source.randrange(each) for each in (30, 30, 6, 4))
+            self.submit(base, length, 1 + most, seed, which, goes_on=source.random() < 0.5)
         elif kind < 0.86:
             self.step()
         elif kind < 0.9:

@@ -189,11 +189,14 @@ class KVCache(SequenceBook):
             return False
         end = (found + 1) * self.prefill_chunk
         own = tuple(prompt_token_ids[:end])
-        return any(
-            entry.root == chain.root and not entry.tainted and entry.num_prefilled < end < len(entry.prompt)
-            and tuple(entry.prompt[:end]) == own
-            for entry in self._entries.values()
-        )  # fmt: skip
+
+        def writes(entry: _Entry) -> bool:
+            known = len(entry.prompt) - (not isinstance(entry.prompt, tuple))  # one that grows may wait at its last
+            if entry.root != chain.root or entry.tainted or not entry.num_prefilled < end <= known:
+                return False
+            return tuple(entry.prompt[:end]) == own
+
+        return any(map(writes, self._entries.values()))
 
     def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
         """Have a chain of chunks stay while others can go, as long as its owner pins it, in place of those before."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recording import prompt_of, run_all
+from recording import prompt_of, run_all, run_one
 from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -57,3 +57,30 @@ def test_files_and_host_memory_change_no_token(family: str, tmp_path: Path) -> N
     with Runtime.load(target, host_cache_gib=0.5, **small) as runtime:
         assert [answers(runtime) for _ in range(2)] == [expected] * 2
         assert runtime.kvcache.stats().hit_tokens >= 3 * 256
+
+
+@pytest.mark.parametrize("batches", [True, False], ids=["batches", "one by one"])
+def test_sessions_come_back_beside_steps_with_the_tokens_of_requests_alone(batches: bool, tmp_path: Path) -> None:
+    """Their chunks leave the device and come back while others decode; files go on in another runtime."""
+    make_target(tmp_path / "target", "qwen3", **FAMILIES["qwen3"])
+    target, options = tmp_path / "target", {"device": "cuda", **OPTIONS, "max_batch": 2, "kv_blocks": 28}
+    prompts = [prompt_of(450, seed=seed) for seed in range(2)]
+    with Runtime.load(target, prefix_reuse=False, **options) as runtime:
+        other = prompt_of(100, seed=9)
+        *expected, beside = (run_one(runtime, each, SAMPLED) for each in (*prompts, other))
+    with Runtime.load(target, speculation(3), host_cache_gib=0.5, cache_copy_gb_per_s=5.0, **options) as runtime:
+        runtime.executor.mover._bus._has_batches &= batches
+        for turn in range(4):
+            decoding = runtime.submit(other, SAMPLED)
+            for _ in range(3):
+                runtime.step()
+            name = runtime.submit(prompts[turn % 2], SAMPLED, session=f"s{turn % 2}")
+            found = run_all(runtime)
+            assert found[name] == expected[turn % 2] and beside[-len(found[decoding]) :] == found[decoding]
+        assert runtime.summary()["kv"]["tiers"]["bytes_in"] > 0
+        runtime.session("s0").save(tmp_path / "file")
+        runtime.kvcache.invariants()
+    with Runtime.load(target, **options) as runtime:
+        session = runtime.load_session(tmp_path / "file")
+        name = runtime.submit(prompts[0], SAMPLED, session=session)
+        assert run_all(runtime)[name] == expected[0] and runtime.kvcache.stats().hit_tokens >= 384

@@ -357,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert names == [name for name in waiting[: last + 1] if name in names]
         for name in set(waiting[: last + 1]).difference(names):  # it can share what is being prefilled for another
             first = self.requests[name].tokens[:CHUNK]
-            others = [e for e in self.requests.values() if e.covered is not None and not e.joined]
+            others = [e for n, e in self.requests.items() if n in names or (e.covered is not None and not e.joined)]
             assert any(each.tokens[:CHUNK] == first for each in others)
         for admission in plan.admitted:
             expected, cached = self.requests[admission.request_id], admission.num_cached_tokens

@@ -168,6 +168,7 @@ class _Chat:
         self._sampling = sampling
         self._plain = plain
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._messages: list[dict[str, Any]] = []
         self._clear(system)
         if said := model.messages:
             self._messages = said
@@ -202,7 +203,7 @@ class _Chat:
 
     def _clear(self, system: str | None) -> None:
         self._system = system
-        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
         self._last = ""
 
     def _obey(self, line: str) -> bool:
