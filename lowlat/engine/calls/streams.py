@@ -43,7 +43,7 @@ class _Reading(Generic[Box]):
 
     def __repr__(self) -> str:
         state = "ended" if self._done else "under way"
-        return f"{type(self).__name__}({self.request_id!r}, {len(self._parts.token_ids)} tokens, {state})"
+        return f"{type(self).__name__}({self.request_id!r}, {len(self._parts.received.token_ids)} tokens, {state})"
 
     def cancel(self) -> None:
         """End the request; what it brought until then still comes, the last chunk "cancelled"."""
