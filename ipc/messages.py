@@ -26,11 +26,13 @@ __all__ = [
     "Kind",
     "Message",
     "Parse",
+    "Pause",
     "Pong",
     "PromptPart",
     "Residence",
     "Resident",
     "Result",
+    "Resume",
     "Sampling",
     "ServerLimits",
     "Stats",
@@ -86,6 +88,8 @@ class Kind:
     STATS = 0x05
     HEALTH = 0x06
     DRAIN = 0x07
+    PAUSE = 0x08
+    RESUME = 0x09
     RESIDENCE = 0x10
     WELCOME = 0x81
     TOKENS = 0x82
@@ -183,6 +187,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     parse: Parse = "none"
     tools: GrammarText | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
 
     @property
     def token_limit(self) -> int:
@@ -237,6 +242,18 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """End a request of this connection."""
+
+    number: Number
+
+
+class Pause(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Let a request of this connection give its slot to others, as soon as that can be."""
+
+    number: Number
+
+
+class Resume(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Let a paused request go on."""
 
     number: Number
 
@@ -403,6 +420,8 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.STATS: Stats,
     Kind.HEALTH: Health,
     Kind.DRAIN: Drain,
+    Kind.PAUSE: Pause,
+    Kind.RESUME: Resume,
     Kind.RESIDENCE: Residence,
     Kind.WELCOME: Welcome,
     Kind.TOKENS: Tokens,

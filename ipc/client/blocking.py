@@ -52,6 +52,21 @@ class Generation(BaseGeneration[Connection]):
             protocol.cancel(stream.number)
             connection.pump()
 
+    def pause(self) -> None:
+        """Ask the server to let the request give its slot to others until `resume`; its tokens stay the same."""
+        self._pause(resumes=False)
+
+    def resume(self) -> None:
+        """Let a paused request go on."""
+        self._pause(resumes=True)
+
+    def _pause(self, *, resumes: bool) -> None:
+        self._client.check_process()
+        connection, stream = self._submitted()
+        with connection as protocol:
+            protocol.pause(stream.number, resumes=resumes)
+            connection.pump()
+
     def close(self) -> None:
         """Cancel the request if it has not ended, and read no more of it."""
         self._leave()

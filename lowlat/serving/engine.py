@@ -74,6 +74,21 @@ class RuntimeEngine:
         self._adopt()
         self._runtime.cancel(request_id)
 
+    def pause(self, request_id: str) -> bool:
+        """Let a request give its slot to others, see `Runtime.pause`. Raises RequestError, CapacityError."""
+        self._adopt()
+        return self._runtime.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on. Raises RequestError for one that is not paused."""
+        self._adopt()
+        self._runtime.resume(request_id)
+
+    @property
+    def deadline(self) -> float | None:
+        """The time at which a paused request has waited for too long; None: there is none."""
+        return self._runtime.deadline
+
     @property
     def busy(self) -> bool:
         """Whether there is anything left to step for."""

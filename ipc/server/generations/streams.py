@@ -48,6 +48,7 @@ class Stream(Struct, eq=False):
     job        its job in a text thread, while that prepares it
     deadline   ends it when its time has passed
     starving   ends it when it has been without credit for too long; None while it has credit
+    paused     its client wants it to wait
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
     converted  it asked for no completion, and never enters the engine
@@ -73,6 +74,7 @@ class Stream(Struct, eq=False):
     deadline: Timer | None = None
     starving: Timer | None = None
     cancelled: bool = False
+    paused: bool = False
     final: EngineOutput | None = None
     converted: bool = False
     parts: Iterator[PromptPart] | None = None

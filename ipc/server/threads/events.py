@@ -12,6 +12,7 @@ from lowlat.ipc.wire import Sampling, Submit
 __all__ = [
     "Command",
     "DecodeCancel",
+    "DecodePause",
     "DecodeResidence",
     "DecodeStop",
     "DecodeSubmit",
@@ -107,6 +108,13 @@ class DecodeCancel(Struct, frozen=True):
     request_id: str
 
 
+class DecodePause(Struct, frozen=True):
+    """To the decode thread: take a request out of its slot, or let it have one again."""
+
+    request_id: str
+    resumes: bool
+
+
 class DecodeStop(Struct, frozen=True):
     """To the decode thread: close the engine and end."""
 
@@ -117,7 +125,7 @@ class DecodeResidence(Struct, frozen=True):
     asleep: bool
 
 
-Command = DecodeSubmit | DecodeCancel | DecodeStop | DecodeResidence
+Command = DecodeSubmit | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
 
 
 class Prepare(Struct):

@@ -5,6 +5,7 @@ goes into the mailbox of each request, and a loop of asyncio is told once a step
 """
 
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -149,7 +150,7 @@ class Driver:
                 runtime.adopt_thread()
             del runtime
             while not self._stopping:
-                self._obey(self._inbox.take() if self._is_busy() else self._inbox.wait())
+                self._obey(self._inbox.take() if self._is_busy() else self._inbox.wait(self._patience_s()))
                 self._step()
         except BaseException as error:  # whatever it is, nobody steps from here on
             failure = error
@@ -159,6 +160,12 @@ class Driver:
     def _is_busy(self) -> bool:
         runtime = self._runtime()
         return runtime is not None and (bool(self._waiting) or runtime.busy)
+
+    def _patience_s(self) -> float | None:
+        """Seconds until a request has waited for its caller for too long; None: there is none."""
+        runtime = self._runtime()
+        deadline = None if runtime is None else runtime.deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _obey(self, order: "_Order | None") -> None:
         runtime = self._runtime()
