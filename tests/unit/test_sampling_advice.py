@@ -113,8 +113,8 @@ def test_a_local_chat_has_room_and_reserves_some(talker: Path, monkeypatch: pyte
             params: SamplingParams = stream._ticket.params
             return params
 
-        params = [asked(said, {}), asked(said, {"max_tokens": 7, "temperature": 0.0}), asked("Hi", {})]
-        assert [each.max_tokens for each in params] == [128 - length, 7, 256]
+        params = [asked(said, {}), asked(said, {"max_tokens": 7, "temperature": 0.0}), asked("Hi", {"max_tokens": 9})]
+        assert [each.max_tokens for each in params] == [128 - length, 7, 9]
         assert [each.temperature for each in params] == [0.5, 0.0, 0.5]
         monkeypatch.setattr(Limits, "default_max_tokens", 20)
         assert asked(said, {}).max_tokens == 20
