@@ -106,9 +106,15 @@ def test_a_local_chat_has_room_and_reserves_some(talker: Path, monkeypatch: pyte
         said = [{"role": "user", "content": "Hi"}]
         assert runtime.codec is not None
         length = len(runtime.codec.encode(runtime.codec.apply_chat_template(said), add_special_tokens=False))
-        params = [model.ask(prompt, options)._params for prompt, options in (
-            (said, {}), (said, {"max_tokens": 7, "temperature": 0.0}), ("Hi", {}))]  # fmt: skip
-        assert [each.max_tokens for each in params] == [128 - length, 7, 256]
+
+        def asked(prompt: Any, options: dict[str, Any]) -> SamplingParams:
+            stream: Any = model.ask(prompt, options)._chunks
+            stream.close()
+            params: SamplingParams = stream._ticket.params
+            return params
+
+        params = [asked(said, {}), asked(said, {"max_tokens": 7, "temperature": 0.0}), asked("Hi", {"max_tokens": 9})]
+        assert [each.max_tokens for each in params] == [128 - length, 7, 9]
         assert [each.temperature for each in params] == [0.5, 0.0, 0.5]
         monkeypatch.setattr(Limits, "default_max_tokens", 20)
-        assert model.ask(said, {})._params.max_tokens == 20
+        assert asked(said, {}).max_tokens == 20

@@ -37,7 +37,7 @@ HELP = """\
 /quit           end, as does Ctrl-D
 A line ending with \\ goes on in the next. Ctrl-C ends an answer, not the chat.\
 """
-SESSION_HELP = "Go on with the conversation of this file, and leave it there; the state is not read again."
+SESSION_HELP = "Go on with a file's conversation, and keep it there; its state is not read again."
 OFFER = "name a model (`lowlat chat ORG/NAME`), or let `lowlat chat --demo` fetch a small one, once (93 MB)"
 
 
@@ -82,8 +82,8 @@ class _Help(SectionedCommand):
 def command(model: Path | None, endpoint: str | None, curve_keys: Path | None, demo: bool, **values: Any) -> None:
     """Talk with MODEL, a Hugging Face directory or ORG/NAME; without one, with a running server (`lowlat serve`).
 
-    It remembers what was said, and answers appear as they come. Without a terminal every line of stdin is a message.
-    A model without a chat template continues each line as text.
+    It remembers what was said. Without a terminal every line of stdin is a message. A model without a chat template
+    continues each line as text.
     """
     system, plain, session = values["system"], values["plain"], values.pop("session")
     if values["logprobs"] is not None:
