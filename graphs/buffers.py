@@ -38,7 +38,9 @@ class Paging(StrEnum):
 class BufferSpec:
     """One buffer: its name, shape, dtype and role; and how it is paged by blocks of a KV pool, if it is, and of which.
 
-    pool  "" of the first pool, of others the ending of their tables' names
+    pool     "" of the first pool, of others the ending of their tables' names
+    parts    0; or its values are parts of blocks of the first pool, so many of each block: block * parts + part
+    by_slot  its first rows are the slots': all that such buffers have of a slot is a part of its request's state
     """
 
     name: str
@@ -47,6 +49,8 @@ class BufferSpec:
     role: Role
     paging: Paging | None = None
     pool: str = ""
+    by_slot: bool = False
+    parts: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -90,7 +90,7 @@ class EngineOutput(Protocol):
     @property
     def error(self) -> str | None: ...
     @property
-    def error_code(self) -> Literal["not_finite", "grammar", "text", "check"] | None: ...
+    def error_code(self) -> Literal["not_finite", "grammar", "text", "check", "deadline"] | None: ...
     @property
     def simulated(self) -> bool: ...
     @property
@@ -120,14 +120,28 @@ class Engine(Protocol):
         Any thread. Raises RequestError for one that cannot be served.
         """
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request, which shares a cached prefix only with those of the same salt.
+
+        session  its session's name, within the salt; "": it has none
 
         Raises RequestError, CapacityError.
         """
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
+
+    def pause(self, request_id: str) -> object:
+        """Let a request give its slot to others. Raises RequestError; CapacityError where that cannot be now."""
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on. Raises RequestError for one that is not paused."""
+
+    @property
+    def deadline(self) -> float | None:
+        """The time of the monotonic clock at which there is something to step for, whatever is asked; None: never."""
 
     @property
     def busy(self) -> bool:

@@ -11,6 +11,7 @@ __all__ = [
     "HEADERS",
     "MAX_MESSAGES",
     "MAX_SALT",
+    "MAX_SESSION",
     "VERSION",
     "Bye",
     "Cancel",
@@ -25,11 +26,13 @@ __all__ = [
     "Kind",
     "Message",
     "Parse",
+    "Pause",
     "Pong",
     "PromptPart",
     "Residence",
     "Resident",
     "Result",
+    "Resume",
     "Sampling",
     "ServerLimits",
     "Stats",
@@ -44,6 +47,7 @@ __all__ = [
 VERSION = 1
 MAX_MESSAGES = 4096  # of a chat
 MAX_SALT = 256
+MAX_SESSION = 128
 MAX_GRAMMAR = 256 << 10
 DEFAULT_TOKENS = 256  # lowlat.SamplingParams.max_tokens
 
@@ -84,6 +88,8 @@ class Kind:
     STATS = 0x05
     HEALTH = 0x06
     DRAIN = 0x07
+    PAUSE = 0x08
+    RESUME = 0x09
     RESIDENCE = 0x10
     WELCOME = 0x81
     TOKENS = 0x82
@@ -181,6 +187,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     parse: Parse = "none"
     tools: GrammarText | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
 
     @property
     def token_limit(self) -> int:
@@ -211,7 +218,8 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     fit_context lowers max_tokens to what the context has room for next to the prompt; without max_tokens it is as much,
     and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens
     that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
-    of the same user and the same cache_salt. add_special_tokens puts around a text what its tokenizer does.
+    of the same user and the same cache_salt. A session, by a name within these two, keeps the prefix of its last request
+    while others can go. add_special_tokens puts around a text what its tokenizer does.
 
     A result other than a completion is a conversion, of the prompt as it is: text or messages to token_ids; or token
     ids to their text, special tokens included, or to token_texts, whose text is a JSON list of each token's own.
@@ -229,10 +237,23 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     cache_salt: Annotated[str, Meta(max_length=MAX_SALT)] = ""
     result: Result = "completion"
     add_special_tokens: bool = True
+    session: Annotated[str, Meta(max_length=MAX_SESSION)] = ""
 
 
 class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """End a request of this connection."""
+
+    number: Number
+
+
+class Pause(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Let a request of this connection give its slot to others, as soon as that can be."""
+
+    number: Number
+
+
+class Resume(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Let a paused request go on."""
 
     number: Number
 
@@ -399,6 +420,8 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.STATS: Stats,
     Kind.HEALTH: Health,
     Kind.DRAIN: Drain,
+    Kind.PAUSE: Pause,
+    Kind.RESUME: Resume,
     Kind.RESIDENCE: Residence,
     Kind.WELCOME: Welcome,
     Kind.TOKENS: Tokens,

@@ -39,3 +39,4 @@ class SamplingOptions(TypedDict, total=False):
     parse: Parse
     tools: str | Sequence[Mapping[str, Any]] | None
     prompt_logprobs: int | None
+    priority: int

@@ -9,8 +9,9 @@ Below it is ZMTP 3.1, which libzmq speaks since 4.2: over ipc:// and on the loop
 tcp:// with CURVE.
 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
-CANCEL and CREDIT are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times in the unit of
-their suffix. The server refuses unknown fields; a client must ignore them, and ignore kinds that it does not know.
+CANCEL, CREDIT, PAUSE and RESUME are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times
+in the unit of their suffix. The server refuses unknown fields; a client must ignore them, and ignore kinds that it does
+not know.
 
 Headers of a client's messages have at most 4096 bytes; SUBMIT's 2 MiB, a text or a chat included, and at most 16384
 values, keys counted: so no frame keeps the server's other threads from running for more than about 2 ms. Longer prompts
@@ -25,6 +26,8 @@ are sent as token ids. Where any values may stand (template_options, tool_calls)
     STATS           0x05                          STATS           0x85  answers STATS
     HEALTH          0x06                          PONG            0x86  answers HEALTH
     DRAIN           0x07                          BYE             0x87  last; nothing follows it
+    PAUSE           0x08
+    RESUME          0x09
     RESIDENCE       0x10                          RESIDENT        0x90  answers RESIDENCE
 
 HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the
@@ -49,6 +52,11 @@ server; a stream that stays without credit for `slow_consumer_s` while tokens wa
 CANCEL ends a request: END follows with finish_reason "cancelled". It is ignored for one that has ended, for the two
 may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it ends as "cancelled" with the code
 `deadline`.
+
+PAUSE lets a request give its slot to others, with all that it holds there, as soon as that can be: what it brought
+until then still comes. RESUME lets it go on, with the tokens that it would have had. Neither is answered. Where the
+server has no space for what a paused request holds, it runs on. Both are ignored for a request that has ended. One that
+is paused for longer than the server allows ends with an error of the code `deadline`.
 
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
@@ -91,10 +99,12 @@ from lowlat.ipc.messages import (
     Hello,
     Kind,
     Message,
+    Pause,
     Pong,
     PromptPart,
     Residence,
     Resident,
+    Resume,
     Sampling,
     ServerLimits,
     Stats,
@@ -126,10 +136,12 @@ __all__ = [
     "Hello",
     "Kind",
     "Message",
+    "Pause",
     "Pong",
     "PromptPart",
     "Residence",
     "Resident",
+    "Resume",
     "Sampling",
     "ServerLimits",
     "Stats",

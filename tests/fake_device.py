@@ -70,6 +70,11 @@ class FakeDevice:
         return self.inner.mover
 
     @property
+    def movers(self) -> Sequence[BlockMover]:
+        """The inner executor's."""
+        return self.inner.movers
+
+    @property
     def head(self) -> int:
         """Steps done."""
         return int(self.state["ring_head"])

@@ -193,9 +193,28 @@ class FakeEngine:
         self.cancelled_at: dict[str, int] = {}  # request id -> steps done when cancel came
         self.order: list[str] = []
         self.salts: list[str] = []
+        self.sessions: list[str] = []
         self._running: dict[str, _Request] = {}
+        self.paused: dict[str, _Request] = {}
         self._ended: dict[str, dict[str, Any]] = {}
         self._pending: list[FakeOutput] = []
+
+    def pause(self, request_id: str) -> None:
+        """A request that is paused is given nothing."""
+        self.threads.add(threading.get_ident())
+        if request_id not in self._running or request_id in self.paused:
+            raise RequestError(f"request {request_id} cannot be paused")
+        self.paused[request_id] = self._running.pop(request_id)
+
+    def resume(self, request_id: str) -> None:
+        self.threads.add(threading.get_ident())
+        if request_id not in self.paused:
+            raise RequestError(f"request {request_id} is not paused")
+        self._running[request_id] = self.paused.pop(request_id)
+
+    @property
+    def deadline(self) -> float | None:
+        return None
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
         for place, token in enumerate(prompt):
@@ -210,8 +229,11 @@ class FakeEngine:
     def compile(self, sampling: Sampling, patience_s: float | None) -> object:
         return True
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         self.salts.append(cache_salt)
+        self.sessions.append(session)
         del self.salts[:-MAX_REMEMBERED]
         self.threads.add(threading.get_ident())
         assert not self.asleep
@@ -227,7 +249,7 @@ class FakeEngine:
 
     def cancel(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())
-        request = self._running.pop(request_id, None)
+        request = self._running.pop(request_id, None) or self.paused.pop(request_id, None)
         if request is None:
             raise RequestError(f"request {request_id!r} is unknown or has ended")
         self.cancelled_at[request_id] = request.num_steps

@@ -43,11 +43,13 @@ class ScriptedEngine(FakeEngine):
         self.asked: list[Any] = []
         self.prompts: list[str] = []
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request."""
         self.asked.append(sampling)
         self.prompts.append(bytes(token % 256 for token in prompt).decode(errors="replace"))
-        super().submit(request_id, prompt, sampling, cache_salt)
+        super().submit(request_id, prompt, sampling, cache_salt, session)
 
     def _advance(self, request_id: str, request: Any) -> FakeOutput:
         if not self.parts:

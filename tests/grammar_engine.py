@@ -27,9 +27,11 @@ class GrammarEngine(ScriptedEngine):
         """Make the grammar of a request ready."""
         return self.compiler.compile(sampling_params(sampling), patience_s)
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request."""
-        super().submit(request_id, prompt, sampling, cache_salt)
+        super().submit(request_id, prompt, sampling, cache_salt, session)
         params = sampling_params(sampling)
         for seed in range(10 if params.grammar_option else 0):
             state = self.compiler.open(params, (1,), (END,))

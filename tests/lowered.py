@@ -23,7 +23,8 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
-from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.lowering.operations import packed_weights
+from lowlat.lowering.weight_parts import expert_parts
 from lowlat.models.target import LoadedTarget, coded, load_target, open_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
@@ -111,7 +112,9 @@ class Pair:
         """The weights of all programs, packed, on a device."""
         programs = [*(self.program(depth, 1) for depth in self.topologies), build_prefill(self.geometry)]
         layouts = weight_layouts(programs, fuse=self.fuse)
-        return DeviceWeights(self.source, gemm_weights(programs), device, layouts, expert_parts(programs, self.source))
+        return DeviceWeights(
+            self.source, packed_weights(programs), device, layouts, expert_parts(programs, self.source)
+        )
 
     def lower(self, depth: int, batch: int, gpu: Gpu = H200) -> Lowered:
         """A bucket's program, lowered; every buffer has memory of its own."""

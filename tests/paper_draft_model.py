@@ -84,10 +84,14 @@ class PaperDraftModel:
             a = self._norm(h, f"layers.{layer}.input_layernorm") if layer else a
             h = h + self._attend(a, layer)
             m = self._norm(h, f"layers.{layer}.post_attention_layernorm")
-            gated = F.silu(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
+            gated = self.activated(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
             h = h + self._linear(gated, layer, "mlp.down_proj")
         z = self._norm(h, "norm")
         return z if self.config["norm_output"] else h, z @ self.lm_head.T
+
+    def activated(self, gate: torch.Tensor) -> torch.Tensor:
+        """The function of gates."""
+        return F.silu(gate) if self.layer["hidden_act"] == "silu" else F.gelu(gate, approximate="tanh")
 
     def _attend(self, a: torch.Tensor, layer: int) -> torch.Tensor:
         count, width = a.shape[0], self.layer["head_dim"]

@@ -20,7 +20,8 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.lowering.operations import packed_weights
+from lowlat.lowering.weight_parts import expert_parts
 from lowlat.models.target import load_target
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.speculators.eagle3.weights import load_draft_model
@@ -42,7 +43,7 @@ def cover(runtime: Runtime, target: Path, head: Path | None) -> Callable[[Bucket
     def groups(bucket: Bucket) -> tuple[LoweredGroup, ...]:
         program = executor.program(bucket)
         layouts = weight_layouts([program])
-        placed = DeviceWeights(weights, gemm_weights([program]), CPU, layouts, expert_parts([program], weights))
+        placed = DeviceWeights(weights, packed_weights([program]), CPU, layouts, expert_parts([program], weights))
         buffers = {**executor.state, **executor.scratch(bucket)}
         return lower(Binding(program, buffers, placed, H200, SharedWorkspace(CPU)))
 

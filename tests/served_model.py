@@ -47,9 +47,11 @@ class ServedModel(RuntimeEngine):
         self.order: list[str] = []
         self.before_step: Callable[[ServedModel], None] | None = None
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Any, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Any, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request, and note when."""
-        super().submit(request_id, prompt, sampling, cache_salt)
+        super().submit(request_id, prompt, sampling, cache_salt, session)
         self.order.append(request_id)
 
     def cancel(self, request_id: str) -> None:

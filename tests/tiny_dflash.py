@@ -46,7 +46,7 @@ def dflash_draft_model(
         "num_attention_heads": flags.get("num_attention_heads", 4),
         "num_key_value_heads": flags.get("num_key_value_heads", 2),
         "head_dim": flags.get("head_dim", 8),
-        "hidden_act": "silu",
+        "hidden_act": flags.get("hidden_act", "silu"),
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": 1e-5,
@@ -176,7 +176,7 @@ class PaperDflash(PaperDraftModel):
         for layer in range(self.layer["num_hidden_layers"]):
             h = h + self._attend_block(self._norm(h, f"layers.{layer}.input_layernorm"), features, layer)
             m = self._norm(h, f"layers.{layer}.post_attention_layernorm")
-            gated = F.silu(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
+            gated = self.activated(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
             h = h + self._linear(gated, layer, "mlp.down_proj")
         normed: torch.Tensor = self._norm(h, "norm")
         return normed[first:]

@@ -240,7 +240,7 @@ def draft_config(target: Any, **flags: Any) -> dict[str, Any]:
         "num_attention_heads": flags.get("num_attention_heads", 4),
         "num_key_value_heads": flags.get("num_key_value_heads", 2),
         "head_dim": flags.get("head_dim", 8),
-        "hidden_act": "silu",
+        "hidden_act": flags.get("hidden_act", "silu"),
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": 1e-5,

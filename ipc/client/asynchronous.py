@@ -104,6 +104,20 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         connection.protocol.cancel(stream.number)
         connection.pump()
 
+    async def pause(self) -> None:
+        """Ask the server to let the request give its slot to others until `resume`; its tokens stay the same."""
+        await self._pause(resumes=False)
+
+    async def resume(self) -> None:
+        """Let a paused request go on."""
+        await self._pause(resumes=True)
+
+    async def _pause(self, *, resumes: bool) -> None:
+        await self._started()
+        connection, stream = self._submitted()
+        connection.protocol.pause(stream.number, resumes=resumes)
+        connection.pump()
+
     async def aclose(self) -> None:
         """Cancel the request if it has not ended, and read no more of it."""
         self._leave()
@@ -187,6 +201,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         fit_context: bool = False,
         allow_special: bool = False,
         cache_salt: str = "",
+        session: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
         """Send a request, and iterate over what comes of it; see Client.generate.
@@ -203,6 +218,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
             fit_context=fit_context,
             allow_special=allow_special,
             cache_salt=cache_salt,
+            session=session,
         )
         return self._send(request, deadline)
 

@@ -45,6 +45,10 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
         """Where the server is reached."""
         return str(self._settings.endpoint)
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "connected" if self._connections else "not connected yet"
+        return f"{type(self).__name__}({self.endpoint!r}, {state})"
+
     @property
     def in_own_process(self) -> bool:
         """Whether this is the process that made the client, and no fork of it."""

@@ -52,6 +52,21 @@ class Generation(BaseGeneration[Connection]):
             protocol.cancel(stream.number)
             connection.pump()
 
+    def pause(self) -> None:
+        """Ask the server to let the request give its slot to others until `resume`; its tokens stay the same."""
+        self._pause(resumes=False)
+
+    def resume(self) -> None:
+        """Let a paused request go on."""
+        self._pause(resumes=True)
+
+    def _pause(self, *, resumes: bool) -> None:
+        self._client.check_process()
+        connection, stream = self._submitted()
+        with connection as protocol:
+            protocol.pause(stream.number, resumes=resumes)
+            connection.pump()
+
     def close(self) -> None:
         """Cancel the request if it has not ended, and read no more of it."""
         self._leave()
@@ -104,6 +119,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         fit_context: bool = False,
         allow_special: bool = False,
         cache_salt: str = "",
+        session: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
         """Send a request, and iterate over what comes of it.
@@ -115,6 +131,8 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         fit_context       lower max_tokens to what the context has room for next to the prompt
         allow_special     special tokens that text or messages spell become these tokens; otherwise they stay text
         cache_salt        a cached prefix is shared only with this user's requests of the same salt
+        session           a name of the caller's, within the salt: the prefix of its last request stays while others can
+                          go. A prompt that goes on under another name forks it
         sampling          max_tokens, temperature, stop, seed, logprobs, ...: as lowlat.SamplingParams has them
         Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
         known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
@@ -128,6 +146,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
             fit_context=fit_context,
             allow_special=allow_special,
             cache_salt=cache_salt,
+            session=session,
         )
         return self._send(request, deadline)
 

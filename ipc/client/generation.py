@@ -69,6 +69,9 @@ class BaseGeneration(Generic[DriverType]):
         if not getattr(self, "_done", True):
             self._leave()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._client.endpoint!r}, {'ended' if self._done else 'under way'})"
+
     def _begin(self) -> bool:
         """Before the next chunk is waited for; False after the last. Then `_end` follows, or `_leave`."""
         if self._done:

@@ -25,10 +25,12 @@ from lowlat.ipc.messages import (
     Error,
     Health,
     Hello,
+    Pause,
     Pong,
     PromptPart,
     Residence,
     Resident,
+    Resume,
     Stats,
     StatsReply,
     Tokens,
@@ -262,6 +264,11 @@ class ClientProtocol:
         """Ask for the end of a request; the stream ends by its END."""
         if number in self._streams:
             self._send(Cancel(number))
+
+    def pause(self, number: int, *, resumes: bool) -> None:
+        """Ask the server to let a request give its slot to others, or go on."""
+        if number in self._streams:
+            self._send(Resume(number) if resumes else Pause(number))
 
     def abandon(self, number: int) -> Stream | None:
         """Cancel a request that nobody reads any more; whatever still comes of it is dropped. Returns its stream."""

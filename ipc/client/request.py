@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError
-from lowlat.ipc.messages import MAX_SALT, Message, Result, Sampling, Submit
+from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Result, Sampling, Submit
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
@@ -54,6 +54,7 @@ def make_request(
     fit_context: bool = False,
     allow_special: bool = False,
     cache_salt: str = "",
+    session: str = "",
     result: Result = "completion",
     add_special_tokens: bool = True,
 ) -> Request:
@@ -85,6 +86,8 @@ def make_request(
             raise RequestError(f"{name} must be true or false, got {value!r:.80}")
     if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT:
         raise RequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {cache_salt!r:.80}")
+    if not isinstance(session, str) or len(session) > MAX_SESSION:
+        raise RequestError(f"session must be a string of at most {MAX_SESSION} characters, got {session!r:.80}")
     submit = Submit(
         0,
         1,
@@ -98,6 +101,7 @@ def make_request(
         cache_salt=cache_salt,
         result=result,
         add_special_tokens=add_special_tokens,
+        session=session,
     )
     try:
         check_submit(submit, body)

@@ -22,9 +22,11 @@ from lowlat.ipc.wire import (
     Error,
     Health,
     Hello,
+    Pause,
     Pong,
     Residence,
     Resident,
+    Resume,
     ServerLimits,
     Stats,
     StatsReply,
@@ -83,6 +85,8 @@ class Service:
             Hello: self._hello,
             Cancel: self._cancel,
             Credit: self._credit,
+            Pause: self._pause,
+            Resume: self._pause,
             Stats: self._stats,
             Health: self._health,
             Drain: self._drain_asked,
@@ -157,6 +161,12 @@ class Service:
             self._wrong(peer, "unexpected", f"number {cancel.number} was not used in this connection")
         elif (stream := peer.streams.get(cancel.number)) is not None:
             self._requests.cancel(stream)
+
+    def _pause(self, peer: Peer, asked: Pause | Resume) -> None:
+        if asked.number > peer.last_number:
+            self._wrong(peer, "unexpected", f"number {asked.number} was not used in this connection")
+        elif (stream := peer.streams.get(asked.number)) is not None:
+            self._requests.pause(stream, resumes=isinstance(asked, Resume))
 
     def _credit(self, peer: Peer, credit: Credit) -> None:
         if credit.number > peer.last_number:

@@ -14,7 +14,6 @@ from lowlat.kernels.gemm.tiles import TileFormat
 __all__ = ["PANEL_BYTES", "pack_matrix", "unpack_matrix"]
 
 PANEL_BYTES = 24 * DenseFormat.panel  # that packing takes, at most
-BY_CODES = {each.codes: each for each in DENSE_FORMATS.values()}  # unpacking needs no more than the layout
 
 
 def pack_matrix(
@@ -49,7 +48,8 @@ def unpack_matrix(packed: PackedMatrix) -> torch.Tensor:
     """
     height, width, _ = packed.tiles.shape
     out = torch.empty(height * TILE_ROWS, width * TILE_COLUMNS, dtype=torch.bfloat16, device=packed.tiles.device)
-    unpack_panel = BY_CODES[packed.tile_format.name].unpack_panel
+    codes = packed.tile_format.name  # formats with the same codes unpack alike
+    unpack_panel = next(each for each in DENSE_FORMATS.values() if each.codes == codes).unpack_panel
     count = max(1, DenseFormat.panel // (width * TILE_COLUMNS * TILE_ROWS))
     for first in range(0, height, count):
         steps = packed.tiles[first : first + count]

@@ -101,6 +101,18 @@ class ServedModel:
             options = {"parse": "reasoning", "fit_context": "max_tokens" not in sampling, **options}
         return asked(self._client, prompt, options)
 
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """What was said before: nothing, as a server keeps no conversation."""
+        return []
+
+    def open_session(self, path: Path) -> None:
+        """Refuse a session's file. Raises RequestError."""
+        raise RequestError(f"{path} is for a model that runs here; a server keeps no conversation's file")
+
+    def keep(self, messages: list[dict[str, Any]]) -> None:
+        """Keep a conversation: nowhere."""
+
 
 def asked(client: Client, prompt: Any, options: Mapping[str, Any]) -> Asked:
     """A request to the server, under way."""

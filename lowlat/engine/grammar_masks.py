@@ -95,7 +95,18 @@ class GrammarMasks:
         self._grammars[request.slot] = request, request.grammar
         self.stats.num_requests += 1
         self._force(request.slot, (), len(request.prompt))
-        return self._fill(request.slot, request.prompt[-1:], (-1,))
+        return self._fill(request.slot, (request.prompt[-1],), (-1,))
+
+    def enter(self, request: Request) -> None:
+        """A request that has begun goes on in the slot that it has now, with what its grammar forces, if it has one.
+
+        Raises RequestError where the grammar fails.
+        """
+        if (grammar := request.grammar) is not None:
+            self._grammars[request.slot] = request, grammar
+            self._mailbox.want_masks(request.slot)
+            forced = grammar.forced(self._most_forced) if self._most_forced else ()
+            self._force(request.slot, forced, len(request.committed))
 
     def leave(self, slot: int) -> None:
         """A request has left its slot: steps under way wait for its grammar no more."""

@@ -17,6 +17,7 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
+from lowlat.engine.host_space import HostSpace
 from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import MemoryNeed, available_bytes, check_fits, memory_need, on_one_device
 from lowlat.engine.memory.refreshes import Refreshes
@@ -253,9 +254,13 @@ def make_ladder(
 
 
 def make_scheduler(
-    ladder: StepLadder, geometry: StepGeometry, options: RuntimeConfig, tiers: CacheTiers | None = None
+    ladder: StepLadder,
+    geometry: StepGeometry,
+    options: RuntimeConfig,
+    tiers: CacheTiers | None = None,
+    space: HostSpace | None = None,
 ) -> Scheduler:
-    """The scheduler of a runtime, with its KV blocks, and the tiers below them.
+    """The scheduler of a runtime, with its KV blocks, the tiers below them, and space for requests without a slot.
 
     Raises ConfigError for sizes that do not fit each other.
     """
@@ -268,7 +273,7 @@ def make_scheduler(
     return Scheduler(
         ladder, kvcache, options.max_batch, options.max_queue, geometry.prefill_chunk,
         max_prefill_chunks=geometry.max_prefill_chunks, max_stall_ms=options.max_stall_ms,
-        num_overprovision=geometry.overhang,
+        num_overprovision=geometry.overhang, space=space,
     )  # fmt: skip
 
 

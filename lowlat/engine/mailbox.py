@@ -287,6 +287,22 @@ class Mailbox:
             self._arrays[name][slot] = NEVER
         self._host.send(released)
 
+    def free(self, slot: int) -> None:
+        """A request comes into a slot by its rows: commands to who had the slot before have no effect any more.
+
+        Its steps wait for nothing of the host's, until it says otherwise. None may be under way.
+        """
+        ring = self._arrays["command_ring"]
+        ring[ring[:, 1] == slot] = 0
+        self._host.send(("command_ring",))
+        self.force_drafts(slot, (), NEVER)
+        self.release(slot)
+
+    def want_masks(self, slot: int) -> None:
+        """Let a slot's steps wait for the masks of its rows."""
+        self._arrays["grammar_ready"][slot] = 0
+        self._host.send(MASKS[1:])
+
     def write_chunk(
         self,
         slot: int,

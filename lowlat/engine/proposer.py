@@ -60,6 +60,13 @@ class Proposer:
         """
         return publication
 
+    def leave(self, request: Request) -> object:
+        """A request gives its slot away before its end; returns what `enter` needs."""
+        return None
+
+    def enter(self, request: Request, kept: object) -> None:
+        """A request that decoded goes on, in the slot that it has now."""
+
     def report(self) -> dict[str, Any]:
         """Figures since the load, as JSON, in a block of the source's name; empty where there are none."""
         return {}

@@ -7,11 +7,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowlat.engine.mailbox import SlotPublication
 from lowlat.engine.metrics import RequestMetrics, SpeculativeDecodingStats
+from lowlat.engine.scheduler import ScheduledRequest
 from lowlat.engine.sessions.book import SessionRecord
 from lowlat.errors import RequestError
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
@@ -21,9 +22,27 @@ from lowlat.speculators.base import Speculator
 from lowlat.text import AnswerDelta, AnswerStream, TextCodec, tools_of
 from lowlat.text.grammar.state import GrammarState
 
-__all__ = ["FROM_PART", "Request"]
+__all__ = ["FROM_PART", "Opening", "Request"]
 
 FROM_PART = 4  # besides the sources of drafts that the device knows: steps over a part of the cache
+
+
+@dataclass
+class Opening:
+    """The part of a request that an open prompt needs.
+
+    arrival         its number in the order of arrival
+    scheduled       its record for the scheduler while the prompt is open
+    max_prompt      tokens that the prompt may have
+    num_certain     tokens of the prompt that stay, whatever comes; all of them before `finish`
+    is_speculative  the prompt was finished on trial
+    """
+
+    arrival: int
+    scheduled: ScheduledRequest
+    max_prompt: int
+    num_certain: int = 0
+    is_speculative: bool = False
 
 
 class Request:
@@ -31,13 +50,14 @@ class Request:
 
     `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
     first entry of the ring that can be about it. `failed_checks` are the kinds of its checks that failed, and `drafts`
-    is false after one that it survived.
+    is false after one that it survived. The prompt of an open request is a list that grows; `opening` says more of it.
+    `withheld` has the outputs of one that was finished on trial, and `has_left` says that it has ended with them.
     """
 
     def __init__(
         self,
         request_id: str,
-        prompt: tuple[int, ...],
+        prompt: Sequence[int],
         params: SamplingParams,
         seed: int,
         stop_ids: tuple[int, ...],
@@ -61,6 +81,9 @@ class Request:
         self.num_partial_steps = 0  # with SpecPV
         self.failed_checks: tuple[str, ...] = ()
         self.drafts = True
+        self.opening: Opening | None = None
+        self.withheld: list[StepOutput] = []
+        self.has_left = False
         self.simulated = simulated
         own = ("", "") if speculator is None else speculator.draft_sources
         numbers = (FROM_METHOD, FROM_TEXT, FORCED_DRAFTS, FROM_PART)
@@ -92,6 +115,19 @@ class Request:
         """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
         self.slot, self.table, self._num_cached = slot, table, num_cached
         self._placed = time.monotonic()
+
+    def continues(self, other: "Request") -> None:
+        """Take the slot, and what was read of the prompt, of the request that was open in its place."""
+        self.slot, self.table, self._num_cached = other.slot, other.table, other._num_cached
+        self._placed = None if other._placed is None else self._submitted
+        self._prompt_parts, self._prompt_texts = other._prompt_parts, other._prompt_texts
+        self.commands = other.commands
+
+    def displace(self, *, decoded: bool) -> None:
+        """It has no slot any more; one that did not decode reads its prompt again."""
+        self.slot, self.table = -1, ()
+        if not decoded:
+            self._prompt_parts.clear()
 
     def add_prompt(self, part: PromptLogprobs | int, start: int) -> str | None:
         """Take the logprobs of the prompt's next tokens; returns why it cannot go on, of a position without any."""

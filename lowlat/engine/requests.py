@@ -8,13 +8,14 @@ from typing import Any
 
 from lowlat.engine.loading import Loaded
 from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics
-from lowlat.engine.request import Request
+from lowlat.engine.request import Opening, Request
 from lowlat.engine.request_checks import RequestChecks, check_call, check_name, encode_prompt
 from lowlat.engine.scheduler import Admission, ScheduledRequest, Scheduler
 from lowlat.engine.sessions.book import SessionBook, SessionRecord
 from lowlat.errors import RequestError
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
 from lowlat.options.config import RuntimeConfig
+from lowlat.options.declaration import check_integer
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.text.grammar.compiler import GrammarCompiler
 
@@ -26,6 +27,7 @@ class Requests(Mapping[str, Request]):
 
     slots     the live requests that have a slot, by slot, those that prefill among them
     outputs   what the next step returns first: ends that came between steps
+    has_confirmed  there are outputs that were kept back: the next step returns at once
     checks    refuses requests, and may be asked by any thread
     grammars  compiles those of requests, for any thread
     sessions  those that live
@@ -53,6 +55,7 @@ class Requests(Mapping[str, Request]):
         self.grammars = GrammarCompiler(loaded.codec, self.checks.vocab_size, self.checks.eos_token_ids)
         self.slots: dict[int, Request] = {}
         self.outputs: list[StepOutput] = []
+        self.has_confirmed = False
         self._live: dict[str, Request] = {}
         self._book = MetricsBook()
         self._ids = itertools.count()
@@ -90,23 +93,93 @@ class Requests(Mapping[str, Request]):
         check_call(params, request_id, allow_special, cache_salt)
         limits = self._max_context, params.max_tokens
         prompt_ids = self.checks.check(encode_prompt(self._codec, prompt, allow_special, *limits), params)
-        name = self._new_id() if request_id is None else request_id
-        if name in self._book:
-            raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
+        name = self._named(request_id)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        stop_ids = self.checks.stop_ids(params)
-        request = Request(name, prompt_ids, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
-        request.grammar = self.grammars.open(params, prompt_ids, stop_ids)
+        request = self._made(name, prompt_ids, params, seed)
+        request.grammar = self.grammars.open(params, prompt_ids, request.stop_ids)
         total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
         owner = None if session is None else session.key
-        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads, owner)
+        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads, owner, params.priority)
         request.session = session
         self._scheduler.check(scheduled)
         return request, scheduled
 
+    def open_prompt(
+        self, params: SamplingParams | None, request_id: str | None, cache_salt: str, max_prompt_tokens: int | None
+    ) -> tuple[Request, ScheduledRequest]:
+        """The same of a request whose prompt is still to come. See `Runtime.open_prompt`."""
+        params = SamplingParams() if params is None else params
+        check_call(params, request_id, False, cache_salt)
+        most = min(self._max_context, self.checks.max_total_tokens) - params.max_tokens
+        if max_prompt_tokens is not None:
+            check_integer("max_prompt_tokens", max_prompt_tokens, 1, max(1, most), RequestError)
+            most = max_prompt_tokens
+        self.checks.check((0,), params)
+        name = self._named(request_id)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        ids: list[int] = []
+        scheduled = ScheduledRequest(
+            name, ids, most + params.max_tokens, cache_salt, params.prompt_logprobs is None, params.priority
+        )
+        self._scheduler.check(scheduled, is_open=True)
+        request = self._made(name, ids, params, seed)
+        request.opening, request.committed = Opening(-1, scheduled, most), ids
+        return request, scheduled
+
+    def _made(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
+        stop_ids = self.checks.stop_ids(params)
+        return Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
+
+    def begin(self, request: Request, *, speculative: bool) -> Request:
+        """The request of a prompt that is whole, in place of the open one: its figures begin here.
+
+        Raises RequestError for a grammar that cannot begin.
+        """
+        begun = self._made(request.request_id, request.prompt, request.params, request.seed)
+        begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
+        begun.opening = request.opening if speculative else None
+        begun.continues(request)
+        self._replace(begun)
+        return begun
+
+    def reopen(self, request: Request, ids: list[int]) -> tuple[Request, ScheduledRequest]:
+        """The request of a prompt that goes on after it was finished on trial; nothing of the answer is left."""
+        opening = request.opening
+        if opening is None:
+            raise RequestError(f"request {request.request_id} has no open prompt")
+        again = self._made(request.request_id, ids, request.params, request.seed)
+        scheduled = replace(opening.scheduled, prompt_token_ids=ids)
+        again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
+        self._live[again.request_id] = again
+        return again, scheduled
+
+    def _replace(self, request: Request) -> None:
+        self._live[request.request_id] = request
+        if request.slot >= 0:
+            self.slots[request.slot] = request
+
+    def give(self, request: Request, output: StepOutput) -> None:
+        """Add an output, or keep it back while the request's prompt may still go on."""
+        if request.opening is not None and request.opening.is_speculative:
+            request.withheld.append(output)
+        else:
+            self.outputs.append(output)
+
+    def confirm(self, request: Request) -> None:
+        """The prompt of a request that was finished on trial is whole: give what was kept back."""
+        request.opening = None
+        self.has_confirmed = bool(request.withheld)
+        self.outputs.extend(request.withheld)
+        request.withheld.clear()
+        if request.has_left:
+            self.end(request)
+
     def add(self, request: Request, scheduled: ScheduledRequest) -> None:
         """Queue a request that `open` has made."""
-        self._scheduler.enqueue(scheduled)
+        opening = request.opening
+        self._scheduler.enqueue(scheduled, is_open=opening is not None)
+        if opening is not None:
+            opening.arrival = self._scheduler.arrival(request.request_id)
         self._live[request.request_id] = request
         if request.session is not None:
             self.sessions.begin(request.session)
@@ -114,8 +187,16 @@ class Requests(Mapping[str, Request]):
     def place(self, admission: Admission) -> None:
         """Record that the scheduler gave a request a slot."""
         request = self._live[admission.request_id]
-        request.place(admission.slot, admission.table, admission.num_cached_tokens)
+        if admission.resumes:
+            request.slot, request.table = admission.slot, admission.table
+        else:
+            request.place(admission.slot, admission.table, admission.num_cached_tokens)
         self.slots[admission.slot] = request
+
+    def displace(self, request: Request, *, decoded: bool) -> None:
+        """Record that a request has left its slot, and will come back."""
+        del self.slots[request.slot]
+        request.displace(decoded=decoded)
 
     def is_live(self, slot: int, entry: int) -> bool:
         """Whether an entry is about the request in a slot: not about one before it, nor about one that has ended."""
@@ -127,7 +208,13 @@ class Requests(Mapping[str, Request]):
         return [request.room_after(num_steps, depth) for request in self.slots.values()]
 
     def end(self, request: Request) -> None:
-        """Let a request that has left its slot be live no more; its figures stay."""
+        """Let a request that has left its slot be live no more; its figures stay.
+
+        One whose prompt may still go on stays live until that is settled.
+        """
+        request.has_left = True
+        if request.opening is not None and request.opening.is_speculative:
+            return
         del self._live[request.request_id]
         self._book.update(request.metrics())
         if request.session is not None:
@@ -155,6 +242,7 @@ class Requests(Mapping[str, Request]):
     def take_outputs(self) -> list[StepOutput]:
         """The outputs that requests have gained since this was called last."""
         outputs, self.outputs = self.outputs, []
+        self.has_confirmed = False
         return outputs
 
     def describe(self) -> list[dict[str, Any]]:
@@ -167,6 +255,12 @@ class Requests(Mapping[str, Request]):
         self._live.clear()
         self.slots.clear()
         self.grammars.close()
+
+    def _named(self, request_id: str | None) -> str:
+        name = self._new_id() if request_id is None else request_id
+        if name in self._book:
+            raise RequestError(f"request id {name!r:.80} was used by a request that has ended")
+        return name
 
     def _new_id(self) -> str:
         known = (self._book, self._live)

@@ -6,9 +6,13 @@ and the slots, `lowlat.engine.steps` runs the steps. One thread owns a runtime: 
 steps, or `lowlat.engine.calls.driver`'s, which answers calls from any thread and event loop.
 """
 
+from __future__ import annotations  # help() shows signatures as they are written here
+
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +21,11 @@ from typing import Any, Self, TypeVar, Unpack
 from lowlat.engine.calls.driver import Driver, owned
 from lowlat.engine.calls.prompts import check_timeout, is_chat, is_quick, prepare
 from lowlat.engine.calls.streams import AsyncStream, Stream
+from lowlat.engine.kept_states import host_space
 from lowlat.engine.loading import Loaded, load, make_scheduler
 from lowlat.engine.metrics import RequestMetrics
 from lowlat.engine.numerics import digest_of, numerics_of
+from lowlat.engine.open_prompts import OpenPrompt
 from lowlat.engine.perf import PerfCounters
 from lowlat.engine.request_checks import Unbroken, check_depth
 from lowlat.engine.requests import Requests
@@ -35,7 +41,7 @@ from lowlat.ipc.answer import Answer
 from lowlat.ipc.prompts import Prompt
 from lowlat.models.target import OpenedTarget
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
-from lowlat.options.declaration import plain, shown
+from lowlat.options.declaration import check_number, plain, shown
 from lowlat.options.keywords import CallOptions, NamedSession, RuntimeOptions
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
@@ -77,7 +83,8 @@ class Runtime:
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
         self._tiers = make_tiers(loaded, config, self.numerics)
-        self.scheduler = make_scheduler(self.ladder, self.geometry, config, self._tiers)
+        space = host_space(self.executor, config.pause_gib)
+        self.scheduler = make_scheduler(self.ladder, self.geometry, config, self._tiers, space)
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
@@ -245,6 +252,46 @@ class Runtime:
             self._steps.stop_outdated()
         return request.request_id
 
+    def open_prompt(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        allow_special: bool = False,
+        cache_salt: str = "",
+        max_prompt_tokens: int | None = None,
+    ) -> OpenPrompt:
+        """Queue a request whose prompt is still being written: `append` reads what comes, `finish` begins the answer.
+
+        max_prompt_tokens   tokens of the prompt at most, for which KV is reserved; None: all that max_context allows
+        The other arguments and errors are those of `submit`; the answer's tokens are those of the whole prompt.
+        One that gets nothing for pause_deadline_s is ended.
+        """
+        self._check_by_hand("open_prompt")
+        self._check_usable()
+        if not isinstance(allow_special, bool):
+            raise RequestError(f"allow_special must be true or false, got {shown(allow_special)}")
+        request, scheduled = self._requests.open_prompt(params, request_id, cache_salt, max_prompt_tokens)
+        with self._whole:
+            self._steps.open(request, scheduled, self.config.pause_deadline_s)
+        return OpenPrompt(self, request.request_id, allow_special=allow_special)
+
+    @owned
+    def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Add token ids, which no later text can change, to an open prompt: see `OpenPrompt.append`."""
+        self._check_usable()
+        request = self._requests.find(request_id)
+        with self._unless_refused():
+            self._steps.grow(request, token_ids, self.config.pause_deadline_s)
+
+    @owned
+    def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
+        """End an open prompt with these token ids: see `OpenPrompt.finish`."""
+        self._check_usable()
+        request = self._requests.find(request_id)
+        with self._unless_refused():
+            self._steps.finish(request, token_ids, speculative=speculative)
+
     def _session_of(self, session: NamedSession | str | None, cache_salt: str) -> tuple[SessionRecord | None, str]:
         """The record of a session that a request names, and the salt that holds. Raises RequestError."""
         if session is None:
@@ -317,7 +364,7 @@ class Runtime:
         self._steps.fill_blocks()
 
     @owned
-    def owned_call(self, what: Callable[["Runtime"], T]) -> T:
+    def owned_call(self, what: Callable[[Runtime], T]) -> T:
         """Have something done by the runtime's owner, between two steps."""
         self._check_usable()
         return what(self)
@@ -344,7 +391,7 @@ class Runtime:
         has no memory for the weights: it stays awake then; DeviceError when the device has failed.
         """
         self._check_usable()
-        if self.scheduler.busy:
+        if self._requests:
             raise CapacityError(f"{len(self._requests)} requests are not over: a runtime sleeps between requests")
         if self.sessions.num_files:
             raise CapacityError(f"{self.sessions.num_files} sessions are being saved: a runtime sleeps after that")
@@ -362,8 +409,15 @@ class Runtime:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished."""
-        return not self._closed and (bool(self._requests.outputs) or self.scheduler.busy)
+        """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished.
+
+        Paused requests are not, nor is a prompt of which all that is known was read.
+        """
+        if self._closed:
+            return False
+        deadline = self._steps.deadline
+        overdue = deadline is not None and time.monotonic() >= deadline
+        return overdue or bool(self._requests.outputs) or self.scheduler.busy
 
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
@@ -382,7 +436,8 @@ class Runtime:
         self._check_usable()
         depth = self._depth(num_speculative_tokens)
         with self._whole:
-            if self.scheduler.busy:
+            self._steps.end_overdue()
+            if self.scheduler.busy and not self._requests.has_confirmed:
                 self._steps.step(num_speculative_tokens, depth)
             return self._requests.take_outputs()
 
@@ -395,7 +450,7 @@ class Runtime:
         """
         self._check_usable()
         check_depth(num_speculative_tokens, self.ladder)
-        if self.scheduler.busy:
+        if self._requests:
             raise ConfigError(f"the depth can become {num_speculative_tokens} between requests, and there are some")
         if self.config.is_strict and self.speculator is not None and num_speculative_tokens == 0:
             raise ConfigError("perf_mode 'strict' speculates in every step: num_speculative_tokens must be 1 or more")
@@ -410,6 +465,52 @@ class Runtime:
         with self._whole:
             self._steps.end(request, "cancelled")
             self._steps.stop_outdated()
+
+    @owned
+    def pause(self, request_id: str, *, deadline_s: float | None = None) -> bool:
+        """Let a request give its slot to others until `resume`; it then goes on with the tokens that it would have had.
+
+        deadline_s  seconds after which it is ended with an error of the code "deadline"; None: pause_deadline_s
+        What its slot holds goes to host memory (pause_gib); its KV stays in its blocks while nobody needs them, and
+        goes there, too, then. A request that has no token yet gives its blocks back, and goes on from what is shared of
+        its prompt. Returns False where it ended before it could be paused: its last output comes with the next step's.
+        Raises RequestError for one that is unknown, paused already or whose prompt is open; CapacityError where host
+        memory has no space for it; DeviceError when the device has failed.
+        """
+        self._check_usable()
+        if deadline_s is not None:
+            check_number("deadline_s", deadline_s, 0.0, 1e9, RequestError, above=True)
+        request = self._requests.find(request_id)
+        with self._unless_refused():
+            return self._steps.pause(request, self.config.pause_deadline_s if deadline_s is None else deadline_s)
+
+    @owned
+    def resume(self, request_id: str) -> None:
+        """Let a paused request have a slot again, before those of its priority that came after it.
+
+        Raises RequestError for one that is not paused, or has ended.
+        """
+        self._check_usable()
+        request = self._requests.find(request_id)
+        with self._unless_refused():
+            self._steps.resume(request)
+
+    @contextmanager
+    def _unless_refused(self) -> Iterator[None]:
+        """A change that is made whole, or refused before it begins."""
+        refused: LowlatError | None = None
+        with self._whole:
+            try:
+                yield
+            except (RequestError, CapacityError) as error:
+                refused = error
+        if refused is not None:
+            raise refused
+
+    @property
+    def deadline(self) -> float | None:
+        """The time of the monotonic clock at which a paused request is ended by the next step; None: there is none."""
+        return self._steps.deadline
 
     @owned
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
@@ -445,11 +546,18 @@ class Runtime:
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             "numerics": self.numerics,
+            "paused": self._paused_summary(),
             "memory": [each.to_dict() for each in self.memory],
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),
             **self._sleep.report(),
         }
+
+    def _paused_summary(self) -> dict[str, int]:
+        """Requests that are paused, those that have decoded and have no slot, and the host memory that these take."""
+        space = self.scheduler.space
+        kept = {"num_without_slot": len(space.held), "host_bytes": space.num_bytes, "max_host_bytes": space.max_bytes}
+        return {"num_paused": self.scheduler.num_paused, **kept}
 
     def _kv_summary(self) -> dict[str, Any]:
         """Blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""

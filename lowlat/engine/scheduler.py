@@ -1,23 +1,29 @@
 """Admission, slots, prefill order and choice of buckets: pure Python, no device.
 
-A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is first come, first
-served: nothing overtakes the head of the queue, not even a smaller request that would fit, because every
-admitted request ends within its reserved worst case and so the head is served in bounded time. Only a request whose
-next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can share it. Among
-the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
-one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
+A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
+among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
+fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. Only
+a request whose next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can
+share it. Among the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first
+token), but one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
 
+A request that is paused gives its slot away, and comes back to the place in the queue that its arrival gives it. So
+does one of lower priority than the head, where that finds no slot or no blocks: the lowest first, of equals the last
+that came. One that decodes keeps its blocks until somebody needs them; then their contents go to host memory. One that
+prefills gives its blocks back, and reads its prompt again from what is shared of it. A prompt may be open: its tokens
+come while it is read, and a chunk is planned when a token after it is known.
 """
 
-from collections import deque
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from bisect import insort
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from lowlat.engine.host_space import HostSpace
 from lowlat.engine.pace import PrefillPace
 from lowlat.errors import CapacityError, ConfigError, RequestError
-from lowlat.sequence.book import Allocation, InvariantError, SequenceBook
+from lowlat.sequence.book import InvariantError, MovedIn, MovedOut, SequenceBook
 from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
@@ -27,6 +33,7 @@ if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothi
 __all__ = [
     "MAX_PASSED_OVER",
     "Admission",
+    "Departure",
     "Phase",
     "PrefillChunk",
     "ScheduledRequest",
@@ -41,6 +48,7 @@ class Phase(StrEnum):
     """Where a request is."""
 
     QUEUED = "queued"
+    PAUSED = "paused"
     PREFILLING = "prefilling"
     DECODING = "decoding"
 
@@ -50,25 +58,43 @@ class ScheduledRequest:
     """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion.
 
     Only requests of the same cache_salt share cached prefixes. One that does not read the cache has all of its prompt
-    prefilled. Its owner, where it has one, keeps its prefix when it has ended.
+    prefilled. A higher priority goes first. The tokens of an open prompt are a list that grows. Its owner, where it has
+    one, keeps its prefix when it has ended.
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     max_total_tokens: int
     cache_salt: str = ""
     reads_cache: bool = True
     owner: Hashable = None
+    priority: int = 0
 
 
 @dataclass(frozen=True)
 class Admission:
-    """A request that got a slot, its blocks by position, and how much of its prompt they hold already."""
+    """A request that got a slot, its blocks by position, and how much of its prompt they hold already.
+
+    resumes   it has decoded before: its slot's rows are to be written
+    moved_in  its blocks had left the device: their contents are to be written to these places
+    """
 
     request_id: str
     slot: int
     table: list[int]
     num_cached_tokens: int
+    resumes: bool = False
+    moved_in: MovedIn | None = None
+
+
+@dataclass(frozen=True)
+class Departure:
+    """A request that left its slot before its end. One that decoded comes back with its slot's rows, which are to be
+    read; another one begins again."""
+
+    request_id: str
+    slot: int
+    decoded: bool
 
 
 @dataclass(frozen=True)
@@ -90,15 +116,19 @@ class PrefillChunk:
 class StepPlan:
     """The work before the next decode step, in this order.
 
+    departed   requests that gave their slots to others
+    moved_out  requests whose blocks are others' from here on, and which these were: their contents are to be read
     admitted   requests that got a slot
     prefill    chunks of one request at most; call `Scheduler.prefill_done` with them when they are launched
     """
 
     admitted: tuple[Admission, ...]
     prefill: PrefillChunk | None
+    departed: tuple[Departure, ...] = ()
+    moved_out: tuple[tuple[str, MovedOut], ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.admitted or self.prefill)
+        return bool(self.admitted or self.prefill or self.departed or self.moved_out)
 
 
 @dataclass(eq=False, slots=True)
@@ -112,6 +142,14 @@ class _Slot:
     passed_over: int = 0
 
 
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A request that decoded and has no slot; its blocks are its own still, or `moved` says what they were."""
+
+    slot: _Slot
+    moved: MovedOut | None = None
+
+
 class Scheduler:
     """The queue and the slots of one runtime.
 
@@ -121,6 +159,8 @@ class Scheduler:
     max_prefill_chunks  chunks of one prompt that run at once, at most
     max_stall_ms        how long chunks may run at once while others decode; `pace` learns how many that are
     num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
+    space               host memory for requests that have left their slot; None: none leaves it
+    num_written         positions of a decoding request that may be written, by its id; it is set by who knows
 
     Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
     """
@@ -136,6 +176,7 @@ class Scheduler:
         max_prefill_chunks: int = 1,
         max_stall_ms: float = 25.0,
         num_overprovision: int | None = None,
+        space: HostSpace | None = None,
     ) -> None:
         if not 1 <= max_batch <= ladder.batches[-1]:
             raise ConfigError(f"max_batch must be from 1 to the largest bucket, {ladder.batches[-1]}, got {max_batch}")
@@ -150,9 +191,18 @@ class Scheduler:
         self.pace = PrefillPace(max_stall_ms)
         self._chunk_counts = chunk_counts(max_prefill_chunks)
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
-        self._queue: deque[ScheduledRequest] = deque()
+        self.space = HostSpace(0) if space is None else space
+        self.num_written: Callable[[str], int] = lambda request_id: 1 << 62
+        self._queue: list[ScheduledRequest] = []  # by priority and arrival
+        self._arrivals: dict[str, int] = {}
+        self._num_arrived = 0
+        self._aside: dict[str, ScheduledRequest] = {}  # paused, or open and too short for a slot
+        self._open: set[str] = set()
+        self._kept: dict[str, _Kept] = {}
+        self._departed: list[Departure] = []
+        self._moved_out: list[tuple[str, MovedOut]] = []
         self._slots: list[_Slot | None] = [None] * max_batch
-        self._requests: dict[str, _Slot | None] = {}  # None: queued
+        self._requests: dict[str, _Slot | None] = {}  # None: without a slot
         self._num_admitted = 0
         self._pending: PrefillChunk | None = None
         self._refused: tuple[ScheduledRequest, int] | None = None  # the head, and the cache it did not fit into
@@ -174,35 +224,129 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended."""
-        return bool(self._requests)
+        """Whether any request has not ended, but for those that wait to be resumed, or for more of their prompt."""
+        return len(self._requests) > len(self._aside) + self._num_starved
+
+    @property
+    def num_paused(self) -> int:
+        """Requests that wait for `resume`."""
+        return sum(name not in self._open for name in self._aside)
+
+    @property
+    def _num_starved(self) -> int:
+        """Open prompts with a slot all of whose known chunks were run."""
+        open_ones = (self._requests[name] for name in self._open)
+        return sum(slot is not None and not self._num_chunks_left(slot) for slot in open_ones)
 
     @property
     def has_work(self) -> bool:
         """Whether `plan` may have anything to do now: a chunk to prefill, or a slot for the head of the queue."""
-        if any(slot is not None and slot.phase is Phase.PREFILLING for slot in self._slots):
+        if self._prefilling():
             return True
-        if not self._queue or None not in self._slots:
+        if not self._queue:
             return False
-        return self._refused != (self._queue[0], self.kvcache.generation)
+        head = self._queue[0]
+        if None not in self._slots:
+            return self._victim(head) is not None and self._may_fit(head)
+        return self._refused != (head, self.kvcache.generation)
 
     def phase(self, request_id: str) -> Phase:
         """Where a request is. Raises RequestError for one that is unknown or has ended."""
         slot = self._find(request_id)
-        return Phase.QUEUED if slot is None else slot.phase
+        if slot is not None:
+            return slot.phase
+        return Phase.PAUSED if request_id in self._aside and request_id not in self._open else Phase.QUEUED
 
     def slot(self, request_id: str) -> int | None:
-        """The slot of a request; None while it is queued. Raises RequestError as `phase` does."""
+        """The slot of a request; None while it has none. Raises RequestError as `phase` does."""
         slot = self._find(request_id)
         return None if slot is None else slot.number
 
-    def enqueue(self, request: ScheduledRequest) -> None:
-        """Put a request at the end of the queue. Raises what `check` does."""
-        self.check(request)
-        self._queue.append(request)
-        self._requests[request.request_id] = None
+    def enqueue(self, request: ScheduledRequest, *, is_open: bool = False, arrival: int | None = None) -> None:
+        """Put a request in the queue, after those of its priority that came before. Raises what `check` does.
 
-    def check(self, request: ScheduledRequest) -> None:
+        is_open  its prompt grows, see `grow`: it is queued when more than a chunk of it is known
+        arrival  the number that `arrival` gave for it before; it is then queued whatever waits
+        """
+        name = request.request_id
+        if arrival is None:
+            self.check(request, is_open=is_open)
+            self._num_arrived += 1
+        self._arrivals[name] = self._num_arrived if arrival is None else arrival
+        self._requests[name] = None
+        if is_open:
+            self._open.add(name)
+        self._put(request)
+
+    def arrival(self, request_id: str) -> int:
+        """The number of a live request in the order of arrival."""
+        self._find(request_id)
+        return self._arrivals[request_id]
+
+    def _put(self, request: ScheduledRequest) -> None:
+        """Queue a request at its place, or leave it aside while too little of its prompt is known."""
+        if request.request_id in self._open and len(request.prompt_token_ids) <= self.prefill_chunk:
+            self._aside[request.request_id] = request
+        else:
+            insort(self._queue, request, key=lambda each: (-each.priority, self._arrivals[each.request_id]))
+
+    def grow(self, request_id: str) -> None:
+        """The list of an open prompt's tokens has become longer. Raises RequestError for one that is not open."""
+        self._check_open(request_id)
+        if request_id in self._aside:
+            self._put(self._aside.pop(request_id))
+        elif request_id in self.kvcache:
+            self.kvcache.grow(request_id)
+
+    def complete(self, request_id: str, max_total_tokens: int) -> None:
+        """An open prompt is whole, with a total that is no larger than before. Raises RequestError as `grow` does."""
+        self._check_open(request_id)
+        self._open.remove(request_id)
+        slot = self._requests[request_id]
+        if request_id in self._aside:
+            self._put(replace(self._aside.pop(request_id), max_total_tokens=max_total_tokens))
+        elif slot is not None:
+            slot.request = replace(slot.request, max_total_tokens=max_total_tokens)
+            self.kvcache.grow(request_id)
+        else:
+            place = next(place for place, each in enumerate(self._queue) if each.request_id == request_id)
+            self._queue[place] = replace(self._queue[place], max_total_tokens=max_total_tokens)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request's prompt may still grow."""
+        return request_id in self._open
+
+    def _check_open(self, request_id: str) -> None:
+        if request_id not in self._open:
+            raise RequestError(f"request {request_id} has no open prompt: it was finished, is unknown or has ended")
+
+    def pause(self, request_id: str) -> Departure | None:
+        """Take a request out of its slot, or of the queue, until `resume`; its departure, where it had a slot.
+
+        What the slot holds of one that decoded is to be read before anything else is launched.
+        Raises RequestError for one that is unknown, paused already or whose prompt is open; CapacityError where what it
+        keeps does not fit in host memory.
+        """
+        slot = self._find(request_id)
+        if request_id in self._open:
+            raise RequestError(f"request {request_id} has an open prompt: finish it, or cancel it")
+        if request_id in self._aside:
+            raise RequestError(f"request {request_id} is paused already")
+        if slot is None:
+            self._aside[request_id] = self._unqueue(request_id)
+            return None
+        departure = self._depart(slot)
+        self._aside[request_id] = slot.request
+        return departure
+
+    def resume(self, request_id: str) -> None:
+        """Queue a paused request again, as its priority and arrival say. Raises RequestError for one that is not."""
+        self._find(request_id)
+        if request_id not in self._aside or request_id in self._open:
+            raise RequestError(f"request {request_id} is not paused")
+        self._put(self._aside.pop(request_id))
+
+    def check(self, request: ScheduledRequest, *, is_open: bool = False) -> None:
         """Refuse a request that cannot be queued now.
 
         Raises CapacityError when the queue is full; RequestError for an id in use, an empty prompt, a total
@@ -211,7 +355,7 @@ class Scheduler:
         name, num_tokens = request.request_id, len(request.prompt_token_ids)
         if name in self._requests:
             raise RequestError(f"request {name} exists already")
-        if not num_tokens:
+        if not num_tokens and not is_open:
             raise RequestError(f"request {name} has an empty prompt")
         if request.max_total_tokens <= num_tokens:
             raise RequestError(
@@ -233,10 +377,12 @@ class Scheduler:
         if self._pending is not None:
             raise InvariantError(f"request {self._pending.request_id}: its last chunk was not reported as done")
         admitted = self._admit()
+        departed, self._departed = tuple(self._departed), []
+        moved_out, self._moved_out = tuple(self._moved_out), []
         self._pending = chunk = self._next_chunk()
         if chunk is not None:
             self.kvcache.append(chunk.request_id, chunk.start, chunk.start + chunk.num_tokens)
-        return StepPlan(tuple(admitted), self._pending)
+        return StepPlan(tuple(admitted), self._pending, departed, moved_out)
 
     def prefill_done(self, chunk: PrefillChunk) -> None:
         """Say that the planned chunk is launched: its KV may be shared, and after the last one its slot
@@ -267,15 +413,21 @@ class Scheduler:
         The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
         """
         slot = self._find(request_id)
-        if slot is None:
-            self._queue.remove(next(waiting for waiting in self._queue if waiting.request_id == request_id))
-            del self._requests[request_id]
-            return Phase.QUEUED
-        self._leave(slot)
-        self.kvcache.release(
-            request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=slot.request.owner
-        )
-        return slot.phase
+        phase, kept = self.phase(request_id), self._kept.get(request_id)
+        holder = slot if slot is not None or kept is None else kept.slot
+        owner = None if holder is None else holder.request.owner
+        if slot is not None:
+            self._slots[slot.number] = None
+            if self._pending is not None and self._pending.request_id == request_id:
+                self._pending = None
+        elif self._aside.pop(request_id, None) is None:
+            self._unqueue(request_id)
+        if request_id in self.kvcache:
+            self.kvcache.release(request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner)
+        self._forget(request_id)
+        del self._requests[request_id], self._arrivals[request_id]
+        self._open.discard(request_id)
+        return phase
 
     def choose_bucket(self, num_speculative_tokens: int) -> "Bucket":
         """The smallest bucket for the decoding slots. Raises ConfigError for a depth without one."""
@@ -286,22 +438,32 @@ class Scheduler:
         problems = []
         queued = [request.request_id for request in self._queue]
         slotted = [slot.request.request_id for slot in self._slots if slot is not None]
-        if len({*queued, *slotted}) != len(queued) + len(slotted) or {*queued, *slotted} != set(self._requests):
-            problems.append(f"{len(self._requests)} requests: {len(queued)} queued, {len(slotted)} in slots")
-        if len(queued) > self.max_queue + self.max_batch:
-            problems.append(f"{len(queued)} requests wait; the limit is {self.max_queue}")
+        every = [*queued, *slotted, *self._aside]
+        if len(set(every)) != len(every) or set(every) != set(self._requests) or set(every) != set(self._arrivals):
+            problems.append(
+                f"{len(self._requests)} requests: {len(queued)} queued, {len(slotted)} in slots, and "
+                f"{len(self._aside)} aside"
+            )
+        order = [(-each.priority, self._arrivals.get(each.request_id, 0)) for each in self._queue]
+        if order != sorted(order):
+            problems.append(f"the queue is out of order: {order}")
+        if set(self._kept) - {*queued, *self._aside}:
+            problems.append(f"{len(self._kept)} requests are kept, not all of which are queued or paused")
+        if set(self.space.held) != set(self._kept) or self.space.num_bytes > self.space.max_bytes:
+            problems.append(f"{len(self.space.held)} requests take {self.space.num_bytes} bytes of host memory")
         for number, slot in enumerate(self._slots):
             if slot is None:
                 continue
             name = slot.request.request_id
             if slot.number != number or self._requests.get(name) is not slot:
                 problems.append(f"slot {number} and request {name} do not point at each other")
-            if (slot.phase is Phase.PREFILLING) != (self._num_chunks_left(slot) > 0):
+            if (slot.phase is Phase.PREFILLING) != (self._num_chunks_left(slot) > 0) and name not in self._open:
                 problems.append(f"request {name} is {slot.phase} with {self._num_chunks_left(slot)} chunks left")
             if slot.passed_over > MAX_PASSED_OVER + self.max_batch:
                 problems.append(f"request {name} was passed over {slot.passed_over} times")
-        if {*slotted} != {name for name in self._requests if name in self.kvcache} or len(self.kvcache) != len(slotted):
-            problems.append(f"{len(slotted)} requests in slots, {len(self.kvcache)} hold KV blocks")
+        holders = {*slotted, *(name for name, kept in self._kept.items() if kept.moved is None)}
+        if holders != {name for name in self._requests if name in self.kvcache} or len(self.kvcache) != len(holders):
+            problems.append(f"{len(holders)} requests in slots or kept, {len(self.kvcache)} hold KV blocks")
         if problems:
             raise InvariantError("; ".join(problems))
         self.kvcache.invariants()
@@ -311,38 +473,59 @@ class Scheduler:
             raise RequestError(f"request {request_id} is unknown or has ended")
         return self._requests[request_id]
 
-    def _leave(self, slot: _Slot) -> None:
-        request_id = slot.request.request_id
-        self._slots[slot.number] = None
-        del self._requests[request_id]
-        if self._pending is not None and self._pending.request_id == request_id:
-            self._pending = None
+    def _unqueue(self, request_id: str) -> ScheduledRequest:
+        place = next(place for place, each in enumerate(self._queue) if each.request_id == request_id)
+        return self._queue.pop(place)
+
+    def _forget(self, request_id: str) -> None:
+        """A request has a slot again, or has ended: nothing is kept for it."""
+        if self._kept.pop(request_id, None) is not None:
+            self.space.release(request_id)
+            self._refused = None
 
     def _admit(self) -> list[Admission]:
         admitted = []
         place = 0  # of the first that may be admitted
-        while place < len(self._queue) and None in self._slots:
+        while place < len(self._queue):
             request = self._queue[place]
-            if request.reads_cache and self.kvcache.is_coming(request.prompt_token_ids, request.cache_salt):
+            is_free = None in self._slots
+            if (is_free or self._victim(request)) and self._is_coming(request):
                 place += 1  # what it would prefill is being prefilled for another
                 continue
-            allocation = self._allocate(request)
-            if allocation is None:
+            admission = self._place(request) if is_free else None
+            if admission is not None:
+                admitted.append(admission)
+            elif not self._make_way(request):
                 break
-            del self._queue[place]
-            number = self._slots.index(None)
-            cached = allocation.num_cached_tokens
-            slot = _Slot(request, number, self._num_admitted, allocation.table, next_start=cached)
-            self._num_admitted += 1
-            self._slots[number] = self._requests[request.request_id] = slot
-            admitted.append(Admission(request.request_id, number, allocation.table, cached))
         return admitted
 
-    def _allocate(self, request: ScheduledRequest) -> Allocation | None:
-        """Ask the cache, but not again before something changed there: asking digests the prefix."""
+    def _is_coming(self, request: ScheduledRequest) -> bool:
+        if not request.reads_cache or request.request_id in self._kept:
+            return False
+        return self.kvcache.is_coming(request.prompt_token_ids, request.cache_salt)
+
+    def _place(self, request: ScheduledRequest) -> Admission | None:
+        """Give a request of the queue a free slot, where its blocks fit.
+
+        The cache is not asked again before something changed there: asking digests the prefix.
+        """
+        name = request.request_id
         if self._refused is not None and self._refused == (request, self.kvcache.generation):
             return None
         generation = self.kvcache.generation  # before it is asked: what comes meanwhile is worth another try
+        number, kept = self._slots.index(None), self._kept.get(name)
+        slot = self._begin(request, number) if kept is None else self._come_back(kept, number)
+        self._refused = (request, generation) if slot is None else None
+        if slot is None:
+            return None
+        self._unqueue(name)
+        admitted, moved_in = slot
+        self._slots[number] = self._requests[name] = admitted
+        self._forget(name)
+        cached = admitted.next_start if kept is None else 0
+        return Admission(name, number, admitted.table, cached, resumes=kept is not None, moved_in=moved_in)
+
+    def _begin(self, request: ScheduledRequest, number: int) -> tuple[_Slot, None] | None:
         allocation = self.kvcache.admit(
             request.request_id,
             request.prompt_token_ids,
@@ -351,14 +534,92 @@ class Scheduler:
             request.cache_salt,
             reads=request.reads_cache,
         )
-        self._refused = (request, generation) if allocation is None else None
-        return allocation
+        if allocation is None:
+            return None
+        self._num_admitted += 1
+        return _Slot(request, number, self._num_admitted, allocation.table, allocation.num_cached_tokens), None
+
+    def _come_back(self, kept: _Kept, number: int) -> tuple[_Slot, MovedIn | None] | None:
+        if kept.moved is None:
+            return replace(kept.slot, number=number), None
+        moved_in = self.kvcache.move_in(kept.slot.request.request_id, kept.moved)
+        return None if moved_in is None else (replace(kept.slot, number=number, table=moved_in.table), moved_in)
+
+    def _make_way(self, head: ScheduledRequest) -> bool:
+        """Take blocks, or a slot, from another request for the head of the queue; False where nothing is to be had.
+
+        Blocks of requests without a slot go first.
+        """
+        if None in self._slots and self._move_out(head.request_id):
+            return True
+        victim = self._victim(head)
+        if victim is None or not self._may_fit(head):
+            return False
+        self._departed.append(self._depart(victim))
+        self._put(victim.request)
+        return True
+
+    def _victim(self, head: ScheduledRequest) -> _Slot | None:
+        """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
+        may_leave = self.space.has(self.space.slot_bytes)
+        lower = [
+            slot
+            for slot in self._slots
+            if slot is not None
+            and slot.request.priority < head.priority
+            and (may_leave or slot.phase is Phase.PREFILLING)
+        ]
+        return min(
+            lower, key=lambda slot: (slot.request.priority, -self._arrivals[slot.request.request_id]), default=None
+        )
+
+    def _may_fit(self, head: ScheduledRequest) -> bool:
+        """Whether blocks can suffice for the head of the queue when all of lower priority have left."""
+        kept = self._kept.get(head.request_id)
+        if kept is not None and kept.moved is None:
+            return True
+        slots = (slot for slot in self._slots if slot is not None)
+        leaving = {slot.request.request_id for slot in slots if slot.request.priority < head.priority}
+        needed = self.kvcache.num_needed(head.max_total_tokens, self.num_overprovision)
+        return needed <= self.kvcache.num_free_without(leaving | self._kept.keys())
+
+    def _depart(self, slot: _Slot) -> Departure:
+        """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
+        request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
+        if decoded:
+            self.space.take(request_id, self.space.slot_bytes)
+            self._kept[request_id] = _Kept(slot)
+        else:
+            self.kvcache.release(request_id)
+        self._slots[slot.number] = self._requests[request_id] = None
+        return Departure(request_id, slot.number, decoded)
+
+    def _move_out(self, head_id: str) -> bool:
+        """Free the blocks of a request without a slot, where their contents fit in host memory."""
+        here = [(name, kept) for name, kept in self._kept.items() if kept.moved is None and name != head_id]
+        for name, kept in sorted(here, key=lambda each: (each[1].slot.request.priority, -self._arrivals[each[0]])):
+            moved = self.kvcache.move_out(name, self.num_written(name), self.space.has_blocks)
+            if moved is not None:
+                self.space.take(name, self.space.bytes_of(moved))
+                kept.moved = moved
+                self._moved_out.append((name, moved))
+                return True
+        return False
 
     def _num_chunks_left(self, slot: _Slot) -> int:
-        return max(0, -(-(len(slot.request.prompt_token_ids) - slot.next_start) // self.prefill_chunk))
+        """Chunks that may be run: of an open prompt those after which a token is known."""
+        num_left = len(slot.request.prompt_token_ids) - slot.next_start
+        if slot.request.request_id in self._open:
+            return max(0, (num_left - 1) // self.prefill_chunk)
+        return max(0, -(-num_left // self.prefill_chunk))
+
+    def _prefilling(self) -> list[_Slot]:
+        """The slots that have a chunk to run."""
+        prefilling = (slot for slot in self._slots if slot is not None and slot.phase is Phase.PREFILLING)
+        return [slot for slot in prefilling if slot.request.request_id not in self._open or self._num_chunks_left(slot)]
 
     def _next_chunk(self) -> PrefillChunk | None:
-        waiting = [slot for slot in self._slots if slot is not None and slot.phase is Phase.PREFILLING]
+        waiting = self._prefilling()
         if not waiting:
             return None
         overdue = [slot for slot in waiting if slot.passed_over >= MAX_PASSED_OVER]
@@ -381,5 +642,5 @@ class Scheduler:
             start=start,
             size=size,
             num_tokens=min(end, num_tokens) - start,
-            last=end >= num_tokens,
+            last=end >= num_tokens and slot.request.request_id not in self._open,
         )

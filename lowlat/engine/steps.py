@@ -6,14 +6,16 @@ published for a slot that the host has given up is dropped.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lowlat.engine.failed_checks import FailedCheck, FailedChecks
 from lowlat.engine.grammar_masks import GrammarMasks
 from lowlat.engine.in_flight import Action, may_go_on
+from lowlat.engine.kept_states import KeptStates
 from lowlat.engine.loading import Loaded
 from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.engine.metrics import SpeculativeDecodingStats
@@ -23,11 +25,12 @@ from lowlat.engine.request import Request
 from lowlat.engine.request_checks import Unbroken
 from lowlat.engine.requests import Requests
 from lowlat.engine.run_ahead import Launches, loop_of
-from lowlat.engine.scheduler import Phase, PrefillChunk, Scheduler
+from lowlat.engine.scheduler import Admission, Departure, Phase, PrefillChunk, ScheduledRequest, Scheduler
 from lowlat.engine.trace import Tracer
+from lowlat.errors import LowlatError, RequestError
 from lowlat.graphs import Bucket
 from lowlat.options.config import RuntimeConfig
-from lowlat.options.request import ErrorCode, FinishReason, StepOutput
+from lowlat.options.request import ErrorCode, FinishReason
 from lowlat.step.variants import may_repeat
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ __all__ = ["Steps"]
 logger = logging.getLogger("lowlat.engine.steps")
 
 TIERS_WAIT_S = 0.005
+OVERDUE = "the request waited for its caller for longer than its deadline (deadline_s, pause_deadline_s)"
 
 
 class Steps:
@@ -77,6 +81,11 @@ class Steps:
         self._failed_checks = FailedChecks(config.checked_kinds)
         self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._tracer = Tracer.from_config(config.traces)
+        self._kept = KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size)
+        self._deadlines: dict[str, float] = {}
+        self._proposed: dict[str, object] = {}  # what the proposer keeps of requests without a slot
+        self._num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
+        scheduler.num_written = self._num_written
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._failed_slots: list[int] = []  # whose state is to be zeroed
         self._slot_pools = [pool for state in geometry.sequence_states for pool in state.slot_pools()]
@@ -108,10 +117,150 @@ class Steps:
         self, request: Request, reason: FinishReason, *, error: str | None = None, code: ErrorCode | None = None
     ) -> None:
         """End a request by the host's decision; its last output comes with the next step's."""
-        if self._leave(request, poisoned=code == "not_finite") is Phase.DECODING:
+        if reason == "cancelled" or code == "deadline":
+            request.opening = None  # nothing that was begun on trial goes on
+        if request.has_left:  # and its outputs are kept back: none of them is wanted
+            self._deadlines.pop(request.request_id, None)
+        elif self._leave(request, poisoned=code == "not_finite") is Phase.DECODING:
             self.mailbox.cancel(request.slot)
-        self._requests.outputs.append(request.output((), reason, error=error, error_code=code))
+        self._requests.give(request, request.output((), reason, error=error, error_code=code))
         self._requests.end(request)
+
+    def pause(self, request: Request, deadline_s: float) -> bool:
+        """Take a request out of its slot, with all that it holds there; False where it ended before.
+
+        deadline_s  seconds after which `end_overdue` ends it
+        What is under way is waited for: its outputs come with the next step's.
+        Raises RequestError and CapacityError as `Scheduler.pause` does, DeviceError when the device has failed.
+        """
+        if request.opening is not None:
+            raise RequestError(f"request {request.request_id} has an open prompt: finish it, or cancel it")
+        self._settle()
+        if request.request_id not in self._requests:
+            return False
+        departure = self._scheduler.pause(request.request_id)
+        if departure is not None:
+            self._depart(departure)
+        self._deadlines[request.request_id] = time.monotonic() + deadline_s
+        return True
+
+    def resume(self, request: Request) -> None:
+        """Queue a paused request again. Raises RequestError as `Scheduler.resume` does."""
+        self._scheduler.resume(request.request_id)
+        self._deadlines.pop(request.request_id, None)
+        self.stop_outdated()
+
+    def open(self, request: Request, scheduled: ScheduledRequest, deadline_s: float) -> None:
+        """Queue a request whose prompt is still to come; after so many seconds without more of it it is ended."""
+        self._requests.add(request, scheduled)
+        self._deadlines[request.request_id] = time.monotonic() + deadline_s
+
+    def grow(self, request: Request, ids: Sequence[int], deadline_s: float) -> None:
+        """Add token ids to an open prompt; an answer that was begun on trial is withdrawn.
+
+        Raises RequestError for a prompt that is not open, or would become too long.
+        """
+        opening = request.opening
+        if opening is None:
+            raise RequestError(f"request {request.request_id} has no open prompt: it was finished")
+        if opening.num_certain + len(ids) > opening.max_prompt:
+            raise RequestError(
+                f"prompt of {opening.num_certain + len(ids)} tokens exceeds the {opening.max_prompt} that max_context, "
+                "kv_blocks and max_prompt_tokens leave next to max_tokens"
+            )
+        self._deadlines[request.request_id] = time.monotonic() + deadline_s
+        if not opening.is_speculative:
+            cast(list[int], request.prompt).extend(ids)
+            opening.num_certain += len(ids)
+            self._scheduler.grow(request.request_id)
+        else:
+            if not request.has_left and self._leave(request, shares=False) is Phase.DECODING:
+                self.mailbox.cancel(request.slot)
+            again, scheduled = self._requests.reopen(request, [*request.prompt[: opening.num_certain], *ids])
+            self._scheduler.enqueue(scheduled, is_open=True, arrival=opening.arrival)
+            self._deadlines[again.request_id] = time.monotonic() + deadline_s
+        self.stop_outdated()
+
+    def finish(self, request: Request, ids: Sequence[int], *, speculative: bool) -> None:
+        """End an open prompt with these token ids, on trial or for good.
+
+        Raises RequestError for a prompt that is not open, empty, or too long.
+        """
+        opening = request.opening
+        if opening is None:
+            raise RequestError(f"request {request.request_id} has no open prompt: it was finished")
+        if opening.is_speculative:
+            if not speculative:
+                self._deadlines.pop(request.request_id, None)
+                self._requests.confirm(request)
+            return
+        count = opening.num_certain + len(ids)
+        if not 1 <= count <= opening.max_prompt:
+            raise RequestError(f"a prompt of {count} tokens; it needs 1 at least, and {opening.max_prompt} at most")
+        prompt = cast(list[int], request.prompt)
+        prompt.extend(ids)
+        try:
+            begun = self._requests.begin(request, speculative=speculative)
+        except RequestError:
+            del prompt[opening.num_certain :]
+            raise
+        opening.is_speculative = speculative
+        if not speculative:
+            self._deadlines.pop(request.request_id, None)
+        self._scheduler.complete(request.request_id, count + begun.params.max_tokens)
+        self.stop_outdated()
+
+    @property
+    def deadline(self) -> float | None:
+        """The first time, of the monotonic clock, at which `end_overdue` has a request to end; None: it has none."""
+        return min(self._deadlines.values(), default=None)
+
+    def end_overdue(self) -> None:
+        """End the requests that wait for their caller for too long."""
+        if not self._deadlines:
+            return
+        now = time.monotonic()
+        for name in [name for name, until in self._deadlines.items() if until <= now]:
+            self.end(self._requests[name], "error", error=OVERDUE, code="deadline")
+
+    def _settle(self) -> None:
+        """Wait for all that is under way, and take its outputs."""
+        while self._in_flight.under_way and (bucket := self._in_flight.bucket) is not None:
+            self._go_on(bucket.num_speculative_tokens, ahead=False)
+
+    def _num_written(self, request_id: str) -> int:
+        """Positions of a request that decodes that may be written."""
+        return len(self._requests[request_id].committed) + self._num_ahead
+
+    def _depart(self, departure: Departure) -> None:
+        """Keep what a request's slot holds, which others get. Nothing may be under way."""
+        request = self._requests[departure.request_id]
+        if departure.decoded:
+            self._kept.read_slot(request.request_id, departure.slot)
+            self.mailbox.cancel(departure.slot)
+        self._proposed[request.request_id] = self.proposer.leave(request)
+        self.masks.leave(departure.slot)
+        self._requests.displace(request, decoded=departure.decoded)
+
+    def _arrive(self, admission: Admission) -> None:
+        """Give a request its slot, and what it kept since it had one before."""
+        self._requests.place(admission)
+        if not admission.resumes:
+            self._proposed.pop(admission.request_id, None)
+            return
+        request, slot = self._requests[admission.request_id], admission.slot
+        request.commands = commands = self._kvcache.commands(request.request_id)
+        tables = {name.replace("prefill", "block"): own for name, own in commands.items() if "prefill_table" in name}
+        self.mailbox.free(slot)
+        self._clear_blocks()  # some of its own may have been a failed request's
+        self._kept.write(request.request_id, slot, tables, admission.moved_in)
+        self.proposer.enter(request, self._proposed.pop(request.request_id, None))
+        request.joined(self.mailbox.num_seen)
+        self.limit_drafts(request)
+        try:
+            self.masks.enter(request)
+        except LowlatError as error:
+            self.end(request, "error", error=str(error), code="grammar")
 
     def limit_drafts(self, request: Request) -> None:
         """Let the next launched step verify as many drafts as the request's limit says."""
@@ -164,9 +313,13 @@ class Steps:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         self._wait_for_tiers()
         plan = self._scheduler.plan()
+        for departure in plan.departed:
+            self._depart(departure)
+        for request_id, moved in plan.moved_out:
+            self._kept.read_blocks(request_id, moved)
         self.fill_blocks()
         for admission in plan.admitted:
-            self._requests.place(admission)
+            self._arrive(admission)
         return () if plan.prefill is None else self._prefill(plan.prefill, depth)
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
@@ -235,8 +388,9 @@ class Steps:
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
         if self._limited:
             for name in self._limited & self._requests.keys():
-                if self._scheduler.phase(name) is Phase.DECODING:  # others bring their limit along when they join
-                    request = self._requests[name]
+                request = self._requests[name]
+                # others bring their limit along when they join
+                if not request.has_left and self._scheduler.phase(name) is Phase.DECODING:
                     self.mailbox.set_draft_limit(request.slot, request.draft_limit)
             self._limited.clear()
         meanwhile = None
@@ -300,7 +454,8 @@ class Steps:
                 self._tracer.step(bucket, publications, self._executor, self._kvcache)
             if self._tiles is not None:
                 self._tiles.see(depth, [(requests.slots[each.slot], each) for each in publications])
-            requests.outputs.extend(filter(None, map(self._apply, publications)))
+            for publication in publications:
+                self._apply(publication)
             for failure in entry.failed:
                 if failure.slot < 0:
                     self._failed_checks.see(failure, None)
@@ -321,12 +476,13 @@ class Steps:
         if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
             self._launch(self._ladder.choose(num_left, depth), most, ahead=True)
 
-    def _apply(self, published: SlotPublication) -> StepOutput | None:
+    def _apply(self, published: SlotPublication) -> None:
         request = self._requests.slots[published.slot]
         if published.failed is not None:
-            return self._drop(request, published.failed)
+            self._drop(request, published.failed)
+            return
         if (publication := self.proposer.judge(request, published)) is None:
-            return None
+            return
         self.published.see(request, publication)
         output = request.take(*self.masks.judge(publication))
         if output.finish_reason is not None:
@@ -334,31 +490,37 @@ class Steps:
                 self.mailbox.cancel(request.slot)  # a stop string: the device does not know yet
             self._leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
             self._requests.end(request)
-        return output
+        self._requests.give(request, output)
 
-    def _drop(self, request: Request, failure: FailedCheck) -> StepOutput | None:
+    def _drop(self, request: Request, failure: FailedCheck) -> None:
         """End a request of which a step gave nothing but a failed check, or let it go on without drafts."""
         text = self._failed_checks.see(failure, request.request_id)
         request.failed_checks += (failure.kind,)
         if not failure.ends:
             request.drafts = False
             self.limit_drafts(request)  # a limit that was sent before the device set its own
-            return None
+            return
         output = request.output((), "error", error=text, error_code="check")
         self._leave(request, poisoned=True)
         self._requests.end(request)
-        return output
+        self._requests.give(request, output)
 
-    def _leave(self, request: Request, *, poisoned: bool = False) -> Phase:
+    def _leave(self, request: Request, *, poisoned: bool = False, shares: bool = True) -> Phase:
+        """Take a request out; shares: what it has decoded may be shared, where the cache's options say so."""
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
         # these run on one stream, one after the other; what is shared lies before the positions that are written.
-        committed, written = request.committed, request.num_written
+        committed, written = request.committed if shares else None, request.num_written
         phase = self._scheduler.cancel(request.request_id, committed, num_written=written, poisoned=poisoned)
-        if phase is not Phase.QUEUED:
+        if request.opening is None or not request.opening.is_speculative:
+            self._deadlines.pop(request.request_id, None)
+        if phase in (Phase.PREFILLING, Phase.DECODING):
             del self._requests.slots[request.slot]
             self.masks.leave(request.slot)
             if poisoned:
                 self._failed_slots.append(request.slot)
+        else:
+            self._kept.forget(request.request_id)
+            self._proposed.pop(request.request_id, None)
         if not (self.masks and self._in_flight.under_way):  # else `_take` does, when what is under way has its masks
             self._clear_blocks()
         return phase

@@ -72,6 +72,10 @@ class Executor(Protocol):
     def mover(self) -> BlockMover:
         """The copies of blocks and rows between the first rank's state and host memory."""
 
+    @property
+    def movers(self) -> Sequence[BlockMover]:
+        """The same of every rank, in order."""
+
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool that a failed request may have filled with NaN."""
 

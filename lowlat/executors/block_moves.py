@@ -8,7 +8,7 @@ for blocks that nobody writes meanwhile: the copy engines move each run of block
 streams of their own, so that bytes cross the device's memory once and steps neither wait nor share their SMs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -20,7 +20,7 @@ from lowlat.executors.bus_copies import BusCopies, Move
 from lowlat.graphs import BufferSet
 from lowlat.sequence.tiers.key import Load, Mark, Save
 
-__all__ = ["BlockMover", "content_layout"]
+__all__ = ["BlockMover", "content_layout", "slot_layout"]
 
 NUM_STAGING = 4
 ALIGNMENT = 16
@@ -45,6 +45,17 @@ def content_layout(state: BufferSet, pool: str, count: int) -> tuple[tuple[Piece
             continue
         pieces.append(Piece(name, start, (count, *spec.shape[1:]), spec.dtype))
         start += -(-count * prod(spec.shape[1:]) * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return tuple(pieces), start
+
+
+def slot_layout(state: BufferSet) -> tuple[tuple[Piece, ...], int]:
+    """The pieces of a slot's rows of all buffers that have some, and their bytes."""
+    pieces, start = [], 0
+    for name in sorted(state.specs):
+        spec = state.specs[name]
+        if spec.by_slot:
+            pieces.append(Piece(name, start, spec.shape[1:], spec.dtype))
+            start += -(-prod(spec.shape[1:]) * spec.dtype.itemsize // ALIGNMENT) * ALIGNMENT
     return tuple(pieces), start
 
 
@@ -158,6 +169,65 @@ class BlockMover:
                 self._scatter(pieces, places, staging)
                 self._free[number] = self._stream.record_event()
             # host memory must stay until the copy has ended: torch's cache of pinned memory sees to that
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot's rows, as `read_slot` gives them."""
+        return slot_layout(self._state)[1]
+
+    def block_bytes(self, pool: str) -> int:
+        """Bytes of a block or row of a pool, as `read` gives them."""
+        return content_layout(self._state, pool, 1)[1]
+
+    @torch.inference_mode()
+    def read_slot(self, slot: int) -> Callable[[], torch.Tensor]:
+        """Start to read a slot's rows, as `read` reads blocks.
+
+        The copies run on the executor's stream: what is launched later may write to the rows.
+        """
+        pieces, size = slot_layout(self._state)
+        host = torch.zeros(size, dtype=torch.uint8, pin_memory=self._stream is not None)
+        for piece, own in self._on_stream(pieces):
+            _view(host, piece).copy_(own[slot], non_blocking=True)
+        if self._stream is None:
+            return lambda: host
+        done = self._stream.record_event()
+
+        def wait() -> torch.Tensor:
+            done.synchronize()
+            return host
+
+        return wait
+
+    @torch.inference_mode()
+    def write_slot(
+        self, slot: int, content: torch.Tensor, others: Mapping[str, Sequence[int]], moved: Mapping[int, int]
+    ) -> None:
+        """Write a content that `read_slot` gave to a slot's rows, before what is launched later.
+
+        others  rows of these buffers in place of the content's, each as long as the buffer's or shorter
+        moved   blocks of the first pool, by those that they were when the content was read, where they are others
+        """
+        pieces, size = slot_layout(self._state)
+        if content.numel() != size:
+            raise ValueError(f"a content of {content.numel()} bytes for a slot's rows of {size}")
+        for piece, own in self._on_stream(pieces):
+            row = _view(content, piece)
+            if piece.name in others:
+                row = torch.zeros_like(row)
+                row[: len(others[piece.name])] = torch.tensor(others[piece.name], dtype=row.dtype)
+            elif moved and (parts := self._state.specs[piece.name].parts):
+                row = row.clone().apply_(lambda part: moved.get(part // parts, part // parts) * parts + part % parts)
+            own[slot].copy_(row, non_blocking=True)
+            # host memory must stay until the copy has ended: torch's cache of pinned memory sees to that
+
+    def _on_stream(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """Pieces and their buffers, while copies are queued on the executor's stream."""
+        if self._stream is None:
+            yield from ((piece, self._state[piece.name]) for piece in pieces)
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield from ((piece, self._state[piece.name]) for piece in pieces)
 
     def _stage(self, size: int, user: "torch.cuda.Stream") -> tuple[int, torch.Tensor]:
         """The next staging buffer, which `user` may write as soon as what used it before has ended."""

@@ -44,7 +44,8 @@ from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
-from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.lowering.operations import packed_weights
+from lowlat.lowering.weight_parts import expert_parts
 from lowlat.step.variants import PASS
 
 __all__ = ["KernelExecutor", "Size", "abandon"]
@@ -104,9 +105,11 @@ class KernelExecutor(ABC):
         self._is_invariant = sum_in_parts(every)
         layouts = weight_layouts(every, self.launcher.gpu, fuse=fuse)
         self._weights = DeviceWeights(
-            weights, gemm_weights(every), device, layouts, expert_parts(every, weights),
+            weights, packed_weights(every), device, layouts, expert_parts(every, weights),
             place=None if residence is None else residence.keep,
         )  # fmt: skip
+        if residence is not None:
+            torch.cuda.current_stream(device).synchronize()  # its copies are this stream's, and steps have their own
         specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
             leader = None if place is None else place.leader
@@ -325,6 +328,11 @@ class KernelExecutor(ABC):
     def mover(self) -> BlockMover:
         """The copies of blocks between this executor's state and host memory."""
         return BlockMover(self.state, self.device, self.stream)
+
+    @property
+    def movers(self) -> Sequence[BlockMover]:
+        """The only one."""
+        return (self.mover,)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:

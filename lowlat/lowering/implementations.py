@@ -34,6 +34,7 @@ class Implementation:
     runs_on  whether a GPU has the instructions, by its capability
     covers   whether it takes the operation as it stands in a program: its stage, its sizes, how its weight is held
     plans    the kinds of its plans in tuning tables
+    packs    arguments of weights that it reads packed, whatever their format; quantised ones always are
     """
 
     name: str
@@ -41,6 +42,7 @@ class Implementation:
     runs_on: Callable[[Gpu], bool] = _on_all
     covers: Callable[[Binding, Op], bool] = _always
     plans: tuple[str, ...] = ()
+    packs: tuple[str, ...] = ()
 
 
 def lower_by(implementations: Sequence[Implementation], binding: Binding, op: Op) -> Sequence[Call]:

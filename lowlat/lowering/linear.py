@@ -35,7 +35,10 @@ def _decodes(_binding: Binding, op: Op) -> bool:
     return decodes(op)
 
 
-LINEAR = (Implementation("decode", _decode, covers=_decodes, plans=("decode_gemm",)), *PROMPT_LINEAR)
+LINEAR = (
+    Implementation("decode", _decode, covers=_decodes, plans=("decode_gemm",), packs=("weight",)),
+    *PROMPT_LINEAR,
+)
 
 
 def _by_packed(binding: Binding, op: Op) -> Sequence[Call]:

@@ -4,7 +4,7 @@ A kernel takes its operation's buffers, weights and parameters by the names that
 needed (a table that may be packed, workspaces, the GPU), the operation has a function here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -90,6 +90,7 @@ __all__ = [
     "left_argmax",
     "lower_alone",
     "operation_layouts",
+    "packed_weights",
     "publication",
 ]
 
@@ -320,3 +321,9 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = MappingProxyType(
         "prefill_attention": PROMPT_ATTENTION,
     }
 )
+
+
+def packed_weights(programs: Iterable[Program]) -> set[str]:
+    """The weights of programs that some implementation reads packed: they are placed so, once."""
+    packs = {kind: {argument for each in table for argument in each.packs} for kind, table in OPERATIONS.items()}
+    return {op.weights[name] for program in programs for op in program.ops for name in packs.get(op.kind, ())}

@@ -359,8 +359,8 @@ def _has_arranged(gpu: Gpu) -> bool:
 
 # `linear` over a prompt's rows
 PROMPT_LINEAR = (
-    Implementation("arranged", _by_arranged, _has_arranged, _has_gemm, plans=("prefill_gemm",)),
-    Implementation("library", _by_library),
+    Implementation("arranged", _by_arranged, _has_arranged, _has_gemm, plans=("prefill_gemm",), packs=("weight",)),
+    Implementation("library", _by_library, packs=("weight",)),
 )
 
 ADDED = ("cast? rms_norm add scale? rms_norm", "add scale rms_norm")

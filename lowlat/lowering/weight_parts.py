@@ -7,7 +7,7 @@ import torch
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.formats import matrix_name, matrix_parts
 
-__all__ = ["EXPERT_GEMMS", "GEMMS", "MatrixParts", "expert_parts", "experts_name", "gemm_weights"]
+__all__ = ["EXPERT_GEMMS", "GEMMS", "MatrixParts", "expert_parts", "experts_name"]
 
 EXPERT_GEMMS = ("experts_gate_up", "experts_down")
 GEMMS = ("linear", "narrow_linear")
@@ -32,11 +32,6 @@ def expert_parts(programs: Iterable[Program], held: Iterable[str]) -> dict[str, 
                 stands = matrix_parts(parts["weight"], known) if "weight" in parts else {}
                 found[experts_name(op)] = stands or parts
     return found
-
-
-def gemm_weights(programs: Iterable[Program]) -> set[str]:
-    """The weights that dense GEMMs read: they are packed."""
-    return {op.weights["weight"] for program in programs for op in program.ops if op.kind == "linear"}
 
 
 class MatrixParts:

@@ -499,6 +499,14 @@ class RuntimeConfig:
         16384.0,
         rare=True,
     )
+    pause_gib: float = declare(
+        4.0,
+        "Host memory for requests that give their slot away, paused or for one of higher priority, GiB.",
+        0.0,
+        16384.0,
+        rare=True,
+    )
+    pause_deadline_s: float = declare(3600.0, "A request that is paused for longer is ended.", 0.001, 1e9, rare=True)
     cache_dir: str | Path | None = declare(
         None,
         "Directory for cached prefixes that outlive the process.",

@@ -77,6 +77,8 @@ class RuntimeOptions(TypedDict, total=False):
     kv_blocks: int | None
     prefix_reuse: bool
     host_cache_gib: float
+    pause_gib: float
+    pause_deadline_s: float
     cache_dir: str | Path | None
     cache_gib: float
     cache_copy_gb_per_s: float | None

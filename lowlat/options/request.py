@@ -52,7 +52,8 @@ GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "
 ADVISED_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model's authors may advise
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-ErrorCode = Literal["not_finite", "grammar", "text", "check"]
+MAX_PRIORITY = 1000
+ErrorCode = Literal["not_finite", "grammar", "text", "check", "deadline"]
 Parse = Literal["none", "reasoning", "tools"]
 
 
@@ -128,6 +129,13 @@ class SamplingParams:
         "is reused for it.",
         0,
         MAX_LOGPROBS,
+        python_only=True,
+    )
+    priority: int = declare(
+        0,
+        "A request of higher priority goes first, and takes the slot of one of lower priority, which goes on later.",
+        -MAX_PRIORITY,
+        MAX_PRIORITY,
         python_only=True,
     )
 
@@ -252,9 +260,10 @@ class StepOutput:
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or
     token id that ended the request; where it failed `error` says why, and `error_code` whether it was the logits, the
-    grammar, the tokenizer or a check of its step; both are None otherwise. `simulated` marks imposed acceptance. The
-    first `num_accepted` of token_ids were accepted drafts. With `SamplingParams.parse`, `text` is the content alone,
-    next to `reasoning` and `tool_calls`. `prompt_logprobs` stands in the first output of a request that asked for them.
+    grammar, the tokenizer, a check of its step or a deadline; both are None otherwise. `simulated` marks imposed
+    acceptance. The first `num_accepted` of token_ids were accepted drafts. With `SamplingParams.parse`, `text` is the
+    content alone, next to `reasoning` and `tool_calls`. `prompt_logprobs` stands in the first output of a request that
+    asked for them.
     """
 
     request_id: str

@@ -4,7 +4,7 @@ The scheduler calls them as requests come, grow and end.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from lowlat.sequence.tiers.tiers import CacheTiers
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Allocation", "BlockStats", "InvariantError", "SequenceBook"]
+__all__ = ["Allocation", "BlockStats", "InvariantError", "MovedIn", "MovedOut", "SequenceBook"]
 
 
 class InvariantError(LowlatError):
@@ -49,6 +49,30 @@ class BlockStats:
     hit_tokens: int
     num_pinned: int = 0
     num_broken_pins: int = 0
+
+
+@dataclass(frozen=True)
+class MovedOut:
+    """A request's places by pool, in order of position in the first, whose contents a caller keeps meanwhile.
+
+    table  all of its blocks of the first pool, those included whose contents nobody needs
+    own   what each pool's book remembers of the request, by the pool's name
+    """
+
+    places: Mapping[str, tuple[int, ...]]
+    table: tuple[int, ...]
+    own: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class MovedIn:
+    """The table of a request that came back, and by pool its places, in the order of those that it had.
+
+    A place is None where the content is there already.
+    """
+
+    table: list[int]
+    places: Mapping[str, tuple[int | None, ...]]
 
 
 class SequenceBook(ABC):
@@ -175,6 +199,36 @@ class SequenceBook(ABC):
 
         owner  pins the chunks of the sequence from now on, in place of those that it pinned; None: nobody does
         """
+
+    @abstractmethod
+    def move_out(
+        self, request_id: str, num_written: int, has_space: Callable[[Mapping[str, int]], bool]
+    ) -> "MovedOut | None":
+        """Take back what a request holds; the caller reads what is in its places before anything else is launched.
+
+        num_written  positions of it that may be written, at most: contents of others are not moved
+        has_space    whether contents of so many blocks of each pool fit where they go; None is returned where not
+        `move_in` gives it places again. The device must write to it no more. Raises RequestError for an unknown id.
+        """
+
+    @abstractmethod
+    def grow(self, request_id: str) -> None:
+        """Say that a request's prompt, the list that it was admitted with, is longer now than what is prefilled."""
+
+    @abstractmethod
+    def move_in(self, request_id: str, moved: "MovedOut") -> "MovedIn | None":
+        """Give a request that was moved out places again; None when they do not fit now.
+
+        Its table, and places of each pool: of `moved`'s in the same order, None where the content is there already.
+        """
+
+    @abstractmethod
+    def num_free_without(self, request_ids: Collection[str]) -> int:
+        """Blocks that would be free, at the least, if these requests held none."""
+
+    @abstractmethod
+    def num_needed(self, max_total_tokens: int, num_overprovision: int) -> int:
+        """Blocks of a request's worst case."""
 
     @abstractmethod
     def take_loads(self) -> list[Load]:

@@ -8,14 +8,14 @@ later.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 
 from lowlat.errors import ConfigError, RequestError
-from lowlat.sequence.book import Allocation, BlockStats, InvariantError, SequenceBook
+from lowlat.sequence.book import Allocation, BlockStats, InvariantError, MovedIn, MovedOut, SequenceBook
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
 from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Presence, Save
@@ -190,7 +190,7 @@ class KVCache(SequenceBook):
         end = (found + 1) * self.prefill_chunk
         own = tuple(prompt_token_ids[:end])
         return any(
-            entry.root == chain.root and not entry.tainted and entry.num_prefilled < end <= len(entry.prompt)
+            entry.root == chain.root and not entry.tainted and entry.num_prefilled < end < len(entry.prompt)
             and tuple(entry.prompt[:end]) == own
             for entry in self._entries.values()
         )  # fmt: skip
@@ -432,7 +432,13 @@ class KVCache(SequenceBook):
             self._register(request_id, token_ids, written)
         if owner is not None and not poisoned and not entry.tainted:
             self.pin(owner, entry.digests)
-        del self._entries[request_id]
+        self._let_go(request_id)
+        for book in self._books:
+            book.release(request_id)
+
+    def _let_go(self, request_id: str) -> None:
+        """Free a request's blocks of the first pool."""
+        entry = self._entries.pop(request_id)
         per_chunk = self.prefill_chunk // self.block_size
         shared = [k * per_chunk + i for k in entry.held for i in range(per_chunk)]
         private = set(range(len(entry.table))).difference(shared)
@@ -441,9 +447,73 @@ class KVCache(SequenceBook):
             self._give_back(self._index.retire(entry.held[k]))
         for digest in reversed(entry.digests):  # equal chunks of others, too: none outlives what leads to it
             self._index.touch(digest)
-        for book in self._books:
-            book.release(request_id)
         self._generation += 1
+
+    def grow(self, request_id: str) -> None:
+        """Say that a request's prompt has become longer. Raises RequestError for an unknown id."""
+        entry = self._entry(request_id)
+        for book in self._books:
+            book.grow(request_id, len(entry.prompt))
+
+    def move_out(
+        self, request_id: str, num_written: int, has_space: Callable[[Mapping[str, int]], bool]
+    ) -> MovedOut | None:
+        """Free a request's blocks, whose contents the caller reads first; what is listed stays evictable.
+
+        Raises RequestError for an unknown id.
+        """
+        entry = self._entry(request_id)
+        places = {"": tuple(entry.table[: -(-num_written // self.block_size)])}
+        if not has_space({"": len(places[""]), **{book.name: book.num_to_move(request_id) for book in self._books}}):
+            return None
+        own: dict[str, object] = {}
+        for book in self._books:
+            places[book.name], own[book.name] = book.move_out(request_id)
+        self._let_go(request_id)
+        return MovedOut(places, tuple(entry.table), own | {"": entry})
+
+    def move_in(self, request_id: str, moved: MovedOut) -> MovedIn | None:
+        """Give a request blocks again, and chunks of its prompt that are listed; None when they do not fit now.
+
+        What decoding wrote is shared under other bits, so that with share_decoded all blocks are its own.
+        Raises InvariantError for what was not moved out.
+        """
+        self._settle()
+        before = moved.own[""]
+        if not isinstance(before, _Entry) or request_id in self._entries:
+            raise InvariantError(f"request {request_id} was not moved out")
+        hits: list[CachedChunk] = []
+        for digest in before.digests if self.reuse and not self.share_decoded else ():
+            if (chunk := self._index.get(digest)) is None or chunk in self._arriving:
+                break
+            hits.append(chunk)
+        shared = [block for chunk in hits for block in chunk.blocks]
+        num_pinned = sum(len(chunk.blocks) for chunk in hits if not chunk.num_users)
+        count = before.num_reserved - len(shared)
+        if count > len(self._free) + self._num_evictable() - num_pinned:
+            return None
+        if not all(book.fits_moved(moved.own[book.name]) for book in self._books):
+            return None
+        for chunk in hits:
+            self._index.acquire(chunk)
+        table = shared + self._take(count)
+        num_moved = len(moved.places[""])
+        tainted = before.tainted or any(not chunk.listed for chunk in before.held.values())
+        held = dict(enumerate(hits))
+        self._entries[request_id] = replace(before, table=table, held=held, tainted=tainted)
+        places: dict[str, tuple[int | None, ...]] = {"": (*[None] * len(shared), *table[len(shared) : num_moved])}
+        for book in self._books:
+            places[book.name] = book.move_in(request_id, moved.own[book.name])
+        return MovedIn(list(table), places)
+
+    def num_free_without(self, request_ids: Collection[str]) -> int:
+        """Blocks that would be free, at the least, if these requests held none."""
+        others = {block for name, entry in self._entries.items() if name not in request_ids for block in entry.table}
+        return self.capacity - len(others)
+
+    def num_needed(self, max_total_tokens: int, num_overprovision: int) -> int:
+        """Blocks of a request's worst case."""
+        return self._num_blocks_for(max_total_tokens, num_overprovision)
 
     def take_blocks_to_clear(self) -> list[int]:
         """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""

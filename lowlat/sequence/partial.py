@@ -69,6 +69,19 @@ class PartialSlots:
         self.shifts[slot] = 0
         self._slots[slot] = _Slot(num_prompt)
 
+    def take_out(self, slot: int) -> object:
+        """The state of a slot whose request leaves it, for `put_in`."""
+        state = self._slots.pop(slot, None)
+        return None if state is None else (state, self.shifts[slot])
+
+    def put_in(self, slot: int, taken: object) -> None:
+        """Give a slot the state that another had. Raises ValueError for what `take_out` did not give."""
+        match taken:
+            case (_Slot() as state, int(shift)):
+                self._slots[slot], self.shifts[slot] = state, shift
+            case _:
+                raise ValueError(f"no state of a slot: {taken!r:.80}")
+
     def count_step(self, slot: int) -> bool:
         """A step of a slot was published; returns whether it was a partial one."""
         state = self._slots[slot]

@@ -105,6 +105,26 @@ class PoolBook(ABC):
         """Take back what a request holds; its chunks that are listed stay."""
 
     @abstractmethod
+    def num_to_move(self, request_id: str) -> int:
+        """Places whose contents `move_out` would have read."""
+
+    @abstractmethod
+    def grow(self, request_id: str, num_prompt: int) -> None:
+        """A request's prompt has so many positions now, more than are prefilled."""
+
+    @abstractmethod
+    def move_out(self, request_id: str) -> tuple[tuple[int, ...], object]:
+        """Take back what a request holds: the places whose contents its caller reads, and what `move_in` needs."""
+
+    @abstractmethod
+    def fits_moved(self, moved: object) -> bool:
+        """Whether a request that was moved out fits again now; `moved` is what `move_out` said."""
+
+    @abstractmethod
+    def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
+        """Give a request as many places as it had, in the same order; `fits_moved` must have said that it fits."""
+
+    @abstractmethod
     def take_blocks_to_clear(self) -> list[int]:
         """Blocks that the caller zeroes before anything else is launched."""
 

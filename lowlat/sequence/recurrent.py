@@ -45,7 +45,7 @@ class RecurrentState(SequenceState):
         batch, compute = self.max_batch, TORCH_DTYPES[self.config.dtype]
         ring, rows = 2 * self.max_rows, batch + self.num_snapshots
         specs = [
-            BufferSpec("state_lens", (batch,), torch.int32, Role.STATE),
+            BufferSpec("state_lens", (batch,), torch.int32, Role.STATE, by_slot=True),
             BufferSpec(PREFILL_STATES, (1, 1 + 2 * MAX_KEPT), torch.int32, Role.COMMAND),
         ]
         for layer, spec in self.config.deltas.items():
@@ -56,7 +56,7 @@ class RecurrentState(SequenceState):
                 "pending_d": (batch, ring, spec.num_value_heads, spec.value_dim),
                 "pending_g": (batch, ring, spec.num_value_heads),
             }
-            specs.append(BufferSpec(f"conv_state.{layer}", inputs, compute, Role.STATE, *SNAPSHOTS))
+            specs.append(BufferSpec(f"conv_state.{layer}", inputs, compute, Role.STATE, *SNAPSHOTS, by_slot=True))
             specs += [
                 BufferSpec(
                     f"delta_{name}.{layer}",
@@ -64,6 +64,7 @@ class RecurrentState(SequenceState):
                     torch.float32,
                     Role.STATE,
                     *(SNAPSHOTS if name == "state" else PENDING),
+                    by_slot=True,
                 )
                 for name, shape in floats.items()
             ]

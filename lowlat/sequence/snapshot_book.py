@@ -42,6 +42,7 @@ class _Holding:
     pending   rows that the part under way leaves, by the number of the chunk that they follow
     own       digests of the snapshots that it has left
     command   contents of the command buffer for the part under way
+    grows     its prompt becomes longer while it is read
     """
 
     begins: _Snapshot | None
@@ -51,6 +52,7 @@ class _Holding:
     pending: dict[int, int] = field(default_factory=dict)
     own: list[bytes] = field(default_factory=list)
     command: list[int] = field(default_factory=list)
+    grows: bool = False
 
 
 class SnapshotBook(PoolBook):
@@ -155,6 +157,10 @@ class SnapshotBook(PoolBook):
         if digest in self._listed:
             self._free.append(row)
             return
+        if holding.grows and holding.own and (k + 1) * self._chunk not in holding.often:
+            last = self._listed.get(holding.own[-1])
+            if last is not None and not last.num_users:
+                self.drop(holding.own.pop())
         self._listed[digest] = _Snapshot(digest, row)
         self._listed.move_to_end(digest, last=(k + 1) * self._chunk not in holding.often)
         holding.own.append(digest)
@@ -183,6 +189,32 @@ class SnapshotBook(PoolBook):
             self._let_go(holding.begins)
         if holding.own and holding.own[-1] in self._listed:
             self._listed.move_to_end(holding.own[-1])
+
+    def num_to_move(self, request_id: str) -> int:
+        """None: see `move_out`."""
+        return 0
+
+    def grow(self, request_id: str, num_prompt: int) -> None:
+        """Leave a snapshot at the end of the last whole chunk that is known, in place of the one before."""
+        holding = self._holdings[request_id]
+        holding.grows = True
+        ends = num_prompt // self._chunk * self._chunk, (num_prompt - 1) // self._chunk * self._chunk
+        others = [each for each in holding.wanted if each not in ends and each in holding.often]
+        holding.wanted = [*(each for each in dict.fromkeys(ends) if each > holding.first), *others]
+
+    def move_out(self, request_id: str) -> tuple[tuple[int, ...], object]:
+        """Nothing is moved: its state is in the slot's own row."""
+        self.release(request_id)
+        return (), None
+
+    def fits_moved(self, moved: object) -> bool:
+        """Every request fits."""
+        return True
+
+    def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
+        """A request that decodes begins with no snapshot, and leaves none."""
+        self._holdings[request_id] = _Holding(None, 0, [], frozenset(), command=list(NO_SNAPSHOTS))
+        return ()
 
     def take_blocks_to_clear(self) -> list[int]:
         """Nothing: a snapshot is written whole before it is read."""

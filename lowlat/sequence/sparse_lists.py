@@ -35,12 +35,12 @@ class SparseLists(SequenceState):
         """State of all layers, then what the host writes."""
         config, batch, ints = self.config, self.max_batch, torch.int32
         parts, dtype = self.block_size // self.partial.block, TORCH_DTYPES[config.dtype]
-        specs = [BufferSpec("partial_shifts", (batch,), ints, Role.STATE)]
+        specs = [BufferSpec("partial_shifts", (batch,), ints, Role.STATE, by_slot=True)]
         for layer, spec in config.attentions.items():
             if spec.window is None:
                 summary = (self.num_blocks, spec.num_kv_heads, parts, 2, spec.head_dim)
                 lists = (batch, spec.num_kv_heads, self.table_width * parts)
                 specs.append(BufferSpec(f"key_summary.{layer}", summary, dtype, Role.STATE, Paging.BLOCKS))
-                specs.append(BufferSpec(f"block_lists.{layer}", lists, ints, Role.STATE))
+                specs.append(BufferSpec(f"block_lists.{layer}", lists, ints, Role.STATE, by_slot=True, parts=parts))
         written = {"prefill_span": 2, "prefill_shifts": batch, "prefill_start": 1}
         return [*specs, *(BufferSpec(name, (count,), ints, Role.COMMAND) for name, count in written.items())]

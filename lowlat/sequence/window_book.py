@@ -7,7 +7,7 @@ it runs; those of a complete chunk of a prompt stay listed until somebody needs 
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowlat.errors import RequestError
 from lowlat.sequence.book import InvariantError
@@ -219,6 +219,36 @@ class WindowBook(PoolBook):
         self._give_back(sorted(private, reverse=True))
         for k in sorted(holding.parts):
             self._retire(holding.parts[k], newest=True)
+
+    def num_to_move(self, request_id: str) -> int:
+        """The blocks that it holds."""
+        return self._holdings[request_id].num_held
+
+    def grow(self, request_id: str, num_prompt: int) -> None:
+        """Its ring begins after so many positions."""
+        self._holdings[request_id].num_prompt = num_prompt
+
+    def move_out(self, request_id: str) -> tuple[tuple[int, ...], object]:
+        """Take back a request's blocks, each once, in order of its table."""
+        holding = self._holdings[request_id]
+        places = tuple(dict.fromkeys(block for block in holding.table if block))
+        self.release(request_id)
+        return places, replace(holding, table=list(holding.table), parts={})
+
+    def fits_moved(self, moved: object) -> bool:
+        """Whether as many blocks as it had reserved are there."""
+        available = len(self._free) + len(self._unused) * self.per_chunk - self._num_outstanding()
+        return isinstance(moved, _Holding) and moved.num_reserved <= available
+
+    def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
+        """Give it blocks of its own in place of those that it had, those that go round in a ring included."""
+        if not isinstance(moved, _Holding):
+            raise InvariantError(f"request {request_id} was not moved out of window {self.pool.window}")
+        before = dict.fromkeys(block for block in moved.table if block)
+        now = dict(zip(before, self._take(len(before)), strict=True))
+        table = [now.get(block, 0) for block in moved.table]
+        self._holdings[request_id] = replace(moved, table=table)
+        return tuple(now.values())
 
     def take_blocks_to_clear(self) -> list[int]:
         """Blocks that the caller zeroes before anything else is launched."""

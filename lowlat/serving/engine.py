@@ -59,18 +59,35 @@ class RuntimeEngine:
         """Make a request's grammar ready; None where that takes longer. Any thread may ask. Raises RequestError."""
         return self._runtime.grammars.compile(sampling_params(sampling), patience_s)
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request. Raises RequestError, CapacityError."""
         self._adopt()
         params = sampling_params(sampling)
         if not self._runtime.grammars.has(params):
             raise CapacityError(f"{params.grammar_option}: its compiled grammar was let go of meanwhile; try again")
-        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt)
+        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt, session=session or None)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""
         self._adopt()
         self._runtime.cancel(request_id)
+
+    def pause(self, request_id: str) -> bool:
+        """Let a request give its slot to others, see `Runtime.pause`. Raises RequestError, CapacityError."""
+        self._adopt()
+        return self._runtime.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """Let a paused request go on. Raises RequestError for one that is not paused."""
+        self._adopt()
+        self._runtime.resume(request_id)
+
+    @property
+    def deadline(self) -> float | None:
+        """The time at which a paused request has waited for too long; None: there is none."""
+        return self._runtime.deadline
 
     @property
     def busy(self) -> bool:

@@ -39,7 +39,7 @@ def check_specs(max_batch: int, num_entries: int) -> list[BufferSpec]:
     """The buffers that checks keep: the lengths that the last step left, and failures of this step and by entry."""
     failures = (max_batch + 1, WIDTH)
     return [
-        BufferSpec("checked_lengths", (max_batch,), torch.int32, Role.STATE),
+        BufferSpec("checked_lengths", (max_batch,), torch.int32, Role.STATE, by_slot=True),
         BufferSpec("check_failures", failures, torch.int64, Role.STATE),
         BufferSpec("ring_checks", (num_entries, *failures), torch.int64, Role.PUBLICATION),
     ]

@@ -231,7 +231,6 @@ def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
 def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
     batch, rows, vocab = geometry.max_batch, geometry.max_rows, geometry.config.vocab_size
     specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-        ("command_head", (1,), torch.int64),
         ("slot_ints", (batch, NUM_INTS), torch.int64),
         ("slot_floats", (batch, NUM_FLOATS), torch.float32),
         ("tokens", (batch, geometry.max_context), torch.int32),
@@ -248,15 +247,21 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
         ("draft_sources", (batch,), torch.int32),
         ("tree_masks", (batch, rows), torch.int64),
         ("tree_paths", (batch, geometry.num_paths, geometry.path_width), torch.int32),
+    ]
+    others: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("command_head", (1,), torch.int64),
         ("prefilled_slot", (1,), torch.int32),  # below: the last prompt whose chunks were run, for its first token
         ("prefilled_residual", (1, geometry.config.hidden_size), geometry.dtype),
     ]
     if geometry.prompt_logprobs:
-        specs.append(("prompt_residual", (geometry.prefill_sizes[-1], geometry.config.hidden_size), geometry.dtype))
-        specs.append(("prompt_cursor", (1,), torch.int32))
+        others.append(("prompt_residual", (geometry.prefill_sizes[-1], geometry.config.hidden_size), geometry.dtype))
+        others.append(("prompt_cursor", (1,), torch.int32))
     if geometry.prompt_logits:
-        specs.append(("prompt_logits", (geometry.prefill_chunk, vocab), torch.float32))
-    return [BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs]
+        others.append(("prompt_logits", (geometry.prefill_chunk, vocab), torch.float32))
+    return [
+        *(BufferSpec(name, shape, dtype, Role.STATE, by_slot=True) for name, shape, dtype in specs),
+        *(BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in others),
+    ]
 
 
 def waiting_boundaries(geometry: StepGeometry) -> tuple[int, ...]:
@@ -272,21 +277,25 @@ def _draft_length_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
     batch, hidden = geometry.max_batch, geometry.config.hidden_size
     boundaries = waiting_boundaries(geometry)
     specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-        ("extended", (batch,), torch.int32),
         ("draft_length_costs", (batch, 2, most + 2), torch.int32),  # by the bucket's slots, less one
-        ("length_probabilities", (batch + 1, NUM_RUNS, most, 2), torch.int32),
-        ("length_runs", (batch,), torch.int32),
-        ("length_expected", (batch, most + 1), torch.int32),
         ("length_last", (1,), torch.int32),
         ("length_waited", (1,), torch.int32),
         ("draft_length_choice", (1,), torch.int32),
     ]
+    by_slot: list[tuple[str, tuple[int, ...], torch.dtype]] = [
+        ("extended", (batch,), torch.int32),
+        ("length_probabilities", (batch + 1, NUM_RUNS, most, 2), torch.int32),  # the last row: of all slots
+        ("length_runs", (batch,), torch.int32),
+        ("length_expected", (batch, most + 1), torch.int32),
+    ]
+    if boundaries:
+        features = (batch, geometry.num_waiting, len(boundaries) * hidden)
+        by_slot.append(("waiting_features", features, geometry.dtype))
     floats: list[tuple[str, tuple[int, ...]]] = [
         (f"prefilled_source.{boundary}", (1, hidden)) for boundary in dict.fromkeys(boundaries)
     ]
-    if boundaries:
-        floats.append(("waiting_features", (batch, geometry.num_waiting, len(boundaries) * hidden)))
     return [
+        *(BufferSpec(name, shape, dtype, Role.STATE, by_slot=True) for name, shape, dtype in by_slot),
         *(BufferSpec(name, shape, dtype, Role.STATE) for name, shape, dtype in specs),
         *(BufferSpec(name, shape, geometry.dtype, Role.STATE) for name, shape in floats),
         BufferSpec("length_bounds", (2,), torch.int32, Role.COMMAND),
@@ -349,7 +358,8 @@ def _kept_state(geometry: StepGeometry) -> list[BufferSpec]:
     for pool in geometry.window_pools:
         rows = {"block_table": (geometry.max_batch, Role.STATE), "prefill_table": (1, Role.COMMAND)}
         for name, (count, role) in rows.items():
-            specs.append(BufferSpec(name + pool.suffix, (count, geometry.table_width), torch.int32, role))
+            shape = count, geometry.table_width
+            specs.append(BufferSpec(name + pool.suffix, shape, torch.int32, role, by_slot=role is Role.STATE))
     if geometry.speculator is not None:
         specs += geometry.speculator.state_specs(geometry.state_sizes)
     return specs

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from lowlat.checkpoint.files import find_bytes, find_text
 from lowlat.errors import ConfigError, RequestError
 from lowlat.text.faults import library_failures
+from lowlat.text.growing import Cuts
 from lowlat.text.lengths import LengthBound
 from lowlat.text.literal import LiteralTokenizer
 from lowlat.text.streams import Streams, TokenStream
@@ -55,6 +56,7 @@ class TextCodec:
         self._streams = Streams(tokenizer)
         self._literal = LiteralTokenizer(tokenizer)
         self._lengths = LengthBound(tokenizer)
+        self._cuts: Cuts | None = None
         self.fingerprint = fingerprint
         self.special_tokens = dict(special_tokens or {})
         self._add_bos = self._edge("bos_token", add_bos)
@@ -89,6 +91,13 @@ class TextCodec:
                 add_eos=_flag(config_path, config, "add_eos_token"),
                 templates=templates,
             )
+
+    @property
+    def cuts(self) -> Cuts:
+        """Where texts that are still being written may be cut; made at its first use."""
+        if self._cuts is None:
+            self._cuts = Cuts(self._tokenizer)
+        return self._cuts
 
     def _edge(self, name: str, wanted: bool | None) -> tuple[bool, int] | None:
         """Return whether a token must or must not stand at a prompt's end, and its id; None: as encoded."""

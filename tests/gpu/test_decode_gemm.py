@@ -55,7 +55,7 @@ def test_product_matches_torch(launcher: Launcher, width: int, depth: int) -> No
 
 
 @pytest.mark.parametrize("name", DENSE_FORMATS)
-@pytest.mark.parametrize(("width", "depth"), [(256, 384), (6144, 4096), (4096, 14336), (104, 128)])
+@pytest.mark.parametrize(("width", "depth"), [(256, 384), (6144, 4096), (4096, 14336), (104, 128), (16384, 5376)])
 def test_quantised_weights_give_the_products_of_their_numbers(
     launcher: Launcher, name: str, width: int, depth: int
 ) -> None:

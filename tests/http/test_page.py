@@ -110,7 +110,7 @@ def test_a_chat_in_a_browser(shown: Shown) -> None:
     assert [name for _, name in spans] == ["token drafted", "token drafted", "token"] * 2
     assert page.evaluate("document.getElementById('per-step').textContent") == "3.00"
     assert page.evaluate("document.getElementById('ttft').textContent").endswith(" ms")
-    assert "cut after 6 tokens: “at most”" in shown.text(".note")
+    assert "cut after 6 tokens: “at most” in the options allows more" in shown.text(".note")
     page.until("document.querySelectorAll('#slots .bar').length == 4")
     light = page.evaluate(BACKGROUND)
     shown.open(scheme="dark")

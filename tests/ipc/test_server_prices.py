@@ -196,10 +196,16 @@ def test_a_salt_is_the_users_and_the_requests(serve: Serve) -> None:
     client.finish(salted)
     plain, own = served.engine.salts
     assert plain.startswith("uid ") and own == plain + "mine"
-    client.say(Submit(3, 10, text="a", cache_salt="x" * 257))
+    named = client.completions[3] = Completion()
+    client.say_raw(encode(Submit(3, 10, Sampling(max_tokens=1), session="agent")), pack_tokens([1]))
+    client.finish(named)
+    assert served.engine.sessions == ["", "", "agent"] and served.engine.salts[-1] == plain
+    client.say(Submit(4, 10, text="a", cache_salt="x" * 257))
     assert client.hear(Error).field == "$.cache_salt"
     with pytest.raises(RequestError, match="cache_salt must be a string of at most 256 characters"):
         make_request("a", {}, cache_salt="x" * 257)
+    with pytest.raises(RequestError, match="session must be a string of at most 128 characters"):
+        make_request("a", {}, session="x" * 129)
     with pytest.raises(RequestError, match="allow_special must be true or false"):
         make_request("a", {}, allow_special=1)  # type: ignore[arg-type]
 

@@ -21,8 +21,10 @@ CODEC = TextCodec(byte_level(), fingerprint="0" * 64)
 class EchoEngine(FakeEngine):
     """Answers a prompt by itself, so many tokens a step, with text and stop strings as a Runtime has them."""
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
-        super().submit(request_id, prompt, sampling, cache_salt)
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
+        super().submit(request_id, prompt, sampling, cache_salt, session)
         request = self._running[request_id]
         request.tokens = tuple(prompt)
         self.detokenizers = getattr(self, "detokenizers", {})

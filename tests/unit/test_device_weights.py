@@ -44,6 +44,35 @@ def test_every_weight_comes_back_as_it_was(weights: DeviceWeights, source: dict[
         assert torch.equal(unpack(table) if isinstance(table, PackedMatrix) else table, tensor), name
 
 
+def test_weights_lie_where_they_are_placed(source: dict[str, torch.Tensor]) -> None:
+    """Plain, packed, with scales, and shared by two names: each once."""
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    used = 0
+
+    def place(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal used
+        start, used = used, used + -(-tensor.nbytes // 16) * 16
+        placed = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return placed.copy_(tensor)
+
+    codes = torch.randint(0, 0x70, (32, 64), dtype=torch.uint8)
+    every = {**source, "q.fp8": codes, "q.fp8_scales": torch.full((32, 1), 0.5)}
+    matrices = {"lm_head.weight", "gate_up.weight", "o.weight", "q.weight"}
+    orders = {"gate_up.weight": gate_up_permutation(24)}
+    plain, placed = (
+        DeviceWeights(every, matrices, CPU, orders),
+        DeviceWeights(every, matrices, CPU, orders, place=place),
+    )
+    begin, end = memory.data_ptr(), memory.data_ptr() + used
+    assert all(begin <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end for tensor in placed.tensors())
+    for name in ("gate_up.weight", "q.weight", "lm_head.weight"):
+        assert torch.equal(placed.matrix(name).memory.view(torch.uint8), plain.matrix(name).memory.view(torch.uint8))
+        scales, expected = placed.matrix(name).scales, plain.matrix(name).scales
+        assert (scales is None) == (expected is None)
+        assert scales is None or expected is None or torch.equal(scales, expected)
+    assert placed.num_bytes == plain.num_bytes and used < placed.num_bytes + 16 * len(every)
+
+
 def test_rows_of_packed_matrices_are_found_at_their_places(
     weights: DeviceWeights, source: dict[str, torch.Tensor]
 ) -> None:

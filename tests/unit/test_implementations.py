@@ -40,3 +40,10 @@ def test_every_kind_of_plan_that_is_tuned_is_some_implementations() -> None:
     assert plans | {"experts_mlp"} == {kind for kinds in KINDS.values() for kind in kinds}
     for kind, table in OPERATIONS.items():
         assert table and len({each.name for each in table}) == len(table), kind
+
+
+def test_a_weight_has_one_form_for_all_implementations_of_an_operation() -> None:
+    """A weight is placed once, so a step and a prompt read it alike."""
+    for kind, table in OPERATIONS.items():
+        assert len({each.packs for each in table}) == 1, kind
+    assert OPERATIONS["linear"][0].packs == ("weight",)

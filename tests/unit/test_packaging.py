@@ -16,6 +16,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -203,6 +204,80 @@ print(json.dumps({"owner": kernels.OWNER, "files": files, "version": lowlat.__ve
     for module, file in seen["files"].items():
         assert file == str(installed.joinpath(*module.split("."), "__init__.py"))
     assert (installed / f"lowlat-{seen['version']}.dist-info").is_dir()
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """A Dockerfile's instructions with their arguments, continued lines as one."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    whole = "\n".join(lines).replace("\\\n", " ")
+    return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in whole.splitlines() if line)]
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("with_models", [False, True])
+def test_the_steps_of_the_dockerfile_install_a_server(
+    with_models: bool, clone: Path, wheel: Path, models_wheel: Path, tmp_path: Path
+) -> None:
+    """Its COPY and RUN lines in a folder for a root, with pip offline and without dependencies; its ENTRYPOINT."""
+    context, root, tools = tmp_path / "context", tmp_path / "root", tmp_path / "tools"
+    for folder in (context / "dist", root / "tmp", tools):
+        folder.mkdir(parents=True)
+    shutil.copy(clone / "constraints.txt", context)
+    for each in (wheel, models_wheel) if with_models else (wheel,):
+        shutil.copy(each, context / "dist")
+    site = root / "site"
+    pip = f'exec {sys.executable} -m pip "$@" --no-deps --no-index --quiet --target {site}'
+    for name, line in {
+        "pip": pip,
+        "useradd": f"echo useradd $@ >> {root}/log",
+        "chmod": f"echo chmod $@ >> {root}/log",
+    }.items():
+        (tools / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tools / name).chmod(0o755)
+    environment = {"PATH": f"{tools}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    entry: list[str] = []
+    for name, rest in instructions((clone / "lowlat/serving/deploy/Dockerfile").read_text()):
+        inside = rest.replace("/tmp/", f"{root}/tmp/")
+        if name == "COPY":
+            *patterns, place = inside.split()
+            Path(place).mkdir(parents=True)
+            for pattern in patterns:
+                found = list(context.glob(pattern))
+                assert found, pattern
+                for each in found:
+                    shutil.copy(each, place)
+        elif name == "RUN":
+            done = subprocess.run(["sh", "-euc", inside], env=environment, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+        elif name == "ENTRYPOINT":
+            entry = json.loads(rest)
+    assert not list((root / "tmp").iterdir()) and (root / "log").read_text().count("/var/lib/lowlat") == 2
+    assert (site / "lowlat_demo_models").is_dir() == with_models
+    assert entry[0] == "lowlat"
+    code = f"""
+from click.testing import CliRunner
+from lowlat.cli import cli
+done = CliRunner().invoke(cli, {[*entry[1:], "--show-config", "--json"]!r})
+print(done.output.strip())
+"""
+    settings = run_installed(site, code, tmp_path)["settings"]
+    assert (settings["http"], settings["endpoint"]) == ("0.0.0.0:8000", "ipc:///var/lib/lowlat/lowlat.sock")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_systemd_takes_the_unit(repository: Path, tmp_path: Path) -> None:
+    text = (repository / "lowlat/serving/deploy/lowlat.service").read_text()
+    (command,) = re.findall(r"^ExecStart=(\S+) (.*)$", text, re.MULTILINE)
+    unit = tmp_path / "lowlat.service"
+    unit.write_text(text.replace(command[0], sys.executable))
+    assert run("systemd-analyze", "verify", unit, cwd=tmp_path) == ""
+    from lowlat.cli import cli
+
+    serve = cli.get_command(click.Context(cli), "serve")
+    words = [word for word in command[1].split()[1:] if word.startswith("--")]
+    assert command[1].split()[0] == "serve" and serve is not None and len(words) == 3
+    known = {name for parameter in serve.params for name in parameter.opts}
+    assert set(words) <= known
 
 
 def test_bare_names_are_not_ours_under_pytest(repository: Path) -> None:

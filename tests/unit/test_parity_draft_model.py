@@ -53,6 +53,7 @@ FLAGS: dict[str, Mapping[str, Any]] = {
         {"num_hidden_layers": 3, "qk_norm": True, "mlp_bias": True, "norm_before_residual": True}
         | {"hidden_size": 24, "own_embedding": True, "norm_output": True}
     ),
+    "gelu": {"hidden_act": "gelu_pytorch_tanh"},
     "window": {"windows": (5,)},
     "yarn": {"rope_scaling": YARN},
     "yarn-window": {"rope_scaling": {**YARN, "truncate": False}, "windows": (9,)},
@@ -78,7 +79,7 @@ FLAGS: dict[str, Mapping[str, Any]] = {
         | {"own_embedding": True, "hidden_size": 24, "captures": (0, 1, 2, 3), "attention_bias": True}
     ),
     "dflash-one-layer": {"layout": "z-lab", "num_hidden_layers": 1, "qk_norm": False, "num_key_value_heads": 1},
-    "dflash-from-the-anchor": {"layout": "speculators", "anchor": True},
+    "dflash-from-the-anchor": {"layout": "speculators", "anchor": True, "hidden_act": "gelu_pytorch_tanh"},
     "dspark": {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 8},
     "dspark-gated": (
         {"layout": "speculators", "draft_vocab_size": 40, "own_lm_head": True, "own_embedding": True, "markov_rank": 12}

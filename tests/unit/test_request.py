@@ -22,6 +22,7 @@ INT_BOUNDS = {
     "logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
     "max_draft_tokens": (0, 63),
+    "priority": (-1000, 1000),
 }
 FLOAT_BOUNDS = {
     "temperature": (0.0, 100.0),

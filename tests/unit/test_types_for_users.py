@@ -3,14 +3,16 @@
 import ast
 import importlib
 import json
-import shutil
 import subprocess
 import sys
 from importlib import metadata
+from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
+NEEDS_PYRIGHT = pytest.mark.skipif(find_spec("basedpyright") is None, reason="needs the extra `test`")
 LAZY = ("lowlat", "lowlat.ipc", "lowlat.ipc.client")
 PROGRAM = """
 import lowlat
@@ -111,14 +113,46 @@ def test_mypy_knows_the_types_of_a_users_program(tmp_path: Path) -> None:
     assert len(errors) == len(wrong) and all(name in line for name, line in zip(wrong, errors, strict=True)), errors
 
 
+def checked_by_pyright(program: str, folder: Path) -> list[str]:
+    """What pyright, in the build that wheels ship, says of a user's program, in order of its lines."""
+    (folder / "user.py").write_text(program)
+    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "user.py"]
+    report = json.loads(subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600).stdout)
+    told = sorted(report["generalDiagnostics"], key=lambda each: int(each["range"]["start"]["line"]))
+    return [each["message"] for each in told]
+
+
 @pytest.mark.second
-@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed")
+@NEEDS_PYRIGHT
 def test_pyright_knows_the_types_of_a_users_program(tmp_path: Path) -> None:
-    (tmp_path / "user.py").write_text(PROGRAM)
-    report = json.loads(run(["pyright", "--outputjson", "--pythonpath", sys.executable, "user.py"], tmp_path))
-    told = [each["message"] for each in report["generalDiagnostics"]]
+    told = checked_by_pyright(PROGRAM, tmp_path)
     revealed = [each for each in told if each.startswith("Type of")]
     assert len(revealed) == len(REVEALED), told
     for message, expected in zip(revealed, REVEALED, strict=True):
         assert expected.rpartition(".")[2] in message and "Unknown" not in message
-    assert any('"Runtme" is not a known attribute' in each for each in told)
+    errors = [each for each in told if not each.startswith("Type of")]
+    wrong = (
+        '"Runtme" is not a known attribute',
+        "\"Literal['three']\"",
+        'No parameter named "max_token"',
+        '"max_bach"',
+    )
+    assert len(errors) == len(wrong) and all(part in each for part, each in zip(wrong, errors, strict=True)), errors
+
+
+@pytest.mark.second
+@NEEDS_PYRIGHT
+def test_pyright_knows_every_public_name(tmp_path: Path) -> None:
+    """Modules' names, and the attributes of classes among them: none is of an unknown type."""
+    names = [
+        f"{module}.{name}" for module in ("lowlat", "lowlat.ipc") for name in importlib.import_module(module).__all__
+    ]
+    for name in list(names):
+        found = attrgetter(name.removeprefix("lowlat."))(importlib.import_module("lowlat"))
+        if isinstance(found, type):
+            names += [f"{name}.{each}" for each in vars(found) if not each.startswith("_")]
+    lines = ["import lowlat", "import lowlat.ipc", *(f"reveal_type({name})" for name in names)]
+    told = checked_by_pyright("\n".join(lines), tmp_path)
+    assert len(names) > 150 and len(told) == len(names), [each for each in told if not each.startswith("Type of")]
+    assert not [each for each in told if "Unknown" in each]

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
-__all__ = ["FairQueue"]
+__all__ = ["FairQueue", "RankedQueue"]
 
 Item = TypeVar("Item")
 NOTHING: Mapping[Any, int] = MappingProxyType({})
@@ -58,3 +58,44 @@ class FairQueue(Generic[Item]):
             if not clients:
                 del self._users[user]
         return True
+
+
+class RankedQueue(Generic[Item]):
+    """A fair queue for each priority, the highest first.
+
+    num_items   those that wait, of all priorities
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[int, FairQueue[Item]] = {}
+        self.num_items = 0
+
+    @property
+    def priority(self) -> int:
+        """The highest priority of those that wait; the queue must not be empty."""
+        return max(self._queues)
+
+    def push(self, priority: int, user: Hashable, client: Hashable, item: Item) -> None:
+        """Append to a client's items of a priority."""
+        self._queues.setdefault(priority, FairQueue()).push(user, client, item)
+        self.num_items += 1
+
+    def pop(self, served: Mapping[Any, int] = NOTHING) -> Item:
+        """Take the item whose turn it is, as `FairQueue.pop` does among those of the highest priority."""
+        priority = self.priority
+        item = self._queues[priority].pop(served)
+        self._count_down(priority)
+        return item
+
+    def remove(self, priority: int, user: Hashable, client: Hashable, item: Item) -> bool:
+        """Take one out of the middle; False if it does not wait here."""
+        queue = self._queues.get(priority)
+        if queue is None or not queue.remove(user, client, item):
+            return False
+        self._count_down(priority)
+        return True
+
+    def _count_down(self, priority: int) -> None:
+        self.num_items -= 1
+        if not self._queues[priority].num_items:
+            del self._queues[priority]

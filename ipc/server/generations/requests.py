@@ -8,7 +8,7 @@ from typing import Any
 
 from lowlat.ipc.engine import Codec, Engine, EngineOutput
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.generations.fair_queue import FairQueue
+from lowlat.ipc.server.generations.fair_queue import RankedQueue
 from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThreads, prepare
 from lowlat.ipc.server.generations.residence import Keeper, Residence
 from lowlat.ipc.server.generations.statistics import Statistics
@@ -16,7 +16,16 @@ from lowlat.ipc.server.generations.streams import Phase, Stream
 from lowlat.ipc.server.generations.timers import Timers
 from lowlat.ipc.server.peer import Peer
 from lowlat.ipc.server.peers import Peers
-from lowlat.ipc.server.threads.events import Command, DecodeCancel, DecodeSubmit, Prepare, Prepared, Refused, Step
+from lowlat.ipc.server.threads.events import (
+    Command,
+    DecodeCancel,
+    DecodePause,
+    DecodeSubmit,
+    Prepare,
+    Prepared,
+    Refused,
+    Step,
+)
 from lowlat.ipc.server.threads.watchdog import StepClock
 from lowlat.ipc.wire import Error, FinishReason, Submit
 
@@ -30,9 +39,10 @@ MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 class Requests:
     """Every request under way; used under the I/O thread's lock alone.
 
-    At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Those
-    that end early (cancelled, gone, late) stay counted until the engine says that it has given them up. Turns are a
-    user's, over all its connections, and so are shares of the places where several users are let in.
+    At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Left out
+    are paused ones, and those from whom others of higher priority take slots. Those that end early (cancelled, gone,
+    late) stay counted until the engine says that it has given them up. Turns are a user's, over all its connections,
+    and so are shares of the places where several users are let in.
 
     shared   several users are let in
     keeper   of the device's memory, next to other servers'; None: it is this server's own
@@ -70,11 +80,12 @@ class Requests:
         self._num_ids = 0
         self._num_preparing = 0
         self._prompt_bytes = 0
-        self._queue: FairQueue[Stream] = FairQueue()
+        self._queue: RankedQueue[Stream] = RankedQueue()
         self._inside: dict[str, Stream] = {}
         self._inside_of: defaultdict[str, int] = defaultdict(int)  # by user
         self._live_of: defaultdict[str, int] = defaultdict(int)
         self._bytes_of: defaultdict[str, int] = defaultdict(int)
+        self._num_paused = 0  # of those inside
         self._dirty: list[Stream] = []
         self._live = 0
         self._peers = peers
@@ -143,6 +154,16 @@ class Requests:
         else:
             self._end(stream, "cancelled")
 
+    def pause(self, stream: Stream, *, resumes: bool) -> None:
+        """Let a request give its slot to others, or have one again; a second call changes nothing."""
+        if stream.paused != resumes or stream.phase is Phase.DECODED:
+            return
+        stream.paused = not resumes
+        if stream.phase is Phase.RUNNING:
+            self._num_paused += -1 if resumes else 1
+            self._decode(DecodePause(stream.request_id, resumes))
+            self.admit()
+
     def credit(self, stream: Stream, tokens: int) -> None:
         """Add tokens that the client grants, and send what may be sent."""
         stream.balance += tokens
@@ -179,11 +200,11 @@ class Requests:
             self._take_converted(stream, event.converted)
         else:
             stream.prompt = event.prompt
-            if not self._queue.num_items and self._takes_one:
+            if not self._queue.num_items and self._may_enter(stream.sampling.priority):
                 self._hand_over(stream)  # as `admit` would, sooner
             else:
                 stream.phase = Phase.WAITING
-                self._queue.push(stream.peer.user.account, stream.peer, stream)
+                self._queue.push(stream.sampling.priority, stream.peer.user.account, stream.peer, stream)
                 self.admit()
                 self.residence.want()
 
@@ -279,6 +300,7 @@ class Requests:
         account = peer.user.account
         request_id, salt = f"{self._prefix}-{self._num_ids}", f"{account} {submit.cache_salt}"
         stream = Stream(peer, submit.number, request_id, submit.sampling, size, balance=submit.credit, cache_salt=salt)
+        stream.session = submit.session
         peer.streams[submit.number] = stream
         self._live += 1
         self._live_of[account] += 1
@@ -298,14 +320,26 @@ class Requests:
             stream.job = Prepare(stream, submit, body)
             self._text_threads.put(stream.job)
 
-    @property
-    def _takes_one(self) -> bool:
-        return len(self._inside) < self._info.max_running and not self.residence.holds
-
     def admit(self) -> None:
-        """Hand over to the engine while it has slots, by turns: first those of users who have fewest slots."""
-        while self._queue.num_items and self._takes_one:
+        """Hand over to the engine while it has slots, the highest priority first: of equals by turns, first those of
+        users who have fewest slots."""
+        while self._queue.num_items and self._may_enter(self._queue.priority):
             self._hand_over(self._queue.pop(self._inside_of))
+
+    def _may_enter(self, priority: int) -> bool:
+        """Whether the engine has a slot, or would take one from a request of lower priority.
+
+        Those that it has taken slots from are bounded by its slots, too.
+        """
+        if self.residence.holds:
+            return False
+        num_active, num_slots = len(self._inside) - self._num_paused, self._info.max_running
+        if num_active < num_slots:
+            return True
+        if num_active >= 2 * num_slots:
+            return False
+        higher = sum(not each.paused and each.sampling.priority >= priority for each in self._inside.values())
+        return higher < num_slots
 
     def refuse_waiting(self, message: str) -> None:
         """End every request that waits for a slot, as one that may be sent again later."""
@@ -315,12 +349,15 @@ class Requests:
             self._fail_early(stream, "busy", message)
 
     def _hand_over(self, stream: Stream) -> None:
-        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt))
+        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt, stream.session))
         self._let_go(stream)
         stream.phase = Phase.RUNNING
         self._inside[stream.request_id] = stream
         self._inside_of[stream.peer.user.account] += 1
         stream.handed = time.monotonic()
+        if stream.paused:
+            self._num_paused += 1
+            self._decode(DecodePause(stream.request_id, resumes=False))
 
     def _let_go(self, stream: Stream) -> None:
         """Drop a request's prompt, and count its bytes as free."""
@@ -332,6 +369,7 @@ class Requests:
         """Count a request that the engine has given up as outside; None where it was not inside."""
         stream = self._inside.pop(request_id, None)
         if stream is not None:
+            self._num_paused -= stream.paused
             _count_down(self._inside_of, stream.peer.user.account)
         return stream
 
@@ -423,7 +461,7 @@ class Requests:
             if stream.job is not None:
                 stream.job.drop()
         elif stream.phase is Phase.WAITING:
-            self._queue.remove(stream.peer.user.account, stream.peer, stream)
+            self._queue.remove(stream.sampling.priority, stream.peer.user.account, stream.peer, stream)
             self._let_go(stream)
         elif stream.phase is Phase.RUNNING and not stream.cancelled:
             self._decode(DecodeCancel(stream.request_id))

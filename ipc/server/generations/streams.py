@@ -43,10 +43,12 @@ class Stream(Struct, eq=False):
     balance    tokens that may be sent; negative by less than a step
     waiting    outputs that were not sent, in order
     cache_salt  its user and the request's own salt: only requests with the same share cached prefixes
+    session    its session's name, within the salt
     grammar    the engine's compiled grammar, which stays compiled while it is held here
     job        its job in a text thread, while that prepares it
     deadline   ends it when its time has passed
     starving   ends it when it has been without credit for too long; None while it has credit
+    paused     its client wants it to wait
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
     converted  it asked for no completion, and never enters the engine
@@ -60,6 +62,7 @@ class Stream(Struct, eq=False):
     num_bytes: int
     balance: int
     cache_salt: str = ""
+    session: str = ""
     grammar: object = None
     prompt: Sequence[int] = ()
     job: "Prepare | None" = None
@@ -71,6 +74,7 @@ class Stream(Struct, eq=False):
     deadline: Timer | None = None
     starving: Timer | None = None
     cancelled: bool = False
+    paused: bool = False
     final: EngineOutput | None = None
     converted: bool = False
     parts: Iterator[PromptPart] | None = None

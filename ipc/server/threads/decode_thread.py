@@ -11,6 +11,7 @@ from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.threads.events import (
     Command,
     DecodeCancel,
+    DecodePause,
     DecodeResidence,
     DecodeStop,
     DecodeSubmit,
@@ -88,7 +89,8 @@ class DecodeThread(threading.Thread):
                 clock.rest()
                 resting = self._rest()
                 clock.begin()
-                self._obey(resting)
+                if resting is not None:
+                    self._obey(resting)
             while (command := commands.take()) is not None:
                 self._obey(command)
             if self._stopping or not engine.busy:
@@ -104,13 +106,17 @@ class DecodeThread(threading.Thread):
                 self._post_figures()
                 next_figures = clock.completed + FIGURES_EVERY_S
 
-    def _rest(self) -> Command:
-        """The next command, when it comes; the figures of the last step first, once its outputs are on their way."""
+    def _rest(self) -> Command | None:
+        """The next command, when it comes; the figures of the last step first, once its outputs are on their way.
+
+        None: the engine has something to do by itself.
+        """
         command = self._commands.wait(FIGURES_AT_REST_S)
         if command is None:
             self._post_figures()
-        while command is None:
-            command = self._commands.wait()
+        while command is None and not self.engine.busy:
+            until = self.engine.deadline
+            command = self._commands.wait(None if until is None else max(0.0, until - time.monotonic()))
         return command
 
     def _publish(self, outputs: Sequence[EngineOutput]) -> None:
@@ -129,6 +135,8 @@ class DecodeThread(threading.Thread):
                 self.engine.cancel(command.request_id)
             except RequestError:
                 return  # it ended meanwhile: its last output is on the way
+        elif isinstance(command, DecodePause):
+            self._pause(command)
         elif isinstance(command, DecodeResidence):
             self._reside(command)
         elif isinstance(command, DecodeStop):
@@ -148,9 +156,21 @@ class DecodeThread(threading.Thread):
         self._post_figures()
         self._clock.begin()
 
+    def _pause(self, command: DecodePause) -> None:
+        try:
+            if command.resumes:
+                self.engine.resume(command.request_id)
+            else:
+                self.engine.pause(command.request_id)
+        except RequestError:
+            return  # it ended meanwhile, or runs on since it was not paused
+        except CapacityError as error:
+            self._log.warning("a request runs on: %s", error)
+
     def _submit(self, command: DecodeSubmit) -> None:
         try:
-            self.engine.submit(command.request_id, command.prompt, command.sampling, command.cache_salt)
+            own = (command.request_id, command.prompt, command.sampling, command.cache_salt)
+            self.engine.submit(*own, command.session)
         except RequestError as error:
             self.post(Refused(command.request_id, "invalid", str(error)))
         except CapacityError as error:

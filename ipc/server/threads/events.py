@@ -12,6 +12,7 @@ from lowlat.ipc.wire import Sampling, Submit
 __all__ = [
     "Command",
     "DecodeCancel",
+    "DecodePause",
     "DecodeResidence",
     "DecodeStop",
     "DecodeSubmit",
@@ -98,12 +99,20 @@ class DecodeSubmit(Struct, frozen=True):
     prompt: Sequence[int]
     sampling: Sampling
     cache_salt: str
+    session: str = ""
 
 
 class DecodeCancel(Struct, frozen=True):
     """To the decode thread: end a request."""
 
     request_id: str
+
+
+class DecodePause(Struct, frozen=True):
+    """To the decode thread: take a request out of its slot, or let it have one again."""
+
+    request_id: str
+    resumes: bool
 
 
 class DecodeStop(Struct, frozen=True):
@@ -116,7 +125,7 @@ class DecodeResidence(Struct, frozen=True):
     asleep: bool
 
 
-Command = DecodeSubmit | DecodeCancel | DecodeStop | DecodeResidence
+Command = DecodeSubmit | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
 
 
 class Prepare(Struct):

@@ -1,5 +1,5 @@
-"""The epilogue of a decode GEMM whose inputs are cut for ranks: sums are pushed to peers as tiles are finished, and their
-total is added to the residual stream.
+"""The epilogue of a decode GEMM whose inputs are cut for ranks: sums are pushed to peers as tiles are finished, and
+their total is added to the residual stream.
 
 A tile is awaited by the warps that finish it, while others multiply on: but for a block's last tiles an all-reduce
 hides after the weights. A block finishes its tiles in ascending order, on all ranks: so a peer that a wait for a

@@ -189,10 +189,10 @@ def _span(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _given(plan: DecodeGemmPlan, shape: DecodeGemmShape, held: int) -> DecodeGemmPlan:
-    """A caller's plan with what the shape decides. Raises ShapeError where warps have no whole number of its spans, or
-    there are too few of them for its sets."""
-    if plan.span > 1 and (shape.parts is not None or shape.steps % (WARPS * plan.span)):
-        raise ShapeError(f"a depth of {shape.depth} does not give every warp a multiple of {plan.span} steps")
+    """A caller's plan with what the shape decides. Raises ShapeError where K is summed in parts and a plan takes
+    several steps at once, or there are too few warps for its sets."""
+    if plan.span > 1 and shape.parts is not None:
+        raise ShapeError(f"K of {shape.depth} is summed in parts of one step at a time, not of {plan.span}")
     if plan.sets * (WARPS if shape.parts is None else shape.parts.count) > WARPS:
         raise ShapeError(f"{WARPS} warps do not multiply {plan.sets} sets of tiles side by side")
     return replace(plan, steps_held=held, keeps_argmax=shape.best is not None, tile_bytes=shape.weights.shared_bytes)

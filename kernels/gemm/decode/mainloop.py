@@ -58,7 +58,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
     step_bytes, next_rows = plan.step_bytes, WARPS * rows_bytes if plan.steps_held else plan.step_bytes
     issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
     multiply, store, weight_tiles, columns = _multiply(shape, plan), _store(plan), plan.weight_tiles, plan.columns
-    holds = plan.steps_held > 0
+    holds, ragged = plan.steps_held > 0, plan.is_ragged(steps)
     shared = columns < 8 and not holds  # lanes read rows that others copied
     await_free, give, after = pipeline.await_free, pipeline.give, pipeline.after
     code_bytes = shape.weights.code_bytes
@@ -99,7 +99,8 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
                 rows = uint32(held + in_rows + step * uint32(rows_bytes)) if holds else uint32(here + to_rows)
                 for part in range(span):
                     place = uint32(here + uint32(part * step_bytes))
-                    sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), uint32(place + to_words))
+                    if not ragged or uint32(step + uint32(part * WARPS)) < end_step:
+                        sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), uint32(place + to_words))
                 if shared:
                     ptx.sync_warp()
                 if ahead_tile < uint32(tiles):
@@ -172,6 +173,7 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
     code_bytes, words, apart = shape.weights.code_bytes, shape.weights.words, WARPS * shape.weights.step_bytes
     last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
+    steps, ragged = shape.steps, plan.is_ragged(shape.steps)
 
     @device_function
     def issue_step(place: Any, start: Any, lane: Any) -> None:
@@ -192,10 +194,11 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
             start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
             target = uint32(place + uint32(part * shared_bytes))
             issue_step(target, start, lane)
-            if span > 1:
+            if span > 1 and (not ragged or step + uint32(WARPS) < uint32(steps)):
                 issue_step(uint32(target + uint32(stage_step)), start + int64(apart), lane)
-            if span > 2:
+            if span > 2 and (not ragged or step + uint32(2 * WARPS) < uint32(steps)):
                 issue_step(uint32(target + uint32(2 * stage_step)), start + int64(2 * apart), lane)
+            if span > 2 and (not ragged or step + uint32(3 * WARPS) < uint32(steps)):
                 issue_step(uint32(target + uint32(3 * stage_step)), start + int64(3 * apart), lane)
 
     return device_function(issue)
@@ -208,6 +211,7 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * plan.tile_bytes
     rows_bytes, half_bytes, span, step_bytes = plan.rows_bytes, plan.rows_bytes // 2, plan.span, plan.step_bytes
+    steps, ragged = shape.steps, plan.is_ragged(shape.steps)
 
     @device_function
     def issue_step(place: Any, x: Any, column: Any, lane: Any, count: Any) -> None:
@@ -228,10 +232,11 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
         column = int64(step) * 64 + int64(lane & uint32(3)) * 8
         issue_step(place, x, column, lane, count)
-        if span > 1:
+        if span > 1 and (not ragged or step + uint32(WARPS) < uint32(steps)):
             issue_step(uint32(place + uint32(step_bytes)), x, column + WARPS * 64, lane, count)
-        if span > 2:
+        if span > 2 and (not ragged or step + uint32(2 * WARPS) < uint32(steps)):
             issue_step(uint32(place + uint32(2 * step_bytes)), x, column + 2 * WARPS * 64, lane, count)
+        if span > 2 and (not ragged or step + uint32(3 * WARPS) < uint32(steps)):
             issue_step(uint32(place + uint32(3 * step_bytes)), x, column + 3 * WARPS * 64, lane, count)
 
     return device_function(issue)

@@ -48,6 +48,7 @@ MOST_STAGES = 12  # of one tile of rows, as long as they fit
 MOST_STAGES_OF_MORE = 4
 SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
 MOST_NORMED_TWICE = 2  # rows
+RAGGED_STEPS = 8  # k steps of a warp from which on pairs of them pay though the last one may stand alone
 GROUPS_FOR_NORM = 4  # of weight tiles, in a block, next to which a norm of more rows done twice is little
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
@@ -70,7 +71,7 @@ class DecodeGemmPlan:
     steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied next to the weights
     keeps_argmax  a block keeps the partial argmax of each of its rows: see `partial_argmax`
     tile_bytes    of a step of one weight tile in shared memory
-    span          k steps that a warp copies and multiplies at once: 1, or 2 or 4 where they divide those of every warp
+    span          k steps that a warp copies and multiplies at once: 1, 2 or 4; the last of a tile may be fewer
     density       blocks of the grid on an SM: 1 or 2
     sets          tiles, or weight tiles at once, that warps multiply side by side, each set with a warp a part of K
     """
@@ -95,6 +96,10 @@ class DecodeGemmPlan:
         """The numbers that a table may choose; those of quantised weights alone where they are not 1."""
         more = {name: value for name, value in (("span", self.span), ("density", self.density)) if value > 1}
         return {"weight_tiles": self.weight_tiles, "stages": self.stages, "areas": self.areas, **more}
+
+    def is_ragged(self, steps: int) -> bool:
+        """Whether the last k steps that a warp takes at once are fewer than the others, of K of so many steps."""
+        return steps % (WARPS * self.span) > 0 and self.span > 1
 
     def groups(self, width: int) -> int:
         """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
@@ -296,7 +301,9 @@ def candidate_plans(
     Raises ShapeError for a GPU whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)
-    most_span, sets = next((span for span in (4, 2) if depth > 0 and -(-depth // 64) % (span * WARPS) == 0), 1), 1
+    steps, sets = -(-depth // 64), 1
+    most_span = next((span for span in (4, 2) if depth > 0 and steps % (span * WARPS) == 0), 1)
+    most_span = max(most_span, 2 if steps >= RAGGED_STEPS * WARPS else 1)
     if parts is not None:
         most_span, sets = 1, _sets(width, parts, gpu)
         width = 16 * _groups(width, sets)

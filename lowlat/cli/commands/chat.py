@@ -37,6 +37,7 @@ HELP = """\
 /quit           end, as does Ctrl-D
 A line ending with \\ goes on in the next. Ctrl-C ends an answer, not the chat.\
 """
+SESSION_HELP = "Go on with the conversation of this file, and leave it there; the state is not read again."
 OFFER = "name a model (`lowlat chat ORG/NAME`), or let `lowlat chat --demo` fetch a small one, once (93 MB)"
 
 
@@ -50,6 +51,10 @@ class _Model(Protocol):
 
     @property
     def advice(self) -> Mapping[str, int | float]: ...
+    @property
+    def messages(self) -> list[dict[str, Any]]: ...
+    def open_session(self, path: Path) -> None: ...
+    def keep(self, messages: list[dict[str, Any]]) -> None: ...
     def ask(self, prompt: str | list[dict[str, Any]], sampling: Mapping[str, Any]) -> Asked: ...
 
 
@@ -68,6 +73,7 @@ class _Help(SectionedCommand):
 @server_options
 @click.option("--demo", is_flag=True, help="Talk with a small chat model, fetched once (93 MB).")
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
+@click.option("--session", type=click.Path(path_type=Path), metavar="FILE", help=SESSION_HELP)
 @click.option("--plain", is_flag=True, help="Continue each line as text; no chat template, no memory.")
 @sampling_options
 @defaults_option
@@ -79,12 +85,18 @@ def command(model: Path | None, endpoint: str | None, curve_keys: Path | None, d
     It remembers what was said, and answers appear as they come. Without a terminal every line of stdin is a message.
     A model without a chat template continues each line as text.
     """
-    system, plain = values["system"], values["plain"]
+    system, plain, session = values["system"], values["plain"], values.pop("session")
     if values["logprobs"] is not None:
         raise click.UsageError("--logprobs is for `lowlat generate --json`")
     if plain and system is not None:
         raise click.UsageError("--system needs a chat; leave out --plain")
+    if plain and session is not None:
+        raise click.UsageError("--session needs a chat; leave out --plain")
+    if system is not None and session is not None and session.exists():
+        raise click.UsageError("--session has its system message; leave out --system, or name another file")
     local = demo or model is not None
+    if session is not None and not local:
+        raise click.UsageError("--session keeps the state of a model that runs here: name MODEL, or give --demo")
     if local and (endpoint is not None or curve_keys is not None):
         raise click.UsageError("MODEL and --demo run here; leave out --endpoint and --curve-keys to talk with them")
     if demo and model is not None:
@@ -103,6 +115,8 @@ def command(model: Path | None, endpoint: str | None, curve_keys: Path | None, d
                 local = demo = True
         answerer = _load(stack, model, demo, values) if local else ServedModel(client)
         sampling = sampling_values(values) if local else asked_sampling(values)
+        if session is not None:
+            answerer.open_session(session)
         _talk(answerer, sampling, system, plain=plain)
 
 
@@ -155,9 +169,17 @@ class _Chat:
         self._plain = plain
         self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._clear(system)
+        if said := model.messages:
+            self._messages = said
 
     def run(self) -> None:
-        """Answer lines until there are no more."""
+        """Answer lines until there are no more; the model keeps the conversation, where it has a place for it."""
+        try:
+            self._run()
+        finally:
+            self._model.keep(self._messages)
+
+    def _run(self) -> None:
         if self._on_terminal:
             click.secho(f"{self._model.name} at {self._model.place}; /help says more", dim=True, err=True)
             left = {name: value for name, value in self._model.advice.items() if name not in self._sampling}
@@ -180,7 +202,7 @@ class _Chat:
 
     def _clear(self, system: str | None) -> None:
         self._system = system
-        self._messages = [] if system is None else [{"role": "system", "content": system}]
+        self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._last = ""
 
     def _obey(self, line: str) -> bool:

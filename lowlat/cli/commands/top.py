@@ -122,6 +122,7 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
     kv = engine.get("kv")
     if kv:
         parts.append(_kv(kv))
+        parts += _below(kv)
     parts += [_memory(each) for each in engine.get("memory", ())]
     speculation = engine.get("eagle_speculation")
     if speculation:
@@ -177,6 +178,30 @@ def _kv(kv: dict[str, Any]) -> "RenderableType":
         f"KV        {_bar(used / total)} {used}/{total} blocks, {kv['num_evictable']} reusable; "
         f"{hits:.0%} of prompt tokens reused"
     )
+
+
+def _below(kv: dict[str, Any]) -> "list[RenderableType]":
+    """The tiers below the device's memory, and sessions, where there are any."""
+    from rich.text import Text
+
+    lines: list[RenderableType] = []
+    if tiers := kv.get("tiers"):
+        disk = f", {format_bytes(tiers['disk_bytes'])} in files" if "disk_bytes" in tiers else ""
+        rate = tiers["bytes_in"] / tiers["copy_in_s"] if tiers["copy_in_s"] else 0.0
+        speed = f" at {format_bytes(round(rate))}/s" if rate else ""
+        lines.append(Text(
+            f"tiers     {format_bytes(tiers['host_bytes'])} in host memory{disk}; {tiers['hits']:,} hits, "
+            f"{tiers['read']:,} read, {tiers['misses']:,} missing; "
+            f"{format_bytes(tiers['bytes_in'])} to the device{speed}, "
+            f"{format_bytes(tiers['bytes_out'])} from it; {tiers['copies_under_way']} copies under way"
+        ))  # fmt: skip
+    if sessions := kv.get("sessions"):
+        lost = f", {kv['num_broken_pins']} gone" if kv.get("num_broken_pins") else ""
+        lines.append(Text(
+            f"sessions  {sessions['num_sessions']} live, {sessions['num_running']} with requests; "
+            f"{kv.get('num_pinned', 0)} blocks pinned{lost}"
+        ))  # fmt: skip
+    return lines
 
 
 def _memory(held: dict[str, Any]) -> "RenderableType":

@@ -4,8 +4,8 @@ Callers put orders in its inbox and never wait for a step to do so; it obeys the
 goes into the mailbox of each request, and a loop of asyncio is told once a step, however many of its tasks wait.
 """
 
-import asyncio
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,7 +14,7 @@ from concurrent.futures import CancelledError, Future
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
-from lowlat.engine.calls.mailboxes import Brought, LoopMailbox, ThreadMailbox
+from lowlat.engine.calls.mailboxes import Brought, LoopBell, LoopMailbox, ThreadMailbox
 from lowlat.errors import CapacityError, DeviceError, LowlatError, RequestError, StreamError
 from lowlat.ipc.wake import Inbox
 from lowlat.options.keywords import NamedSession
@@ -150,7 +150,7 @@ class Driver:
                 runtime.adopt_thread()
             del runtime
             while not self._stopping:
-                self._obey(self._inbox.take() if self._is_busy() else self._inbox.wait())
+                self._obey(self._inbox.take() if self._is_busy() else self._inbox.wait(self._patience_s()))
                 self._step()
         except BaseException as error:  # whatever it is, nobody steps from here on
             failure = error
@@ -160,6 +160,12 @@ class Driver:
     def _is_busy(self) -> bool:
         runtime = self._runtime()
         return runtime is not None and (bool(self._waiting) or runtime.busy)
+
+    def _patience_s(self) -> float | None:
+        """Seconds until a request has waited for its caller for too long; None: there is none."""
+        runtime = self._runtime()
+        deadline = None if runtime is None else runtime.deadline
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _obey(self, order: "_Order | None") -> None:
         runtime = self._runtime()
@@ -220,7 +226,7 @@ class Driver:
         self._stopping = True
 
     def _deliver(self, runtime: "Runtime", outputs: Sequence[StepOutput]) -> None:
-        loops: dict[asyncio.AbstractEventLoop, list[Ticket]] = {}
+        bells: dict[LoopBell, list[Ticket]] = {}
         for output in outputs:
             ticket = self._tickets.get(output.request_id)
             if ticket is None:
@@ -232,9 +238,9 @@ class Driver:
                 del self._tickets[output.request_id]
                 ticket.over = True
             if isinstance(mailbox, LoopMailbox) and mailbox.due:
-                loops.setdefault(mailbox.loop, []).append(ticket)
-        for loop, tickets in loops.items():
-            if not _tell(loop, tickets):
+                bells.setdefault(mailbox.bell, []).append(ticket)
+        for bell, tickets in bells.items():
+            if not _ring(bell, tickets):
                 for ticket in tickets:  # its loop has ended, and with it whoever waited
                     self.cancel_now(runtime, ticket, drop=True)
 
@@ -243,7 +249,7 @@ class Driver:
         ticket.over = True
         ticket.mailbox.put(item, last=True)
         if isinstance(ticket.mailbox, LoopMailbox):
-            _tell(ticket.mailbox.loop, [ticket])
+            _ring(ticket.mailbox.bell, [ticket])
 
     def _finish(self, why: Callable[[], LowlatError]) -> None:
         """Let nobody wait for ever: callers get the reason, orders that nobody obeyed are given back."""
@@ -325,21 +331,12 @@ class _Call(_Order):
         self._done.cancel()
 
 
-def _tell(loop: asyncio.AbstractEventLoop, tickets: Sequence[Ticket]) -> bool:
+def _ring(bell: LoopBell, tickets: Sequence[Ticket]) -> bool:
     """Wake the tasks that wait for these; False where their loop has ended."""
     mailboxes = [ticket.mailbox for ticket in tickets if isinstance(ticket.mailbox, LoopMailbox)]
     for mailbox in mailboxes:
         mailbox.due = False
-    try:
-        loop.call_soon_threadsafe(_wake, mailboxes)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _wake(mailboxes: Sequence[LoopMailbox]) -> None:
-    for mailbox in mailboxes:
-        mailbox.wake()
+    return bell.ring(mailboxes)
 
 
 def _closed() -> LowlatError:

@@ -1,15 +1,20 @@
 """Mailboxes: what the driver's thread puts for one request, and its caller takes, in a thread or an event loop."""
 
 import asyncio
+import os
+import threading
 import time
+import weakref
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from contextvars import Context, copy_context
+from typing import Any, NamedTuple
 
 from lowlat.engine.metrics import RequestMetrics
 from lowlat.ipc.wake import Inbox
 from lowlat.options.request import StepOutput
 
-__all__ = ["Brought", "LoopMailbox", "ThreadMailbox"]
+__all__ = ["Brought", "LoopBell", "LoopMailbox", "ThreadMailbox"]
 
 
 class Brought(NamedTuple):
@@ -53,18 +58,96 @@ class ThreadMailbox:
         return self._inbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
+class LoopBell:
+    """The one way into an event loop: a step rings it once, and the tasks that wait go on within the loop's callback.
+
+    It is a descriptor that the loop watches. `call_soon_threadsafe` would write to a socket, which the loop empties
+    with two calls, and a future's waiter would run in the loop's next round: 85 us to a task in place of 55, at the
+    median of 1200 (two shared cores, where a thread that waits hears after 23).
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._rung: deque[LoopMailbox] = deque()
+        self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        loop.add_reader(self._descriptor, self._answer)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "LoopBell":
+        """The bell of a loop, hung up by the loop's own thread with its first mailbox."""
+        with _hanging:
+            bell = _bells.get(loop)
+            if bell is None:
+                bell = _bells[loop] = cls(loop)
+            return bell
+
+    def ring(self, mailboxes: "Iterable[LoopMailbox]") -> bool:
+        """Wake the tasks that wait for these, from any thread; False where the loop has ended."""
+        loop = self._loop()
+        if loop is None or loop.is_closed():
+            return False
+        self._rung.extend(mailboxes)
+        os.eventfd_write(self._descriptor, 1)
+        return True
+
+    def _answer(self) -> None:
+        """In the loop: let those go on who wait."""
+        try:
+            os.eventfd_read(self._descriptor)
+        except BlockingIOError:  # answered with an earlier ring
+            return
+        while self._rung:
+            self._rung.popleft().wake()
+
+
+_hanging = threading.Lock()
+_bells: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell]" = weakref.WeakKeyDictionary()
+
+
+class _Turn(asyncio.Future[None]):
+    """What a task waits for: its one waiter goes on as soon as it is given, and not in the loop's next round."""
+
+    _waiter: Callable[[Any], object] | None = None
+    _context: Context | None = None
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Context | None = None) -> None:
+        """Take the task's own way on; there is no other."""
+        self._waiter, self._context = fn, context
+
+    def give(self) -> None:
+        """In the loop, between two callbacks: let the task go on now."""
+        if not self.done():
+            self.set_result(None)
+            if self._waiter is not None:
+                run = copy_context().run if self._context is None else self._context.run
+                run(self._waiter, self)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        """Cancel the wait; the task hears of it in the loop's next round, as ever."""
+        if not super().cancel(msg):
+            return False
+        if self._waiter is not None:
+            self.get_loop().call_soon(self._waiter, self, context=self._context)
+        return True
+
+
 class LoopMailbox:
-    """For a task of an event loop; `due` says whether the loop is to be told.
+    """For a task of an event loop; `due` says whether the loop's bell is to be rung for it.
 
     each  as in ThreadMailbox
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, each: bool) -> None:
-        self.loop = loop
+        self.bell = LoopBell.of(loop)
         self.due = False
+        self._loop = loop
         self._each = each
         self._items: deque[Item] = deque()
-        self._waiter: asyncio.Future[None] | None = None
+        self._turn: _Turn | None = None
 
     def put(self, item: Item, *, last: bool) -> None:
         """Append; the loop is told later, once for all of its mailboxes."""
@@ -72,9 +155,9 @@ class LoopMailbox:
         self.due = self.due or self._each or last
 
     def wake(self) -> None:
-        """In the loop: wake the task that waits."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        """In the loop: let the task go on that waits."""
+        if self._turn is not None:
+            self._turn.give()
 
     def take(self) -> Item | None:
         """The next item, where there is one."""
@@ -83,10 +166,10 @@ class LoopMailbox:
     async def wait(self) -> Item:
         """The next item."""
         while (item := self.take()) is None:
-            self._waiter = self.loop.create_future()
+            self._turn = _Turn(loop=self._loop)
             try:
                 if not self._items:
-                    await self._waiter
+                    await self._turn
             finally:
-                self._waiter = None
+                self._turn = None
         return item

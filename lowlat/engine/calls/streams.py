@@ -41,6 +41,10 @@ class _Reading(Generic[Box]):
         """The request's name, for `Runtime.metrics`; "" until the runtime has taken it."""
         return "" if self._ticket is None else self._ticket.request_id
 
+    def __repr__(self) -> str:
+        state = "ended" if self._done else "under way"
+        return f"{type(self).__name__}({self.request_id!r}, {len(self._parts.token_ids)} tokens, {state})"
+
     def cancel(self) -> None:
         """End the request; what it brought until then still comes, the last chunk "cancelled"."""
         if self._ticket is not None:
@@ -164,11 +168,10 @@ class AsyncStream(_Reading[LoopMailbox]):
         if self._done:
             raise StopAsyncIteration
         try:
+            if self._deadline is None:
+                return self._read(await self._next())
             async with asyncio.timeout_at(self._deadline):
-                if self._preparing is not None:
-                    await asyncio.shield(self._preparing)
-                    self._preparing = None
-                item = await self._mailbox.wait()
+                item = await self._next()
             return self._read(item)
         except BaseException as error:
             if not self._done:
@@ -176,6 +179,12 @@ class AsyncStream(_Reading[LoopMailbox]):
             if isinstance(error, TimeoutError):
                 raise self._parts.received.broken(LATE, "timeout") from None
             raise
+
+    async def _next(self) -> Brought | Exception:
+        if self._preparing is not None:
+            await asyncio.shield(self._preparing)
+            self._preparing = None
+        return await self._mailbox.wait()
 
     async def answer(self) -> Answer:
         """Read to the end, and return the whole, what was read before included."""

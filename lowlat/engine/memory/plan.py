@@ -13,7 +13,8 @@ from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
-from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.lowering.operations import packed_weights
+from lowlat.lowering.weight_parts import expert_parts
 
 __all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
 
@@ -86,7 +87,7 @@ def memory_need(
         from lowlat.executors.distributed.parallel import all_reduce_bytes
 
         workspaces += all_reduce_bytes(programs)
-    matrices = [matrix_parts(name, weights) for name in gemm_weights(programs)]
+    matrices = [matrix_parts(name, weights) for name in packed_weights(programs)]
     matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
     packed = matrices if has_kernels else []
     expanded = [] if has_kernels else [parts for parts in matrices if parts and "weight" not in parts]

@@ -100,6 +100,15 @@ class Refreshes(Proposer):
         self.slots.count_step(slot)
         return None if is_proposed else publication
 
+    def leave(self, request: Request) -> object:
+        """A slot's schedule, with what it proposes."""
+        self._verifying.discard(request.slot)
+        return self.slots.take_out(request.slot)
+
+    def enter(self, request: Request, kept: object) -> None:
+        """Go on by the schedule that another slot had."""
+        self.slots.put_in(request.slot, kept)
+
     def report(self) -> dict[str, Any]:
         """A block `specpv` of counts, as JSON."""
         return self.slots.report()

@@ -165,6 +165,11 @@ class ParallelExecutor:
         """The first rank's; the tiers of the prefix cache are refused for several."""
         return self.ranks[0].mover
 
+    @property
+    def movers(self) -> Sequence[BlockMover]:
+        """Of each rank."""
+        return [rank.mover for rank in self.ranks]
+
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool, of every rank."""
         self._ask_each(lambda rank: rank.clear_blocks(blocks, pool))

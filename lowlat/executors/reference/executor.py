@@ -193,6 +193,11 @@ class ReferenceExecutor:
         """The copies of blocks between this executor's state and host memory."""
         return BlockMover(self.state, self.device, torch.cuda.current_stream() if self.device.type == "cuda" else None)
 
+    @property
+    def movers(self) -> Sequence[BlockMover]:
+        """The only one."""
+        return (self.mover,)
+
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool, the features at their ends included."""

@@ -11,6 +11,7 @@ import torch
 
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
+from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.reference.executor import Bound, ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.graphs.program import Program
@@ -67,6 +68,11 @@ class RankedReferenceExecutor(ReferenceExecutor):
             together = tuple(_together(bound) for bound in zip(first, *others, strict=True))
             known = self._prepared[key] = own, together
         return known
+
+    @property
+    def movers(self) -> Sequence[BlockMover]:
+        """Of each rank."""
+        return self.mover, *(peer.mover for peer in self._peers)
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write into the state of every rank."""

@@ -156,16 +156,15 @@ class _Arena:
         self.mapped = 0
 
     def map(self, mapped: Callable[[int, int], None]) -> None:
-        """Take memory again for all that was handed out; `mapped` is told start and size of each part that has it."""
+        """Take memory again for all that was handed out; `mapped` is told start and size of each part that has it.
+
+        Raises CapacityError where there is not enough: what was mapped stays until `unmap`.
+        """
         total = self._round(self.used)
-        try:
-            while self.mapped < total:
-                start, size = self.mapped, min(self._round(PIECE_BYTES), total - self.mapped)
-                self._map(size)
-                mapped(start, min(size, self.used - start))
-        except CapacityError:
-            self.unmap()
-            raise
+        while self.mapped < total:
+            start, size = self.mapped, min(self._round(PIECE_BYTES), total - self.mapped)
+            self._map(size)
+            mapped(start, min(size, self.used - start))
 
     def view(self, start: int, size: int) -> torch.Tensor:
         """See AddressSpace."""
@@ -244,12 +243,13 @@ class MappedResidence(Residence):
         def clear(start: int, size: int) -> None:
             self._dropped.view(start, size).zero_()
 
-        self._kept.map(fill)
         try:
+            self._kept.map(fill)
             self._dropped.map(clear)
         except CapacityError:
-            self._wait()
+            self._wait()  # copies into what is mapped are under way
             self._kept.unmap()
+            self._dropped.unmap()
             raise
         self._wait()
         self._away = False

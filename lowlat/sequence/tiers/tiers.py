@@ -28,7 +28,7 @@ logger = logging.getLogger("lowlat.sequence.tiers")
 NUM_READERS = 8  # a core digests about 1 GB/s, and a disk gives several
 READ_AHEAD = 24  # contents of a prompt that are read from files at a time
 BATCH_BYTES = 128 << 20  # of copies to the device that are started at a time; two such are under way
-TELL_S = 0.004  # so often, at most, are those who wait for files told of more
+TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
 Value = TypeVar("Value")
 Job = Callable[[], None]
 CopyJob = Callable[[], Job | None]  # starts a copy, and returns what waits for it
@@ -75,7 +75,7 @@ class CacheTiers:
     ) -> None:
         self._host, self._disk, self._copier = host, disk, copier
         self._pins = Counter[bytes]() if pins is None else pins
-        self._max_bytes_per_s = max_bytes_per_s
+        self.max_bytes_per_s = max_bytes_per_s
         self._lock = threading.Condition(threading.RLock())
         self._coming: set[ChunkKey] = set()
         self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
@@ -102,6 +102,11 @@ class CacheTiers:
     def num_read(self) -> int:
         """A number that grows whenever something that was under way has come, or is not there."""
         return self._num_read
+
+    @property
+    def num_loads(self) -> int:
+        """Copies to the device that are under way."""
+        return self._num_loads
 
     def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
         """A content, [n] uint8 in host memory, which is then the newest; COMING: it is read from its file from here on.
@@ -141,7 +146,7 @@ class CacheTiers:
         for place, load in enumerate(loads):
             batch.append(load)
             size = sum(each.content.numel() for each in batch)
-            if size >= BATCH_BYTES or self._max_bytes_per_s is not None or place == len(loads) - 1:
+            if size >= BATCH_BYTES or self.max_bytes_per_s is not None or place == len(loads) - 1:
                 with self._lock:
                     self._num_loads += 1
                 self._put_copy(0, partial(self._copy_in, batch, mark))
@@ -259,19 +264,17 @@ class CacheTiers:
 
     def _wait_for_turn(self, num_bytes: int) -> None:
         """Wait until copies may go on, and count this one."""
-        if self._max_bytes_per_s is None:
+        if self.max_bytes_per_s is None:
             return
         now = time.monotonic()
         if now < self._may_copy_at:
             time.sleep(self._may_copy_at - now)
-        self._may_copy_at = max(now, self._may_copy_at) + num_bytes / self._max_bytes_per_s
+        self._may_copy_at = max(now, self._may_copy_at) + num_bytes / self.max_bytes_per_s
 
-    def _tell(self, *, at_once: bool) -> None:
+    def _tell(self) -> None:
         """Let whoever waits look again; the lock is held."""
-        now = time.monotonic()
-        if at_once or now - self._told >= TELL_S:
-            self._told = now
-            self._num_read += 1
+        self._told = time.monotonic()
+        self._num_read += 1
         self._lock.notify_all()
 
     def _end(self) -> None:
@@ -293,7 +296,9 @@ class CacheTiers:
                     self._fresh[key] = content
             while len(self._fresh) > 2 * READ_AHEAD:  # of requests that were cancelled meanwhile
                 self._take_fresh(next(iter(self._fresh)))
-            self._tell(at_once=not self._coming)
+            if not self._coming or time.monotonic() - self._told >= TELL_S:
+                self._tell()
+            self._lock.notify_all()
 
     def _reserve(self, size: int) -> torch.Tensor | None:
         with self._lock:
@@ -310,7 +315,9 @@ class CacheTiers:
                 self.counts.copy_in_s += time.monotonic() - begun
                 self._done += [load.holder for load in loads]
                 self._num_loads -= 1
-                self._tell(at_once=True)
+                if not self._num_loads:  # before that nobody can go on
+                    self._tell()
+                self._lock.notify_all()
 
         # a copy that fails ends, too: the device has failed then, and whoever steps is told
         return _begun(lambda: self._copier.start_in(loads, mark), lambda _: end())
@@ -353,7 +360,8 @@ class CacheTiers:
             if content is not None and key not in self._dropping:
                 self._host.put(key, content)
                 self.counts.saved += 1
-            self._tell(at_once=True)
+            if not self._saving:
+                self._tell()  # blocks that were held may be others'
             if content is None or self._disk is None:
                 self._end()
                 return

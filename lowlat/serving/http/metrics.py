@@ -48,6 +48,24 @@ STRUCTURED = {
     "structured_output_draft_tokens": ("num_draft_tokens", "Draft tokens verified under a grammar."),
     "structured_output_accepted_tokens": ("num_accepted_tokens", "Of those, tokens accepted."),
 }
+TIER_GAUGES = {
+    "cache_host_bytes": ("host_bytes", "Cached prefixes in host memory."),
+    "cache_disk_bytes": ("disk_bytes", "Cached prefixes in files."),
+    "cache_copies_under_way": ("copies_under_way", "Copies between the device and the cache's host memory."),
+}
+TIERS = {
+    "cache_host_hits": ("hits", "Chunks of prompts found in host memory."),
+    "cache_disk_reads": ("read", "Chunks read from files."),
+    "cache_disk_misses": ("misses", "Chunks whose file was gone, or not whole."),
+    "cache_saved_chunks": ("saved", "Chunks copied from the device."),
+    "cache_bytes_to_device": ("bytes_in", "Bytes copied to the device."),
+    "cache_bytes_from_device": ("bytes_out", "Bytes copied from the device."),
+}
+SESSIONS = {
+    "sessions": ("num_sessions", "Sessions that live."),
+    "sessions_running": ("num_running", "Of those, with requests under way."),
+    "session_pinned_blocks": ("num_pinned", "KV blocks that sessions pin."),
+}
 POSITIONS = {
     "spec_decode_num_accepted_tokens_per_pos": ("accepted_by_position", "Draft tokens accepted, by position."),
     "spec_decode_num_draft_tokens_per_pos": ("drafted_by_position", "Draft tokens verified, by position."),
@@ -92,6 +110,10 @@ class _Snapshot(Collector):
                 yield self._gauge("kv_cache_bits", "Bits of a number in the KV cache.", bits)
             yield self._counter("prefix_cache_queries", "Tokens of prompts looked up.", [((), kv["query_tokens"])])
             yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
+            tiers, sessions = kv.get("tiers", {}), kv.get("sessions", {})
+            yield from self._gauges(TIER_GAUGES, tiers)
+            yield from self._counters(TIERS, tiers)
+            yield from self._gauges(SESSIONS, sessions | {"num_pinned": kv["num_pinned"]} if sessions else {})
         yield from self._counters(STRUCTURED, engine.get("structured_output", {}))
         yield from self._speculation(engine.get("eagle_speculation", {}))
         if "partial_steps" in (partial := engine.get("specpv", {})):
@@ -101,6 +123,11 @@ class _Snapshot(Collector):
         if "failed" in (checks := engine.get("checks", {})):
             failed = [((kind,), count) for kind, count in checks["failed"].items()]
             yield self._counter("failed_checks", "Checks of steps that failed, by kind.", failed, "kind")
+
+    def _gauges(self, named: Mapping[str, tuple[str, str]], figures: Mapping[str, Any]) -> Iterator[Metric]:
+        for name, (key, help) in named.items():
+            if key in figures:
+                yield self._gauge(name, help, figures[key])
 
     def _counters(self, named: Mapping[str, tuple[str, str]], figures: Mapping[str, Any]) -> Iterator[Metric]:
         for name, (key, help) in named.items():

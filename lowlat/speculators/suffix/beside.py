@@ -85,8 +85,8 @@ class TextBeside(Speculator):
         batch, ints = sizes.max_batch, torch.int32
         return [
             *self.model.state_specs(sizes),
-            BufferSpec("proposals", (batch, PROPOSAL_WIDTH), ints, Role.STATE),
-            BufferSpec("draft_probabilities", (batch, 2, NUM_BINS, 2), ints, Role.STATE),
+            BufferSpec("proposals", (batch, PROPOSAL_WIDTH), ints, Role.STATE, by_slot=True),
+            BufferSpec("draft_probabilities", (batch, 2, NUM_BINS, 2), ints, Role.STATE, by_slot=True),
         ]
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

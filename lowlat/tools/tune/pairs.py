@@ -32,7 +32,8 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.covers import uncovered
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.weight_parts import expert_parts, gemm_weights
+from lowlat.lowering.operations import packed_weights
+from lowlat.lowering.weight_parts import expert_parts
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
@@ -255,7 +256,7 @@ class LoweredPrograms:
             source[name] = allocate_experts(
                 weight_format, num_experts=count, rows=rows, columns=columns, order=layouts.get(name), device=META
             )
-        return DeviceWeights(source, gemm_weights(self.programs), META, layouts)
+        return DeviceWeights(source, packed_weights(self.programs), META, layouts)
 
     @property
     def weight_bytes(self) -> int:

@@ -127,6 +127,24 @@ def test_where_no_server_answers_the_message_says_what_to_do(tmp_path: Path) -> 
     assert "must be ipc://" in refusal("top", "--endpoint", "nonsense")
 
 
+def test_a_chat_goes_on_where_its_file_ended(talker: Path, tmp_path: Path) -> None:
+    """In another runtime, with the answers of one chat; the file is refused by name where results' bits differ."""
+    own, file = (talker, "--max-context", 160, "--max-tokens", 6), tmp_path / "chat"
+    whole = chatted("hello\nand then?\n", *own, "--system", "be kind")
+    parts = [
+        chatted("hello\n", *own, "--system", "be kind", "--session", file),
+        chatted("and then?\n", *own, "--session", file),
+    ]
+    assert [each.exit_code for each in parts] == [0, 0], parts[0].output
+    assert "".join(each.stdout for each in parts) == whole.stdout and file.stat().st_mode & 0o777 == 0o600
+    refused = chatted("hello\n", *own, "--dtype", "bfloat16", "--session", file)
+    assert refused.exit_code != 0 and "has numerics" in refused.stderr
+    file.write_bytes(file.read_bytes()[:-1])
+    refused = chatted("hello\n", *own, "--session", file)
+    assert refused.exit_code != 0 and "is torn or altered" in refused.stderr
+    assert "leave out --system" in chatted("x\n", *own, "--system", "y", "--session", file).output
+
+
 @pytest.mark.parametrize("local", [False, True])
 def test_a_chat_remembers_what_was_said(endpoint: str, talker: Path, local: bool) -> None:
     where = (talker, "--max-context", 128) if local else ()

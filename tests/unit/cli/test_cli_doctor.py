@@ -45,6 +45,21 @@ def test_doctor_measures_the_shifts(pair: PairPaths, tmp_path: Path) -> None:
     assert report.exit_code == (0 if found["healthy"] else 1)
 
 
+@pytest.mark.second
+def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    files = ("--target", pair.target, "--head", pair.head, "--prompts", tmp_path / "prompts.json")
+    asked = ("doctor", "--exactness", *files, "-S", 1, "--max-tokens", 6)
+    found = json.loads(lowlat(*asked, "--json").stdout)
+    names = [sweep["name"] for sweep in found["exactness"]["sweeps"]]
+    assert names[:3] == ["draft length 0", "draft length 1", "with neighbours"] and found["exactness"]["exact"]
+    assert found["healthy"] and found["verdict"] == found["exactness"]["verdict"] and "capture_shifts" not in found
+    shown = lowlat(*asked)
+    assert (
+        shown.exit_code == 0 and "draft length 1: 4 answers, 24 tokens" in shown.stdout and "exact: all" in shown.stdout
+    )
+
+
 def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_path: Path) -> None:
     """It reads the final hidden state, after which no boundary is."""
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)

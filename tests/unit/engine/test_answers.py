@@ -112,6 +112,25 @@ def test_all_ways_to_ask_give_the_tokens_of_steps(runtime: Runtime, by_hand: Cal
         assert [each.result().token_ids for each in threads] == [expected] * 5
 
 
+def test_a_bell_that_nobody_heard_leaves_no_task_waiting(runtime: Runtime) -> None:
+    """A task that is cancelled while it waits, and others of its loop that go on within the same ring."""
+
+    async def main() -> list[int]:
+        streams = [runtime.astream(PROMPT, max_tokens=20, ignore_eos=True) for _ in range(3)]
+        assert "0 tokens, under way" in repr(streams[0])
+        tasks = [asyncio.create_task(stream.answer()) for stream in streams]
+        while not streams[0].request_id:
+            await asyncio.sleep(0.001)
+        tasks[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[0]
+        return [len((await task).token_ids) for task in tasks[1:]]
+
+    assert asyncio.run(main()) == [20, 20]
+    assert asyncio.run(main()) == [20, 20]  # another loop has another bell
+    assert settled(runtime)
+
+
 def test_more_requests_than_the_queue_holds_wait(directory: Path) -> None:
     with load(directory, max_queue=1) as runtime, ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda n: runtime.generate(PROMPT, max_tokens=n), range(1, 17))
@@ -280,7 +299,7 @@ class StandIn:
     def adopt_thread(self) -> None:
         pass
 
-    def submit(self, prompt: Any, params: SamplingParams, *, cache_salt: str) -> str:
+    def submit(self, prompt: Any, params: SamplingParams, *, cache_salt: str, session: Any) -> str:
         name = f"request-{len(self.ended)}-{len(self.live)}"
         self.live[name] = params.max_tokens
         return name
@@ -333,7 +352,7 @@ def test_a_token_takes_at_most_50_us_more_than_a_step(kind: str) -> None:
     """Of three tries one, for other processes may be busy. A chunk's way to its reader overlaps with the next step."""
     tries = [times_of(kind) for _ in range(3)]
     assert min(apart_us for _, apart_us in tries) < 50.0, tries
-    assert min(late_us for late_us, _ in tries) < 150.0, tries
+    assert min(late_us for late_us, _ in tries) < 120.0, tries
 
 
 def test_options_by_name_are_those_of_the_records() -> None:

@@ -23,6 +23,7 @@ from lowlat.serving.http.openai.schema import (
     unsupported,
 )
 from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
+from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["call_of", "chat_completions", "chat_messages", "check_template", "text_of"]
@@ -33,6 +34,7 @@ _DECODER = msgspec.json.Decoder(ChatRequest)
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
+    session = session_of(request)
     asked = decode(_DECODER, await read_body(request))
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
@@ -58,6 +60,7 @@ async def chat_completions(request: Request) -> Response:
             template_options=options,
             fit_context="max_tokens" not in sampling,
             cache_salt=asked.cache_salt or "",
+            session=session,
             **seeded(sampling, place),
         )
 

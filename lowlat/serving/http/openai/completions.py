@@ -13,8 +13,9 @@ from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.logprobs import Lists, prompt_logprobs
-from lowlat.serving.http.openai.schema import CompletionRequest, decode, unsupported
+from lowlat.serving.http.openai.schema import MAX_CHOICES, CompletionRequest, decode, unsupported
 from lowlat.serving.http.openai.structured import structured_options
+from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["completions"]
@@ -26,6 +27,7 @@ _DECODER = msgspec.json.Decoder(CompletionRequest)
 
 async def completions(request: Request) -> Response:
     """Continue prompts."""
+    session = session_of(request)
     asked = decode(_DECODER, await read_body(request))
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
@@ -35,11 +37,11 @@ async def completions(request: Request) -> Response:
     if asked.logprobs is not None:
         sampling["logprobs"] = asked.logprobs
     prompts = _prompts(asked.prompt, server.vocab_size)
-    num = asked.n or 1
+    num = _num_made(asked)
+    if num > (asked.n or 1):
+        sampling.setdefault("logprobs", 0)
     if len(prompts) * num > MAX_COMPLETIONS:
         raise invalid("n", f"n: {len(prompts)} prompts, {num} times, are more than {MAX_COMPLETIONS}")
-    if asked.best_of not in (None, num):
-        raise unsupported("best_of", f"{asked.best_of}; all n = {num} are returned")
     prompt_ids: list[Sequence[int]] = []
     if asked.needs_prompt_ids:
         for prompt in prompts:
@@ -48,10 +50,22 @@ async def completions(request: Request) -> Response:
     def start(place: int) -> AsyncGeneration:
         prompt = prompts[place // num]
         options = seeded(sampling | _echo_options(asked, prompt), place % num)
-        return gateway.client.generate(prompt, cache_salt=asked.cache_salt or "", **options)
+        return gateway.client.generate(prompt, cache_salt=asked.cache_salt or "", session=session, **options)
 
-    answer = _Completion(asked, fingerprint(server), prompts, prompt_ids)
+    answer = _Completion(asked, fingerprint(server), prompts, prompt_ids, num)
     return await respond(request, Choices(start, len(prompts) * num), answer, stream=bool(asked.stream))
+
+
+def _num_made(asked: CompletionRequest) -> int:
+    """The answers that are made to a prompt. Raises ApiError for a best_of that cannot be."""
+    num = asked.n or 1
+    if asked.best_of in (None, num):
+        return num
+    if not num < asked.best_of <= MAX_CHOICES:
+        raise invalid("best_of", f"best_of: {asked.best_of}; n = {num} to {MAX_CHOICES}")
+    if asked.stream:
+        raise unsupported("best_of", "which is best is known at the end; leave stream out")
+    return asked.best_of
 
 
 def _echo_options(asked: CompletionRequest, prompt: str | list[int]) -> dict[str, int]:
@@ -90,7 +104,9 @@ class _Completion(ChoicesAnswer):
         fingerprint: str | None,
         prompts: Sequence[str | list[int]],
         prompt_ids: Sequence[Sequence[int]],
+        num_made: int,
     ) -> None:
+        self._num_best, asked = asked.n or 1, msgspec.structs.replace(asked, n=num_made)
         kind = ("text_completion", "text_completion")
         super().__init__("cmpl", kind, asked, fingerprint, len(prompts), prompt_ids)
         self._logprobs, self._num_prompt = asked.logprobs, asked.prompt_logprobs
@@ -117,6 +133,18 @@ class _Completion(ChoicesAnswer):
         return msgspec.structs.replace(
             chunk, token_ids=(), text="", logprobs=None, accepted=(), finish_reason=ended, stop_reason=None
         )
+
+    def body(self) -> dict[str, Any]:
+        """See `streaming.Answer`; of each prompt's answers those with the best mean logprob, the best first."""
+        body = super().body()
+        if self._num_best == self._num_wanted:
+            return body
+        kept: list[int] = []
+        for first in range(0, len(self._choices), self._num_wanted):
+            own = range(first, first + self._num_wanted)
+            kept += sorted(own, key=lambda place: -_mean_logprob(self._choices[place]))[: self._num_best]
+        choices = [{**body["choices"][place], "index": index} for index, place in enumerate(kept)]
+        return {**body, "choices": choices}
 
     def part(self, choice: Choice, chunk: Chunk) -> dict[str, Any]:
         """See ChoicesAnswer."""
@@ -153,3 +181,7 @@ class _Completion(ChoicesAnswer):
         if self._num_prompt is not None and choice.prompt is not None:
             fields["prompt_logprobs"] = prompt_logprobs(choice.prompt, self._num_prompt)
         return fields
+
+
+def _mean_logprob(choice: Choice) -> float:
+    return sum(each.logprob for each in choice.logprobs) / max(1, len(choice.logprobs))

@@ -26,6 +26,7 @@ from lowlat.serving.http.openai.schema import (
     unsupported,
 )
 from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
+from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["responses"]
@@ -51,6 +52,7 @@ async def responses(request: Request) -> Response:
         template_options=_template_options(asked, calling),
         fit_context=most is None,
         cache_salt=asked.cache_salt or "",
+        session=session_of(request),
         parse="tools" if calling.tools else "reasoning",
         **sampling,
     )

@@ -15,6 +15,7 @@ from lowlat.ipc.messages import MAX_SALT
 from lowlat.serving.http.errors import ApiError
 
 __all__ = [
+    "MAX_CHOICES",
     "AllowedTools",
     "ChatMessage",
     "ChatRequest",
@@ -100,7 +101,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
                                 end the request's metrics
     structured_outputs          as vLLM has it
     cache_salt                  as vLLM has it: a cached prefix is shared only among requests with the same
-    top_k to max_draft_tokens   as in lowlat.SamplingParams
+    top_k to priority           as in lowlat.SamplingParams
     """
 
     model: str
@@ -126,6 +127,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     max_draft_tokens: int | None = None
+    priority: int | None = None
 
     def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """Sampling options by the server's names, those that are given; the temperature is OpenAI's where neither the
@@ -137,7 +139,16 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
         return own | {name: value for name, value in values.items() if value is not None}
 
 
-_OWN = ("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "max_draft_tokens")
+_OWN = (
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "stop_token_ids",
+    "max_draft_tokens",
+    "priority",
+)
 
 
 class Choosing(Generating, kw_only=True):

@@ -106,7 +106,8 @@ async function answerTo(asked, before = null) {
     }
     answer.begun = true;
     end(answer, reason === "length" && `cut after ${answer.meter.tokens} tokens: ${body.max_tokens
-      ? "“at most” ends it there" : "the server's limit, or the context, ends it there"}`, "note");
+      ? "“at most” in the options allows more"
+      : "the context is full, or the server allows no more; a new conversation has all of the context"}`, "note");
   } catch (error) {
     answer.aborting.abort();
     end(answer, error.message, "error");

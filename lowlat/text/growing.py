@@ -1,0 +1,146 @@
+"""A prompt's text that is still being written: the tokens of it that no later text can change.
+
+Text is cut where no token spans, whatever follows: before a space between a word and a letter, and, where a
+pre-tokenizer separates words from punctuation, before a full stop or comma of Chinese or Japanese between letters. What
+is after the last cut is held back. A part is encoded after a letter, whose tokens are taken off again: so the
+tokenizer treats it as what it is, the middle of a text. Of tokenizers that are no byte-level BPE, and no BPE of whole
+texts in which no token goes on past a space, all text is held back until its end.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from lowlat.errors import RequestError
+
+__all__ = ["Cuts", "GrowingText"]
+
+ANCHORS = "aeiourst"
+SPACE = "\u2581"
+AT_SPACE = re.compile(r"(?:(?<=[^\W_])|(?<=[.,;:!?)]))(?= [^\W\d_])")
+MARKS = "。，、！？；："
+AT_MARKS = re.compile(rf"(?<=[^\W\d_])(?=[{MARKS}][^\W\d_])")
+BEFORE = f" {MARKS}"  # what may follow a cut
+WIDEST = 2  # characters after a cut that decide it
+CUTTING = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})
+
+
+class Cuts:
+    """Where texts of one tokenizer may be cut."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        state: dict[str, Any] = json.loads(tokenizer.to_str())
+        kinds = {part["type"] for part in _parts(state["pre_tokenizer"], "pretokenizers")}
+        normal = {part["type"] for part in _parts(state["normalizer"], "normalizers")}
+        self.patterns: tuple[re.Pattern[str], ...] = ()
+        if state["model"]["type"] == "BPE" and kinds <= CUTTING:
+            if "ByteLevel" in kinds and normal <= {"NFC"}:
+                self.patterns = AT_SPACE, AT_MARKS
+            elif "ByteLevel" not in kinds and normal <= {"Replace", "Prepend"} and not _joins(state["model"]):
+                self.patterns = (AT_SPACE,)
+        # no cut lies within an added token, nor after one that takes the space that follows
+        self._added = []
+        for token in state["added_tokens"]:
+            content = token["content"]
+            places = [place for place in range(1, len(content)) if content[place] in BEFORE]
+            self._added += [(content[:place], content[place:]) for place in places]
+            if token["rstrip"]:
+                self._added.append((content, ""))
+
+    def last(self, text: str, start: int) -> int | None:
+        """The last place of a text, from `start` on, at which it may be cut; None without one."""
+        places = sorted({match.start() for each in self.patterns for match in each.finditer(text, start)}, reverse=True)
+        return next((place for place in places if place > 0 and not self._is_within(text, place)), None)
+
+    def _is_within(self, text: str, place: int) -> bool:
+        after = text[place:]
+        return any(
+            text.endswith(left, 0, place) and (after.startswith(right) or right.startswith(after))
+            for left, right in self._added
+        )
+
+
+class GrowingText:
+    """One text: `append` more of it, and `rest` is what its end would add now.
+
+    encode    a text's token ids, alone or with what the tokenizer puts around a text. Raises RequestError
+    is_start  the text begins its prompt: what the tokenizer puts around a text is put around it
+    """
+
+    def __init__(self, cuts: Cuts, encode: Callable[[str, bool], Sequence[int]], *, is_start: bool) -> None:
+        self._cuts, self._encode, self._is_start = cuts, encode, is_start
+        self._held = ""
+        self._is_first = True  # nothing was cut off yet
+        self._anchor: tuple[str, list[int]] | None = None
+
+    @property
+    def num_held(self) -> int:
+        """Characters that are held back."""
+        return len(self._held)
+
+    def append(self, text: str) -> list[int]:
+        """Add text; the token ids that are certain now, after those that were before. Raises RequestError."""
+        start = max(0, len(self._held) - WIDEST)
+        held = self._held + text
+        place = self._cuts.last(held, start)
+        if place is None:
+            self._held = held
+            return []
+        found = self._part(held[:place], ends=False)
+        after = self._after(held[place:])
+        if self._is_first and self._bare(held) != self._bare(held[:place]) + after:  # a tokenizer that cuts otherwise
+            self._held = held
+            return []
+        self._held, self._is_first = held[place:], False
+        return found
+
+    def rest(self) -> list[int]:
+        """The token ids of what is held back, if the text ends here; more may be appended all the same."""
+        return self._part(self._held, ends=True) if self._held or (self._is_first and self._is_start) else []
+
+    def _part(self, text: str, *, ends: bool) -> list[int]:
+        bare = self._bare(text) if self._is_first else self._after(text)
+        if not self._is_start:
+            return bare
+        if self._is_first and ends:
+            return list(self._encode(text, True))
+        before, after = self._around(text)
+        return [*(before if self._is_first else ()), *bare, *(after if ends else ())]
+
+    def _around(self, text: str) -> tuple[list[int], list[int]]:
+        """What the tokenizer puts around a text."""
+        whole, bare = list(self._encode(text, True)), self._bare(text)
+        for place in range(len(whole) - len(bare) + 1):
+            if whole[place : place + len(bare)] == bare:
+                return whole[:place], whole[place + len(bare) :]
+        raise RequestError(f"the tokenizer changes a text that it puts tokens around: {text!r:.80}")
+
+    def _bare(self, text: str) -> list[int]:
+        return list(self._encode(text, False))
+
+    def _after(self, text: str) -> list[int]:
+        """Token ids of a text that goes on after a word."""
+        known = [self._anchor] if self._anchor is not None else []
+        for anchor, own in [*known, *((each, self._bare(each)) for each in ANCHORS)]:
+            ids = self._bare(anchor + text)
+            if ids[: len(own)] == own:
+                self._anchor = anchor, own
+                return ids[len(own) :]
+        raise RequestError(f"the tokenizer makes no token border before {text!r:.80}")
+
+
+def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if component is None:
+        return []
+    if component["type"] == "Sequence":
+        return [part for each in component[name] for part in _parts(each, name)]
+    return [component]
+
+
+def _joins(model: dict[str, Any]) -> bool:
+    """Whether a merge makes a token that goes on past a space."""
+    pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+    return any(re.search(f"[^{SPACE}]{SPACE}", "".join(pair)) for pair in pairs)

@@ -1,0 +1,86 @@
+"""Requests that are paused, resumed and outranked through a server: none loses a token, and their slots are others'."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, expected_tokens
+from served import Serve, eventually
+from served_model import load_bundled
+
+from lowlat.ipc import Client
+from lowlat.ipc.server.server import Server
+from lowlat.ipc.wire import Error, Pause, Resume
+from lowlat.serving.engine import RuntimeEngine
+
+
+def test_a_paused_request_leaves_its_place_to_another(serve: Serve) -> None:
+    served = serve(FakeEngine(0.002, max_running=1))
+    client = served.client()
+    first = client.submit(0, [5], max_tokens=300)
+    client.say(Pause(0))
+    second = client.submit(1, [6], max_tokens=5)
+    client.finish(second)
+    assert first.end is None and second.token_ids == expected_tokens([6], 5)
+    eventually(lambda: len(served.engine.paused) == 1)
+    client.say(Pause(0))  # it is paused already
+    client.say(Resume(0))
+    client.finish(first)
+    assert first.token_ids == expected_tokens([5], 300)
+    client.say(Resume(0))  # it has ended
+    client.say(Resume(7))
+    assert client.hear(Error).code == "unexpected"
+
+
+def test_one_that_waits_may_be_paused_and_cancelled(serve: Serve) -> None:
+    served = serve(FakeEngine(0.002, max_running=1))
+    client = served.client()
+    runs, waits, other = (client.submit(number, [number + 1], max_tokens=40) for number in range(3))
+    client.say(Pause(1))
+    client.finish(runs, other)
+    assert waits.end is None
+    client.cancel(1)
+    client.finish(waits)
+    assert waits.end is not None and waits.end.finish_reason == "cancelled"
+    last = client.submit(4, [9], max_tokens=3)
+    client.finish(last)
+
+
+def test_the_highest_priority_is_handed_over_first_and_beyond_the_slots(serve: Serve) -> None:
+    served = serve(FakeEngine(0.002, max_running=1))
+    client = served.client()
+    numbers = [(0, 0), (1, 0), (2, 0), (3, 5), (4, 5)]
+    done = [client.submit(number, [number + 1], max_tokens=20, priority=priority) for number, priority in numbers]
+    client.finish(*done)
+    assert [one.token_ids for one in done] == [expected_tokens([number + 1], 20) for number, _ in numbers]
+    handed = [int(name.rpartition("-")[2]) - 1 for name in served.engine.order]
+    assert handed == [0, 3, 4, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    path = f"ipc://{tmp_path_factory.mktemp('run')}/s.sock"
+    with Server(lambda: RuntimeEngine(load_bundled(max_batch=1, pause_deadline_s=1.0)), None, path):
+        yield path
+
+
+def test_the_model_goes_on_with_the_same_tokens(endpoint: str) -> None:
+    options: dict[str, Any] = {"max_tokens": 120, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    with Client(endpoint) as client:
+        expected = [token for chunk in client.generate([5, 6, 7], **options) for token in chunk.token_ids]
+        paused = client.generate([5, 6, 7], **options)
+        tokens = list(next(paused).token_ids)
+        paused.pause()
+        assert len([*client.generate([9], max_tokens=5)])
+        paused.resume()
+        tokens += [token for chunk in paused for token in chunk.token_ids]
+        assert tokens == expected
+        low = client.generate([5, 6, 7], **options)
+        tokens = list(next(low).token_ids)
+        assert len([*client.generate([9], max_tokens=5, priority=3)])
+        assert tokens + [token for chunk in low for token in chunk.token_ids] == expected
+        late = client.generate([5, 6, 7], **options)
+        next(late)
+        late.pause()
+        with pytest.raises(Exception, match="longer than its deadline"):
+            list(late)
