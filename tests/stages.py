@@ -11,7 +11,8 @@ import pytest
 LONGEST = (
     "unit/kernels/test_compiled.py",
     "unit/test_lossless.py",
-    "unit/test_bench_programs.py",
+    "http/test_clients.py",
+    "unit/kernels/test_attention_walk.py",
     "unit/test_tuning.py",
     "faults/test_clients.py",
     "unit/cli/test_cli_bench.py",

@@ -16,7 +16,7 @@ from fake_process import fake_process
 from raw_client import bare_socket, raw_client, zmtp_bytes
 from served import Serve, eventually
 from served_model import alone, load_bundled, served_model
-from stages import later
+from stages import wide
 
 from lowlat.errors import StreamError
 from lowlat.ipc import Client
@@ -138,7 +138,7 @@ def test_a_killed_client_leaves_no_block_and_the_neighbours_their_tokens(tmp_pat
         runtime.kvcache.invariants()
 
 
-@pytest.mark.parametrize("how", ["running", later("queued"), later("in vain")])
+@pytest.mark.parametrize("how", ["running", wide("queued"), wide("in vain")])
 def test_a_cancel_frees_within_two_steps_and_changes_nobody_elses_tokens(tmp_path: Path, how: str) -> None:
     runtime = load_bundled(max_batch=2)
     # those in the slots are not done before a cancel has come

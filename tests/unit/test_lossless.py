@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recording import Depth, Recorder, prompt_of, run_all
-from stages import later
+from stages import later, wide
 from tiny_dflash import dflash_draft_model
 from tiny_models import (
     DISTINCT_FAMILIES,
@@ -42,11 +42,11 @@ MODES: dict[str, dict[str, Any]] = {
 # Tests of two factors that do not meet in the code, such as a family, which makes logits, and a mode, which draws from
 # them, have every value of both and not every pair; the first stage has what is plainest.
 EVERY_METHOD = [
-    later("ngram", "gpt_oss", "filtered"),
+    wide("ngram", "gpt_oss", "filtered"),
     later("suffix", "qwen3_5_moe_text", "greedy"),
     later("beside", "qwen3", "penalised"),
     ("eagle3+", "llama", "sampled"),
-    later("eagle3+", "gpt_oss", "penalised"),
+    wide("eagle3+", "gpt_oss", "penalised"),
     ("ngram+", "llama", "greedy"),
 ]
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -118,7 +118,7 @@ def assert_same(found: Trace, expected: Trace) -> None:
     ("family", "mode"),
     [
         ("llama", "greedy"),
-        later("qwen3", "filtered"),
+        wide("qwen3", "filtered"),
         ("gpt_oss", "penalised"),
         ("qwen3_5_moe_text", "sampled"),
     ],
@@ -174,9 +174,9 @@ def test_a_depth_that_changes_at_each_step_changes_nothing(
 @pytest.mark.parametrize(
     ("family", "name", "mode"),
     [
-        later("llama", "chain-as-tree", "greedy"),
+        wide("llama", "chain-as-tree", "greedy"),
         later("llama", "wide", "sampled"),
-        later("llama", "bushy", "greedy"),
+        wide("llama", "bushy", "greedy"),
         ("llama", "deep", "sampled"),
         ("gpt_oss", "bushy", "sampled"),
     ],
@@ -201,7 +201,7 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
         later("llama", DYNAMIC[0], "greedy"),
         ("llama", DYNAMIC[1], "sampled"),
         later("llama", DYNAMIC[2], "greedy"),
-        later("gpt_oss", DYNAMIC[2], "sampled"),
+        wide("gpt_oss", DYNAMIC[2], "sampled"),
     ],
 )
 def test_no_dynamic_tree_changes_anything(
@@ -335,8 +335,8 @@ class Crowd:
         later("llama", "beside", None, 4),
         later("llama", "eagle3+", None, 5),
         ("llama", "eagle3", "dynamic", 6),
-        later("qwen3", "ngram", None, 2),
-        later("gpt_oss", "eagle3", "bushy", 1),
+        wide("qwen3", "ngram", None, 2),
+        wide("gpt_oss", "eagle3", "bushy", 1),
         later("qwen3_5_moe_text", "eagle3+", None, 7),
     ],
 )
@@ -373,7 +373,7 @@ def test_no_neighbour_changes_anything(
     [
         ("llama", "greedy", "ngram"),
         ("llama", "sampled", "eagle3"),
-        later("gpt_oss", "greedy", "eagle3"),
+        wide("gpt_oss", "greedy", "eagle3"),
     ],
 )
 def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pairs: dict[str, PairPaths]) -> None:
@@ -402,7 +402,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
 
 
 @pytest.mark.parametrize(
-    ("family", "length"), [later("llama", 9), later("qwen3", 8), ("gpt_oss", 1), later("qwen3_5_moe_text", 9)]
+    ("family", "length"), [wide("llama", 9), wide("qwen3", 8), ("gpt_oss", 1), later("qwen3_5_moe_text", 9)]
 )
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
@@ -434,7 +434,7 @@ def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[s
             assert_same(traced(runtime, prompt, sampling), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", later("gpt_oss")])
+@pytest.mark.parametrize("family", ["llama", wide("gpt_oss")])
 def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pairs: dict[str, PairPaths]) -> None:
     """One or three at once; and after prefixes of other lengths that others have left in the cache."""
     prompt, sampling, found = prompt_of(61, seed=6), params("sampled"), []
@@ -450,7 +450,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
         assert_same(trace, found[0])
 
 
-@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), later("qwen3_5_moe_text")])
+@pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), later("qwen3_5_moe_text")])
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,7 +479,7 @@ def bundled() -> PairPaths:
     return PairPaths(folder / "target", folder / "head")
 
 
-@pytest.mark.parametrize(("mode", "tree"), [("sampled", "bushy"), later("greedy", None)])
+@pytest.mark.parametrize(("mode", "tree"), [("sampled", "bushy"), wide("greedy", None)])
 def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
     options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
     sampling = params(mode, max_tokens=10)

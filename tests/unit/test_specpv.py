@@ -12,7 +12,7 @@ from fake_device import load_fake
 from hypothesis import given
 from hypothesis import strategies as st
 from recording import Recorder, prompt_of, run_all, run_one
-from stages import later, staged
+from stages import later, staged, wide
 from tiny_gemma import E2B
 from tiny_models import PairPaths, make_pair, make_target
 
@@ -98,7 +98,7 @@ def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair:
     assert report["partial_steps"] > report["refreshes"] and report["full_steps"] > 0
 
 
-@pytest.mark.parametrize("others", ["tree", later("ngram"), later("beside")])
+@pytest.mark.parametrize("others", [later("tree"), later("ngram"), wide("beside")])
 def test_tokens_depend_on_nobody_else(pair: PairPaths, others: str) -> None:
     """Alone, after others in the same slot, with a cached prefix, next to requests that join, end and are cancelled."""
     method = {"num_speculative_tokens": 3, **METHODS[others]}

@@ -115,6 +115,7 @@ def test_a_text_that_is_copied_is_drafted_from_the_text(pair: PairPaths) -> None
     assert found["suffix"][1] > found[None][1]
 
 
+@pytest.mark.second
 def test_ranks_share_the_draft_model_beside_it(tmp_path: Path) -> None:
     """Each has its part, and the tokens are those of one."""
     models, sampling = DraftingModels(tmp_path), SamplingParams(max_tokens=16)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
 from lowered import CPU, pretend_gpu
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_target, random_draft_model
 
 from lowlat.engine import loading
@@ -200,7 +200,7 @@ def load(paths: PairPaths, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lau
     return loaded
 
 
-@BOTH
+@pytest.mark.parametrize("invariant", [later(False), wide(True)], ids=["", "invariant"])
 def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     invariant: bool, paths: PairPaths, load: Callable[..., LaunchCounts]
 ) -> None:

@@ -121,7 +121,7 @@ def test_layers_of_other_sizes_keep_few_blocks_too(fields: dict[str, Any], tmp_p
             runtime.kvcache.invariants()
 
 
-@pytest.mark.parametrize("method", ["chain"])
+@pytest.mark.parametrize("method", [later("chain")])
 def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths, tmp_path: Path) -> None:
     """Its drafts, and so what is accepted of them, are those of one pool; after a cached prefix, too."""
     head = shutil.copytree(pair.head, tmp_path / "head")

@@ -64,7 +64,7 @@ def test_the_bundled_pair_runs_and_its_file_keeps_the_schema(tmp_path: Path) -> 
     assert environment.prompts == "prompts.json" and environment.distinct_prompt_tokens > 1000
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_any_way_to_speculate_is_measured(tmp_path: Path) -> None:
     """Trees, drafts from the text, SpecPV: options of a runtime are options of a measurement."""
     tree = tmp_path / "tree.json"
@@ -86,7 +86,7 @@ def test_any_way_to_speculate_is_measured(tmp_path: Path) -> None:
     assert "the tree is 2 deep but num_speculative_tokens is 3" in message or "2 deep" in message
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("run", "single", *TINY, *SMALL, "-S", "0,3", "--repeats", 1, "--out", tmp_path, "--commit", "c")
     repeat, seen = CaseRun.repeat, []
@@ -111,7 +111,7 @@ def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: 
     assert "commit: 'c', 'd'" in refusal("bench", *arguments, "--commit", "d")
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_case_beyond_the_model_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     arguments = ("run", "baseline", *TINY, "--batch", 1, "--steps", 4, "--repeats", 1, "--out", tmp_path)
     shown = last_line(*arguments, "--context", "40,4096", code=1)
@@ -121,7 +121,7 @@ def test_a_case_beyond_the_model_is_named_and_the_others_are_measured(tmp_path: 
     assert "no case of baseline fits the 2048 positions of tiny" in message and "--context" in message
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_gates_open_the_large_suite_after_three_greens_in_a_row(tmp_path: Path) -> None:
     plan = tmp_path / "own.toml"
     plan.write_text(GATES.format(speed_up=0.01))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
+from stages import later
 from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
 from tiny_mtp import add_mtp
@@ -75,7 +76,7 @@ def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_pa
     assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
 
 
-@pytest.mark.parametrize("method", ["peagle", "dflash", "dspark"])
+@pytest.mark.parametrize("method", [later("peagle"), later("dflash"), "dspark"])
 def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
     if method == "peagle":
@@ -115,6 +116,7 @@ def test_a_wrong_shift_is_seen() -> None:
     assert not unshifted_is_best([ShiftResult(0, (1,), 0, 0)])
 
 
+@pytest.mark.second
 def test_inspect_and_doctor_take_the_targets_own_mtp_layer(tmp_path: Path) -> None:
     """Without a draft model; no boundary is after the one that it reads."""
     make_target(tmp_path, "qwen3_5_text", gain=0.3)

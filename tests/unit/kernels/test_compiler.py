@@ -1,5 +1,6 @@
 """The compiler of kernels: what it keeps on disk, what it does when it cannot, and what it says when it fails."""
 
+import ctypes
 import gc
 import json
 import os
@@ -10,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from numba.core.types.functions import BaseFunction
 
 from lowlat.errors import DeviceError
+from lowlat.executors.launcher import parameters_of
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_ahead, compile_kernel, link
-from lowlat.kernels.toolchain.kernel import Kernel
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import (
     compile_ptx,
     cuda,
@@ -289,6 +292,24 @@ def test_launch_bounds_and_capability_reach_the_ptx() -> None:
     assert ".maxntid 96" in ptx
     assert ".minnctapersm 3" in ptx
     assert f".entry {entry}(" in ptx
+
+
+def test_parameters_are_laid_out_as_launches_have_them() -> None:
+    """An array is nine words, of which a launch fills each."""
+
+    def touch(array: Any, address: Any, small: Any, natural: Any, scale: Any, big: Any) -> None:
+        array[0, 0] = small
+
+    signature = (
+        types.Array(types.uint16, 2, "C"), types.int64, types.int32, types.uint32, types.float32, types.uint64,
+    )  # fmt: skip
+    arguments = (torch.zeros(3, 5, dtype=torch.bfloat16), torch.zeros(7), -4, 7, 0.5, 2**63)
+    values = parameters_of(KernelCall(Kernel("touch", touch, signature, 32), (1, 1, 1), arguments))
+    ptx, _ = compile_ptx(touch, signature, HOPPER)
+    header = ptx[ptx.index(".entry") : ptx.index("{")]
+    declared = [line.split()[1] for line in header.splitlines() if ".param" in line]
+    sizes = [{".u64": 8, ".b64": 8, ".u32": 4, ".b32": 4, ".f32": 4}[kind] for kind in declared]
+    assert [ctypes.sizeof(value) for value in values] == sizes
 
 
 def test_functions_that_mean_the_same_are_one() -> None:
