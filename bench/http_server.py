@@ -46,14 +46,29 @@ class StampingEngine:
         """See Engine."""
         return self._engine.compile(sampling, patience_s)
 
-    def submit(self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "") -> None:
+    def submit(
+        self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
+    ) -> None:
         """Take a request, and note the time."""
         self._admitted[request_id] = f"@{time.monotonic():.6f} "
-        self._engine.submit(request_id, prompt, sampling, cache_salt)
+        self._engine.submit(request_id, prompt, sampling, cache_salt, session)
 
     def cancel(self, request_id: str) -> None:
         """See Engine."""
         self._engine.cancel(request_id)
+
+    def pause(self, request_id: str) -> object:
+        """See Engine."""
+        return self._engine.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """See Engine."""
+        self._engine.resume(request_id)
+
+    @property
+    def deadline(self) -> float | None:
+        """See Engine."""
+        return self._engine.deadline
 
     @property
     def busy(self) -> bool:

@@ -218,8 +218,8 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     fit_context lowers max_tokens to what the context has room for next to the prompt; without max_tokens it is as much,
     and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens
     that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
-    of the same user and the same cache_salt. A session, by a name within these two, keeps the prefix of its last request
-    while others can go. add_special_tokens puts around a text what its tokenizer does.
+    of the same user and the same cache_salt. A session, by a name within these two, keeps the prefix of its last
+    request while others can go. add_special_tokens puts around a text what its tokenizer does.
 
     A result other than a completion is a conversion, of the prompt as it is: text or messages to token_ids; or token
     ids to their text, special tokens included, or to token_texts, whose text is a JSON list of each token's own.
