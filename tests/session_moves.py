@@ -70,6 +70,7 @@ class Moves:
         self._alone, self._file = alone, folder / "moves.session"
         self.sessions: list[Session] = []
         self.live: dict[str, tuple[list[int], list[int]]] = {}  # tokens that came, and all that will
+        self._cancelled: set[str] = set()
         self.num_moves = self.num_ended = self._num_names = 0
 
     def submit(self, base: int, length: int, max_tokens: int, seed: int, which: int, *, goes_on: bool) -> None:
@@ -97,12 +98,14 @@ class Moves:
                 assert output.finish_reason == "cancelled" or came == expected
                 self.num_ended += 1
                 del self.live[output.request_id]
+                self._cancelled.discard(output.request_id)
 
     def cancel(self, which: int) -> None:
         """End a request before its time."""
-        if self.live:
-            name = sorted(self.live)[which % len(self.live)]
+        if names := sorted(self.live.keys() - self._cancelled):
+            name = names[which % len(names)]
             self.runtime.cancel(name)
+            self._cancelled.add(name)  # its last output comes with the next step
 
     def open(self) -> None:
         """A new session."""

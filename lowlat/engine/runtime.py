@@ -378,7 +378,7 @@ class Runtime:
     @property
     def asleep(self) -> bool:
         """Whether `sleep` has given the device's memory back."""
-        return self._sleep.asleep
+        return not self._closed and self._sleep.asleep
 
     @owned
     def sleep(self) -> None:
@@ -590,7 +590,7 @@ class Runtime:
         self._closed = True
         self._requests.close()
         self._steps.close()
-        del self._steps  # its views of the executor's buffers go, too
+        del self._steps, self._sleep  # their views of the executor's buffers go, too
         if self.codec is not None:
             self.codec.close()
         self.executor.close()  # the last: a device that has failed says so

@@ -306,6 +306,7 @@ class Steps:
             logger.info("%s", self.published.told())
         self.launches.close()
         self.masks.release()
+        self._scheduler.num_written = lambda request_id: 0  # it outlives the steps
         if self._kvcache.tiers is not None:
             self._kvcache.tiers.close()
 

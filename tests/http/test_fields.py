@@ -101,7 +101,7 @@ REFUSED: dict[str, dict[str, Any]] = {
         "store": True,
         "web_search_options": {},
     },
-    "completions": {"suffix": "x", "best_of": 3},
+    "completions": {"suffix": "x"},
     "responses": {
         "access_programs": {"cyber": "standard"},
         "background": True,

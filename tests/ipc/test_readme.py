@@ -16,7 +16,7 @@ from lowlat.cli import COMMANDS
 from lowlat.ipc.wire import Cancel, Credit, End, Hello, Sampling, Submit, Tokens, encode, pack_tokens
 from lowlat.serving.config import ServeConfig
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[2] / "lowlat" / "USING.md"
 SECTION = "## From other processes"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

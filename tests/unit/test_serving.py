@@ -55,6 +55,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "parse": (["reasoning", "tools"], ["all", 1]),
     "tools": (["[]", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
     "prompt_logprobs": ([0, 20], [-1, 21]),
+    "priority": ([-1000, 1000], [-1001, 1001]),
 }
 
 

@@ -98,7 +98,10 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         record.num_running -= 1
         if token_ids is not None:
             record.token_ids, record.seed = token_ids, seed
-        self._touch(record)
+        if record.key in self._live:
+            self._touch(record)
+        else:
+            self._kvcache.unpin(record.key)  # it was closed while the request ran
 
     def fork(self, record: SessionRecord, session_id: str) -> SessionRecord:
         """A session that goes on from the same place. Raises RequestError for a name in use."""

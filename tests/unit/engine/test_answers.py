@@ -288,6 +288,7 @@ class StandIn:
     """A runtime whose step waits for a device, a millisecond, and brings each request a token."""
 
     STEP_S = 0.001
+    deadline = None  # nothing is to be done at a time of its own
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(is_full=False)
