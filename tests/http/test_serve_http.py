@@ -64,7 +64,7 @@ def test_a_server_opens_a_gateway_and_outlives_it(tmp_path: Path, repository: Pa
         assert text.endswith("data: [DONE]\n\n") and events[-1]["choices"][0]["finish_reason"] == "length"
         assert len(events) > 2 and "".join(event["choices"][0]["text"] for event in events).strip()
         assert f'generation_tokens_total{{model_name="{MODEL}"}} 12.0' in curl(f"{facts['url']}/metrics", facts["key"])
-        section = (repository / "README.md").read_text().split("## Over HTTP")[1].split("\n## ")[0]
+        section = (repository / "lowlat" / "USING.md").read_text().split("## Over HTTP")[1].split("\n## ")[0]
         (asked,) = re.findall(r"^curl .*?\'$", section, re.MULTILINE | re.DOTALL)
         (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
         environment = {**server.environment, "LOWLAT_API_KEY": facts["key"]}
