@@ -8,7 +8,7 @@ for blocks that nobody writes meanwhile: the copy engines move each run of block
 streams of their own, so that bytes cross the device's memory once and steps neither wait nor share their SMs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -72,6 +72,7 @@ class BlockMover:
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.cuda.Event] = []  # of each staging buffer: when it may be written again
         self._next = 0
+        self._layouts: dict[tuple[str, int], tuple[tuple[Piece, ...], int]] = {}
 
     def allocate(self, size: int) -> torch.Tensor:
         """Host memory of so many bytes, [n] uint8, from which the device copies.
@@ -96,32 +97,48 @@ class BlockMover:
 
     def content_bytes(self, pool: str, count: int) -> int:
         """The bytes of a content of so many blocks or rows of a pool."""
-        return content_layout(self._state, pool, count)[1]
+        return self._layout(pool, count)[1]
 
     def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
         """Start to copy contents to their blocks, in one thread at a time; returns a function that waits for them."""
-        moves = [move for load in loads for move in self._moves(load.pool, load.places, load.content)]
+        moves = self._moves((load.pool, load.places, load.content) for load in loads)
         return self._bus.start(0, moves, mark, to_device=True)
 
     def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
         """Start to copy blocks to contents, in one thread at a time; returns a function that waits for them."""
         pairs = zip(saves, contents, strict=True)
-        moves = [move for save, content in pairs for move in self._moves(save.key.pool, save.places, content)]
+        moves = self._moves((save.key.pool, save.places, content) for save, content in pairs)
         return self._bus.start(1, moves, mark, to_device=False)
 
-    def _moves(self, pool: str, places: Sequence[int], content: torch.Tensor) -> list[Move]:
-        """The copies between a content and its places: of each buffer a run of places that follow each other."""
-        pieces, size = content_layout(self._state, pool, len(places))
-        if content.numel() != size or not content.is_contiguous():
-            raise ValueError(f"a content of {content.numel()} bytes for {len(places)} places of {size}")
-        starts = [0, *(k for k in range(1, len(places)) if places[k] != places[k - 1] + 1), len(places)]
+    def _layout(self, pool: str, count: int) -> tuple[tuple[Piece, ...], int]:
+        """See `content_layout`, which looks at every buffer: it is asked once for each number of blocks."""
+        key = pool, count
+        if key not in self._layouts:
+            self._layouts[key] = content_layout(self._state, pool, count)
+        return self._layouts[key]
+
+    def _moves(self, contents: Iterable[tuple[str, Sequence[int], torch.Tensor]]) -> list[Move]:
+        """The copies between contents and their places: of each buffer a run of places that follow each other.
+
+        They are many, some for each chunk and layer, and made while a copy waits for them.
+        """
+        rows: dict[str, list[tuple[int, int]]] = {}  # by pool: address and bytes of a row of each buffer
         moves = []
-        for piece in pieces:
-            buffer = self._state[piece.name]
-            row = buffer.stride(0) * buffer.element_size()
-            for start, stop in pairwise(starts):
-                host = content.data_ptr() + piece.start + start * row
-                moves.append(Move(buffer.data_ptr() + places[start] * row, host, (stop - start) * row))
+        for pool, places, content in contents:
+            pieces, size = self._layout(pool, len(places))
+            if content.numel() != size or not content.is_contiguous():
+                raise ValueError(f"a content of {content.numel()} bytes for {len(places)} places of {size}")
+            if pool not in rows:
+                buffers = [self._state[piece.name] for piece in pieces]
+                rows[pool] = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]
+            starts = [0, *(k for k in range(1, len(places)) if places[k] != places[k - 1] + 1), len(places)]
+            runs = [(start, places[start], stop - start) for start, stop in pairwise(starts)]
+            host = content.data_ptr()
+            moves += [
+                Move(address + first * row, host + piece.start + start * row, count * row)
+                for piece, (address, row) in zip(pieces, rows[pool], strict=True)
+                for start, first, count in runs
+            ]
         return moves
 
     @torch.inference_mode()
@@ -130,7 +147,7 @@ class BlockMover:
 
         It gives the content, [n] uint8 in host memory, and may be called by another thread.
         """
-        pieces, size = content_layout(self._state, pool, len(places))
+        pieces, size = self._layout(pool, len(places))
         if self._stream is None or self._copies is None:
             content = torch.zeros(size, dtype=torch.uint8)
             self._gather(pieces, places, content)
@@ -154,7 +171,7 @@ class BlockMover:
     @torch.inference_mode()
     def write(self, pool: str, places: Sequence[int], content: torch.Tensor) -> None:
         """Write a content to blocks or rows, before what is launched later."""
-        pieces, size = content_layout(self._state, pool, len(places))
+        pieces, size = self._layout(pool, len(places))
         if content.numel() != size:
             raise ValueError(f"a content of {content.numel()} bytes for {len(places)} places of {size}")
         if self._stream is None or self._copies is None:
@@ -177,7 +194,7 @@ class BlockMover:
 
     def block_bytes(self, pool: str) -> int:
         """Bytes of a block or row of a pool, as `read` gives them."""
-        return content_layout(self._state, pool, 1)[1]
+        return self._layout(pool, 1)[1]
 
     @torch.inference_mode()
     def read_slot(self, slot: int) -> Callable[[], torch.Tensor]:

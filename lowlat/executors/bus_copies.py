@@ -96,12 +96,13 @@ class BusCopies:
     def _launch_batch(self, handle: ctypes.c_void_p, moves: Sequence[Move], to_device: bool) -> int:
         count = len(moves)
         addresses, sizes = ctypes.c_uint64 * count, ctypes.c_size_t * count
-        device, host = addresses(*(move.device for move in moves)), addresses(*(move.host for move in moves))
+        on_device, on_host, num_bytes = zip(*moves, strict=True)
+        device, host = addresses(*on_device), addresses(*on_host)
         targets, sources = (device, host) if to_device else (host, device)
         attributes = _Attributes(order=IN_STREAM_ORDER, flags=BESIDE_KERNELS)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code: int = self._driver.cuMemcpyBatchAsync(
-            targets, sources, sizes(*(move.num_bytes for move in moves)), ctypes.c_size_t(count),
+            targets, sources, sizes(*num_bytes), ctypes.c_size_t(count),
             ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed), handle,
         )  # fmt: skip
         return code
