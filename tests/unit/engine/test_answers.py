@@ -350,10 +350,11 @@ def times_of(kind: str) -> tuple[float, float]:
 @pytest.mark.alone
 @pytest.mark.parametrize("kind", ["thread", "task"])
 def test_a_token_takes_at_most_50_us_more_than_a_step(kind: str) -> None:
-    """Of three tries one, for other processes may be busy. A chunk's way to its reader overlaps with the next step."""
-    tries = [times_of(kind) for _ in range(3)]
-    assert min(apart_us for _, apart_us in tries) < 50.0, tries
-    assert min(late_us for late_us, _ in tries) < 120.0, tries
+    """Of ten tries one, for other processes may be busy. A chunk's way to its reader overlaps with the next step."""
+    tries: list[tuple[float, float]] = []
+    while not any(late_us < 120.0 and apart_us < 50.0 for late_us, apart_us in tries):
+        assert len(tries) < 10, tries
+        tries.append(times_of(kind))
 
 
 def test_options_by_name_are_those_of_the_records() -> None:
