@@ -99,7 +99,9 @@ class Requests(Mapping[str, Request]):
         request.grammar = self.grammars.open(params, prompt_ids, request.stop_ids)
         total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
         owner = None if session is None else session.key
-        scheduled = ScheduledRequest(name, prompt_ids, total, cache_salt, reads, owner, params.priority)
+        scheduled = ScheduledRequest(
+            name, prompt_ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
+        )
         request.session = session
         self._scheduler.check(scheduled)
         return request, scheduled
@@ -118,9 +120,8 @@ class Requests(Mapping[str, Request]):
         name = self._named(request_id)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids: list[int] = []
-        scheduled = ScheduledRequest(
-            name, ids, most + params.max_tokens, cache_salt, params.prompt_logprobs is None, params.priority
-        )
+        total, reads = most + params.max_tokens, params.prompt_logprobs is None
+        scheduled = ScheduledRequest(name, ids, total, cache_salt, reads_cache=reads, priority=params.priority)
         self._scheduler.check(scheduled, is_open=True)
         request = self._made(name, ids, params, seed)
         request.opening, request.committed = Opening(-1, scheduled, most), ids

@@ -16,7 +16,7 @@ come while it is read, and a chunk is planned when a token after it is known.
 
 from bisect import insort
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -67,8 +67,8 @@ class ScheduledRequest:
     max_total_tokens: int
     cache_salt: str = ""
     reads_cache: bool = True
-    owner: Hashable = None
-    priority: int = 0
+    owner: Hashable = field(default=None, kw_only=True)
+    priority: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,20 @@ def test_at_its_end_a_chunk_is_left_to_read(pairs: dict[str, PairPaths], monkeyp
             ran.clear()
 
 
+def test_one_of_higher_priority_takes_a_slot_and_pins_nothing(pairs: dict[str, PairPaths]) -> None:
+    with Runtime.load(pairs["llama"].target, **{**OPTIONS, "max_batch": 1}) as runtime:
+        low = runtime.submit(prompt_of(5), SamplingParams(max_tokens=30))
+        runtime.step()
+        handle = runtime.open_prompt(SamplingParams(max_tokens=4, priority=1))
+        handle.append(prompt_of(3 * CHUNK))
+        handle.finish()
+        ended: list[str] = []
+        while runtime.busy:
+            ended += [output.request_id for output in runtime.step() if output.finish_reason is not None]
+        assert ended == [handle.request_id, low]
+        assert runtime.kvcache.stats().num_pinned == 0 < runtime.kvcache.stats().num_evictable
+
+
 def test_text_is_read_up_to_the_last_word(pairs: dict[str, PairPaths], tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", "llama", vocab_size=400) and tmp_path / "target"
     write_directory(target, byte_level(), eos_token="</s>")
