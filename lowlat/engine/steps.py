@@ -84,8 +84,8 @@ class Steps:
         self._kept = KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size)
         self._deadlines: dict[str, float] = {}
         self._proposed: dict[str, object] = {}  # what the proposer keeps of requests without a slot
-        self._num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
-        scheduler.num_written = self._num_written
+        num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
+        scheduler.num_written = lambda request_id: len(requests[request_id].committed) + num_ahead
         self._owes_step = False  # a first token was returned, and no step followed it yet
         self._failed_slots: list[int] = []  # whose state is to be zeroed
         self._slot_pools = [pool for state in geometry.sequence_states for pool in state.slot_pools()]
@@ -228,10 +228,6 @@ class Steps:
         while self._in_flight.under_way and (bucket := self._in_flight.bucket) is not None:
             self._go_on(bucket.num_speculative_tokens, ahead=False)
 
-    def _num_written(self, request_id: str) -> int:
-        """Positions of a request that decodes that may be written."""
-        return len(self._requests[request_id].committed) + self._num_ahead
-
     def _depart(self, departure: Departure) -> None:
         """Keep what a request's slot holds, which others get. Nothing may be under way."""
         request = self._requests[departure.request_id]
@@ -306,7 +302,6 @@ class Steps:
             logger.info("%s", self.published.told())
         self.launches.close()
         self.masks.release()
-        self._scheduler.num_written = lambda request_id: 0  # it outlives the steps
         if self._kvcache.tiers is not None:
             self._kvcache.tiers.close()
 

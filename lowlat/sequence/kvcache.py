@@ -7,7 +7,7 @@ ordered by the device's stream: a block that is freed here may be handed out at 
 later.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -17,13 +17,12 @@ import torch
 from lowlat.errors import ConfigError, RequestError
 from lowlat.sequence.book import Allocation, BlockStats, InvariantError, MovedIn, MovedOut, SequenceBook
 from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.prefix_chains import PrefixChains
 from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
 from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Presence, Save
 from lowlat.sequence.tiers.tiers import READ_AHEAD, CacheTiers
 
 __all__ = ["KVCache"]
-
-MAX_CHAINS = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -70,43 +69,6 @@ class _Contents:
         return
 
 
-class _Chain:
-    """The digests of a prompt's chunks, made as they are asked for."""
-
-    def __init__(self, index: PrefixIndex, prompt: Sequence[int], root: bytes, prefill_chunk: int) -> None:
-        self.prompt, self.root = prompt, root
-        self._index, self._chunk = index, prefill_chunk
-        self._digests: list[bytes] = []
-
-    def digest(self, k: int) -> bytes:
-        """The chained digest of chunk k."""
-        digests, size = self._digests, self._chunk
-        for number in range(len(digests), k + 1):
-            tokens = self.prompt[number * size : (number + 1) * size]
-            digests.append(self._index.digest(digests[-1] if digests else self.root, tokens))
-        return digests[k]
-
-
-class _Chains:
-    """The chains of the prompts that were asked for last: one that waits is asked for again and again."""
-
-    def __init__(self, index: PrefixIndex, prefill_chunk: int) -> None:
-        self._index, self._chunk = index, prefill_chunk
-        self._kept: OrderedDict[int, _Chain] = OrderedDict()
-
-    def of(self, prompt: Sequence[int], root: bytes) -> _Chain:
-        """The chain of a prompt under the root of its salt; one that is a list may change, and is digested anew."""
-        if not isinstance(prompt, tuple):
-            return _Chain(self._index, prompt, root, self._chunk)
-        chain = self._kept.get(id(prompt))
-        if chain is None or chain.prompt is not prompt or chain.root != root:
-            chain = self._kept[id(prompt)] = _Chain(self._index, prompt, root, self._chunk)
-        self._kept.move_to_end(id(prompt))
-        if len(self._kept) > MAX_CHAINS:
-            self._kept.popitem(last=False)
-        return chain
-
-
 class KVCache(SequenceBook):
     """Which block holds what, for a pool of `num_blocks` blocks of `block_size` positions; block 0 is null.
 
@@ -149,7 +111,7 @@ class KVCache(SequenceBook):
         self._loads: list[Load] = []
         self._saves: list[Save] = []
         self._index = PrefixIndex()
-        self._chains = _Chains(self._index, prefill_chunk)
+        self._chains = PrefixChains(self._index, prefill_chunk)
         self._pins: dict[Hashable, list[bytes]] = {}
         self._moving: Counter[CachedChunk] = Counter()  # held by copies to or from the tiers
         self._arriving: set[CachedChunk] = set()  # whose contents are not there yet
@@ -188,13 +150,12 @@ class KVCache(SequenceBook):
         if found == count:
             return False
         end = (found + 1) * self.prefill_chunk
-        own = tuple(prompt_token_ids[:end])
 
         def writes(entry: _Entry) -> bool:
             known = len(entry.prompt) - (not isinstance(entry.prompt, tuple))  # one that grows may wait at its last
             if entry.root != chain.root or entry.tainted or not entry.num_prefilled < end <= known:
                 return False
-            return tuple(entry.prompt[:end]) == own
+            return self._chains.of(entry.prompt, entry.root).digest(found) == chain.digest(found)
 
         return any(map(writes, self._entries.values()))
 

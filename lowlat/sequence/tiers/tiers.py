@@ -142,15 +142,15 @@ class CacheTiers:
 
     def copy_in(self, loads: Sequence[Load], mark: Mark) -> None:
         """Copy contents to their blocks, which nobody writes meanwhile; `take_done` then names their holders."""
-        batch: list[Load] = []
+        batch, size = list[Load](), 0
         for place, load in enumerate(loads):
             batch.append(load)
-            size = sum(each.content.numel() for each in batch)
+            size += load.content.numel()
             if size >= BATCH_BYTES or self.max_bytes_per_s is not None or place == len(loads) - 1:
                 with self._lock:
                     self._num_loads += 1
                 self._put_copy(0, partial(self._copy_in, batch, mark))
-                batch = []
+                batch, size = [], 0
 
     def copy_out(self, saves: Sequence[Save], mark: Mark) -> None:
         """Keep what blocks hold, which nobody writes meanwhile; `take_done` then names their holders."""
