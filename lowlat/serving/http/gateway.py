@@ -21,10 +21,14 @@ LOADING_RETRY_S = "5"
 
 
 class Gateway:
-    """A connection to one model's server, made again where it was lost."""
+    """A connection to one model's server, made again where it was lost.
+
+    known  the server's description as it was told last; None before the first time
+    """
 
     def __init__(self, client: AsyncClient) -> None:
         self.client = client
+        self.known: Welcome | None = None
         self.created = int(time.time())
         self._pong: Pong | None = None
         self._pong_at = -STATS_S
@@ -33,7 +37,8 @@ class Gateway:
 
     async def server(self) -> Welcome:
         """The server's description. Raises ServerGone."""
-        return await self.client.connect()
+        self.known = await self.client.connect()
+        return self.known
 
     async def serving(self, model: str) -> Welcome:
         """The server's description, of the model that was asked for. Raises ApiError for another, ServerGone."""

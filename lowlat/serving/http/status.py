@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lowlat.errors import ServerGone
-from lowlat.ipc.messages import Pong
+from lowlat.ipc.messages import Pong, Welcome
 from lowlat.serving.http.gateway import Gateway, Gateways, gateways_of
 from lowlat.serving.http.metrics import CONTENT_TYPE, exposition
 from lowlat.serving.models.roster import Listed
@@ -54,18 +54,26 @@ async def _asked(request: Request) -> Gateway:
 
 async def _described(gateway: Gateway) -> dict[str, Any]:
     server, state = await gateway.server(), (await gateway.health()).state
+    return _described_as(gateway, server, AWAKE if state == "serving" else state)
+
+
+def _described_as(gateway: Gateway, server: Welcome, state: str) -> dict[str, Any]:
     return {
         **_model(server.model, gateway.created),
         "max_model_len": server.limits.max_context,
-        "state": AWAKE if state == "serving" else state,
+        "state": state,
     }
 
 
 async def _described_of(gateways: Gateways, listed: Listed) -> dict[str, Any]:
-    """A model of several; one that cannot be asked has its state and the problem alone."""
+    """A model of several, in the state that its supervisor knows: one that has just died would be waited for.
+
+    One that cannot be asked has its state and the problem alone.
+    """
     if listed.answers:
         try:
-            return await _described(await gateways.of(listed.name))
+            gateway = await gateways.of(listed.name)
+            return _described_as(gateway, gateway.known or await gateway.server(), listed.state)
         except ServerGone:  # it ends, and its supervisor does not know yet
             listed = Listed(listed.name, listed.endpoint, "down")
     problem = {} if listed.problem is None else {"problem": listed.problem}
