@@ -21,7 +21,7 @@ import torch
 
 from bench.lib.clock import percentile
 from bench.lib.conditions import stamps_of, write_json
-from bench.lib.subjects import known_geometry
+from bench.lib.subjects import add_agent_options, known_geometry, one_subject
 from lowlat import Runtime, SamplingParams
 from lowlat.tools.bench.geometry import random_target
 
@@ -72,18 +72,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", help="a name in geometries.toml, with random weights")
     parser.add_argument("--model", type=Path, help="a target's directory")
-    parser.add_argument("--system", type=int, default=8192, help="tokens of the system prompt")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--tool", type=int, default=400, help="tokens that a turn adds besides the last answer")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
+    add_agent_options(parser, "the")
     parser.add_argument("--state-cache-gib", type=float, default=2.0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    if (options.geometry is None) == (options.model is None):
-        parser.error("give --geometry or --model")
-    return options
+    return one_subject(parser, parser.parse_args(arguments))
 
 
 def _longest(options: argparse.Namespace) -> int:

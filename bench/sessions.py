@@ -32,7 +32,7 @@ import torch
 
 from bench.lib.clock import percentile
 from bench.lib.conditions import release, stamps_of, write_json
-from bench.lib.subjects import known_geometry
+from bench.lib.subjects import add_agent_options, known_geometry, one_subject
 from lowlat import Runtime, SamplingParams
 from lowlat.sequence.tiers.tiers import NUM_READERS, CacheTiers
 from lowlat.tools.bench.geometry import random_target
@@ -331,10 +331,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--throttle", type=float, default=10.0, help="GB/s of the throttled copies")
     parser.add_argument("--steps", type=int, default=400, help="steps of each kind")
     parser.add_argument("--seconds", type=float, default=60.0, help="for such steps, of each kind, at most")
-    parser.add_argument("--system", type=int, default=8192, help="tokens of the agent's system prompt")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--tool", type=int, default=400, help="tokens that a turn adds besides the last answer")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
+    add_agent_options(parser, "the agent's")
     parser.add_argument("--others", type=int, default=6, help="other prompts after each turn")
     parser.add_argument("--vocab", type=int, default=90, help="prompts have token ids below it")
     parser.add_argument("--device", default="auto")
@@ -342,10 +339,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    if (options.geometry is None) == (options.model is None):
-        parser.error("give --geometry or --model")
-    return options
+    return one_subject(parser, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ def unit_lower_inverse(lower: Tensor) -> Tensor:
 
 
 def chunked_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int = 64) -> Tensor:
-    """What each row reads of its state, [rows, length, H, Dv] float32.
+    """The output that each row reads of its state, [rows, length, H, Dv] float32.
 
     q, k   [rows, length, H, Dk] float32  normed, queries scaled
     v      [rows, length, H, Dv] float32

@@ -73,8 +73,8 @@ class Reply(Waiter, Generic[Value]):
 
     __slots__ = ("value",)
 
-    def __init__(self) -> None:
-        self.failure = None
+    def __init__(self, failure: LowlatError | None = None) -> None:
+        self.failure = failure
         self.value: Value | None = None
 
     @property
@@ -280,23 +280,19 @@ class ClientProtocol:
 
     def health(self) -> Reply[Pong]:
         """Ask for a PONG."""
-        reply: Reply[Pong] = Reply()
-        if self.failure is not None:
-            reply.failure = self.failure
-            return reply
-        self._num_asked += 1
-        self._healths[self._num_asked] = reply
-        self._send(Health(self._num_asked))
+        reply: Reply[Pong] = Reply(self.failure)
+        if reply.failure is None:
+            self._num_asked += 1
+            self._healths[self._num_asked] = reply
+            self._send(Health(self._num_asked))
         return reply
 
     def stats(self) -> Reply[dict[str, Any]]:
         """Ask for figures."""
-        reply: Reply[dict[str, Any]] = Reply()
-        if self.failure is not None:
-            reply.failure = self.failure
-            return reply
-        self._stats.append(reply)
-        self._send(Stats())
+        reply: Reply[dict[str, Any]] = Reply(self.failure)
+        if reply.failure is None:
+            self._stats.append(reply)
+            self._send(Stats())
         return reply
 
     def drain(self, deadline_s: float) -> Reply[Pong]:
@@ -308,13 +304,11 @@ class ClientProtocol:
 
     def reside(self, *, asleep: bool) -> Reply[Resident]:
         """Ask the server to let its model sleep, or to wake it; answered when that is done, or refused."""
-        reply: Reply[Resident] = Reply()
-        if self.failure is not None:
-            reply.failure = self.failure
-            return reply
-        self._num_asked += 1
-        self._residences[self._num_asked] = reply
-        self._send(Residence(self._num_asked, asleep))
+        reply: Reply[Resident] = Reply(self.failure)
+        if reply.failure is None:
+            self._num_asked += 1
+            self._residences[self._num_asked] = reply
+            self._send(Residence(self._num_asked, asleep))
         return reply
 
     def attend(self, now: float) -> None:

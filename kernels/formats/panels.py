@@ -16,7 +16,7 @@ __all__ = [
 
 
 def padding_of(shape: tuple[int, ...], steps: torch.Tensor) -> tuple[int, int, int, int]:
-    """What `torch.nn.functional.pad` takes to make a matrix [N, K] of this shape whole tiles."""
+    """The argument of `torch.nn.functional.pad` that makes a matrix [N, K] of this shape whole tiles."""
     (rows, columns), (height, width, _) = shape, steps.shape
     return 0, width * TILE_COLUMNS - columns, 0, height * TILE_ROWS - rows
 

@@ -23,7 +23,7 @@ MINUS_ZEROS = 0x80008000
 
 
 def _own(tiles: TileFormat) -> tuple[Any, Callable[[int], Any], Callable[[int], Any]]:
-    """What the format of the tiles has for experts: to load codes, to expand a half, and what groups expand with."""
+    """The functions that the tiles' format has for experts: loads, how a half expands, and what groups expand with."""
     own = fragment_of(tiles)
     if own.expand is None or own.beside is None:
         raise ShapeError(f"experts' kernels do not decode {tiles.label}")

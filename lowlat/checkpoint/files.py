@@ -1,16 +1,19 @@
-"""Small files from elsewhere, untrusted: regular files alone, read with a limit, without waiting for a pipe's
-writer.
+"""Files: small ones from elsewhere, untrusted, read with a limit and without waiting for a pipe's writer; own ones,
+written whole.
 """
 
 import json
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lowlat.errors import ConfigError
 
-__all__ = ["decode_text", "find_bytes", "find_text", "read_bytes", "read_json", "read_text"]
+__all__ = ["decode_text", "find_bytes", "find_text", "read_bytes", "read_json", "read_text", "written_whole"]
 
 
 def find_bytes(path: Path, max_bytes: int) -> bytes | None:
@@ -70,3 +73,20 @@ def read_json(path: Path, max_bytes: int) -> Any:
         return json.loads(read_text(path, max_bytes))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not valid JSON: {error!s:.200}") from error
+
+
+@contextmanager
+def written_whole(path: Path, prefix: str) -> Iterator[IO[bytes]]:
+    """A file of its owner's alone (mode 600), which takes the place of `path` when all of it is written, or never.
+
+    prefix  of its name until then, next to `path`
+    Raises OSError.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, delete=False) as file:
+        try:
+            yield file
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

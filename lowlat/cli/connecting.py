@@ -103,7 +103,7 @@ class ServedModel:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """What was said before: nothing, as a server keeps no conversation."""
+        """The messages said before: none, as a server keeps no conversation."""
         return []
 
     def open_session(self, path: Path) -> None:

@@ -30,7 +30,7 @@ class LocalModel:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """What was said before, by the session's file."""
+        """The messages said before, by the session's file."""
         return [] if self._session is None else list(self._session.data.get("messages", ()))
 
     def open_session(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What requests that have left their slot keep in host memory, bit for bit: rows of their slot, contents of blocks.
+"""The states of requests that have left their slot, kept in host memory bit for bit: rows of the slot, and blocks.
 
 All ranks' states are read. Which blocks, and whether they fit, `lowlat.engine.scheduler` says.
 """

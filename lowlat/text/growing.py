@@ -111,7 +111,7 @@ class GrowingText:
         return [*(before if self._is_first else ()), *bare, *(after if ends else ())]
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
-        """What the tokenizer puts around a text."""
+        """The special tokens that the tokenizer puts around a text."""
         whole, bare = list(self._encode(text, True)), self._bare(text)
         for place in range(len(whole) - len(bare) + 1):
             if whole[place : place + len(bare)] == bare:

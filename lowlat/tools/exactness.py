@@ -22,6 +22,7 @@ __all__ = ["SETTINGS", "Difference", "Exactness", "Request", "Sweep", "measure_e
 
 BATCH = 4  # slots of the runtime that speculates
 PREFIX_TOKENS = 8  # of an answer after a shared prefix
+SEPARATOR = ": "  # between a sweep and a request in the name that a runtime knows it by
 Load = Callable[..., Runtime]
 
 # how requests choose their tokens; each prompt is asked in all of these ways
@@ -61,7 +62,7 @@ class Difference:
 
 @dataclass
 class Sweep:
-    """What one way of decoding gave.
+    """The answers of one way of decoding, counted and compared.
 
     name           for instance `draft length 3`
     requests       answers that were compared
@@ -98,9 +99,6 @@ class Sweep:
             if tokens != expected:
                 self.different += 1
                 self.first = self.first or _difference(name, expected, tokens)
-
-
-SEPARATOR = ": "  # between a sweep and a request in the name that a runtime knows it by
 
 
 @dataclass
@@ -162,8 +160,8 @@ def measure_exactness(
     with load(target, None, None, max_batch=1, prefix_reuse=False, **options) as runtime:
         requests = list(_requests(runtime, prompts, max_tokens))
         prefixes = list(_prefixes(runtime, [token for request in requests for token in request.prompt]))
-        plain = {request.name: answer for request in (*requests, *prefixes) for answer in _alone(runtime, request)}
-        found = Exactness(str(runtime.device_choice.device), runtime.device_choice.executor, runtime.numerics)
+        plain = {request.name: _alone(runtime, request) for request in (*requests, *prefixes)}
+    groups = [requests[place : place + BATCH] for place in range(0, len(requests), BATCH)]
 
     def add(sweep: Sweep) -> None:
         found.sweeps.append(sweep)
@@ -173,11 +171,10 @@ def measure_exactness(
     depth = speculative.num_speculative_tokens
     fixed = replace(speculative, strict=True)
     with load(target, fixed, None, max_batch=BATCH, **options) as runtime:
-        found.numerics = runtime.numerics
+        found = Exactness(str(runtime.device_choice.device), runtime.device_choice.executor, runtime.numerics)
         for length in range(depth + 1):
             runtime.speculate(length)
             add(_run(runtime, f"draft length {length}", [[request] for request in requests], plain))
-        groups = [requests[place : place + BATCH] for place in range(0, len(requests), BATCH)]
         add(_run(runtime, "with neighbours", groups, plain))
         add(_run(runtime, "with neighbours that are cancelled", groups, plain, cancels=True))
         add(_run(runtime, "after a shared prefix", [[request] for request in prefixes], plain))
@@ -229,8 +226,9 @@ def _prefixes(runtime: Runtime, ids: Sequence[int]) -> Iterator[Request]:
         yield Request(f"{length} tokens of a prompt", prompt, params)
 
 
-def _alone(runtime: Runtime, request: Request) -> Iterable[tuple[int, ...]]:
-    return _decode(runtime, "plain", [request], cancels=False).values()
+def _alone(runtime: Runtime, request: Request) -> tuple[int, ...]:
+    (answer,) = _decode(runtime, "plain", [request], cancels=False).values()
+    return answer
 
 
 def _run(
@@ -257,7 +255,7 @@ def _decode(runtime: Runtime, sweep: str, group: Sequence[Request], *, cancels: 
         name = runtime.submit(request.prompt, request.params, request_id=f"{sweep}{SEPARATOR}{request.name}")
         tokens[name] = []
     cancelled = set(list(tokens)[1::2]) if cancels else set[str]()
-    waiting: set[str] = set(cancelled)
+    waiting = set(cancelled)
     while runtime.busy:
         for output in runtime.step():
             if output.error is not None:

@@ -54,7 +54,7 @@ for number in range(10_000):
 
 
 def content(tier: DiskTier, number: int) -> torch.Tensor | None:
-    """What a tier holds of a number."""
+    """The content that a tier holds of a number."""
     return tier.read(ChunkKey(number.to_bytes(32, "little"), ""), lambda size: torch.empty(size, dtype=torch.uint8))
 
 

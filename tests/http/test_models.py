@@ -74,11 +74,11 @@ class Models:
         return found
 
     def states(self) -> dict[str, str]:
-        """What /v1/models says."""
+        """The states of /v1/models, by model."""
         return {each["id"]: each["state"] for each in self.ask("/v1/models")[1]["data"]}
 
     def roster(self) -> Roster:
-        """What the supervisor says."""
+        """The roster that the supervisor has written."""
         path = roster_path(self.server.endpoint)
         assert path is not None
         return Roster.read(path)

@@ -124,7 +124,7 @@ def test_an_open_prompt_has_the_answer_of_the_whole(family: str, reuse: bool, pa
 
 
 def test_at_its_end_a_chunk_is_left_to_read(pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there before was read before: of ids one chunk at most, whatever the length."""
+    """All that was there before was read before: of ids one chunk at most, whatever the length."""
     with Runtime.load(pairs["llama"].target, prefix_reuse=False, **OPTIONS) as runtime:
         ran: list[int] = []
         prefill = runtime.executor.prefill

@@ -114,7 +114,7 @@ def test_mypy_knows_the_types_of_a_users_program(tmp_path: Path) -> None:
 
 
 def checked_by_pyright(program: str, folder: Path) -> list[str]:
-    """What pyright, in the build that wheels ship, says of a user's program, in order of its lines."""
+    """The words of pyright, in the build that wheels ship, on a user's program, in order of its lines."""
     (folder / "user.py").write_text(program)
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "user.py"]

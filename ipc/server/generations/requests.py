@@ -96,7 +96,7 @@ class Requests:
 
     @property
     def state(self) -> str:
-        """What PONG says."""
+        """The facts of a PONG."""
         return "draining" if self.draining else str(self.residence.state)
 
     @property

@@ -29,7 +29,7 @@ __all__ = ["OPERANDS", "Operand", "make_value_epilogue"]
 
 @dataclass(frozen=True)
 class Operand:
-    """What joins a value of the product.
+    """An operand that joins a value of the product.
 
     load  (rows, tile, row, column) -> float32, from the address of the rows that the GEMM was given
     join  (other, value) -> float32, rounded as the operation's reference has it
@@ -90,7 +90,7 @@ def _make_sum() -> Any:
 
 
 def _operand(shape: DecodeGemmShape) -> Operand | None:
-    """What joins the value, if anything does; an activation's up is part of the product."""
+    """The operand that joins the value, if any does; an activation's up is part of the product."""
     make = _block_row if shape.block is not None else OPERANDS.get(shape.epilogue)
     return None if make is None else make(shape)
 

@@ -203,7 +203,7 @@ def _read_text(file: BinaryIO) -> str:
 
 
 def _writer(*, has_text: bool) -> Callable[[Chunk], None]:
-    """What streams an answer to stdout: text, or token ids where there is no tokenizer."""
+    """The function that streams an answer to stdout: text, or token ids where there is no tokenizer."""
 
     def write(chunk: Chunk) -> None:
         stream_text(chunk.text if has_text else "".join(f"{token} " for token in chunk.token_ids))

@@ -4,13 +4,11 @@ from pathlib import Path
 
 import click
 
-from lowlat.cli.connecting import connected, endpoint_of, server_options
-from lowlat.cli.console import print_json
+from lowlat.cli.connecting import server_options
 from lowlat.cli.options import as_json
+from lowlat.cli.residence import change_residence
 
 __all__ = ["command"]
-
-TIMEOUT_S = 600.0
 
 
 @click.command("wake")
@@ -22,9 +20,4 @@ def command(model: str | None, endpoint: str | None, curve_keys: Path | None, js
 
     MODEL is a name in `[[models]]` of the server's file; without it the server's first, or only one.
     """
-    with connected(endpoint_of(endpoint, model), curve_keys, "lowlat wake") as client:
-        state = client.wake(TIMEOUT_S)
-        if json_output:
-            print_json({"model": client.server.model, "state": state})
-        else:
-            click.echo(f"{client.server.model} is {state}")
+    change_residence(model, endpoint, curve_keys, asleep=False, json_output=json_output)

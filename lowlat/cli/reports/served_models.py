@@ -17,7 +17,7 @@ __all__ = ["OneServer", "SeveralServers", "Shown"]
 
 
 class Shown(ABC):
-    """What is shown, once or again and again."""
+    """The table that is shown, once or again and again."""
 
     @abstractmethod
     def figures(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ _bells: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell]" = weakr
 
 
 class _Turn(asyncio.Future[None]):
-    """What a task waits for: its one waiter goes on as soon as it is given, and not in the loop's next round."""
+    """The future that a task waits for: its one waiter goes on as soon as it is given, not in the next round."""
 
     _waiter: Callable[[Any], object] | None = None
     _context: Context | None = None

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
+from lowlat.checkpoint.files import written_whole
 from lowlat.engine.sessions.book import MAX_NAME, SessionRecord
 from lowlat.errors import RequestError, SessionError
 from lowlat.sequence.tiers.key import ChunkKey, Save
@@ -109,7 +109,7 @@ def write_session(runtime: "Runtime", record: SessionRecord, path: Path) -> int:
 def _held(
     runtime: "Runtime", token_ids: tuple[int, ...], salt: str
 ) -> tuple[list[tuple[int, Save]], list[tuple[int, str, Callable[[], torch.Tensor]]]]:
-    """What there is of a session's state: chunks whose blocks stay until they are let go of, and what was read at once.
+    """A session's state: chunks whose blocks stay until they are let go of, and contents that were read at once.
 
     Contents that lie in the tiers come to the device first.
     """
@@ -157,19 +157,14 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
     """Write pieces and their digest, under another name until they are whole. Raises SessionError."""
     digest, size = hashlib.blake2b(digest_size=DIGEST_BYTES), DIGEST_BYTES
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:  # mode 0600
-            try:
-                for piece in pieces:
-                    digest.update(piece)
-                    file.write(piece)
-                    size += len(piece)
-                file.write(digest.digest())
-                file.flush()
-                os.fsync(file.fileno())
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with written_whole(path, f".{path.name}-") as file:
+            for piece in pieces:
+                digest.update(piece)
+                file.write(piece)
+                size += len(piece)
+            file.write(digest.digest())
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as error:
         raise SessionError(f"session file {path} cannot be written: {error.strerror or error}") from error
     return size

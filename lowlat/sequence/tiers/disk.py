@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from lowlat.checkpoint.files import written_whole
 from lowlat.errors import ConfigError
 from lowlat.sequence.tiers.key import ChunkKey
 
@@ -121,18 +121,12 @@ class DiskTier:
         try:
             if not self._make_space(size):
                 return False
-            with tempfile.NamedTemporaryFile(dir=self.root, prefix=f"{WRITING}{os.getpid()}-", delete=False) as file:
-                try:  # its mode is 0600
-                    file.write(head)
-                    file.write(view)
-                    file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
-                    file.close()
-                    path = self._path(key)
-                    before = path.stat().st_size if path.exists() else 0
-                    os.replace(file.name, path)
-                except OSError:
-                    os.unlink(file.name)
-                    raise
+            path = self._path(key)
+            with written_whole(path, f"{WRITING}{os.getpid()}-") as file:
+                file.write(head)
+                file.write(view)
+                file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
+                before = path.stat().st_size if path.exists() else 0
             with self._lock:
                 self.num_bytes += size - before
                 self._seen = self.root.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""Who holds the devices' memory: which model is woken or loaded next, and which ones sleep for it.
+"""The holders of the devices' memory: which model is woken or loaded next, and which ones sleep for it.
 
 Models that nobody asked for longest go first, and those with requests only after one that waits has waited for a while:
 they finish what runs, and what comes meanwhile waits. Wakes are served in the order in which they were asked for, and
@@ -61,7 +61,7 @@ class Place:
 
 @dataclass
 class Decision:
-    """What to do now: models to load or wake, models to put to sleep, those that never fit, and when to ask again."""
+    """The decision for now: models to load or wake, to put to sleep, those that never fit, and when to ask again."""
 
     grants: list[str] = field(default_factory=list)
     sleeps: list[str] = field(default_factory=list)

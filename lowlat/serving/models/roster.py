@@ -5,11 +5,11 @@ killed leaves a file that nobody believes.
 """
 
 import os
-import tempfile
 from pathlib import Path
 
 import msgspec
 
+from lowlat.checkpoint.files import written_whole
 from lowlat.errors import ServerGone
 from lowlat.ipc.endpoint import parse_endpoint
 
@@ -46,18 +46,12 @@ class Roster(msgspec.Struct, frozen=True):
 
     def write(self, path: Path) -> None:
         """Replace the file. Raises OSError."""
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".models-", delete=False) as file:  # mode 0600
-            try:
-                file.write(msgspec.json.encode(self))
-                file.flush()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+        with written_whole(path, ".models-") as file:
+            file.write(msgspec.json.encode(self))
 
     @classmethod
     def read(cls, path: Path) -> "Roster":
-        """What stands in the file. Raises ServerGone where there is none, or its supervisor has ended."""
+        """The roster in a file. Raises ServerGone where there is none, or its supervisor has ended."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
             os.kill(found.pid, 0)

@@ -105,7 +105,7 @@ class Supervisor:
         return tuple(child.listed() for child in self._children.values())
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What each model that was loaded says of itself, by name."""
+        """The facts that each model that was loaded says of itself, by name."""
         return {name: child.facts for name, child in self._children.items() if child.facts}
 
     @contextmanager

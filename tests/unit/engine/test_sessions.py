@@ -255,7 +255,7 @@ def test_a_file_that_others_may_write_or_that_cannot_be_written_is_refused(
 
 
 def test_a_session_in_files_of_the_cache_is_saved_whole(target: Path, tmp_path: Path) -> None:
-    """What lies below the device's memory comes back to it, while the caller waits."""
+    """Contents below the device's memory come back to it, while the caller waits."""
     small = {**OPTIONS, "max_batch": 1, "kv_blocks": 36, "cache_dir": tmp_path / "cache"}
     prompt = prompt_of(5 * CHUNK + 3)
     with Runtime.load(target, **small) as runtime:
