@@ -26,6 +26,7 @@ from lowlat.kernels.reference.speculation import (
     length_probabilities,
     markov,
     ngram_draft,
+    proposals,
     suffix_draft,
     waiting,
 )
@@ -58,6 +59,7 @@ OPERATIONS = operations_of(
     partial,
     pending,
     prompt_logprobs,
+    proposals,
     publish,
     ranks,
     rope,
