@@ -27,6 +27,7 @@ from lowlat.kernels.reference.speculation import (
     markov,
     ngram_draft,
     suffix_draft,
+    token_rows,
     waiting,
 )
 from lowlat.kernels.reference.step import checks, publish, slots
@@ -64,6 +65,7 @@ OPERATIONS = operations_of(
     sample,
     slots,
     suffix_draft,
+    token_rows,
     waiting,
     length_probabilities,
 )

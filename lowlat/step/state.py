@@ -120,6 +120,12 @@ class StepGeometry:
         return max(self.max_rows, min(MAX_WAITING, MAX_PASS_ROWS // self.max_batch))
 
     @property
+    def most_waiting(self) -> int:
+        """`num_waiting` where steps choose their draft length and rows wait for the draft model; else 0."""
+        waits = self.max_draft_length is not None and self.speculator is not None and self.speculator.runs_over_rows
+        return self.num_waiting if waits else 0
+
+    @property
     def range_names(self) -> RangeNames:
         """The names that profiles give the stages of a step, by how it speculates."""
         return OWN_NAMES if self.speculator is None else self.speculator.range_names
