@@ -28,6 +28,7 @@ from lowlat.kernels.reference.speculation import (
     ngram_draft,
     proposals,
     suffix_draft,
+    token_rows,
     waiting,
 )
 from lowlat.kernels.reference.step import checks, publish, slots
@@ -66,6 +67,7 @@ OPERATIONS = operations_of(
     sample,
     slots,
     suffix_draft,
+    token_rows,
     waiting,
     length_probabilities,
 )

@@ -45,6 +45,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_VOCABULARY, *_TREES),
     "dflash": ("model", "draft_quantize", "capture_layers", *_VOCABULARY, *_TREES),
     "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
+    "draft_model": ("model", "draft_quantize", "text_drafts", *_VOCABULARY),
 }
 NEEDS_MODEL = frozenset(method for method, names in METHOD_OPTIONS.items() if "model" in names)
 AUTO_METHOD = "auto"  # stands for a method that models' files name: it is settled at load
@@ -71,8 +72,9 @@ class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
     `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
-    `ORG/NAME[@REVISION]`; or "mtp", with the target's own multi-token prediction layer, which is in its files. "auto"
-    is the method that `model` is for or, where none is given, "mtp". "ngram" drafts what followed the longest suffix of
+    `ORG/NAME[@REVISION]`; "draft_model", with any smaller model of the target's vocabulary; or "mtp", with the target's
+    own multi-token prediction layer, which is in its files. "auto" is the method that `model` is for or, where none is
+    given, "mtp". "ngram" drafts what followed the longest suffix of
     the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts next to it: each step
@@ -94,7 +96,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it: a directory, or ORG/NAME; EAGLE3, P-EAGLE, DFlash or DSpark.",
+        "A draft model for it: a directory, or ORG/NAME; EAGLE3, P-EAGLE, DFlash, DSpark, or a whole small model.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",

@@ -246,6 +246,11 @@ class Speculator(ABC):
         """
         return None
 
+    @property
+    def runs_over_rows(self) -> bool:
+        """Whether it runs over accepted rows, which wait for it where drafting opens a step."""
+        return bool(self.waiting_boundaries)
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The buffers of role STATE that it keeps between steps."""
         return []

@@ -96,6 +96,11 @@ class TextBeside(Speculator):
         """The model's."""
         return self.model.kv_windows
 
+    @property
+    def runs_over_rows(self) -> bool:
+        """Whether the model does."""
+        return self.model.runs_over_rows
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The model's, and by slot the last proposals and the acceptance probabilities."""
         batch, ints = sizes.max_batch, torch.int32
