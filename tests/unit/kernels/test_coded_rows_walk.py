@@ -25,7 +25,13 @@ PARTS = (
     *("activation_layout", "split_k_sum", "weight_steps", "segment_totals", "plan", "mainloop", "half_steps"),
     *("gated_epilogue", "coded_rows", "gemm"),
 )
-NAMES = ("common.pipeline", "common.activation", "common.norm_math", "formats.fragment", *(f"gemm.prefill.{part}" for part in PARTS))
+NAMES = (
+    "common.pipeline",
+    "common.activation",
+    "common.norm_math",
+    "formats.fragment",
+    *(f"gemm.prefill.{part}" for part in PARTS),
+)
 CODING = ("common.norm_math", "gemm.prefill.activation_layout", "gemm.prefill.coded_rows")
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
