@@ -46,9 +46,8 @@ LONGEST = 40  # tokens of a prompt, at most
 MOST_TOKENS = 6  # of an answer
 MAX_SESSIONS, MAX_OPEN, MAX_LIVE = 6, 3, 14
 CHECK_EVERY = 100  # moves
-KINDS: dict[str, float] = {"step": 24, "submit": 16, "pause": 15, "resume": 15, "append": 10}
-KINDS |= {"cancel": 4, "open_prompt": 4, "finish_on_trial": 3, "finish": 3, "fork": 4, "close": 3, "open": 3}
-KINDS |= {"save": 0.2}
+KINDS: dict[str, float] = {"step": 12, "submit": 12, "pause": 20, "resume": 20, "append": 10, "cancel": 5, "fork": 5}
+KINDS |= {"open_prompt": 4, "finish_on_trial": 3, "finish": 4, "close": 4, "open": 3, "save": 0.1}
 
 
 def make_model(directory: Path) -> Path:
@@ -94,10 +93,11 @@ class _Live:
 
 @dataclass(eq=False)
 class _Opened:
-    """A prompt that may still grow."""
+    """A prompt that may still grow, and the text that it will be the begin of."""
 
     handle: OpenPrompt
     params: SamplingParams
+    text: list[int]
     prompt: list[int] = field(default_factory=list)
 
 
@@ -179,26 +179,25 @@ class Moves:
         self.opened.pop(name, None)
         return True
 
-    def open_prompt(self, which: int, max_tokens: int, seed: int, priority: int = 0) -> bool:
+    def open_prompt(self, base: int, max_tokens: int, seed: int, priority: int = 0) -> bool:
         """A request whose prompt is still to come."""
         if len(self.opened) >= MAX_OPEN or len(self.live) >= MAX_LIVE:
             return False
         params = _params(max_tokens, seed, priority)
         try:
-            handle = self.runtime.open_prompt(params, cache_salt=("", "a")[which % 2], max_prompt_tokens=LONGEST)
+            handle = self.runtime.open_prompt(params, cache_salt=("", "a")[base % 2], max_prompt_tokens=LONGEST)
         except CapacityError:
             return False
         self.live[handle.request_id] = _Live(None)
-        self.opened[handle.request_id] = _Opened(handle, params)
+        self.opened[handle.request_id] = _Opened(handle, params, BASES[base % len(BASES)] * 2)
         return True
 
-    def append(self, which: int, base: int, count: int) -> bool:
+    def append(self, which: int, count: int) -> bool:
         """More of an open prompt, also after its end on trial."""
         opened = self._opened(which)
         if opened is None:
             return False
-        start = len(opened.prompt)
-        own = (BASES[base % len(BASES)] * 2)[start : min(LONGEST, start + count)]
+        own = opened.text[len(opened.prompt) : len(opened.prompt) + count]
         opened.handle.append(own)
         opened.prompt += own
         return True
@@ -263,9 +262,9 @@ class Moves:
             goes_on = source.random() < 0.3
             made = self.submit(base, length, 1 + most, seed, which, goes_on=goes_on, priority=priority)
         elif kind == "open_prompt":
-            made = self.open_prompt(which, 1 + most, seed, priority)
+            made = self.open_prompt(base, 1 + most, seed, priority)
         elif kind == "append":
-            made = self.append(which, base, 1 + length % 9)
+            made = self.append(which, 1 + length % 9)
         elif kind in ("finish", "finish_on_trial"):
             made = self.finish(which, on_trial=kind != "finish")
         elif kind in ("step", "open"):
