@@ -28,6 +28,7 @@ from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams, Session, SpeculativeConfig
 from lowlat.engine.open_prompts import OpenPrompt
 from lowlat.errors import CapacityError, RequestError
+from lowlat.models.target import OpenedTarget
 from lowlat.tools.bench.geometry import Geometry, random_target
 
 __all__ = ["KINDS", "Alone", "Moves", "main", "make_model"]
@@ -50,7 +51,7 @@ KINDS: dict[str, float] = {"step": 12, "submit": 12, "pause": 20, "resume": 20, 
 KINDS |= {"open_prompt": 4, "finish_on_trial": 3, "finish": 4, "close": 4, "open": 3, "save": 0.1}
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path) -> OpenedTarget:
     """A target of which a step takes little."""
     own = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     geometry = Geometry(target={**known_geometry("tiny").target, **own, "intermediate_size": 16, "vocab_size": 17})
@@ -60,7 +61,7 @@ def make_model(directory: Path) -> Path:
 class Alone:
     """Answers of a runtime that does one request after the other, and shares nothing."""
 
-    def __init__(self, model: Path) -> None:
+    def __init__(self, model: OpenedTarget) -> None:
         self.runtime = Runtime.load(model, max_batch=1, prefix_reuse=False, max_prefill_chunks=16, **SIZES)
         self._known: dict[tuple[tuple[int, ...], int | None], list[int]] = {}
 
@@ -104,7 +105,7 @@ class _Opened:
 class Moves:
     """A runtime with sessions, little memory, drafts and a host tier; each move checks what it brings."""
 
-    def __init__(self, model: Path, alone: Alone, folder: Path) -> None:
+    def __init__(self, model: OpenedTarget, alone: Alone, folder: Path) -> None:
         sizes: dict[str, Any] = {"max_batch": 4, "kv_blocks": 90, "max_queue": 8, "max_prefill_chunks": 4, **SIZES}
         self.runtime = Runtime.load(model, NGRAM, host_cache_gib=0.001, **sizes)
         self._alone, self._file = alone, folder / "moves.session"
