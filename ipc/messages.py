@@ -49,6 +49,7 @@ MAX_MESSAGES = 4096  # of a chat
 MAX_SALT = 256
 MAX_SESSION = 128
 MAX_GRAMMAR = 256 << 10
+MAX_DRAFT_TEXT = 1 << 20
 DEFAULT_TOKENS = 256  # lowlat.SamplingParams.max_tokens
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -150,6 +151,10 @@ class Welcome(Struct):
 
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
+DraftText = (
+    Annotated[str, Meta(min_length=1, max_length=MAX_DRAFT_TEXT)]
+    | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_DRAFT_TEXT)]
+)
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -188,6 +193,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     tools: GrammarText | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    draft_texts: Annotated[tuple[DraftText, ...], Meta(max_length=16)] = ()
 
     @property
     def token_limit(self) -> int:

@@ -310,7 +310,7 @@ class Requests:
         if submit.deadline_ms is not None:
             stream.deadline = self._timers.after(submit.deadline_ms / 1000, self._late, stream)
         prepared = None
-        if 0 < len(body) <= MAX_INLINE_BYTES and not submit.sampling.has_grammar:
+        if 0 < len(body) <= MAX_INLINE_BYTES and not (submit.sampling.has_grammar or submit.sampling.draft_texts):
             prepared = prepare(
                 stream, submit, body, self._engine, self._codec, self._log, self._limits.default_max_tokens
             )
