@@ -121,8 +121,8 @@ def write_pair(name: str, directory: Path) -> tuple[Path, Path | None]:
     target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
     _quantise(kind, directory / "target")
     if flags == WHOLE:
-        shape = {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 64, "intermediate_size": 64}
-        make_target(directory / "head", "qwen3", seed=1, tie_word_embeddings=True, **shape)
+        small = {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 64, "intermediate_size": 64}
+        make_target(directory / "head", "qwen3", seed=1, tie_word_embeddings=True, **small)
         return directory / "target", directory / "head"
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
     make_head = dflash_draft_model if "layout" in HEADS[flags] else random_draft_model

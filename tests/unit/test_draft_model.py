@@ -171,9 +171,10 @@ def test_what_is_no_draft_model_of_the_target_is_refused_by_name(tmp_path: Path)
         with pytest.raises(ConfigError, match=match):
             plan_speculator(SpeculativeConfig(tmp_path / name, method), target)
     assert [draft_method(tmp_path / name) for name in ("large", "hybrid", "eagle")] == ["draft_model"] * 2 + ["eagle3"]
-    for name in ("capture_layers", "draft_window"):
+    given: dict[str, Any] = {"capture_layers": (1,), "draft_window": 8, "tree": ((0,),)}
+    for name, value in given.items():
         with pytest.raises(ConfigError, match=f"{name} is an option of method"):
-            drafting(tmp_path, **{name: (1,) if name == "capture_layers" else 8})
+            drafting(tmp_path, **{name: value})
 
 
 def test_tokenizers_are_compared_where_both_are_at_hand(tmp_path: Path) -> None:
