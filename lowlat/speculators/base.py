@@ -17,6 +17,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
 from lowlat.kernels.formats import matrix_parts
+from lowlat.kernels.reference.step.slots import FROM_METHOD
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
@@ -211,6 +212,21 @@ class Speculator(ABC):
         return self.method, ""
 
     @property
+    def wide_rows(self) -> tuple[int, ...]:
+        """The rows a slot, root included, of wide steps whose proposals it makes, ascending; (): it makes none."""
+        return ()
+
+    @property
+    def wide_source(self) -> int:
+        """The source, by its number in `verified_source`, whose drafts say by being right that a wide step pays."""
+        return FROM_METHOD
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Tokens of texts that a request may name to draft from, next to its own; 0: none may be named."""
+        return 0
+
+    @property
     def range_names(self) -> RangeNames:
         """The names that profiles give the stages of its steps, where that is not the stages' own names."""
         return OWN_NAMES
@@ -269,6 +285,13 @@ class Speculator(ABC):
         the accepted row is that token.
         """
         return ()
+
+    def emit_proposals(self, scope: StepScope) -> str:
+        """Append what a wide step is to verify, before it verifies; returns `scope.draft_nodes()`.
+
+        `tokens`, `slots`, `draft_live` and `draft_lens` are there; the topology is the chain of the step's rows.
+        """
+        raise ValueError(f"method {self.method!r} proposes nothing for wide steps")
 
     @abstractmethod
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
