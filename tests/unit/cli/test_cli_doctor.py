@@ -112,6 +112,27 @@ def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_pa
     assert [entry["shift"] for entry in shifts] == [-1, 0, 1] and shifts[1]["accepted"] > 0
 
 
+def test_inspect_and_doctor_take_a_whole_model(tmp_path: Path) -> None:
+    """It reads no boundary, so that nothing can be shifted: acceptance alone is told, of the method that is found."""
+    make_target(tmp_path / "target", "qwen3", gain=0.45, num_hidden_layers=2)
+    make_target(tmp_path / "draft", "llama", num_hidden_layers=1, tie_word_embeddings=True)
+    files = ("--target", tmp_path / "target")
+    found = answer("inspect", "draft-model", tmp_path / "draft", *files, "--json")
+    assert (found["method"], found["layout"], found["geometry"]["family"]) == ("draft_model", "whole", "llama")
+    assert found["capture"]["convention"] == "none: it reads tokens alone" and not found["capture"]["boundaries"]
+    assert found["draft_vocabulary"]["share"] == 1 and found["flags"]["tie_embeddings"] is True
+    planned = ("--draft-model", tmp_path / "draft", "--method", "draft_model", "-S", 3, "--json")
+    whole = answer("inspect", "model", tmp_path / "target", *planned)
+    assert whole["kv"]["head_bytes_per_token"] == 2 * 2 * 8 * 4 and "head_parts" in whole
+    step = answer("inspect", "step", tmp_path / "target", *planned)
+    assert step["method"] == "draft_model" and step["step"]["operations"] > 99
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    options = ("--draft-model", tmp_path / "target", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24)
+    told = json.loads(lowlat("doctor", *files, *options, "--json").stdout)
+    assert told["verdict"] == "the draft model reads tokens alone: 100.0% of the first drafts are accepted"
+    assert [entry["drafted"] is None for entry in told["capture_shifts"]] == [True, False, True]
+
+
 def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text("[[5, 6, 7]]")
