@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -143,11 +143,23 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         connection.pump()
         self._deadline = deadline
 
-    async def _broken(self) -> None:
-        """Wait until the request has ended while its prompt is open; cancel it to wait no longer."""
-        await self._started()
-        connection, stream = self._submitted()
-        await connection.ended(stream)
+    async def _while_open(self, work: Awaitable[Value]) -> Value:
+        """Wait for something, or for the end of the request, whose prompt is open."""
+        working = asyncio.ensure_future(work)
+        try:
+            await self._started()
+            connection, stream = self._submitted()
+            ended = asyncio.ensure_future(connection.ended(stream))
+            try:
+                await asyncio.wait((working, ended), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ended.cancel()
+                await asyncio.wait((ended,))
+            if not working.done():
+                stream.check_open()
+            return await working
+        finally:
+            working.cancel()
 
     async def aclose(self) -> None:
         """Cancel the request if it has not ended, and read no more of it."""

@@ -1,8 +1,8 @@
 """Prompts that are sent while they are being written; their answers can be read once they are finished."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from lowlat.ipc.client.request import pieces_of
 from lowlat.ipc.client.settings import deadline_of
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from lowlat.ipc.client.blocking import Generation
 
 __all__ = ["AsyncOpenPrompt", "OpenPrompt"]
+
+Value = TypeVar("Value")
 
 
 class OpenPrompt:
@@ -79,12 +81,12 @@ class AsyncOpenPrompt:
         self._finished = not speculative
         return self._generation
 
-    async def broken(self) -> None:
-        """Return when the request has ended before its prompt was finished; `append` then says why.
+    async def while_open(self, work: Awaitable[Value]) -> Value:
+        """Wait for something while the prompt waits for it; it is cancelled where the request ends before.
 
-        Not while `append` or `finish` waits.
+        Raises why it has ended then, as `append` does.
         """
-        await self._generation._broken()
+        return await self._generation._while_open(work)
 
     async def cancel(self) -> None:
         """Abandon it; harmless when repeated."""

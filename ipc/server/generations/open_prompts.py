@@ -24,8 +24,6 @@ from lowlat.ipc.wire import Submit, Taken
 
 __all__ = ["OpenPrompts", "Owner"]
 
-BYTES_PER_TOKEN = 4
-
 
 class Owner(Protocol):
     """The requests of the server."""
@@ -136,8 +134,12 @@ class OpenPrompts:
             return
         count = opening.num_certain + len(event.token_ids)
         if count > opening.max_prompt:
-            message = f"prompt of {count} tokens exceeds the {opening.max_prompt} that max_context and "
-            message += f"max_prompt_tokens leave next to max_tokens {stream.sampling.token_limit}"
+            message = (
+                f"prompt of {count} tokens and max_tokens {stream.sampling.token_limit} exceed {self._max_context} "
+            )
+            message += "(max_context)"
+            if opening.max_asked == opening.max_prompt:
+                message = f"max_prompt_tokens: a prompt of {count} tokens exceeds {opening.max_asked}"
             self._owner.break_off(stream, "invalid", message)
             return
         if not event.ends:
