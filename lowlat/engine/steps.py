@@ -76,6 +76,7 @@ class Steps:
         self.proposer = loaded.make_proposer(parts)
         speculator, adaptive, speculates = geometry.speculator, loaded.ladder.adaptive, num_speculative_tokens > 0
         must_draft = speculates and speculator is not None and speculator.draft_config is not None and not adaptive
+        must_draft = must_draft and not (speculator is not None and speculator.wide_rows)  # wide steps make no drafts
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
         self._failed_checks = FailedChecks(config.checked_kinds)
@@ -430,11 +431,13 @@ class Steps:
         scheduler = self._scheduler
         if not scheduler.num_active or scheduler.has_work:
             return None
-        return scheduler.choose_bucket(depth)
+        return self.proposer.bucket(depth, scheduler.num_active)
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
         """Make the outputs of entries; where the step after them is certain, it is launched first."""
         requests, in_flight = self._requests, self._in_flight
+        for entry in entries:
+            self.proposer.look(entry)
         published: Iterable[list[SlotPublication]] = map(self.mailbox.read, entries)
         if self.masks:  # a launch waits for grammars, or a step that was launched: outputs are made after it
             published = list(published)
@@ -470,7 +473,7 @@ class Steps:
         num_left = scheduler.num_active - num_ended
         most = self.proposer.num_certain(depth, len(entries))
         if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
-            self._launch(self._ladder.choose(num_left, depth), most, ahead=True)
+            self._launch(self.proposer.bucket(depth, num_left), most, ahead=True)
 
     def _apply(self, published: SlotPublication) -> None:
         request = self._requests.slots[published.slot]

@@ -71,6 +71,7 @@ from lowlat.kernels.speculation.length_probabilities import join_lengths, learn_
 from lowlat.kernels.speculation.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.speculation.ngram_draft import ngram_draft
 from lowlat.kernels.speculation.suffix_draft import suffix_draft
+from lowlat.kernels.speculation.token_rows import token_rows
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
 from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows, check_slots
@@ -277,7 +278,7 @@ _BY_NAME = (
         truncate,
     ),
     *(advance_states, delta_conv, delta_norm, prefill_advance_states, prefill_delta_conv),
-    *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
+    *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, token_rows, waiting_rows),
 )
 _ALONE: Mapping[str, Lower] = MappingProxyType(
     {

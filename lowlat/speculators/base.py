@@ -16,6 +16,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
+from lowlat.kernels.reference.step.slots import FROM_METHOD
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
@@ -208,6 +209,21 @@ class Speculator(ABC):
         return self.method, ""
 
     @property
+    def wide_rows(self) -> tuple[int, ...]:
+        """The rows a slot, root included, of wide steps whose proposals it makes, ascending; (): it makes none."""
+        return ()
+
+    @property
+    def wide_source(self) -> int:
+        """The source, by its number in `verified_source`, whose drafts say by being right that a wide step pays."""
+        return FROM_METHOD
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Tokens of texts that a request may name to draft from, next to its own; 0: none may be named."""
+        return 0
+
+    @property
     def range_names(self) -> RangeNames:
         """The names that profiles give the stages of its steps, where that is not the stages' own names."""
         return OWN_NAMES
@@ -229,6 +245,11 @@ class Speculator(ABC):
         Where it can, drafting may open a step, of a width that is chosen again each time.
         """
         return None
+
+    @property
+    def runs_over_rows(self) -> bool:
+        """Whether it runs over accepted rows, which wait for it where drafting opens a step."""
+        return bool(self.waiting_boundaries)
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The buffers of role STATE that it keeps between steps."""
@@ -256,6 +277,13 @@ class Speculator(ABC):
         the accepted row is that token.
         """
         return ()
+
+    def emit_proposals(self, scope: StepScope) -> str:
+        """Append what a wide step is to verify, before it verifies; returns `scope.draft_nodes()`.
+
+        `tokens`, `slots`, `draft_live` and `draft_lens` are there; the topology is the chain of the step's rows.
+        """
+        raise ValueError(f"method {self.method!r} proposes nothing for wide steps")
 
     @abstractmethod
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:

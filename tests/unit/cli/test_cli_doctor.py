@@ -54,10 +54,27 @@ def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: 
     names = [sweep["name"] for sweep in found["exactness"]["sweeps"]]
     assert names[:3] == ["draft length 0", "draft length 1", "with neighbours"] and found["exactness"]["exact"]
     assert found["healthy"] and found["verdict"] == found["exactness"]["verdict"] and "capture_shifts" not in found
-    shown = lowlat(*asked)
-    assert (
-        shown.exit_code == 0 and "draft length 1: 4 answers, 24 tokens" in shown.stdout and "exact: all" in shown.stdout
-    )
+    out = tmp_path / "exactness.json"
+    shown = lowlat(*asked, "--out", out)
+    assert shown.exit_code == 0
+    assert "draft length 1: 4 answers, 24 tokens" in shown.stdout and "exact: all" in shown.stdout
+    reports = json.loads(out.read_text())
+    assert reports[0]["exactness"]["exact"] and reports[0]["holds"] and reports[0]["num_speculative_tokens"] == 1
+    assert lowlat(*asked, "--out", out).exit_code == 0 and len(json.loads(out.read_text())) == 1
+    out.write_text("{}")
+    assert "is no file of reports" in refusal(*asked, "--out", out)
+    assert "--out goes with --exactness" in refusal("doctor", "--out", out)
+    assert "computed in float32" in refusal("doctor", "--fidelity", *files)
+
+
+@pytest.mark.second
+def test_doctor_compares_distributions_with_transformers(tmp_path: Path) -> None:
+    out = tmp_path / "fidelity.json"
+    shown = lowlat("doctor", "--fidelity", "--num-prompts", 3, "--max-tokens", 48, "-S", 2, "--out", out)
+    assert shown.exit_code == 0, shown.output
+    assert "fidelity of prompts: " in shown.stdout and "as close to FP32 as transformers in bfloat16" in shown.stdout
+    (report,) = json.loads(out.read_text())
+    assert report["holds"] and report["fidelity"]["faithful"] and "exactness" not in report
 
 
 def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_path: Path) -> None:
