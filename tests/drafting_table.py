@@ -26,7 +26,14 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "event": ("none", "cancel", "limit", "full"),
 }
 SIMPLEST: Case = {name: values[0] for name, values in FACTORS.items()}
-MODELS = ("eagle3", "peagle", "dflash", "dspark", "draft_model", "beside")  # methods that have a draft model of its own files
+MODELS = (
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "draft_model",
+    "beside",
+)  # methods that have a draft model of its own files
 TEXT = ("ngram", "suffix", "none")
 TREES = ("static", "dynamic")
 ADAPTIVE = ("adaptive",)

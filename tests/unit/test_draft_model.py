@@ -189,7 +189,9 @@ def test_tokenizers_are_compared_where_both_are_at_hand(tmp_path: Path) -> None:
     first, second = list(vocabulary)[9:11]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     file.write_text(json.dumps(stored))
-    with pytest.raises(ConfigError, match=r"2 of the target's \d+ tokens have other ids or none here, first '.*', token"):
+    with pytest.raises(
+        ConfigError, match=r"2 of the target's \d+ tokens have other ids or none here, first '.*', token"
+    ):
         plan_speculator(drafting(tmp_path / "draft"), target, tmp_path / "target")
 
 
