@@ -186,7 +186,7 @@ class Request:
         }
 
     def metrics(self) -> RequestMetrics:
-        """Its figures as they stand now."""
+        """Its figures as they stand now; one that was finished on trial has not ended, whatever its answer did."""
         start = self._submitted
         return RequestMetrics(
             request_id=self.request_id,
@@ -198,7 +198,7 @@ class Request:
             time_to_first_token_s=_between(start, self._first),
             decode_s=_between(self._prefilled, self._last),
             num_steps=self._num_steps,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason if self.opening is None else None,
             seed=self.seed,
             speculation=self._stats,
             num_partial_steps=self.num_partial_steps,

@@ -120,7 +120,12 @@ class Requests(Mapping[str, Request]):
         return tuple(found)
 
     def open_prompt(
-        self, params: SamplingParams | None, request_id: str | None, cache_salt: str, max_prompt_tokens: int | None
+        self,
+        params: SamplingParams | None,
+        request_id: str | None,
+        cache_salt: str,
+        max_prompt_tokens: int | None,
+        session: SessionRecord | None = None,
     ) -> tuple[Request, ScheduledRequest]:
         """The same of a request whose prompt is still to come. See `Runtime.open_prompt`."""
         params = SamplingParams() if params is None else params
@@ -135,10 +140,13 @@ class Requests(Mapping[str, Request]):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids: list[int] = []
         total, reads = most + params.max_tokens, params.prompt_logprobs is None
-        scheduled = ScheduledRequest(name, ids, total, cache_salt, reads_cache=reads, priority=params.priority)
+        owner = None if session is None else session.key
+        scheduled = ScheduledRequest(
+            name, ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
+        )
         self._scheduler.check(scheduled, is_open=True)
         request = self._made(name, ids, params, seed)
-        request.opening, request.committed = Opening(-1, scheduled, most), ids
+        request.opening, request.committed, request.session = Opening(-1, scheduled, most), ids, session
         return request, scheduled
 
     def _made(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
@@ -154,7 +162,7 @@ class Requests(Mapping[str, Request]):
         """
         begun = self._made(request.request_id, request.prompt, request.params, request.seed)
         begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
-        begun.opening = request.opening if speculative else None
+        begun.opening, begun.session = request.opening if speculative else None, request.session
         begun.continues(request)
         self._replace(begun)
         return begun
@@ -167,6 +175,7 @@ class Requests(Mapping[str, Request]):
         again = self._made(request.request_id, ids, request.params, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
+        again.session = request.session
         self._live[again.request_id] = again
         return again, scheduled
 

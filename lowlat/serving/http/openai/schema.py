@@ -24,6 +24,7 @@ __all__ = [
     "ContentPart",
     "FunctionCall",
     "Generating",
+    "GrowingCompletionRequest",
     "JsonSchema",
     "NamedTool",
     "ResponseFormat",
@@ -318,6 +319,17 @@ class CompletionRequest(Choosing, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
+
+
+class GrowingCompletionRequest(CompletionRequest, kw_only=True):
+    """The first line of a completion whose prompt is still being written.
+
+    prompt             its beginning
+    max_prompt_tokens  of the whole prompt at most, as in `Client.open_prompt`
+    """
+
+    prompt: str | list[Any] = ""
+    max_prompt_tokens: int | None = None
 
 
 def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
