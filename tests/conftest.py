@@ -36,12 +36,14 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RE
 
 # Deadlines and checks of how examples come would fail a sound test on a busy machine or by an unlucky draw; the blob
 # reproduces a failure elsewhere.
-settings.register_profile(
-    "lowlat",
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+for profile, max_examples in (("lowlat", 30), ("wide", 300)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=max_examples,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
 settings.load_profile("lowlat")
 
 
@@ -63,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
         plugin = CompileOnly(target)
         plugin.start()
         config.pluginmanager.register(plugin)
+    if "wide" in str(config.getoption("markexpr")):
+        settings.load_profile("wide")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist's order is by the number of tests, which tells little of times
 
