@@ -52,8 +52,9 @@ KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of `compile_only`."""
+    """The option of `compile_only`, and that of tests of compiled kernels."""
     parser.addoption("--compile-only", metavar="TARGET", help="compile what tests of a GPU launch, as for sm_90")
+    parser.addoption("--kernels", metavar="REGEX", default="", help="compile kernels with such names alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
