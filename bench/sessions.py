@@ -98,7 +98,7 @@ class _Bench:
         options = self._options
         half, room = options.tokens // 2, min(options.tokens // 2, 1024) + 8 * options.steps
         # blocks for what decodes, and for one of the two prompts that are brought in turns
-        blocks = -(-(half + room + 1024) // 32)
+        blocks = -(-(half + room + 256) // 32)
         sizes: dict[str, Any] = {"max_context": max(half, room) + 256, "kv_blocks": blocks}
         with self._load(max_batch=2, host_cache_gib=options.host_gib, **sizes) as runtime:
             tiers, prompts = _tiers(runtime), [self._text(half) for _ in range(2)]
@@ -127,7 +127,8 @@ class _Bench:
             runtime.step()
         measured = StepsBeside(runtime, copies)
         measured.run(options.steps, options.seconds)
-        runtime.cancel(request)
+        if _decodes(runtime):
+            runtime.cancel(request)
         while runtime.busy:
             runtime.step()
         self._add({"part": "steps", "name": name, **measured.row(), **facts})

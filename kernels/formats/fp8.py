@@ -38,7 +38,7 @@ LEFT, RIGHT = 0x80F080F0, 0x07000700
 SIGNED_FIRST, SIGNED_LEFT = FIRST - (1 << 32), LEFT - (1 << 32)
 TWO_TO_120 = 0x7B807B80  # twice, in bf16
 # Where bits of the codes of a word come from, put together as bytes: the first pair's upper bytes, the second pair's
-# lower ones. In a half-word bit 15 and bits 3 to 0 are where they belong, others to the left, or to the right by 4 or 8.
+# lower ones. In a half-word bits 15 and 3 to 0 are where they belong, others to the left by 4, or to the right by 4, 8.
 FROM_LEFT, FROM_RIGHT, FAR_RIGHT = 0x7F007F00, 0x00F000F0, 0x00700070
 CODE_ORDER = (2, 0, 3, 1)  # the bytes of such a word, as columns of its four
 MINUS_ZEROS = 0x80008000

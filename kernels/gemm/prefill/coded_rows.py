@@ -124,8 +124,8 @@ def block_peak(peak: Any, peaks: Any) -> Any:
         peaks[thread >> uint32(5)] = ptx.float_of_bits(uint32(largest << uint32(16)))
     cuda.syncthreads()
     bits = ptx.bits_of_float(float32(LEAST_PEAK))
-    for warp in range(WARPS):
-        bits = max(bits, ptx.bits_of_float(peaks[warp]))  # of numbers that are not negative they are in order; NaN above
+    for warp in range(WARPS):  # bits of numbers that are not negative are in their order, and NaN's above
+        bits = max(bits, ptx.bits_of_float(peaks[warp]))
     return ptx.float_of_bits(bits)
 
 

@@ -115,7 +115,7 @@ def _make_store_up_to(count: int, end: int, weights: TileFormat, activation: str
 
 
 def _make_place_scales(weights: TileFormat) -> Any:
-    """A function of a thread: its places, and after them that of the scale of its first row of x, where rows are codes."""
+    """A function of a thread: its places, and where rows are codes that of the scale of its first one after them."""
     if not weights.by_codes:
 
         @device_function

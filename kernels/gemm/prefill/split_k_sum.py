@@ -33,8 +33,8 @@ def add_segments(
     row_scales [M]       float32; None: ones
     bias      [N]        bf16, or None
     columns   [N / 8]    int32: the column of out at which eight columns of the partials begin; None: the same
-    out       [M, N]     float32, out: zero plus the segments one by one, times the scale, times the row's, plus the bias, each
-                         rounded
+    out       [M, N]     float32, out: zero plus the segments one by one, times the scale, times the row's, plus the
+                         bias, each rounded
     Time: (S + 1) * M * N * 4 bytes over the L2's bandwidth. Captured: yes. Raises ShapeError for shapes that do not
     fit.
     """
@@ -133,5 +133,8 @@ def _make(
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(6144, 5, True, True), _make(4096, 8, False, False, with_scales=True),
-            _make(4096, 2, False, False, with_scales=True, with_row_scales=True)]
+    return [
+        _make(6144, 5, True, True),
+        _make(4096, 8, False, False, with_scales=True),
+        _make(4096, 2, False, False, with_scales=True, with_row_scales=True),
+    ]

@@ -163,33 +163,6 @@ def test_heads_of_512_are_the_reference_s(
         assert torch.equal(broken[:2], found[:2]) and broken[2].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rows", "head_dim", "window", "coded", "teams"),
-    [
-        ([70, 200], "tree", 64, None, False, 2),
-        ([300], "one", 128, None, True, 4),
-        wide([500, 0], "chain", 64, 300, False, 2),
-        wide([150], "chain", 256, None, False, 2),
-        wide([150, 20], "tree", 128, None, True, 2),
-    ],
-)
-def test_teams_share_the_tiles_of_a_split(
-    lengths: list[int], rows: str, head_dim: int, window: int | None, coded: bool, teams: int
-) -> None:
-    """A team without a tile of an item, and teams of which one repeats its tile for each row of a tree."""
-    masks = {"one": [1], "chain": chain(3), "tree": tree(3, 2)}[rows]
-    case = Case(
-        lengths, [masks] * len(lengths), head_dim=head_dim, group=4, kv_heads=1, block=16, device="cpu", window=window,
-        kv_scales=SCALES[:, :1].contiguous() if coded else None,
-    )  # fmt: skip
-    found = run(case, True, num_blocks=2, split=256, teams=teams)
-    check(found, case.expected())
-    if rows != "one":  # the last row alone has the bits that it has among others
-        case.live[:] = 0
-        case.live[-1] = 1
-        assert torch.equal(run(case, False, num_blocks=1, split=256, teams=teams)[-1], found[-1])
-
-
 @pytest.mark.parametrize(("head_dim", "coded"), [(64, False), wide(128, True)])
 def test_scores_are_capped(head_dim: int, coded: bool) -> None:
     """Scores far above the cap, of both signs, and small ones."""

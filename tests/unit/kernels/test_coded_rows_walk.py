@@ -18,6 +18,7 @@ from lowlat.kernels.gemm.prefill import coded_rows as coding
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape, place_of
 from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm
 from lowlat.kernels.gemm.prefill.plan import plans_of
+from lowlat.kernels.gemm.tiles import CODED_ROWS_TILES
 from lowlat.kernels.reference.gemm.coded_rows import code_rows
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
@@ -25,13 +26,8 @@ PARTS = (
     *("activation_layout", "split_k_sum", "weight_steps", "segment_totals", "plan", "mainloop", "half_steps"),
     *("gated_epilogue", "coded_rows", "gemm"),
 )
-NAMES = (
-    "common.pipeline",
-    "common.activation",
-    "common.norm_math",
-    "formats.fragment",
-    *(f"gemm.prefill.{part}" for part in PARTS),
-)
+COMMON = ("common.pipeline", "common.activation", "common.norm_math", "formats.fragment")
+NAMES = (*COMMON, *(f"gemm.prefill.{part}" for part in PARTS))
 CODING = ("common.norm_math", "gemm.prefill.activation_layout", "gemm.prefill.coded_rows")
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
@@ -162,4 +158,4 @@ def test_what_codes_are_not_multiplied_by_is_refused() -> None:
         arranged_prefill_gemm(arranged=held, weight=weight, out=out, gpu=H200, parts=KParts(8, 1))
     with pytest.raises(ShapeError, match="memory must have shape"):
         coding.CodedRows(held.memory, rows, 128)
-    assert plans_of(64, 256, 128, H200, coding.CODED_ROWS_TILES)[0].tile_bytes == 2048
+    assert plans_of(64, 256, 128, H200, CODED_ROWS_TILES)[0].tile_bytes == 2048
