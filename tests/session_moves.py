@@ -1,4 +1,4 @@
-"""Moves of sessions, on the reference executor: submit, step, cancel, fork, end, save, load, in any order.
+"""Moves of sessions, on the reference executor: submit, grow, step, cancel, fork, end, save, load, in any order.
 
     python tests/session_moves.py --moves 1000000 --limit-s 36000
 
@@ -20,6 +20,7 @@ from recording import check_invariants
 from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, Session, SpeculativeConfig
+from lowlat.engine.open_prompts import OpenPrompt
 from lowlat.errors import CapacityError, RequestError
 
 CHUNK = 4
@@ -70,21 +71,55 @@ class Moves:
         self._alone, self._file = alone, folder / "moves.session"
         self.sessions: list[Session] = []
         self.live: dict[str, tuple[list[int], list[int]]] = {}  # tokens that came, and all that will
+        self.growing: list[tuple[OpenPrompt, list[int]]] = []  # prompts that are being written, and what is to come
         self._cancelled: set[str] = set()
         self.num_moves = self.num_ended = self._num_names = 0
 
     def submit(self, base: int, length: int, max_tokens: int, seed: int, which: int, *, goes_on: bool) -> None:
         """A request, of a session or of none, which may go on from what that has said."""
-        session = self.sessions[which % len(self.sessions)] if self.sessions and which % 3 else None
-        prompt = tuple(BASES[base % len(BASES)][: 1 + length % 20])
-        if session is not None and goes_on and len(session.token_ids) < 40:
-            prompt = (*session.token_ids, *prompt[:3])
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=seed, ignore_eos=True)
+        session, prompt, params = self._asked(base, length, max_tokens, seed, which, goes_on)
         try:
             name = self.runtime.submit(prompt, params, session=session)
         except CapacityError:
             return
         self.live[name] = ([], self._alone.answer(prompt, params))
+
+    def begin(self, base: int, length: int, max_tokens: int, seed: int, which: int, *, goes_on: bool) -> None:
+        """The same of which the prompt is to come."""
+        session, prompt, params = self._asked(base, length, max_tokens, seed, which, goes_on)
+        try:
+            opened = self.runtime.open_prompt(params, session=session, max_prompt_tokens=len(prompt))
+        except CapacityError:
+            return
+        self.growing.append((opened, list(prompt)))
+        self.live[opened.request_id] = ([], self._alone.answer(prompt, params))
+
+    def grow(self, which: int, count: int) -> None:
+        """More of an open prompt, or its end where nothing is left."""
+        if self.growing:
+            opened, rest = each = self.growing[which % len(self.growing)]
+            if rest:
+                opened.append(rest[:count])
+                del rest[:count]
+            else:
+                opened.finish()
+                self.growing.remove(each)
+
+    def guess(self, which: int) -> None:
+        """An open prompt ends on trial; nothing is heard of that."""
+        if self.growing:
+            opened, _ = self.growing[which % len(self.growing)]
+            if self.runtime._requests[opened.request_id].prompt:
+                opened.finish(speculative=True)
+
+    def _asked(
+        self, base: int, length: int, max_tokens: int, seed: int, which: int, goes_on: bool
+    ) -> tuple[Session | None, tuple[int, ...], SamplingParams]:
+        session = self.sessions[which % len(self.sessions)] if self.sessions and which % 3 else None
+        prompt = tuple(BASES[base % len(BASES)][: 1 + length % 20])
+        if session is not None and goes_on and len(session.token_ids) < 40:
+            prompt = (*session.token_ids, *prompt[:3])
+        return session, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=seed, ignore_eos=True)
 
     def step(self) -> None:
         """One step; what came is what a request alone would have had."""
@@ -105,6 +140,7 @@ class Moves:
         if names := sorted(self.live.keys() - self._cancelled):
             name = names[which % len(names)]
             self.runtime.cancel(name)
+            self.growing = [each for each in self.growing if each[0].request_id != name]
             self._cancelled.add(name)  # its last output comes with the next step
 
     def open(self) -> None:
@@ -141,7 +177,12 @@ class Moves:
         kind, which = source.random(), source.randrange(100)
         if kind < 0.2:
             base, length, most, seed = (source.randrange(each) for each in (30, 30, 6, 4))
-            self.submit(base, length, 1 + most, seed, which, goes_on=source.random() < 0.5)
+            enter = self.begin if kind < 0.05 else self.submit
+            enter(base, length, 1 + most, seed, which, goes_on=source.random() < 0.5)
+        elif kind < 0.32:
+            self.grow(which, source.randint(1, 9))
+        elif kind < 0.35:
+            self.guess(which)
         elif kind < 0.86:
             self.step()
         elif kind < 0.9:
@@ -162,6 +203,8 @@ class Moves:
 
     def end(self) -> None:
         """All that is live ends, and nothing is held."""
+        while self.growing:
+            self.grow(0, 20)
         while self.runtime.busy:
             self.step()
         for session in self.sessions:

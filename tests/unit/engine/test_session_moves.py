@@ -1,4 +1,4 @@
-"""Any order of submit, step, cancel, fork, end, save and load: no request's tokens differ from those it has alone."""
+"""Any order of submit, grow, step, cancel, fork, end, save and load: no request's tokens differ from those it has alone."""
 
 from pathlib import Path
 
@@ -21,6 +21,18 @@ def test_no_move_changes_a_token(tmp_path_factory: pytest.TempPathFactory) -> No
         @rule(base=SMALL, length=SMALL, most=st.integers(1, 6), seed=st.integers(0, 3), which=SMALL, on=st.booleans())
         def submit(self, base: int, length: int, most: int, seed: int, which: int, on: bool) -> None:
             moves.submit(base, length, most, seed, which, goes_on=on)
+
+        @rule(base=SMALL, length=SMALL, most=st.integers(1, 6), seed=st.integers(0, 3), which=SMALL, on=st.booleans())
+        def begin(self, base: int, length: int, most: int, seed: int, which: int, on: bool) -> None:
+            moves.begin(base, length, most, seed, which, goes_on=on)
+
+        @rule(which=SMALL, count=st.integers(1, 9))
+        def grow(self, which: int, count: int) -> None:
+            moves.grow(which, count)
+
+        @rule(which=SMALL)
+        def guess(self, which: int) -> None:
+            moves.guess(which)
 
         @rule(count=st.integers(1, 4))
         def step(self, count: int) -> None:
