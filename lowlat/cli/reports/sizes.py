@@ -15,10 +15,12 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_parts, numbers_an_entry
+from lowlat.models.activations import code_activations
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding, target_groups
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import display_name
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -139,6 +141,8 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), str(target))
     if options.kv_cache_dtype == "fp8":
         config = coded(config)
+    if options.activations is not None:
+        config = code_activations(config, display_name(target))
     weights = _without_content(weight_plan(config))
     if config.tie_embeddings and not matrix_parts("lm_head.weight", weights):
         weights["lm_head.weight"] = weights["embed.weight"]
