@@ -279,7 +279,7 @@ def test_what_cannot_be_measured_has_a_reason() -> None:
     assert not peers["lowlat"].refusal(make_job("lowlat"))
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_comparison_is_written_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "peers.json"
     sizes = ["--context", 24, "-S", "0,2", "--steps", 5, "--warm-up", 1, "--repeats", 2, "--accept-length", 2]

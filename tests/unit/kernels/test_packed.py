@@ -40,7 +40,7 @@ def test_a_weight_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert pack(weight) is None
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_packing_leaves_the_number_of_torch_threads() -> None:
     code = (
         "import torch; torch.set_num_threads(1); from lowlat.kernels.reference.gemm.packed import pack\n"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import Arrays, meant, poisoned
 
@@ -50,7 +50,6 @@ def run_accept(
     return outs["accepted_tokens"][0, :count].tolist(), outs["accepted_nodes"][0, :count].tolist(), count
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_acceptance_is_the_greedy_walk(data: st.DataObject) -> None:
     """Against the walk itself: from the root, while some live child equals the draw."""
