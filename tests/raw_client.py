@@ -22,6 +22,7 @@ from lowlat.ipc.wire import (
     Sampling,
     StatsReply,
     Submit,
+    Taken,
     Tokens,
     Welcome,
     decode_server,
@@ -123,6 +124,12 @@ class RawClient:
         self.say(Submit(number, credit, Sampling(**sampling), text=text))
         return completion
 
+    def open(self, number: int, *, credit: int = 1 << 20, **sampling: Any) -> Completion:
+        """A request whose prompt is to come."""
+        completion = self.completions[number] = Completion()
+        self.say(Submit(number, credit, Sampling(**sampling), open=True))
+        return completion
+
     def cancel(self, number: int) -> None:
         self.say(Cancel(number))
 
@@ -157,6 +164,8 @@ class RawClient:
     def _note(self, message: Struct) -> bool:
         if isinstance(message, Pong) and message.nonce == 0:
             return True  # the server asks whether somebody is there
+        if isinstance(message, Taken):
+            return True
         number = getattr(message, "number", None)
         if isinstance(message, Tokens | End | Error) and number in self.completions:
             self.completions[number].take(message)

@@ -26,7 +26,9 @@ from lowlat.kernels.reference.speculation import (
     length_probabilities,
     markov,
     ngram_draft,
+    proposals,
     suffix_draft,
+    token_rows,
     waiting,
 )
 from lowlat.kernels.reference.step import checks, publish, slots
@@ -58,12 +60,14 @@ OPERATIONS = operations_of(
     partial,
     pending,
     prompt_logprobs,
+    proposals,
     publish,
     ranks,
     rope,
     sample,
     slots,
     suffix_draft,
+    token_rows,
     waiting,
     length_probabilities,
 )

@@ -24,6 +24,7 @@ from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
 from lowlat.engine.proposer import Proposer, StepParts
 from lowlat.engine.scheduler import Scheduler
+from lowlat.engine.wide_steps import WideSteps
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
@@ -114,7 +115,8 @@ class Loaded:
     @property
     def takes_grammars(self) -> bool:
         """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
-        return "grammar_masks" in self.executor.state and not self.ladder.wide_buckets
+        partial = self.geometry.partial
+        return "grammar_masks" in self.executor.state and not (partial is not None and partial.lossless)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -136,9 +138,13 @@ class Loaded:
         return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
 
     def make_proposer(self, parts: StepParts) -> Proposer:
-        """The source of proposals of this runtime, next to its draft model: SpecPV's steps, or none."""
-        partial = self.geometry.partial
-        return Proposer(parts) if partial is None else Refreshes(parts, partial)
+        """The source of proposals of this runtime's wide steps: SpecPV's steps, its speculator, or none."""
+        partial, speculator = self.geometry.partial, self.geometry.speculator
+        if partial is not None:
+            return Refreshes(parts, partial)
+        if speculator is not None and speculator.wide_rows:
+            return WideSteps(parts, speculator.wide_rows, speculator.wide_source)
+        return Proposer(parts)
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -249,8 +255,9 @@ def make_ladder(
     wide = None
     if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
         wide = geometry.partial.buffer + 1, speculative.num_speculative_tokens
-    adaptive = geometry.max_draft_length is not None
-    return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide)
+    adaptive, speculator = geometry.max_draft_length is not None, geometry.speculator
+    proposed = () if speculator is None else speculator.wide_rows
+    return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide, proposed=proposed)
 
 
 def make_scheduler(
@@ -410,6 +417,8 @@ def make_geometry(
     elif partial is not None:
         logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip
+    if speculator is not None and speculator.wide_rows:
+        max_rows = path_width = max(max_rows, *speculator.wide_rows)
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     geometry = StepGeometry(

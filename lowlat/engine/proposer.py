@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.engine.mailbox import Mailbox, SlotPublication
+from lowlat.engine.mailbox import Entry, Mailbox, SlotPublication
 from lowlat.engine.request import Request
 from lowlat.engine.run_ahead import Launches
 from lowlat.engine.scheduler import Scheduler
@@ -38,13 +38,20 @@ class Proposer:
     def prefill(self, request: Request, start: int, count: int) -> None:
         """Write what prefill of a prompt's positions [start, start + count) needs next to the chunk itself."""
 
+    def look(self, entry: Entry) -> None:
+        """Look at what a step has published, before the step after it is chosen; once for each, in order."""
+
+    def bucket(self, depth: int, num_active: int) -> Bucket:
+        """The bucket of the step that is wanted next, of so many slots, by what was looked at so far."""
+        return self.parts.scheduler.ladder.choose(num_active, depth)
+
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
         """The bucket of the next step, and how many steps like it are certain, None: any number; nothing is under way.
 
         depth  draft tokens that the caller wants
         It may run prefill's programs first. Raises DeviceError when the device has failed.
         """
-        return self.parts.scheduler.choose_bucket(depth), None
+        return self.bucket(depth, self.parts.scheduler.num_active), None
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
         """Steps of a depth that may be launched after those under way, whatever these bring; None: any number.

@@ -76,6 +76,7 @@ class Steps:
         self.proposer = loaded.make_proposer(parts)
         speculator, adaptive, speculates = geometry.speculator, loaded.ladder.adaptive, num_speculative_tokens > 0
         must_draft = speculates and speculator is not None and speculator.draft_config is not None and not adaptive
+        must_draft = must_draft and not (speculator is not None and speculator.wide_rows)  # wide steps make no drafts
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
         self._failed_checks = FailedChecks(config.checked_kinds)
@@ -248,6 +249,7 @@ class Steps:
         request.commands = commands = self._kvcache.commands(request.request_id)
         tables = {name.replace("prefill", "block"): own for name, own in commands.items() if "prefill_table" in name}
         self.mailbox.take_over(slot, admission.table)
+        self.mailbox.name_texts(slot, request.draft_texts)
         self._clear_blocks()  # some of its own may have been a failed request's
         self._kept.write(request.request_id, slot, tables, admission.moved_in)
         self.proposer.enter(request, self._proposed.pop(request.request_id, None))
@@ -379,6 +381,7 @@ class Steps:
         max_length = len(request.prompt) + request.params.max_tokens
         own = (request.table, max_length, request.params, request.seed, request.stop_ids)
         self.mailbox.join(request.slot, request.prompt, *own, has_grammar=request.grammar is not None)
+        self.mailbox.name_texts(request.slot, request.draft_texts)
         request.joined(self.mailbox.num_seen)
 
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
@@ -430,11 +433,13 @@ class Steps:
         scheduler = self._scheduler
         if not scheduler.num_active or scheduler.has_work:
             return None
-        return scheduler.choose_bucket(depth)
+        return self.proposer.bucket(depth, scheduler.num_active)
 
     def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
         """Make the outputs of entries; where the step after them is certain, it is launched first."""
         requests, in_flight = self._requests, self._in_flight
+        for entry in entries:
+            self.proposer.look(entry)
         published: Iterable[list[SlotPublication]] = map(self.mailbox.read, entries)
         if self.masks:  # a launch waits for grammars, or a step that was launched: outputs are made after it
             published = list(published)
@@ -470,7 +475,7 @@ class Steps:
         num_left = scheduler.num_active - num_ended
         most = self.proposer.num_certain(depth, len(entries))
         if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
-            self._launch(self._ladder.choose(num_left, depth), most, ahead=True)
+            self._launch(self.proposer.bucket(depth, num_left), most, ahead=True)
 
     def _apply(self, published: SlotPublication) -> None:
         request = self._requests.slots[published.slot]

@@ -70,7 +70,9 @@ from lowlat.kernels.speculation.hand_over import hand_over_tree
 from lowlat.kernels.speculation.length_probabilities import join_lengths, learn_draft_lengths
 from lowlat.kernels.speculation.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.speculation.ngram_draft import ngram_draft
+from lowlat.kernels.speculation.proposals import draft_from_texts, open_proposals
 from lowlat.kernels.speculation.suffix_draft import suffix_draft
+from lowlat.kernels.speculation.token_rows import token_rows
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
 from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows, check_slots
@@ -257,7 +259,7 @@ def _choose_draft_length(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, add_gated, apply_commands, assign_drafts, bias_rows, block_rows, cast),
-    choose_drafts,
+    *(choose_drafts, draft_from_texts, open_proposals),
     *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
@@ -277,7 +279,7 @@ _BY_NAME = (
         truncate,
     ),
     *(advance_states, delta_conv, delta_norm, prefill_advance_states, prefill_delta_conv),
-    *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
+    *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, token_rows, waiting_rows),
 )
 _ALONE: Mapping[str, Lower] = MappingProxyType(
     {

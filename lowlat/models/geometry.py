@@ -17,7 +17,7 @@ from lowlat.models.shard import Shard
 
 __all__ = ["CodedKV", "Decoder", "DraftConfig", "ModelConfig"]
 
-DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab", "target"]
+DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab", "target", "whole"]
 ComputeDtype = Literal["bfloat16", "float32"]
 Spec = TypeVar("Spec")
 
@@ -176,7 +176,8 @@ class DraftConfig(Decoder):
     """The common part of all draft models' geometries; each method has a record of its own.
 
     method              the method of speculation that it is for
-    layout              who writes files of this form; "target": its weights lie in the target's files
+    layout              who writes files of this form; "target": its weights lie in the target's files; "whole": it is a
+                        target by itself
     target_hidden_size  of the target
     draft_vocab_size    tokens that it drafts
     capture_boundaries  the target's residual streams that it reads. Boundary b is the stream entering layer b, 0 to L

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lowlat.options.keywords import RuntimeOptions, SpeculativeOptions
 
 __all__ = [
-    "AUTO_METHOD", "MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "NEEDS_MODEL", "RuntimeConfig", "SpeculativeConfig",
-    "TraceConfig",
+    "AUTO_METHOD", "MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "NEEDS_MODEL", "WIDE_ROWS", "RuntimeConfig",
+    "SpeculativeConfig", "TraceConfig",
 ]  # fmt: skip
 
 MAX_SPECULATIVE_TOKENS = 7
@@ -29,6 +29,8 @@ MAX_TOPK = 16
 MAX_DRAFT_TOKENS = 31  # of a dynamic tree: with its root 32 rows
 MAX_LOOKUP = 16
 MAX_DEPTH = 32
+WIDE_ROWS = (16, 32)  # of a slot, in wide steps
+MAX_DRAFT_TEXT = 1 << 18
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
 _DYNAMIC = ("dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens")
@@ -39,10 +41,11 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
     "mtp": ("draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
-    "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob"),
+    "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob", "wide_rows", "draft_text_tokens"),
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_VOCABULARY, *_TREES),
     "dflash": ("model", "draft_quantize", "capture_layers", *_VOCABULARY, *_TREES),
     "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
+    "draft_model": ("model", "draft_quantize", "text_drafts", *_VOCABULARY),
 }
 NEEDS_MODEL = frozenset(method for method, names in METHOD_OPTIONS.items() if "model" in names)
 AUTO_METHOD = "auto"  # stands for a method that models' files name: it is settled at load
@@ -69,12 +72,14 @@ class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
     `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
-    `ORG/NAME[@REVISION]`; or "mtp", with the target's own multi-token prediction layer, which is in its files. "auto"
-    is the method that `model` is for or, where none is given, "mtp". "ngram" drafts what followed the longest suffix of
+    `ORG/NAME[@REVISION]`; "draft_model", with any smaller model of the target's vocabulary; or "mtp", with the target's
+    own multi-token prediction layer, which is in its files. "auto" is the method that `model` is for or, where none is
+    given, "mtp". "ngram" drafts what followed the longest suffix of
     the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts next to it: each step
-    verifies, by slot, those of which more should be accepted.
+    verifies, by slot, those of which more should be accepted. With `wide_rows` such drafts are verified 15 or 31 at a
+    time while the text copies what stands in it, or in texts that the request names (`draft_text_tokens`).
     num_speculative_tokens is S, the depth; the string "auto" is taken too: `adaptive_width` with S up to 7. A
     chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
     itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
@@ -91,7 +96,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it: a directory, or ORG/NAME; EAGLE3, P-EAGLE, DFlash or DSpark.",
+        "A draft model for it: a directory, or ORG/NAME; EAGLE3, P-EAGLE, DFlash, DSpark, or a whole small model.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",
@@ -220,6 +225,22 @@ class SpeculativeConfig:
         group="drafts from text",
         rare=True,
     )
+    wide_rows: int = declare(
+        0,
+        "Rows a slot, 16 or 32 at most, of steps that verify a long copy whose drafts from text were right so far; 0: "
+        "there are none.",
+        0,
+        WIDE_ROWS[-1],
+        group="drafts from text",
+    )
+    draft_text_tokens: int = declare(
+        0,
+        "Tokens of texts that a request may name to draft from (draft_texts), next to its own; 0: none may be named.",
+        0,
+        MAX_DRAFT_TEXT,
+        group="drafts from text",
+        rare=True,
+    )
     enabled: bool = declare(True, "Whether to speculate.", python_only=True)
     strict: bool = declare(False, "A draft model that does not fit is an error.")
     enable_specpv: bool = declare(
@@ -310,6 +331,7 @@ class SpeculativeConfig:
                 check_integer("capture_layers", layer, 0, 1 << 16, ConfigError)
             object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
         self._check_specpv()
+        self._check_wide()
         length = self.simulated_accept_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, float))):
             raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
@@ -374,6 +396,18 @@ class SpeculativeConfig:
             for option in options_of(SpeculativeConfig):
                 if option.name.startswith("specpv_") and getattr(self, option.name) != option.default:
                     raise ConfigError(f"{option.name} is an option of SpecPV, and enable_specpv is off")
+
+    def _check_wide(self) -> None:
+        """Refuse what wide steps do not have."""
+        if not self.wide_rows:
+            return
+        if self.wide_rows not in WIDE_ROWS:
+            raise ConfigError(f"wide_rows must be 0, {' or '.join(map(str, WIDE_ROWS))}, got {self.wide_rows}")
+        if not self.num_speculative_tokens:
+            raise ConfigError("wide_rows goes with drafts that were right so far, and num_speculative_tokens is 0")
+        for name in ("adaptive_width", "enable_specpv", "simulated_acceptance", "simulated_accept_length"):
+            if getattr(self, name) not in (None, False):
+                raise ConfigError(f"wide_rows {self.wide_rows} is not implemented for {name}; leave one of them out")
 
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""

@@ -40,6 +40,8 @@ class SpeculativeOptions(TypedDict, total=False):
     suffix_cache_max_depth: int
     max_spec_factor: float
     min_token_prob: float
+    wide_rows: int
+    draft_text_tokens: int
     enabled: bool
     strict: bool
     enable_specpv: bool

@@ -8,6 +8,8 @@ Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840. How dra
 they are verified, accepted and committed is the same for all.
 """
 
+from dataclasses import replace
+
 import torch
 
 from lowlat.graphs import Bucket
@@ -20,7 +22,8 @@ from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.step.checks import CheckEmitter
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
-from lowlat.step.variants import FIRST_TOKEN, WIDE
+from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.variants import FIRST_TOKEN, PROPOSED, WIDE
 
 __all__ = ["StepBuilder", "build_step"]
 
@@ -43,7 +46,9 @@ class StepBuilder:
         self.batch, self.width = bucket.batch, bucket.rows
         self.is_first_token, is_wide = bucket.variant == FIRST_TOKEN, bucket.variant == WIDE
         self.partial = None if is_wide else geometry.partial
-        self.publishes_early = self.is_first_token or is_wide  # their drafts have other rows than they
+        self.is_proposed = bucket.variant == PROPOSED
+        # their drafts have other rows than they, or the host chooses the next step by what they give
+        self.publishes_early = self.is_first_token or is_wide or self.is_proposed
         self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
         self.tables = declare_tables(self.builder, geometry)
@@ -52,6 +57,8 @@ class StepBuilder:
     def build(self) -> Program:
         """All stages, checked and frozen."""
         self._active_slots()
+        if self.is_proposed:
+            self._propose()
         self._gather_rows()
         boundaries = self._target()
         self._accept()
@@ -90,6 +97,25 @@ class StepBuilder:
     def _list_slots(self) -> None:
         reads, writes = {"active": "active"}, {"slots": self._ints("slots", self.batch)}
         self.builder.emit("list_active_slots", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
+
+    def _propose(self) -> None:
+        """What the speculator proposes for each slot, which this step verifies."""
+        speculator, batch = self.geometry.speculator, self.batch
+        if speculator is None:
+            return
+        outs = {
+            "draft_live": self._ints("draft_live", batch, dtype=torch.uint8),
+            "draft_lens": self._ints("draft_lens", batch),
+        }
+        self.builder.emit(
+            "open_proposals",
+            Stage.ACTIVE_SLOTS,
+            reads={"slots": "slots", "lengths": "lengths"},
+            writes={**outs, "draft_sources": "draft_sources"},
+            source=speculator.wide_source,
+        )
+        scope = replace(self._scope([]), topology=TreeTopology.line(self.width))
+        self._hand_over(scope, speculator.emit_proposals(scope))
 
     def _rows(self) -> dict[str, str]:
         """The buffers of the rows to verify, by the argument that writes them."""
@@ -235,8 +261,8 @@ class StepBuilder:
         return StepScope(self.builder, *own, self.bucket, self.topology, waited, self.is_first_token)
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
-        """The drafts with their masks and paths, for the next step."""
-        topology, constant = self.topology, self.builder.constant
+        """The drafts with their masks and paths, for the step that verifies them."""
+        topology, constant = scope.topology, self.builder.constant
         written = {name: name for name in ("drafts", "num_drafts", "tree_masks", "tree_paths")}
         if isinstance(topology, DynamicTree):
             names = ("draft_nodes", "draft_parents", "draft_live", "slots")

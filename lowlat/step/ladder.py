@@ -4,9 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BucketLadder
-from lowlat.step.variants import CHOICE, WIDE, bodies_of, choice_bucket, first_token_bucket
+from lowlat.step.variants import CHOICE, PROPOSED, WIDE, bodies_of, choice_bucket, first_token_bucket
 
-__all__ = ["StepLadder"]
+__all__ = ["MAX_WIDE_ROWS", "StepLadder"]
+
+MAX_WIDE_ROWS = 64  # of all slots in a step that verifies proposals of its speculator
 
 
 class StepLadder:
@@ -16,6 +18,8 @@ class StepLadder:
     rows_of   for each draft length S that may be chosen, the rows T that a slot verifies (1 for S = 0)
     adaptive  the device chooses each step's S: of chains, from 0 to the largest
     wide      the rows T of wide verification, and the S of its steps; None: there is none
+    proposed  the rows T of steps whose proposals are the speculator's, ascending; for as many slots as have
+              MAX_WIDE_ROWS rows in all
 
     `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S, and
     `wide_buckets` those of wide verification. Where the device chooses, one first token's is for all.
@@ -28,6 +32,7 @@ class StepLadder:
         *,
         adaptive: bool = False,
         wide: tuple[int, int] | None = None,
+        proposed: Iterable[int] = (),
     ) -> None:
         self.batches = tuple(sorted(set(batches)))
         if not self.batches or self.batches[0] < 1:
@@ -46,7 +51,11 @@ class StepLadder:
         self.buckets = tuple(self._steps)
         self._wide_length = 0 if wide is None else wide[1]
         self._wide = BucketLadder(() if wide is None else (Bucket(b, *wide, WIDE) for b in self.batches))
-        self.wide_buckets = tuple(self._wide)
+        self._proposed = {
+            rows: BucketLadder(Bucket(b, rows, 0, PROPOSED) for b in self.batches if b * rows <= MAX_WIDE_ROWS)
+            for rows in sorted(proposed)
+        }
+        self.wide_buckets = (*self._wide, *(bucket for each in reversed(self._proposed.values()) for bucket in each))
         lengths = (0,) if adaptive else tuple(reversed(self.rows_of))
         self.first_tokens = tuple(first_token_bucket(length) for length in lengths)
 
@@ -66,6 +75,15 @@ class StepLadder:
     def choose_wide(self, num_active: int) -> Bucket:
         """The smallest bucket of wide verification for `num_active` slots. Raises ConfigError where there is none."""
         return self._wide.choose(num_active, self._wide_length, WIDE)
+
+    def choose_proposed(self, num_active: int, most_rows: int) -> Bucket | None:
+        """The bucket of the most rows, at most so many, that verifies proposals of `num_active` slots; None: none does.
+        """
+        for rows, ladder in reversed(self._proposed.items()):
+            fitting = [bucket for bucket in ladder if bucket.batch >= num_active]
+            if rows <= most_rows and fitting:
+                return fitting[-1]
+        return None
 
     def first_token(self, num_speculative_tokens: int) -> Bucket:
         """The bucket that chooses a first token and makes so many drafts; where the device chooses, it makes none."""

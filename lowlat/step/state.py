@@ -120,6 +120,17 @@ class StepGeometry:
         return max(self.max_rows, min(MAX_WAITING, MAX_PASS_ROWS // self.max_batch))
 
     @property
+    def num_text_tokens(self) -> int:
+        """Tokens of texts that a request may name to draft from; 0: none may be named."""
+        return 0 if self.speculator is None else self.speculator.num_text_tokens
+
+    @property
+    def most_waiting(self) -> int:
+        """`num_waiting` where steps choose their draft length and rows wait for the draft model; else 0."""
+        waits = self.max_draft_length is not None and self.speculator is not None and self.speculator.runs_over_rows
+        return self.num_waiting if waits else 0
+
+    @property
     def range_names(self) -> RangeNames:
         """The names that profiles give the stages of a step, by how it speculates."""
         return OWN_NAMES if self.speculator is None else self.speculator.range_names
@@ -329,6 +340,9 @@ def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
         ("prefill_count", (1,), torch.int32),
     ]
     positions = geometry.prefill_sizes[-1]
+    if geometry.num_text_tokens:
+        commands += [("draft_texts", (batch, geometry.num_text_tokens), torch.int32)]
+        commands += [("draft_text_lens", (batch,), torch.int32)]
     if geometry.prompt_logprobs:
         commands += [("prompt_targets", (positions,), torch.int32), ("prompt_ints", (1, NUM_INTS), torch.int64)]
     publications: list[tuple[str, tuple[int, ...], torch.dtype]] = [

@@ -3,7 +3,8 @@
 The plain step verifies drafts that an earlier step made and makes the next ones.
 
     FIRST_TOKEN  the step after a prompt's last chunk: one slot, one row, which comes out of prefill
-    WIDE         the step of many rows that verifies proposals over all of the KV cache
+    WIDE         the step of many rows that verifies what the host has proposed, over all of the KV cache
+    PROPOSED     the step of many rows that verifies what its speculator proposes when it opens, and drafts nothing
     CHOICE       the step whose draft length the device chooses, S at most: an opening, then one of its bodies
     EXTENDED     the body of S = 0 in which the draft model runs over what waits for it
 """
@@ -15,6 +16,7 @@ __all__ = [
     "EXTENDED",
     "FIRST_TOKEN",
     "PASS",
+    "PROPOSED",
     "WIDE",
     "bodies_of",
     "choice_bucket",
@@ -26,6 +28,7 @@ __all__ = [
 PASS = 0  # among programs of prefill, whose keys are the positions that they take: a pass over what they leave
 FIRST_TOKEN = "first token"
 WIDE = "wide"
+PROPOSED = "wide, proposed on the device"
 CHOICE = "chosen draft length"
 EXTENDED = "draft model runs"
 
@@ -57,5 +60,5 @@ def bodies_of(bucket: Bucket) -> tuple[Bucket, ...]:
 
 
 def may_repeat(bucket: Bucket) -> bool:
-    """Whether the device may repeat the step by itself: the host has no part in it."""
-    return bucket.variant not in (FIRST_TOKEN, WIDE)
+    """Whether the device may repeat the step by itself: the host has no part in it, nor in what follows it."""
+    return bucket.variant not in (FIRST_TOKEN, WIDE, PROPOSED)

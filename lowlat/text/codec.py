@@ -113,6 +113,13 @@ class TextCodec:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @property
+    def ordinary_tokens(self) -> dict[str, int]:
+        """The ids of tokens by text, as the tokenizer writes them; added ones are left out."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        tokens = self._tokenizer.get_vocab(with_added_tokens=False)
+        return {token: place for token, place in tokens.items() if place not in added}
+
+    @property
     def eos_token_id(self) -> int | None:
         """The id of the end token that the tokenizer's files name, which may be another than the config's."""
         text = self.special_tokens.get("eos_token")

@@ -12,6 +12,7 @@ from row_cases import (
     check_level,
     check_markov,
     check_prefill_rows,
+    check_token_rows,
     check_write,
 )
 
@@ -41,4 +42,5 @@ def test_levels_and_writes(seed: int) -> None:
     check_level(BENCH, seed, width=24)
     check_block(BENCH, seed, width=24, accepted=1 + seed, drafting=2 + seed)
     check_markov(BENCH, seed, vocabulary=(13, 24)[seed % 2])
+    check_token_rows(BENCH, seed, columns=(1, 5)[seed % 2])
     check_write(BENCH, seed, heads=1 + seed, dim=8 + 8 * seed)

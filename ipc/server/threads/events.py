@@ -12,6 +12,9 @@ from lowlat.ipc.wire import Sampling, Submit
 __all__ = [
     "Command",
     "DecodeCancel",
+    "DecodeFinish",
+    "DecodeGrow",
+    "DecodeOpen",
     "DecodePause",
     "DecodeResidence",
     "DecodeStop",
@@ -20,6 +23,9 @@ __all__ = [
     "EngineFigures",
     "Event",
     "Failed",
+    "Grow",
+    "Grown",
+    "OpenCommand",
     "Prepare",
     "Prepared",
     "Refused",
@@ -57,6 +63,22 @@ class Prepared(Struct, frozen=True):
     converted: Sequence[EngineOutput] = ()
 
 
+class Grown(Struct, frozen=True):
+    """To the I/O thread: a piece of an open prompt has its token ids; or code and message say why not.
+
+    num_bytes  of the piece
+    ends       the prompt ends with these token ids, or seems to: `speculative`
+    """
+
+    stream: Stream
+    token_ids: Sequence[int] = ()
+    num_bytes: int = 0
+    ends: bool = False
+    speculative: bool = False
+    code: str | None = None
+    message: str = ""
+
+
 class EngineFigures(Struct, frozen=True):
     """To the I/O thread: the engine's own figures, about once a second."""
 
@@ -89,7 +111,7 @@ class ResidenceDone(Struct, frozen=True):
     problem: str = ""
 
 
-Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked | ResidenceAsked | ResidenceDone
+Event = Step | Refused | Prepared | Grown | EngineFigures | Failed | DrainAsked | ResidenceAsked | ResidenceDone
 
 
 class DecodeSubmit(Struct, frozen=True):
@@ -100,6 +122,31 @@ class DecodeSubmit(Struct, frozen=True):
     sampling: Sampling
     cache_salt: str
     session: str = ""
+
+
+class DecodeOpen(Struct, frozen=True):
+    """To the decode thread: a request for the engine whose prompt is still being written."""
+
+    request_id: str
+    sampling: Sampling
+    cache_salt: str
+    session: str
+    max_prompt_tokens: int | None
+
+
+class DecodeGrow(Struct, frozen=True):
+    """To the decode thread: more of an open prompt."""
+
+    request_id: str
+    token_ids: Sequence[int]
+
+
+class DecodeFinish(Struct, frozen=True):
+    """To the decode thread: an open prompt ends with these token ids, or seems to."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    speculative: bool
 
 
 class DecodeCancel(Struct, frozen=True):
@@ -125,7 +172,20 @@ class DecodeResidence(Struct, frozen=True):
     asleep: bool
 
 
-Command = DecodeSubmit | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
+OpenCommand = DecodeSubmit | DecodeOpen | DecodeGrow | DecodeFinish
+Command = OpenCommand | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
+
+
+class Grow(Struct, frozen=True):
+    """To a text thread: make token ids of a piece of an open prompt, or of what its end leaves.
+
+    piece  text, or packed token ids; None: the end
+    """
+
+    stream: Stream
+    piece: str | bytes | None
+    num_bytes: int = 0
+    speculative: bool = False
 
 
 class Prepare(Struct):

@@ -21,6 +21,7 @@ from lowlat.ipc.server.threads.events import (
     EngineFigures,
     Event,
     Failed,
+    Grown,
     Prepared,
     Refused,
     ResidenceAsked,
@@ -82,6 +83,7 @@ class IoThread(threading.Thread):
         self._handlers: dict[type[object], Callable[..., None]] = {
             Step: requests.step,
             Prepared: requests.prepared,
+            Grown: requests.open_prompts.grown,
             Refused: requests.refused,
             EngineFigures: self._figures,
             Failed: self._failed,

@@ -171,7 +171,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
     speculative = SpeculativeConfig(
         method=method, model=directory, capture_layers=capture_layers, num_speculative_tokens=1
     )
-    speculator = plan_speculator(speculative, target_config)
+    speculator = plan_speculator(speculative, target_config, target)
     head, notes = speculator.draft_config, tuple[str, ...]()
     if head is None:
         raise ConfigError(f"{directory}: method {method!r} has no draft model")
@@ -210,6 +210,8 @@ def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict
     """Which ids the config names, where, and what they mean (see `lowlat.speculators.eagle3.capture`)."""
     place, ids = _named_ids(read_config(directory))
     boundaries = list(head.capture_boundaries)
+    if not boundaries:
+        return {"ids": None, "ids_from": None, "convention": "none: it reads tokens alone"}
     if overridden:
         meaning = "boundaries, from --capture-layers"
     elif isinstance(head, Eagle3Config) and head.final_hidden:

@@ -14,6 +14,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.program import RangeNames, Stage
 from lowlat.kernels.reference.speculation.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
+from lowlat.kernels.reference.step.slots import FROM_TEXT
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layer_spec import Rotation
 from lowlat.options.config import SpeculativeConfig
@@ -71,6 +72,21 @@ class TextBeside(Speculator):
         return self.model.method, self.text.method
 
     @property
+    def wide_rows(self) -> tuple[int, ...]:
+        """The text's."""
+        return self.text.wide_rows
+
+    @property
+    def wide_source(self) -> int:
+        """The text."""
+        return FROM_TEXT
+
+    @property
+    def num_text_tokens(self) -> int:
+        """The text's."""
+        return self.text.num_text_tokens
+
+    @property
     def attends_everything(self) -> bool:
         """Whether the model does."""
         return self.model.attends_everything
@@ -79,6 +95,11 @@ class TextBeside(Speculator):
     def kv_windows(self) -> tuple[int | None, ...]:
         """The model's."""
         return self.model.kv_windows
+
+    @property
+    def runs_over_rows(self) -> bool:
+        """Whether the model does."""
+        return self.model.runs_over_rows
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The model's, and by slot the last proposals and the acceptance probabilities."""
@@ -93,6 +114,11 @@ class TextBeside(Speculator):
         """The model's."""
         return self.model.weight_plan(dtype)
 
+    @property
+    def shared_weights(self) -> Mapping[str, str]:
+        """The model's."""
+        return self.model.shared_weights
+
     def report(self) -> dict[str, Any]:
         """The model's, and the text's under `text_drafts`."""
         return {**self.model.report(), "text_drafts": self.text.report()}
@@ -104,6 +130,10 @@ class TextBeside(Speculator):
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
         """The model's."""
         return self.model.emit_extend(scope)
+
+    def emit_proposals(self, scope: StepScope) -> str:
+        """The text's alone: the model's pass is left out."""
+        return self.text.emit_proposals(scope)
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """The model's drafts, the text's, and the choice between them."""

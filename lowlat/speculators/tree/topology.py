@@ -97,7 +97,14 @@ class TreeTopology:
         """The chain of S drafts; the root alone for S = 0. Raises ConfigError past the deepest tree."""
         if not 0 <= num_speculative_tokens <= MAX_DEPTH:
             raise ConfigError(f"num_speculative_tokens must be from 0 to {MAX_DEPTH}, got {num_speculative_tokens}")
-        return cls.from_choices([(0,) * (level + 1) for level in range(num_speculative_tokens)])
+        return cls.line(num_speculative_tokens + 1)
+
+    @classmethod
+    def line(cls, rows: int) -> "TreeTopology":
+        """The chain of so many nodes, up to MAX_NODES: longer than any draft model drafts, of proposals."""
+        if not 1 <= rows <= MAX_NODES:
+            raise ConfigError(f"a chain has from 1 to {MAX_NODES} nodes, got {rows}")
+        return _build(tuple((0,) * depth for depth in range(1, rows)), tuple(range(rows - 1)))
 
     @classmethod
     def load(

@@ -23,7 +23,6 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.attention.limits import INVARIANT_HEADS, finely_split
-from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.step.publish import LoopControl
@@ -37,8 +36,8 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
-from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.speculators import base
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
@@ -200,12 +199,7 @@ def _reading_from(layer: LayerSpec, place_of: Callable[[LayerSpec], int], config
 
 def weight_shapes(pair: Pair) -> dict[str, torch.Tensor]:
     """The canonical weights of a pair, whole, without memory."""
-    config, speculator = pair.config, pair.speculator
-    plan = dict(weight_plan(config)) | dict({} if speculator is None else speculator.weight_plan(config.dtype))
-    found = {name: torch.empty(shape, dtype=dtype, device=META) for name, (shape, dtype) in plan.items()}
-    if config.tie_embeddings and not matrix_parts("lm_head.weight", found):
-        found["lm_head.weight"] = found["embed.weight"]
-    return found
+    return base.weight_shapes(pair.config, pair.speculator)
 
 
 class LoweredPrograms:

@@ -54,10 +54,27 @@ def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: 
     names = [sweep["name"] for sweep in found["exactness"]["sweeps"]]
     assert names[:3] == ["draft length 0", "draft length 1", "with neighbours"] and found["exactness"]["exact"]
     assert found["healthy"] and found["verdict"] == found["exactness"]["verdict"] and "capture_shifts" not in found
-    shown = lowlat(*asked)
-    assert (
-        shown.exit_code == 0 and "draft length 1: 4 answers, 24 tokens" in shown.stdout and "exact: all" in shown.stdout
-    )
+    out = tmp_path / "exactness.json"
+    shown = lowlat(*asked, "--out", out)
+    assert shown.exit_code == 0
+    assert "draft length 1: 4 answers, 24 tokens" in shown.stdout and "exact: all" in shown.stdout
+    reports = json.loads(out.read_text())
+    assert reports[0]["exactness"]["exact"] and reports[0]["holds"] and reports[0]["num_speculative_tokens"] == 1
+    assert lowlat(*asked, "--out", out).exit_code == 0 and len(json.loads(out.read_text())) == 1
+    out.write_text("{}")
+    assert "is no file of reports" in refusal(*asked, "--out", out)
+    assert "--out goes with --exactness" in refusal("doctor", "--out", out)
+    assert "computed in float32" in refusal("doctor", "--fidelity", *files)
+
+
+@pytest.mark.second
+def test_doctor_compares_distributions_with_transformers(tmp_path: Path) -> None:
+    out = tmp_path / "fidelity.json"
+    shown = lowlat("doctor", "--fidelity", "--num-prompts", 3, "--max-tokens", 48, "-S", 2, "--out", out)
+    assert shown.exit_code == 0, shown.output
+    assert "fidelity of prompts: " in shown.stdout and "as close to FP32 as transformers in bfloat16" in shown.stdout
+    (report,) = json.loads(out.read_text())
+    assert report["holds"] and report["fidelity"]["faithful"] and "exactness" not in report
 
 
 @pytest.mark.second
@@ -94,6 +111,28 @@ def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_pa
     options = ("--head", tmp_path / "head", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24, "--json")
     shifts = json.loads(lowlat("doctor", *files, *options).stdout)["capture_shifts"]
     assert [entry["shift"] for entry in shifts] == [-1, 0, 1] and shifts[1]["accepted"] > 0
+
+
+@pytest.mark.second
+def test_inspect_and_doctor_take_a_whole_model(tmp_path: Path) -> None:
+    """It reads no boundary, so that nothing can be shifted: acceptance alone is told, of the method that is found."""
+    make_target(tmp_path / "target", "qwen3", gain=0.45, num_hidden_layers=2)
+    make_target(tmp_path / "draft", "llama", num_hidden_layers=1, tie_word_embeddings=True)
+    files = ("--target", tmp_path / "target")
+    found = answer("inspect", "draft-model", tmp_path / "draft", *files, "--json")
+    assert (found["method"], found["layout"], found["geometry"]["family"]) == ("draft_model", "whole", "llama")
+    assert found["capture"]["convention"] == "none: it reads tokens alone" and not found["capture"]["boundaries"]
+    assert found["draft_vocabulary"]["share"] == 1 and found["flags"]["tie_embeddings"] is True
+    planned = ("--draft-model", tmp_path / "draft", "--method", "draft_model", "-S", 3, "--json")
+    whole = answer("inspect", "model", tmp_path / "target", *planned)
+    assert whole["kv"]["head_bytes_per_token"] == 2 * 2 * 8 * 4 and "head_parts" in whole
+    step = answer("inspect", "step", tmp_path / "target", *planned)
+    assert step["method"] == "draft_model" and step["step"]["operations"] > 99
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    options = ("--draft-model", tmp_path / "target", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24)
+    told = json.loads(lowlat("doctor", *files, *options, "--json").stdout)
+    assert told["verdict"] == "the draft model reads tokens alone: 100.0% of the first drafts are accepted"
+    assert [entry["drafted"] is None for entry in told["capture_shifts"]] == [True, False, True]
 
 
 @pytest.mark.second

@@ -205,11 +205,8 @@ def test_a_kernel_that_settles_lets_the_next_one_start_behind_its_wait(compiled:
 @pytest.mark.second
 def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
     """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
-    group, multiply, shared = (
-        0x9C5,
-        0xDF0,
-        0x9F0,
-    )  # to begin or await products of a warpgroup; one; one of shared memory
+    # to begin or await products of a warpgroup; one, of bf16 and of codes; one of shared memory
+    group, multiply, shared = 0x9C5, (0xDF0, 0xDF3), 0x9F0
     load, loaded = 0x184, {6: 4, 5: 2}  # registers by the load's size; else one
     # whatever form of operands they have: registers that are loaded, moved and selected; results of arithmetic
     moves, selections, products = (0x002, 0x005), (0x007, 0x008, 0x009), (0x020, 0x021, 0x023, 0x031, 0x032)
@@ -225,7 +222,7 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
         for low, high in whole_instructions(code.code):
             opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
             sums = 4 * ((low >> 53 & 0x3F) + 1)  # of eighths of the second matrix's rows, less one
-            if opcode == multiply:
+            if opcode in multiply:
                 steps[-1] |= {*range(target, target + sums), *range(first, first + 4)}
             elif opcode == shared:
                 scores |= set(range(target, target + sums))
@@ -240,7 +237,7 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
                 assert not scores.union(*steps) & written, f"{kernel.name}: {low:#x}"
         found = count_opcodes(code.code)
         assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
-        assert found[multiply] + found[shared] == ptx.count("wgmma.mma_async") > 0
+        assert sum(found[each] for each in (*multiply, shared)) == ptx.count("wgmma.mma_async") > 0
 
 
 def test_no_module_with_kernels_is_forgotten() -> None:

@@ -1,0 +1,97 @@
+"""Wide steps whose proposals are the speculator's own: when a step of many rows follows, by what was accepted so far.
+
+Drafts of a cheap source that were all right, step after step, say that what comes next is right as well, further than a
+step of the usual draft length reaches. A wide step makes its proposals when it opens, verifies them, and leaves out the
+draft model's drafts; that model's keys and values go on. Which step is next depends on what the last one gave: while
+drafts are all right nothing is launched ahead of that. A wide step publishes before its draft model's part, so the host
+has launched the next one when it ends.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lowlat.engine.mailbox import Entry
+from lowlat.engine.proposer import Proposer, StepParts
+from lowlat.engine.request import Request
+from lowlat.graphs import Bucket
+from lowlat.kernels.reference.step.publish import ACCEPTED, FINISH, SLOT, VERIFIED, VERIFIED_SOURCE
+from lowlat.step.variants import PROPOSED
+
+__all__ = ["WideSteps"]
+
+BEGIN = 8  # tokens of steps in a row whose drafts were all right, from which on a wide step is expected to pay
+FULL = 0.75  # of a wide step's proposals, the share that must be right for a wider one, or as wide a one, to follow
+
+
+class WideSteps(Proposer):
+    """The choice of wide steps for one runtime's slots.
+
+    rows    rows a slot of wide steps, ascending
+    source  of the drafts that say by being right that such a step pays, by its number in `verified_source`
+    """
+
+    def __init__(self, parts: StepParts, rows: Sequence[int], source: int) -> None:
+        super().__init__(parts)
+        self._rows, self._source = tuple(rows), source
+        self._held: dict[int, int] = {}  # by slot: tokens of the last steps, of which all drafts were right
+        self._wide_steps = self._wide_tokens = self._wide_slots = 0
+
+    def prefill(self, request: Request, start: int, count: int) -> None:
+        """A request begins in a slot, of which nothing is known."""
+        self._held.pop(request.slot, None)
+
+    def look(self, entry: Entry) -> None:
+        """Learn from what a step accepted, of the slots whose requests it was about."""
+        bucket = self.parts.launches.in_flight.bucket
+        is_wide = bucket is not None and bucket.variant == PROPOSED
+        self._wide_steps += is_wide
+        for record in entry.records:
+            slot = record[SLOT]
+            request = self.parts.slots.get(slot)
+            if request is None or entry.number < request.first_entry:
+                continue
+            accepted, verified = record[ACCEPTED], record[VERIFIED]
+            self._wide_slots += is_wide
+            self._wide_tokens += (accepted + 1) * is_wide
+            enough = verified if not is_wide or bucket is None else min(verified, FULL * (bucket.rows - 1))
+            goes_on = verified > 0 and record[VERIFIED_SOURCE] == self._source and accepted >= enough
+            if goes_on and not record[FINISH]:
+                self._held[slot] = self._held.get(slot, 0) + accepted + 1
+            else:
+                self._held.pop(slot, None)
+
+    def bucket(self, depth: int, num_active: int) -> Bucket:
+        """A wide one where half of the slots copy, at the least, the wider the longer they have; else the usual one."""
+        copying = sorted(held for held in self._held.values() if held >= BEGIN)
+        if depth and copying and 2 * len(copying) >= num_active:
+            most = max(self._rows[0], copying[0])
+            wide = self.parts.scheduler.ladder.choose_proposed(num_active, most)
+            if wide is not None:
+                return wide
+        return super().bucket(depth, num_active)
+
+    def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
+        """None: any number; while drafts are all right no step, until the last one's outcome was seen."""
+        in_flight = self.parts.launches.in_flight
+        waits = in_flight.under_way and (self._held or (in_flight.bucket is not None and _is_wide(in_flight.bucket)))
+        return 0 if depth and waits else None
+
+    def leave(self, request: Request) -> object:
+        """The tokens of its last steps."""
+        return self._held.pop(request.slot, 0)
+
+    def enter(self, request: Request, kept: object) -> None:
+        """Go on where the other slot was."""
+        if isinstance(kept, int) and kept:
+            self._held[request.slot] = kept
+
+    def report(self) -> dict[str, Any]:
+        """A block `wide_verification`, as JSON: steps, and their slots and tokens; empty before there was one."""
+        if not self._wide_steps:
+            return {}
+        found = {"steps": self._wide_steps, "slot_steps": self._wide_slots, "tokens": self._wide_tokens}
+        return {"wide_verification": found}
+
+
+def _is_wide(bucket: Bucket) -> bool:
+    return bucket.variant == PROPOSED
