@@ -26,7 +26,7 @@ CLIENTS = Path(__file__).parent / "clients"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ENDS = ("stop", "length", "tool_calls")
-MAX_TOKENS = 96  # of any request: what is cut there ends as what is cut later
+MAX_TOKENS = 24  # of any request: what is cut there ends as what is cut later
 
 
 def recorded() -> Iterator[Any]:
