@@ -159,7 +159,7 @@ class Requests(Mapping[str, Request]):
         again = self._made(request.request_id, ids, request.params, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
-        again.session = request.session
+        again.takes_back(request)
         self._live[again.request_id] = again
         return again, scheduled
 

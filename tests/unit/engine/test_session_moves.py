@@ -1,4 +1,4 @@
-"""Any order of submit, grow, step, cancel, fork, end, save and load: no request's tokens differ from those it has alone."""
+"""Any order of submit, grow, step, cancel, fork, end, save and load: no request has other tokens than it has alone."""
 
 from pathlib import Path
 
