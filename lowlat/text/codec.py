@@ -215,7 +215,7 @@ class TextCodec:
         max_context, max_tokens   as in `encode`
         Raises what `apply_chat_template` and `encode` raise.
         """
-        limits = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
+        limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
         return self.chat_ids(self.chat_text(messages, **limits, **variables), **limits)
 
     def chat_text(
