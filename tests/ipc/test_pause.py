@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, expected_tokens
 from served import Serve, eventually
-from served_model import load_bundled
+from served_model import load_small
 
 from lowlat.errors import CapacityError, RequestError
 from lowlat.ipc import Client
@@ -83,12 +83,12 @@ def test_the_highest_priority_is_handed_over_first_and_beyond_the_slots(serve: S
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path = f"ipc://{tmp_path_factory.mktemp('run')}/s.sock"
-    with Server(lambda: RuntimeEngine(load_bundled(max_batch=1, pause_deadline_s=1.0)), None, path):
+    with Server(lambda: RuntimeEngine(load_small(max_batch=1, pause_deadline_s=1.0)), None, path):
         yield path
 
 
 def test_the_model_goes_on_with_the_same_tokens(endpoint: str) -> None:
-    options: dict[str, Any] = {"max_tokens": 120, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     with Client(endpoint) as client:
         expected = [token for chunk in client.generate([5, 6, 7], **options) for token in chunk.token_ids]
         paused = client.generate([5, 6, 7], **options)

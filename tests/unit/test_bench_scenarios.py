@@ -112,6 +112,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runtime, Ru
         yield plain, drafting
 
 
+@pytest.mark.wide
 def test_every_geometry_parses_and_its_bytes_are_the_published_ones(tmp_path: Path) -> None:
     sizes = {}
     for name, geometry in read_geometries().items():

@@ -129,7 +129,7 @@ def test_masks_behind_drafts_that_came_and_went_are_those_without(name: str) -> 
     assert sum(play(name, random.Random(seed)) for seed in range(6)) > 10
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_masks_behind_many_drafts_are_those_without(name: str) -> None:
     for seed in range(24, 30):

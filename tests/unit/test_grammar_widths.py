@@ -184,7 +184,7 @@ def test_no_width_or_neighbour_changes_a_document(
     played.play(way, [("submit", first), *moves])
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @given(way=st.sampled_from(list(WAYS)), first=st.integers(0, NUM_GRAMMARS - 1), moves=MOVES)
 @settings(max_examples=8)
 def test_no_width_or_neighbour_changes_many_documents(

@@ -160,7 +160,7 @@ def test_given_ids_do_not_meet_made_ones() -> None:
         assert len(set(names)) == 2
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_simulated_acceptance_is_marked_everywhere() -> None:
     config = SpeculativeConfig(
         model=DEMO / "head", num_speculative_tokens=3, simulated_accept_length=2.5, simulated_seed=1

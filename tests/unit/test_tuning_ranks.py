@@ -288,7 +288,7 @@ def test_the_command_lists_the_launches_that_have_no_entry(tmp_path: Path) -> No
     assert "is not described; there are" in refusal(*options, "--card", "A GPU")
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_command_compiles_what_it_would_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWLAT_KERNEL_CACHE", str(tmp_path / "kernels"))
     given = ("tune", "gemm", "--compile", *FEW, "--candidates", 1)
