@@ -29,6 +29,7 @@ __all__ = [
     "Message",
     "Parse",
     "Pause",
+    "Paused",
     "Pong",
     "PromptPart",
     "Residence",
@@ -52,6 +53,7 @@ MAX_MESSAGES = 4096  # of a chat
 MAX_SALT = 256
 MAX_SESSION = 128
 MAX_GRAMMAR = 256 << 10
+MAX_DRAFT_TEXT = 1 << 20
 DEFAULT_TOKENS = 256  # lowlat.SamplingParams.max_tokens
 
 Int32 = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
@@ -104,6 +106,7 @@ class Kind:
     PONG = 0x86
     BYE = 0x87
     TAKEN = 0x88
+    PAUSED = 0x89
     RESIDENT = 0x90
 
 
@@ -161,6 +164,10 @@ class Welcome(Struct):
 
 
 GrammarText = Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR)]
+DraftText = (
+    Annotated[str, Meta(min_length=1, max_length=MAX_DRAFT_TEXT)]
+    | Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_DRAFT_TEXT)]
+)
 
 
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -199,6 +206,7 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     tools: GrammarText | None = None
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    draft_texts: Annotated[tuple[DraftText, ...], Meta(max_length=16)] = ()
 
     @property
     def token_limit(self) -> int:
@@ -433,6 +441,18 @@ class Taken(Struct, array_like=True, gc=False):
     num_bytes: int
 
 
+class Paused(Struct, array_like=True, gc=False):
+    """The answer to PAUSE or RESUME, when it is done or refused: whether the request waits now.
+
+    One that is not paused has ended first, or code and problem say why it runs on.
+    """
+
+    number: int
+    paused: bool
+    code: str | None = None
+    problem: str | None = None
+
+
 class Pong(Struct):
     """state is "serving" or "draining", or of a model that sleeps "falling asleep", "asleep" or "waking".
 
@@ -474,5 +494,6 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.PONG: Pong,
     Kind.BYE: Bye,
     Kind.TAKEN: Taken,
+    Kind.PAUSED: Paused,
     Kind.RESIDENT: Resident,
 }

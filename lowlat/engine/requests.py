@@ -9,7 +9,7 @@ from typing import Any
 from lowlat.engine.loading import Loaded
 from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics
 from lowlat.engine.request import Opening, Request
-from lowlat.engine.request_checks import RequestChecks, check_call, check_name, encode_prompt
+from lowlat.engine.request_checks import RequestChecks, check_call, check_name, encode_prompt, encode_texts
 from lowlat.engine.scheduler import Admission, ScheduledRequest, Scheduler
 from lowlat.engine.sessions.book import SessionBook, SessionRecord
 from lowlat.errors import RequestError
@@ -50,6 +50,7 @@ class Requests(Mapping[str, Request]):
             must_draft=config.is_strict and speculates,
             has_prompts=geometry.prompt_logprobs,
             has_masks=loaded.takes_grammars,
+            num_text_tokens=geometry.num_text_tokens,
         )
         self.sessions = SessionBook(scheduler.kvcache, config.session_ttl_s)
         self.grammars = GrammarCompiler(loaded.codec, self.checks.vocab_size, self.checks.eos_token_ids)
@@ -91,6 +92,8 @@ class Requests(Mapping[str, Request]):
         """
         params = SamplingParams() if params is None else params
         check_call(params, request_id, allow_special, cache_salt)
+        self.checks.check_texts(params)
+        params = encode_texts(self._codec, params)
         limits = self._max_context, params.max_tokens
         prompt_ids = self.checks.check(encode_prompt(self._codec, prompt, allow_special, *limits), params)
         name = self._named(request_id)
@@ -103,8 +106,18 @@ class Requests(Mapping[str, Request]):
             name, prompt_ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
         )
         request.session = session
+        request.draft_texts = self._joined(params, () if session is None else session.answers_beside(prompt_ids))
         self._scheduler.check(scheduled)
         return request, scheduled
+
+    def _joined(self, params: SamplingParams, answers: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+        """The texts that a request drafts from next to its own, -1 after each: those that it names, and earlier answers
+        of its session, as far as there is capacity for them."""
+        found: list[int] = []
+        for text in (*params.draft_texts, *answers):
+            if len(found) + len(text) < self.checks.num_text_tokens and not isinstance(text, str):
+                found += (*text, -1)
+        return tuple(found)
 
     def open_prompt(
         self,
@@ -121,6 +134,7 @@ class Requests(Mapping[str, Request]):
         if max_prompt_tokens is not None:
             check_integer("max_prompt_tokens", max_prompt_tokens, 1, max(1, most), RequestError)
             most = max_prompt_tokens
+        params = encode_texts(self._codec, params)
         self.checks.check((0,), params)
         name = self._named(request_id)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -137,7 +151,9 @@ class Requests(Mapping[str, Request]):
 
     def _made(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         stop_ids = self.checks.stop_ids(params)
-        return Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
+        made = Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
+        made.draft_texts = self._joined(params)
+        return made
 
     def begin(self, request: Request, *, speculative: bool) -> Request:
         """The request of a prompt that is whole, in place of the open one: its figures begin here.
@@ -229,7 +245,7 @@ class Requests(Mapping[str, Request]):
         self._book.update(request.metrics())
         if request.session is not None:
             tokens = tuple(request.committed) if request.finish_reason in ("stop", "length") else None
-            self.sessions.finish(request.session, tokens, request.seed)
+            self.sessions.finish(request.session, tokens, request.seed, len(request.prompt))
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""

@@ -68,8 +68,10 @@ from lowlat.kernels.speculation.draft_topk import draft_topk
 from lowlat.kernels.speculation.grow import choose_nodes, grow_block_tree, grow_tree
 from lowlat.kernels.speculation.hand_over import hand_over_tree
 from lowlat.kernels.speculation.length_probabilities import join_lengths, learn_draft_lengths
+from lowlat.kernels.speculation.local_conv import local_conv, walk_candidates
 from lowlat.kernels.speculation.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.speculation.ngram_draft import ngram_draft
+from lowlat.kernels.speculation.proposals import draft_from_texts, open_proposals
 from lowlat.kernels.speculation.suffix_draft import suffix_draft
 from lowlat.kernels.speculation.token_rows import token_rows
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
@@ -258,12 +260,12 @@ def _choose_draft_length(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, add_gated, apply_commands, assign_drafts, bias_rows, block_rows, cast),
-    choose_drafts,
+    *(choose_drafts, draft_from_texts, open_proposals),
     *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
-    list_active_slots,
+    *(list_active_slots, local_conv, walk_candidates),
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
     *(output_gate, per_layer_gate, per_layer_inputs, qk_norm, rms_norm, scale),
     *(

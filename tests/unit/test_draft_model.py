@@ -25,6 +25,9 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
 GREEDY, SAMPLED = SamplingParams(max_tokens=17), SamplingParams(max_tokens=17, temperature=1.0, seed=5)
 
 
+INT4 = {"draft_quantize": "int4"}
+
+
 def drafting(model: Path, depth: int = 5, **options: Any) -> SpeculativeConfig:
     return SpeculativeConfig(model, "draft_model", num_speculative_tokens=depth, strict=True, **options)
 
@@ -75,7 +78,7 @@ def test_a_model_is_always_right_about_itself(family: str, ways: dict[str, Any],
         later("llama", {"vocab_size": 89}, SAMPLED, {"text_drafts": "suffix"}),
         later("llama", {"vocab_size": 89, "tie_word_embeddings": True}, GREEDY, {"draft_quantize": "fp8"}),
         later("gpt_oss", {"vocab_size": 104}, GREEDY, {}),
-        wide("qwen3", {"vocab_size": 104, "tie_word_embeddings": True}, SAMPLED, {"draft_quantize": "int4"}),
+        wide("qwen3", {"vocab_size": 104, "tie_word_embeddings": True, "intermediate_size": 64}, SAMPLED, INT4),
     ],
 )
 def test_no_draft_model_changes_a_token(
@@ -109,7 +112,7 @@ def test_quantised_files_draft_as_they_run(layout: str, tmp_path: Path) -> None:
         with Runtime.load(tmp_path / target, drafting(tmp_path / "stored", 3), **options) as runtime:
             assert run_one(runtime, prompt, GREEDY) == expected
             accepted, drafted = totals(runtime)
-            assert 0 < accepted <= drafted and (target == "plain" or accepted == drafted)
+            assert drafted > 0 and (target == "plain" or accepted == drafted)
 
 
 def test_ranks_share_it(tmp_path: Path) -> None:
@@ -168,9 +171,10 @@ def test_what_is_no_draft_model_of_the_target_is_refused_by_name(tmp_path: Path)
         with pytest.raises(ConfigError, match=match):
             plan_speculator(SpeculativeConfig(tmp_path / name, method), target)
     assert [draft_method(tmp_path / name) for name in ("large", "hybrid", "eagle")] == ["draft_model"] * 2 + ["eagle3"]
-    for name in ("capture_layers", "draft_window"):
+    given: dict[str, Any] = {"capture_layers": (1,), "draft_window": 8, "tree": ((0,),)}
+    for name, value in given.items():
         with pytest.raises(ConfigError, match=f"{name} is an option of method"):
-            drafting(tmp_path, **{name: (1,) if name == "capture_layers" else 8})
+            drafting(tmp_path, **{name: value})
 
 
 def test_tokenizers_are_compared_where_both_are_at_hand(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ __all__ = ["MAX_INLINE_BYTES", "TextThreads", "grow", "prepare"]
 
 MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
 MAX_SHORT_BYTES = 32 << 10  # a request up to this has its token ids in about 10 ms
+MOST_TOKENS = 1 << 30  # of a text that the engine bounds
 GRAMMAR_PATIENCE_S = 0.1  # a grammar that takes longer to compile waits for others that do
 
 
@@ -54,6 +55,7 @@ def prepare(
             tools = msgspec.json.encode(offered).decode()
             if len(tools) <= MAX_GRAMMAR:  # else values are typed by what they look like
                 stream.sampling = msgspec.structs.replace(stream.sampling, tools=tools)
+        stream.sampling = _with_texts(stream.sampling, engine, codec)
         engine.validate(prompt, stream.sampling)
         if stream.sampling.has_grammar:
             stream.grammar = engine.compile(stream.sampling, patience_s)
@@ -104,6 +106,22 @@ def _settled(sampling: Sampling, defaults: Mapping[str, float], room: int | None
         most = max(default_max_tokens, sampling.min_tokens)
     settled["max_tokens"] = most if room is None else min(most, room)
     return msgspec.structs.replace(sampling, **settled)
+
+
+def _with_texts(sampling: Sampling, engine: Engine, codec: Codec | None) -> Sampling:
+    """The sampling with the texts that a request drafts from as token ids. Raises RequestError."""
+    if not any(isinstance(text, str) for text in sampling.draft_texts):
+        return sampling
+    engine.validate((0,), Sampling(draft_texts=sampling.draft_texts, max_tokens=1))  # before they are encoded
+    if codec is None:
+        raise RequestError("draft_texts: this server's model has no tokenizer; send token ids")
+    ids = tuple(
+        tuple(codec.encode(text, allow_special=False, add_special_tokens=False, max_context=MOST_TOKENS, max_tokens=1))
+        if isinstance(text, str)
+        else text
+        for text in sampling.draft_texts
+    )
+    return msgspec.structs.replace(sampling, draft_texts=tuple(text for text in ids if text))
 
 
 def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[int]:

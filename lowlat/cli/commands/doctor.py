@@ -187,6 +187,8 @@ def _verdict(results: "list[ShiftResult]", healthy: bool) -> str:
     measured = {shift: rate for shift, rate in rates.items() if rate is not None}
     if rates[0] is None:
         return "no draft was verified: nothing can be said; take more prompts or tokens"
+    if healthy and not results[0].boundaries:
+        return f"the draft model reads tokens alone: {rates[0]:.1%} of the first drafts are accepted"
     if healthy:
         return f"the capture boundaries are right: no shift accepts more than {rates[0]:.1%} of the first drafts"
     best = max(measured, key=lambda shift: measured[shift])

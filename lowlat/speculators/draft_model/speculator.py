@@ -90,6 +90,12 @@ class DraftModelSpeculator(Speculator):
         """The draft model's weights, embedding and LM head included."""
         return whole_weight_plan(self.config)
 
+    @property
+    def shared_weights(self) -> Mapping[str, str]:
+        """The LM head, where it is the embedding."""
+        shares = self.config.shares_head and self.config.quantiser is None
+        return {f"{OWNER}lm_head.weight": f"{OWNER}embed.weight"} if shares else {}
+
     def report(self) -> dict[str, Any]:
         """The method, the model's family and layers, and the size of its vocabulary."""
         return {

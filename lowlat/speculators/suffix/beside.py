@@ -114,6 +114,11 @@ class TextBeside(Speculator):
         """The model's."""
         return self.model.weight_plan(dtype)
 
+    @property
+    def shared_weights(self) -> Mapping[str, str]:
+        """The model's."""
+        return self.model.shared_weights
+
     def report(self) -> dict[str, Any]:
         """The model's, and the text's under `text_drafts`."""
         return {**self.model.report(), "text_drafts": self.text.report()}

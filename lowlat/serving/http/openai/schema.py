@@ -104,7 +104,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
                                 end the request's metrics
     structured_outputs          as vLLM has it
     cache_salt                  as vLLM has it: a cached prefix is shared only among requests with the same
-    top_k to priority           as in lowlat.SamplingParams
+    top_k to draft_texts        as in lowlat.SamplingParams
     """
 
     model: str
@@ -131,6 +131,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     max_draft_tokens: int | None = None
     priority: int | None = None
+    draft_texts: list[str | list[int]] | None = None
 
     def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """Sampling options by the server's names, those that are given; the temperature is OpenAI's where neither the
@@ -151,6 +152,7 @@ _OWN = (
     "stop_token_ids",
     "max_draft_tokens",
     "priority",
+    "draft_texts",
 )
 
 
