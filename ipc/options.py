@@ -40,3 +40,4 @@ class SamplingOptions(TypedDict, total=False):
     tools: str | Sequence[Mapping[str, Any]] | None
     prompt_logprobs: int | None
     priority: int
+    draft_texts: str | Collection[str | Sequence[int]]

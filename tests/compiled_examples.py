@@ -8,6 +8,7 @@ shared out between processes by the module that made them, and each process comp
 import fcntl
 import os
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -114,10 +115,12 @@ class Compiled:
     directory   what was compiled from these sources, by this run or an earlier one
     run         of this run, and shared by its workers: whoever comes first compiles for all
     together    stages that are compiled at the first use of any
+    names       an expression that finds something in the names of kernels that are looked at
     """
 
-    def __init__(self, directory: Path, run: Path, together: Collection[str] = ()) -> None:
+    def __init__(self, directory: Path, run: Path, together: Collection[str] = (), names: str = "") -> None:
         self._directory, self._run, self._together = directory, run, tuple(together)
+        self._names = re.compile(names)
         self._made: dict[tuple[Capability, str], tuple[CompiledKernel, str]] = {}
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
@@ -131,8 +134,12 @@ class Compiled:
     def each(self, stage: str, *modules: ModuleType) -> Iterator[tuple[Kernel, CompiledKernel, str]]:
         """The usual GPU's kernels of a stage that these modules make, each with its code and PTX."""
         for kernel in examples_of(*modules, wide=stage == "wide"):
-            if stage_of(H200.capability, kernel) == stage:
+            if stage_of(H200.capability, kernel) == stage and self.takes(kernel):
                 yield kernel, *self.of(H200.capability, kernel)
+
+    def takes(self, kernel: Kernel) -> bool:
+        """Whether a kernel is to be looked at in this run."""
+        return self._names.search(kernel.name) is not None
 
     def _compile(self, stages: tuple[str, ...]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -141,12 +148,14 @@ class Compiled:
             if self._claim(f"all-{'-'.join(stages)}"):
                 self._compile_all(stages)
         for capability, _, kernel in _examples(stages):
-            self._made[capability, kernel.name] = self._of(capability, kernel)
+            if self.takes(kernel):
+                self._made[capability, kernel.name] = self._of(capability, kernel)
 
     def _compile_all(self, stages: tuple[str, ...]) -> None:
         modules: dict[str, list[tuple[Capability, Kernel]]] = {}
         for capability, module, kernel in _examples(stages):
-            modules.setdefault(module, []).append((capability, kernel))
+            if self.takes(kernel):
+                modules.setdefault(module, []).append((capability, kernel))
         # those with most functions first: a long one at the end would have one process wait for another
         longest_first = sorted(modules.items(), key=lambda item: -len({kernel.function for _, kernel in item[1]}))
         children = []

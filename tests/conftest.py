@@ -36,12 +36,14 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RE
 
 # Deadlines and checks of how examples come would fail a sound test on a busy machine or by an unlucky draw; the blob
 # reproduces a failure elsewhere.
-settings.register_profile(
-    "lowlat",
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+for profile, max_examples in (("lowlat", 30), ("wide", 300)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=max_examples,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
 settings.load_profile("lowlat")
 
 
@@ -50,8 +52,9 @@ KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of `compile_only`."""
+    """The option of `compile_only`, and that of tests of compiled kernels."""
     parser.addoption("--compile-only", metavar="TARGET", help="compile what tests of a GPU launch, as for sm_90")
+    parser.addoption("--kernels", metavar="REGEX", default="", help="compile kernels with such names alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
         plugin = CompileOnly(target)
         plugin.start()
         config.pluginmanager.register(plugin)
+    if "wide" in str(config.getoption("markexpr")):
+        settings.load_profile("wide")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist's order is by the number of tests, which tells little of times
 
@@ -170,13 +175,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_built_once() -> Iterator[None]:
-    """A step's Program, which nothing changes, is built once for its geometry: it is most of a small model's load."""
+    """Programs, which nothing changes, are built once for their geometry: they are most of a small model's load."""
     loading = sys.modules.get("lowlat.engine.loading")  # imported by the modules that load one
     if loading is None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("build_step", "build_adaptive"):
+        for name in ("build_step", "build_adaptive", "build_prefills"):
             patch.setattr(loading, name, lru_cache(maxsize=512)(getattr(loading, name)))
         yield
 

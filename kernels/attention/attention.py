@@ -20,6 +20,7 @@ from lowlat.kernels.attention.combine import combine_splits
 from lowlat.kernels.attention.copies import make_is_early, make_issue, make_lane_offset, make_look_up
 from lowlat.kernels.attention.launch_plan import (
     ALIGNMENT,
+    TEAMS,
     AttentionPlan,
     AttentionWork,
     candidate_plans,
@@ -90,7 +91,6 @@ def attention(
     early_rows: bool = True,
     tail: int | None = None,
     split: int = 256,
-    teams: int = 1,
     softcap: float | None = None,
     gpu: Gpu = H200,
     plan: AttentionPlan | None = None,
@@ -114,7 +114,6 @@ def attention(
                       row_live and row_masks early_rows says so
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
-    teams             of four warps that share a split's tiles: a row's bits depend on it; see `choose_teams`
     softcap           c: scores s become c tanh(s / c), in a kernel of its own; None: they stay
     GPU, plan        what it runs on, and how to cut the launch; None: by the GPU's table, or the derived one
     num_blocks        blocks of the grid; None: the plan's on every SM
@@ -132,7 +131,7 @@ def attention(
         check_shape("sinks", sinks, heads)
     _check_dtypes(kv_scales, kv_heads, (("q", q), ("out", out)), (("k_cache", k_cache), ("v_cache", v_cache)))
     group, keep = heads // kv_heads, keep_first if window is not None else 0
-    work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None, teams)
+    work = AttentionWork(batch, rows, group, kv_heads, head_dim, window, keep, split, kv_scales is not None)
     chosen, planned = (plan, None) if plan is not None else choose_attention_plan(work, gpu)
     shape = _shape_of(work, chosen, gpu, block, first, sinks is not None, early_metadata)
     shape = replace(shape, parts=parts, late_rows=early_metadata and not early_rows, softcap=softcap)
@@ -176,7 +175,7 @@ def _shape_of(
 ) -> AttentionShape:
     """The specialisation for a launch by a plan."""
     few = work.few and plan.row_tiles == 1
-    teams, blocks = work.block_teams, 0 if work.whole else plan.blocks  # few busy blocks have room anywhere
+    teams, blocks = (TEAMS[work.head_dim], 0) if work.whole else (1, plan.blocks)  # few busy blocks have room anywhere
     return AttentionShape(
         work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
         plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded, few=few,
@@ -301,12 +300,12 @@ def _min_blocks(shape: AttentionShape) -> int:
     if shape.whole or shape.halves > 1:
         return 1
     roomy = shape.head_dim == 128 and shape.window is None and shape.row_tiles == 1
-    return max((3 if roomy else 2) // shape.teams, shape.blocks)
+    return max(3 if roomy else 2, shape.blocks)
 
 
 def _kernel(shape: AttentionShape) -> Callable[..., None]:
     early, whole, threads, several = shape.early, shape.whole, 32 * shape.warps, shape.row_tiles > 1 and not shape.whole
-    row_bytes, norms = 2 * shape.head_dim * shape.group * shape.kv_heads, threads + (shape.warps if shape.apart else 0)
+    row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
     read_rows, plan_slots = make_plan_functions(shape)
     walk, walk_spread = _make_walk(shape, read_rows), _make_walk(replace(shape, row_tiles=1), read_rows)
     spread = make_spread(shape)
@@ -316,7 +315,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
         partials: Any, sums: Any, kv_scales: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
     ) -> None:  # fmt: skip
         plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
-        shared_norms = cuda.shared.array(norms, float32)
+        shared_norms = cuda.shared.array(threads, float32)
         ptx.let_next_kernel_start()
         if not early:
             ptx.wait_for_previous_kernel()

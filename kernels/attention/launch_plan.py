@@ -10,7 +10,7 @@ from functools import cache
 from itertools import chain, product
 
 from lowlat.kernels.attention.limits import HEAD_DIM
-from lowlat.kernels.attention.plan import MAX_WARP_DIM, TILE
+from lowlat.kernels.attention.plan import MAX_WARP_DIM
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
@@ -78,7 +78,6 @@ class AttentionWork:
     keep_first   positions kept before a window
     split        positions of a split
     coded        the caches hold e4m3 codes
-    teams        of four warps that share a split's tiles
     """
 
     batch: int
@@ -90,17 +89,11 @@ class AttentionWork:
     keep_first: int
     split: int
     coded: bool = False
-    teams: int = 1
 
     @property
     def whole(self) -> bool:
         """Whether a block has all positions of its rows, as `is_whole` says."""
         return is_whole(self.window, self.keep_first)
-
-    @property
-    def block_teams(self) -> int:
-        """Teams of four warps of a block, whatever it has."""
-        return TEAMS[self.head_dim] if self.whole else self.teams
 
     @property
     def few(self) -> bool:
@@ -116,7 +109,6 @@ class AttentionWork:
     def facts(self) -> dict[str, int | bool]:
         """The key of tables: slots and tiles of query rows count by the next power of two."""
         codes: dict[str, int | bool] = {"coded": True, "few": self.few} if self.coded else {}
-        codes |= {"teams": self.teams} if self.teams > 1 and not self.whole else {}
         return codes | {
             "batch": _next_power(self.batch), "query_tiles": _next_power(self.query_tiles), "group": self.group,
             "kv_heads": self.kv_heads, "head_dim": self.head_dim, "window": self.window or 0,
@@ -153,8 +145,6 @@ def candidate_plans(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, ...]:
         return _whole_plans(work.head_dim, 1 if work.coded else tiles, are_many)  # two tiles of codes lack registers
     if work.head_dim > MAX_WARP_DIM and takes_turns(work, gpu):
         return (AttentionPlan(1, 1, 1),)
-    if work.teams > 1:
-        return _team_plans(work, gpu)
     blocks = 2 + work.few + (work.split >= LONG_SPLIT) if work.coded else 2
     return _split_plans(work.head_dim, tiles, work.window is not None, gpu, work.coded, blocks)
 
@@ -215,19 +205,6 @@ def _split_plans(
             yield AttentionPlan(tiles, derived.stages - 1, derived.blocks)
 
     return tuple(dict.fromkeys((derived, *(plan for plan in found() if plan.stages >= LEAST_STAGES and fits(plan)))))
-
-
-def _team_plans(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, ...]:
-    """A split whose tiles are shared by teams is derived to have them all under way, as far as they fit."""
-    tiles = work.split // TILE // work.teams
-
-    def fits(plan: AttentionPlan) -> bool:
-        needed = pipeline_bytes(work.head_dim, plan.stages, work.teams, work.coded) + STATIC_BYTES
-        return needed <= gpu.most_bytes(plan.blocks)
-
-    cuts = [(stages, blocks) for blocks in (1, 2) for stages in range(tiles, 0, -1)]
-    plans = [AttentionPlan(1, stages, blocks) for stages, blocks in cuts]
-    return tuple(filter(fits, plans))
 
 
 @cache

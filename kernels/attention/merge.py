@@ -47,14 +47,13 @@ def join_sink(largest: Any, norm: Any, sink: Any) -> Any:
 def make_merge(shape: AttentionShape) -> Any:
     """The function that merges, at an item's end, the warps' sums into the split's part; for all threads.
 
-    It passes through the stages that the warps have just read, and leaves them free; where teams may have read
-    different ones each warp says which. Parts lie in the order of the
+    It passes through the stages that the warps have just read, and leaves them free. Parts lie in the order of the
     splits that are processed: [0, keep), then [start, ..). Of a whole row, partials are sinks and sums the results.
     """
     write_totals, merge_warps, finish_rows = _make_write(shape), _make_merge_warps(shape), _make_finish_rows(shape)
     kv_heads, group, row_tiles, stage_bytes = shape.kv_heads, shape.group, shape.row_tiles, shape.stage_bytes
     size, turns = _rows_at_once(shape), 8 * shape.eights // _rows_at_once(shape)
-    split_shift, whole, apart, warps = shape.split_shift - TILE_SHIFT, shape.whole, shape.apart, shape.warps
+    split_shift, whole = shape.split_shift - TILE_SHIFT, shape.whole
 
     @device_function
     def merge(
@@ -67,9 +66,6 @@ def make_merge(shape: AttentionShape) -> Any:
         at, split = entry * PLAN_STRIDE, int32(words[1] >> uint32(split_shift))
         keep = plan[at + KEEP_SPLITS]
         part = split if split < keep else int32(split - plan[at + WINDOW_SPLIT] + keep)
-        if apart and lane == 0:
-            mine = uint32(stages + warp * uint32(stage_bytes))
-            shared_norms[32 * warps + int64(warp)] = ptx.float_of_bits(mine)
         for turn in range(turns):
             tile, inner = turn * size // 16, turn * size % 16
             write_totals(
@@ -143,7 +139,7 @@ def _make_write(shape: AttentionShape) -> Any:
 def _make_add_warps(shape: AttentionShape) -> Any:
     """A function: four columns of a row's sums over the warps, into `o`; the largest peak and the norm."""
     row_bytes, stage_bytes, warps = 4 * shape.warp_dim, shape.stage_bytes, shape.warps // shape.halves
-    split, apart, piece_shift = shape.halves > 1, shape.apart, (shape.warp_dim // 4).bit_length() - 1
+    split, piece_shift = shape.halves > 1, (shape.warp_dim // 4).bit_length() - 1
 
     @device_function
     def add_warps(o: Any, factors: Any, shared_norms: Any, stage: Any, row: Any, piece: Any) -> Any:
@@ -162,10 +158,7 @@ def _make_add_warps(shape: AttentionShape) -> Any:
         for warp in range(warps):
             factor = _factor(factors[warp], largest)
             norm = ptx.fma_rn(shared_norms[warp * 32 + int64(row) * 2 + 1], factor, norm)
-            place = uint32(at + uint32(warp * stage_bytes))
-            if apart:
-                place = uint32(at - stage + ptx.bits_of_float(shared_norms[32 * warps + warp]))
-            words = ptx.load_shared_128(place)
+            words = ptx.load_shared_128(uint32(at + uint32(warp * stage_bytes)))
             for k in range(4):
                 o[k] = ptx.fma_rn(ptx.float_of_bits(words[k]), factor, o[k])
         return largest, norm

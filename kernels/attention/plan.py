@@ -105,11 +105,6 @@ class AttentionShape:
         return self.head_dim // self.halves
 
     @property
-    def apart(self) -> bool:
-        """Whether teams may end an item in different stages, as those of splits do."""
-        return self.teams > 1 and not self.whole
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a position's keys, or values, of one head, that a warp multiplies."""
         return self.warp_dim if self.coded else 2 * self.warp_dim
@@ -313,7 +308,7 @@ def enter_item(shape: AttentionShape) -> Any:
         shape.first + shape.keep_first,
     )
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
-    tiles_a_split, whole, teams, apart = shape.split // TILE, shape.whole, shape.teams, shape.apart
+    tiles_a_split, whole, teams = shape.split // TILE, shape.whole, shape.teams
 
     @device_function
     def enter(cursor: Any, plan: Any, item: Any, batch: Any, rows: Any) -> None:
@@ -346,10 +341,7 @@ def enter_item(shape: AttentionShape) -> Any:
                 low = max(low, min((dense - window) >> TILE_SHIFT, high))
         if teams > 1:  # by a tile's own number, not by where an item begins: that differs with the rows next to one
             team, start = uint32(cuda.threadIdx.x) >> uint32(7), uint32(low) % uint32(teams)
-            if apart:  # from a multiple of `teams` on, so that no team's first tile is of the next split
-                low += int64(team) - int64(start)
-            else:
-                low += int64(uint32(team + uint32(teams) - start) % uint32(teams))
+            low += int64(uint32(team + uint32(teams) - start) % uint32(teams))
         head, row_tile = outer - number * uint32(kv_heads), uint32(rest) - outer * tiles
         cursor[PLACE] = int32(
             uint32(entry) | uint32(FIRST_STEP) | (head << uint32(HEAD_SHIFT)) | (row_tile << uint32(ROW_TILE_SHIFT))

@@ -16,7 +16,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
-__all__ = ["examples", "suffix_draft"]
+__all__ = ["KEY_BITS", "LENGTH_BIT", "LOADS", "PLACE", "THREADS", "examples", "gather_matches", "suffix_draft"]
 
 THREADS = 1024
 LOADS = 8  # of each thread under way at a time
@@ -124,7 +124,7 @@ def _select(thread: Any, keys: Any, count: Any, held: Any, kept: Any, tallies: A
 
 
 @device_function
-def _gather(thread: Any, text: Any, last: Any, ending: Any, depth: Any, shared: Any) -> Any:
+def gather_matches(thread: Any, text: Any, last: Any, ending: Any, depth: Any, shared: Any) -> Any:
     """Fill the first of `keys` with the largest of the text, at most SAMPLES and in any order; returns their number."""
     keys, held, kept, tallies = shared
     count, floor, top = int64(0), int64(0), last
@@ -206,7 +206,7 @@ def _make(context: int, rows: int, depth: int, factor: int, least: int) -> Kerne
             if thread == 0:
                 held[0] = 0
             cuda.syncthreads()
-            count = _gather(thread, text, length - 2, ending, depth, (keys, held, kept, tallies))
+            count = gather_matches(thread, text, length - 2, ending, depth, (keys, held, kept, tallies))
             for number in range(thread, num_following, THREADS):
                 if number & 31 < count:
                     place = int64(keys[number & 31]) & PLACE

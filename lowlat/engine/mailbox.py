@@ -57,6 +57,7 @@ PREFILL = ("tokens", "chunk", "live", "draft_live", "positions", "draft_position
 PARTIAL = ("prefill_span", "prefill_shifts", "prefill_start")  # with SpecPV
 ASKED = ("prompt_targets", "prompt_ints")  # where requests may ask for the logprobs of their prompts
 ANSWERED = ("prompt_logprob_values", "prompt_logprob_ids", "prompt_ranks")
+TEXTS = ("draft_texts", "draft_text_lens")  # where requests may name texts to draft from
 MASKS = ("grammar_masks", "grammar_ready")
 FORCED = ("grammar_forced", "grammar_decided")
 ROWS = ("grammar_tokens", "grammar_paths", "grammar_lengths")
@@ -113,7 +114,7 @@ class Mailbox:
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
         self._partial = tuple(name for name in PARTIAL if name in state)
-        optional = (*ASKED, *ANSWERED, "length_bounds", CHECKS)
+        optional = (*ASKED, *ANSWERED, *TEXTS, "length_bounds", CHECKS)
         held = (*WRITTEN, *READ, *ROWS, *self._partial, *(name for name in optional if name in state))
         self._chunk_commands = tuple(name for name in state if name.startswith(("prefill_table", PREFILL_STATES)))
         held = (*held, *self._chunk_commands)
@@ -211,6 +212,17 @@ class Mailbox:
     def rewind(self, slot: int, length: int) -> None:
         """Command a slot to go back to so many committed tokens; see `force_drafts` for what it then verifies."""
         self._command(REWIND, slot, length)
+
+    def name_texts(self, slot: int, tokens: Sequence[int]) -> None:
+        """Write the texts that a slot drafts from next to its own, -1 after each; nothing where none may be named.
+
+        None of its steps may be under way.
+        """
+        if TEXTS[0] not in self._arrays or not (tokens or self._arrays[TEXTS[1]][slot]):
+            return
+        self._arrays[TEXTS[0]][slot, : len(tokens)] = tokens
+        self._arrays[TEXTS[1]][slot] = len(tokens)
+        self._host.send(TEXTS)
 
     def bound_draft_lengths(self, least: int, most: int) -> None:
         """Bound the draft lengths that steps choose from the next one on; where none is chosen, nothing is written.

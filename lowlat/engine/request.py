@@ -50,7 +50,7 @@ class Request:
 
     `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
     first entry of the ring that can be about it. `failed_checks` are the kinds of its checks that failed, and `drafts`
-    is false after one that it survived. The prompt of an open request is a list that grows; `opening` says more of it.
+    is false after one that it survived. `draft_texts` are those that it drafts from next to its own, -1 after each. The prompt of an open request is a list that grows; `opening` says more of it.
     `withheld` has the outputs of one that was finished on trial, and `has_left` says that it has ended with them.
     """
 
@@ -84,6 +84,7 @@ class Request:
         self.opening: Opening | None = None
         self.withheld: list[StepOutput] = []
         self.has_left = False
+        self.draft_texts: tuple[int, ...] = ()
         self.simulated = simulated
         own = ("", "") if speculator is None else speculator.draft_sources
         numbers = (FROM_METHOD, FROM_TEXT, FORCED_DRAFTS, FROM_PART)
@@ -185,7 +186,7 @@ class Request:
         }
 
     def metrics(self) -> RequestMetrics:
-        """Its figures as they stand now."""
+        """Its figures as they stand now; one that was finished on trial has not ended, whatever its answer did."""
         start = self._submitted
         return RequestMetrics(
             request_id=self.request_id,
@@ -197,7 +198,7 @@ class Request:
             time_to_first_token_s=_between(start, self._first),
             decode_s=_between(self._prefilled, self._last),
             num_steps=self._num_steps,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason if self.opening is None else None,
             seed=self.seed,
             speculation=self._stats,
             num_partial_steps=self.num_partial_steps,

@@ -6,7 +6,7 @@ moment: a full queue, an id in use.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 from lowlat.errors import ConfigError, DeviceError, LowlatError, RequestError
@@ -15,7 +15,7 @@ from lowlat.options.request import SamplingParams
 from lowlat.step.ladder import StepLadder
 from lowlat.text import TextCodec
 
-__all__ = ["RequestChecks", "Unbroken", "check_call", "check_depth", "check_name", "encode_prompt"]
+__all__ = ["RequestChecks", "Unbroken", "check_call", "check_depth", "check_name", "encode_prompt", "encode_texts"]
 
 
 def check_call(params: object, request_id: object, allow_special: object, cache_salt: object) -> None:
@@ -56,6 +56,17 @@ def encode_prompt(
     return codec.encode(prompt, allow_special=allow_special, max_context=max_context, max_tokens=max_tokens)
 
 
+def encode_texts(codec: TextCodec | None, params: SamplingParams) -> SamplingParams:
+    """The same parameters with named texts as token ids; they stay as they are where there is no tokenizer."""
+    if codec is None or not any(isinstance(text, str) for text in params.draft_texts):
+        return params
+    ids = [
+        tuple(codec.encode(text, add_special_tokens=False)) if isinstance(text, str) else text
+        for text in params.draft_texts
+    ]
+    return replace(params, draft_texts=tuple(text for text in ids if text))
+
+
 @dataclass(frozen=True)
 class RequestChecks:
     """The limits of a loaded model.
@@ -71,6 +82,7 @@ class RequestChecks:
     must_draft        so are requests without drafts: perf_mode is strict, and there is a speculator
     has_prompts       prompts may be asked for their logprobs; else requests that ask are refused
     has_masks         steps draw under the masks of grammars; else requests that have one are refused
+    num_text_tokens   tokens of texts that a request may name to draft from, an end after each included; 0: none may be
     """
 
     max_context: int
@@ -84,6 +96,7 @@ class RequestChecks:
     must_draft: bool = False
     has_prompts: bool = False
     has_masks: bool = False
+    num_text_tokens: int = 0
 
     def check(self, prompt: Sequence[int], params: SamplingParams) -> tuple[int, ...]:
         """Refuse a prompt and parameters that can never be served; return the prompt as a tuple of ints.
@@ -122,10 +135,31 @@ class RequestChecks:
                 "prompt_logprobs: this runtime keeps nothing of prompts; load it with prompt_logprobs, and not with "
                 "perf_mode 'strict'"
             )
+        self.check_texts(params)
         if self.greedy_only and params.temperature:
             raise RequestError(f"perf_mode 'strict' decodes greedily: temperature must be 0, got {params.temperature}")
         self.check_drafts(params.max_draft_tokens)
         return prompt_ids
+
+    def check_texts(self, params: SamplingParams) -> None:
+        """Raise RequestError for named texts where none may be, or that are too long as far as they are token ids."""
+        if not params.draft_texts:
+            return
+        if not self.num_text_tokens:
+            raise RequestError(
+                "draft_texts: this runtime drafts from no texts that requests name; load it with drafts from text (method "
+                "or text_drafts 'suffix') and draft_text_tokens"
+            )
+        if not self.has_text and any(isinstance(text, str) for text in params.draft_texts):
+            raise RequestError("draft_texts need tokenizer.json in the model directory; give token ids")
+        length = sum(len(text) + 1 for text in params.draft_texts if not isinstance(text, str))
+        if length > self.num_text_tokens:
+            raise RequestError(
+                f"draft_texts of {length} tokens, an end after each, exceed {self.num_text_tokens} (draft_text_tokens)"
+            )
+        for token in (token for text in params.draft_texts if not isinstance(text, str) for token in text):
+            if token >= self.vocab_size:
+                raise RequestError(f"draft_texts: {token} is not a token id; the vocabulary has {self.vocab_size}")
 
     def check_drafts(self, max_draft_tokens: int | None) -> None:
         """Raise RequestError for a request that would not speculate where all must."""

@@ -9,7 +9,7 @@ from typing import Any
 from lowlat.engine.loading import Loaded
 from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics
 from lowlat.engine.request import Opening, Request
-from lowlat.engine.request_checks import RequestChecks, check_call, check_name, encode_prompt
+from lowlat.engine.request_checks import RequestChecks, check_call, check_name, encode_prompt, encode_texts
 from lowlat.engine.scheduler import Admission, ScheduledRequest, Scheduler
 from lowlat.engine.sessions.book import SessionBook, SessionRecord
 from lowlat.errors import RequestError
@@ -50,6 +50,7 @@ class Requests(Mapping[str, Request]):
             must_draft=config.is_strict and speculates,
             has_prompts=geometry.prompt_logprobs,
             has_masks=loaded.takes_grammars,
+            num_text_tokens=geometry.num_text_tokens,
         )
         self.sessions = SessionBook(scheduler.kvcache, config.session_ttl_s)
         self.grammars = GrammarCompiler(loaded.codec, self.checks.vocab_size, self.checks.eos_token_ids)
@@ -91,6 +92,8 @@ class Requests(Mapping[str, Request]):
         """
         params = SamplingParams() if params is None else params
         check_call(params, request_id, allow_special, cache_salt)
+        self.checks.check_texts(params)
+        params = encode_texts(self._codec, params)
         limits = self._max_context, params.max_tokens
         prompt_ids = self.checks.check(encode_prompt(self._codec, prompt, allow_special, *limits), params)
         name = self._named(request_id)
@@ -103,11 +106,26 @@ class Requests(Mapping[str, Request]):
             name, prompt_ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
         )
         request.session = session
+        request.draft_texts = self._joined(params, () if session is None else session.answers_beside(prompt_ids))
         self._scheduler.check(scheduled)
         return request, scheduled
 
+    def _joined(self, params: SamplingParams, answers: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+        """The texts that a request drafts from next to its own, -1 after each: those that it names, and earlier answers
+        of its session, as far as there is capacity for them."""
+        found: list[int] = []
+        for text in (*params.draft_texts, *answers):
+            if len(found) + len(text) < self.checks.num_text_tokens and not isinstance(text, str):
+                found += (*text, -1)
+        return tuple(found)
+
     def open_prompt(
-        self, params: SamplingParams | None, request_id: str | None, cache_salt: str, max_prompt_tokens: int | None
+        self,
+        params: SamplingParams | None,
+        request_id: str | None,
+        cache_salt: str,
+        max_prompt_tokens: int | None,
+        session: SessionRecord | None = None,
     ) -> tuple[Request, ScheduledRequest]:
         """The same of a request whose prompt is still to come. See `Runtime.open_prompt`."""
         params = SamplingParams() if params is None else params
@@ -116,20 +134,26 @@ class Requests(Mapping[str, Request]):
         if max_prompt_tokens is not None:
             check_integer("max_prompt_tokens", max_prompt_tokens, 1, max(1, most), RequestError)
             most = max_prompt_tokens
+        params = encode_texts(self._codec, params)
         self.checks.check((0,), params)
         name = self._named(request_id)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids: list[int] = []
         total, reads = most + params.max_tokens, params.prompt_logprobs is None
-        scheduled = ScheduledRequest(name, ids, total, cache_salt, reads_cache=reads, priority=params.priority)
+        owner = None if session is None else session.key
+        scheduled = ScheduledRequest(
+            name, ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
+        )
         self._scheduler.check(scheduled, is_open=True)
         request = self._made(name, ids, params, seed)
-        request.opening, request.committed = Opening(-1, scheduled, most), ids
+        request.opening, request.committed, request.session = Opening(-1, scheduled, most), ids, session
         return request, scheduled
 
     def _made(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         stop_ids = self.checks.stop_ids(params)
-        return Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
+        made = Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
+        made.draft_texts = self._joined(params)
+        return made
 
     def begin(self, request: Request, *, speculative: bool) -> Request:
         """The request of a prompt that is whole, in place of the open one: its figures begin here.
@@ -138,7 +162,7 @@ class Requests(Mapping[str, Request]):
         """
         begun = self._made(request.request_id, request.prompt, request.params, request.seed)
         begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
-        begun.opening = request.opening if speculative else None
+        begun.opening, begun.session = request.opening if speculative else None, request.session
         begun.continues(request)
         self._replace(begun)
         return begun
@@ -151,6 +175,7 @@ class Requests(Mapping[str, Request]):
         again = self._made(request.request_id, ids, request.params, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
+        again.session = request.session
         self._live[again.request_id] = again
         return again, scheduled
 
@@ -220,7 +245,7 @@ class Requests(Mapping[str, Request]):
         self._book.update(request.metrics())
         if request.session is not None:
             tokens = tuple(request.committed) if request.finish_reason in ("stop", "length") else None
-            self.sessions.finish(request.session, tokens, request.seed)
+            self.sessions.finish(request.session, tokens, request.seed, len(request.prompt))
 
     def metrics(self, request_id: str) -> RequestMetrics:
         """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""

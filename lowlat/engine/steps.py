@@ -249,6 +249,7 @@ class Steps:
         request.commands = commands = self._kvcache.commands(request.request_id)
         tables = {name.replace("prefill", "block"): own for name, own in commands.items() if "prefill_table" in name}
         self.mailbox.take_over(slot, admission.table)
+        self.mailbox.name_texts(slot, request.draft_texts)
         self._clear_blocks()  # some of its own may have been a failed request's
         self._kept.write(request.request_id, slot, tables, admission.moved_in)
         self.proposer.enter(request, self._proposed.pop(request.request_id, None))
@@ -380,6 +381,7 @@ class Steps:
         max_length = len(request.prompt) + request.params.max_tokens
         own = (request.table, max_length, request.params, request.seed, request.stop_ids)
         self.mailbox.join(request.slot, request.prompt, *own, has_grammar=request.grammar is not None)
+        self.mailbox.name_texts(request.slot, request.draft_texts)
         request.joined(self.mailbox.num_seen)
 
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:

@@ -71,6 +71,7 @@ from lowlat.kernels.speculation.length_probabilities import join_lengths, learn_
 from lowlat.kernels.speculation.local_conv import local_conv, walk_candidates
 from lowlat.kernels.speculation.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.speculation.ngram_draft import ngram_draft
+from lowlat.kernels.speculation.proposals import draft_from_texts, open_proposals
 from lowlat.kernels.speculation.suffix_draft import suffix_draft
 from lowlat.kernels.speculation.token_rows import token_rows
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
@@ -259,7 +260,7 @@ def _choose_draft_length(binding: Binding, op: Op) -> Sequence[Call]:
 
 _BY_NAME = (
     *(accept, accept_simulated, add, add_gated, apply_commands, assign_drafts, bias_rows, block_rows, cast),
-    choose_drafts,
+    *(choose_drafts, draft_from_texts, open_proposals),
     *(check_accepted, check_commit, check_rows, check_slots),
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),

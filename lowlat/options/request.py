@@ -28,6 +28,8 @@ __all__ = [
     "ADVISED_OPTIONS",
     "GRAMMAR_OPTIONS",
     "MAX_CHOICES",
+    "MAX_DRAFT_TEXTS",
+    "MAX_DRAFT_TEXT_CHARACTERS",
     "MAX_GRAMMAR_BYTES",
     "MAX_LOGIT_BIASES",
     "MAX_LOGPROBS",
@@ -48,6 +50,8 @@ MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 300
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_CHOICES = 1024
+MAX_DRAFT_TEXTS = 16
+MAX_DRAFT_TEXT_CHARACTERS = 1 << 20  # of a text, or token ids
 GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
 ADVISED_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model's authors may advise
 MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
@@ -139,6 +143,13 @@ class SamplingParams:
         python_only=True,
     )
 
+    draft_texts: tuple[str | tuple[int, ...], ...] = declare(
+        (),
+        "Texts, or token ids, that the answer may copy from, such as a file that is edited: drafts are looked for there, "
+        f"too, and no token changes; at most {MAX_DRAFT_TEXTS} of them.",
+        python_only=True,
+    )
+
     if TYPE_CHECKING:  # callers may give more than a field's own type
 
         def __init__(self, **options: Unpack[SamplingOptions]) -> None: ...
@@ -151,9 +162,28 @@ class SamplingParams:
         self._check_biases()
         self._check_grammar()
         self._check_tools()
+        self._check_draft_texts()
 
     def __repr__(self) -> str:
         return given_options(self)
+
+    def _check_draft_texts(self) -> None:
+        given = (self.draft_texts,) if isinstance(self.draft_texts, str) else self.draft_texts
+        texts = _as_tuple("draft_texts", given)
+        if len(texts) > MAX_DRAFT_TEXTS:
+            raise RequestError(f"draft_texts holds {len(texts)} texts; at most {MAX_DRAFT_TEXTS}")
+        checked: list[str | tuple[int, ...]] = []
+        for text in texts:
+            ids = text if isinstance(text, str) else _as_tuple("a text of draft_texts", text)
+            if not 1 <= len(ids) <= MAX_DRAFT_TEXT_CHARACTERS:
+                raise RequestError(
+                    f"draft_texts: a text must have 1 to {MAX_DRAFT_TEXT_CHARACTERS} characters or tokens, got {len(ids)}"
+                )
+            if not isinstance(ids, str):
+                for token in ids:
+                    check_integer("draft_texts", token, 0, MAX_INT32, RequestError)
+            checked.append(ids)
+        object.__setattr__(self, "draft_texts", tuple(checked))
 
     def _check_tools(self) -> None:
         if self.tools is None:

@@ -6,6 +6,7 @@ from typing import Any
 from lowlat.errors import RequestError
 from lowlat.ipc.wire import Message
 from lowlat.text import TextCodec
+from lowlat.text.growing import GrowingPrompt
 from lowlat.text.templates.messages import encode_messages
 
 __all__ = ["ServingCodec"]
@@ -46,6 +47,15 @@ class ServingCodec:
             add_special_tokens=add_special_tokens,
             max_context=max_context,
             max_tokens=max_tokens,
+        )
+
+    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> GrowingPrompt:
+        """Begin a plain prompt that is still being written; without a tokenizer it takes token ids alone."""
+        return GrowingPrompt(
+            self._bound,
+            max_context=max_context,
+            allow_special=allow_special,
+            add_special_tokens=add_special_tokens,
         )
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -26,13 +26,13 @@ CLIENTS = Path(__file__).parent / "clients"
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ENDS = ("stop", "length", "tool_calls")
-MAX_TOKENS = 96  # of any request: what is cut there ends as what is cut later
+MAX_TOKENS = 24  # of any request: what is cut there ends as what is cut later
 
 
 def recorded() -> Iterator[Any]:
     """Every request, with its client's headers; those of which the client says that they fail are expected to.
 
-    One with the fields and kinds of messages of an earlier one, of any client, comes in the second stage.
+    One with the fields and kinds of messages of an earlier one, of any client, comes in wide runs.
     """
     seen: set[str] = set()
     for file in sorted(CLIENTS.glob("*.json")):
@@ -44,7 +44,7 @@ def recorded() -> Iterator[Any]:
             marks = [pytest.mark.xfail(reason=why, strict=True)] if why else []
             shape = json.dumps([request["path"], _shape(body)])
             if shape in seen:
-                marks.append(pytest.mark.second)
+                marks.append(pytest.mark.wide)
             seen.add(shape)
             yield pytest.param(request, id=f"{client['client']}-{number}-{request['case']}", marks=marks)
 

@@ -115,6 +115,7 @@ def test_an_open_prompt_has_the_answer_of_the_whole(family: str, reuse: bool, pa
                     for output in runtime.step():
                         tokens[output.request_id] += output.token_ids
                 assert not tokens
+                runtime.summary()  # an answer on trial that has ended has not, for the books
                 check_invariants(runtime)
             for handle, _ in opened:
                 handle.finish()

@@ -199,7 +199,7 @@ def machine(pairs: dict[str, PairPaths]) -> Iterator[tuple[Runtime, list[Any], l
         yield runtime, requests, alone(runtime, requests)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(plan=moves())
 def test_moves_of_any_order(machine: tuple[Runtime, list[Any], list[list[int]]], plan: list[tuple[str, int]]) -> None:
     runtime, requests, expected = machine

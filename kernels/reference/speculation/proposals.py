@@ -8,12 +8,13 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.suffix_draft import SHARE, check_suffix, fractions
+from lowlat.kernels.reference.speculation.suffix_draft import SAMPLES, SHARE, check_suffix, fractions
 from lowlat.kernels.reference.step.slots import FROM_TEXT
 
 __all__ = ["MAX_TEXT", "check_open", "check_texts", "draft_from_texts", "open_proposals"]
 
 MAX_TEXT = 1 << 20  # tokens of a slot's texts
+MAX_ROWS = 32
 
 
 @operation("""
@@ -83,8 +84,9 @@ def draft_from_texts(
 ) -> None:
     """Draft from a slot's named texts where they hold a longer ending of its own text than its own drafts follow.
 
-    The longest ending of 1 to max_depth tokens that stands in them is followed, from the last place of equals, to the
-    text's end and to max_spec_factor * m drafts at most, m the ending's tokens. All shares are whole.
+    Of the 32 places where the longest endings stand, of 1 to max_depth tokens and of equally long ones the last, the
+    first is followed that no text ends with: to its text's end, and to max_spec_factor * m drafts at most, m the
+    ending's tokens. All shares are whole.
     Time: one read of the texts. Captured: yes. Raises ShapeError for shapes, lengths and options that do not fit.
     """
     given = (tokens, slots, draft_live, draft_lens, draft_nodes, draft_shares, match_lens)
@@ -109,17 +111,18 @@ def draft_from_texts(
 
 
 def _longest_match(text: torch.Tensor, ending: torch.Tensor) -> tuple[int, int]:
-    """The tokens of the ending that stand in a text, and the place after the last of such; a token follows there."""
+    """The tokens of the ending that stand at the place that is followed, and the place after them; 0: there is none."""
     size = text.shape[0]
     lengths = torch.zeros(size, dtype=torch.int64, device=text.device)
-    going = text >= 0
+    going = torch.ones(size, dtype=torch.bool, device=text.device)
     going[:1] = False
     for back in range(1, min(ending.shape[0], size - 1) + 1):
         going[:back] = False
         going[back:] &= text[: size - back] == ending[-back]
         lengths += going
-    best = int(lengths.max()) if size else 0
-    return (best, int((lengths == best).nonzero()[-1])) if best else (0, 0)
+    places = lengths.nonzero().flatten().tolist()
+    found = sorted(((int(lengths[place]), place) for place in places), reverse=True)[:SAMPLES]
+    return next(((length, place) for length, place in found if text[place] >= 0), (0, 0))
 
 
 def check_texts(
@@ -138,6 +141,8 @@ def check_texts(
     """Raise ShapeError for shapes and options that `draft_from_texts` does not take."""
     given = (tokens, slots, draft_live, draft_lens, draft_nodes, draft_shares, match_lens)
     check_suffix(*given, max_depth, max_spec_factor, 0.0)
+    if draft_nodes.shape[1] > MAX_ROWS:
+        raise ShapeError(f"named texts give up to {MAX_ROWS - 1} drafts, got {draft_nodes.shape[1] - 1}")
     check_shape("draft_text_lens", draft_text_lens, tokens.shape[0])
     if draft_texts.dim() != 2 or draft_texts.shape[0] != tokens.shape[0] or not 2 <= draft_texts.shape[1] <= MAX_TEXT:
         raise ShapeError(

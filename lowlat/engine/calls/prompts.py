@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lowlat.engine.request_checks import check_call, encode_prompt
+from lowlat.engine.request_checks import check_call, encode_prompt, encode_texts
 from lowlat.errors import RequestError
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.prompts import Prompt, chat_messages
@@ -47,9 +47,10 @@ def is_chat(prompt: object) -> bool:
 
 def is_quick(prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> bool:
     """Whether `prepare` takes no longer than an event loop may be held up."""
-    if is_chat(prompt) or any(name in options for name in GRAMMAR_OPTIONS):
+    if is_chat(prompt) or any(name in options for name in (*GRAMMAR_OPTIONS, "draft_texts")):
         return False
-    return len(prompt) <= QUICK_CHARACTERS and (params is None or getattr(params, "grammar_option", None) is None)
+    slow = params is not None and any(getattr(params, name, None) for name in ("grammar_option", "draft_texts"))
+    return len(prompt) <= QUICK_CHARACTERS and not slow
 
 
 def prepare(runtime: "Runtime", prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> Prepared:
@@ -69,6 +70,8 @@ def prepare(runtime: "Runtime", prompt: Prompt, params: SamplingParams | None, o
         settled = _with(params, given)
         text: Any = prompt
         ids = encode_prompt(runtime.codec, text, allow_special, max_context, settled.max_tokens)
+    runtime.checks.check_texts(settled)  # before they are encoded
+    settled = encode_texts(runtime.codec, settled)
     checked = runtime.checks.check(ids, settled)
     return Prepared(checked, settled, cache_salt, runtime.grammars.compile(settled), how.get("session"))
 

@@ -1,7 +1,7 @@
 """The sessions of one runtime: what each has said, how long it lives, and the chunks that it pins."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowlat.errors import RequestError
@@ -12,6 +12,7 @@ __all__ = ["MAX_NAME", "SessionBook", "SessionKey", "SessionRecord", "check_sess
 
 MAX_NAME = 128
 MAX_SESSIONS = 4096
+MAX_ANSWERS = 8  # of a session that are kept to draft from
 
 
 class SessionKey(NamedTuple):
@@ -29,6 +30,7 @@ class SessionRecord:
     data         its owner's own, as JSON values: the messages of a chat, say
     ttl_s        how long it lives after its last request
     num_running  requests of it under way: it does not end before they do
+    answers      of the requests that ended last, the last one first
     """
 
     def __init__(self, key: SessionKey, ttl_s: float) -> None:
@@ -37,8 +39,15 @@ class SessionRecord:
         self.seed: int | None = None
         self.data: dict[str, Any] = {}
         self.num_running = 0
+        self.answers: tuple[tuple[int, ...], ...] = ()
         self.deadline = 0.0
         self.num_requests = 0
+
+
+    def answers_beside(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The earlier answers of a request with this prompt; () where it goes on from the last one."""
+        size = len(self.token_ids)
+        return () if tuple(prompt[:size]) == self.token_ids else self.answers
 
 
 class SessionBook(Mapping[SessionKey, SessionRecord]):
@@ -93,11 +102,17 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         record.num_running += 1
         record.num_requests += 1
 
-    def finish(self, record: SessionRecord, token_ids: tuple[int, ...] | None, seed: int | None) -> None:
-        """A request of it has ended; token_ids None: it failed, or never ran, and leaves nothing."""
+    def finish(
+        self, record: SessionRecord, token_ids: tuple[int, ...] | None, seed: int | None, num_prompt: int = 0
+    ) -> None:
+        """A request of it has ended; token_ids None: it failed, or never ran, and leaves nothing.
+
+        num_prompt  tokens of its prompt, after which its answer begins
+        """
         record.num_running -= 1
         if token_ids is not None:
             record.token_ids, record.seed = token_ids, seed
+            record.answers = (token_ids[num_prompt:], *record.answers)[:MAX_ANSWERS]
         if record.key in self._live:
             self._touch(record)
         else:
@@ -110,6 +125,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
             raise RequestError(f"there is a session {session_id!r} already; fork under another name, or close it")
         twin = SessionRecord(key, record.ttl_s)
         twin.token_ids, twin.seed, twin.data = record.token_ids, record.seed, dict(record.data)
+        twin.answers = record.answers
         self.revive(twin)
         self._kvcache.pin(key, self._kvcache.pinned(record.key))
         return twin

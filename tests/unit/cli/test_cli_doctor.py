@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
-from stages import later
+from stages import later, wide
 from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
 from tiny_mtp import add_mtp
@@ -77,6 +77,7 @@ def test_doctor_compares_distributions_with_transformers(tmp_path: Path) -> None
     assert report["holds"] and report["fidelity"]["faithful"] and "exactness" not in report
 
 
+@pytest.mark.second
 def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_path: Path) -> None:
     """It reads the final hidden state, after which no boundary is."""
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
@@ -93,7 +94,7 @@ def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_pa
     assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
 
 
-@pytest.mark.parametrize("method", [later("peagle"), later("dflash"), "dspark"])
+@pytest.mark.parametrize("method", [wide("peagle"), wide("dflash"), later("dspark")])
 def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
     if method == "peagle":
@@ -112,6 +113,7 @@ def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_pa
     assert [entry["shift"] for entry in shifts] == [-1, 0, 1] and shifts[1]["accepted"] > 0
 
 
+@pytest.mark.second
 def test_inspect_and_doctor_take_a_whole_model(tmp_path: Path) -> None:
     """It reads no boundary, so that nothing can be shifted: acceptance alone is told, of the method that is found."""
     make_target(tmp_path / "target", "qwen3", gain=0.45, num_hidden_layers=2)
@@ -133,6 +135,7 @@ def test_inspect_and_doctor_take_a_whole_model(tmp_path: Path) -> None:
     assert [entry["drafted"] is None for entry in told["capture_shifts"]] == [True, False, True]
 
 
+@pytest.mark.second
 def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text("[[5, 6, 7]]")
@@ -154,7 +157,7 @@ def test_a_wrong_shift_is_seen() -> None:
     assert not unshifted_is_best([ShiftResult(0, (1,), 0, 0)])
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_inspect_and_doctor_take_the_targets_own_mtp_layer(tmp_path: Path) -> None:
     """Without a draft model; no boundary is after the one that it reads."""
     make_target(tmp_path, "qwen3_5_text", gain=0.3)
@@ -169,7 +172,7 @@ def test_inspect_and_doctor_take_the_targets_own_mtp_layer(tmp_path: Path) -> No
     assert report["capture_shifts"][1]["accepted"] > 0
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_doctor_finds_a_head_that_is_off_by_one(tmp_path: Path) -> None:
     head = tmp_path / "head"
     shutil.copytree(bundled("head"), head)
@@ -251,7 +254,7 @@ def test_damaged_prompt_files_are_refused(tmp_path: Path, content: str) -> None:
         read_prompts(path, 4)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_demo_compares_tokens() -> None:
     start = time.perf_counter()
     result = lowlat("demo", "--json", "--max-tokens", 24)
@@ -267,7 +270,7 @@ def test_demo_compares_tokens() -> None:
     assert "running on cpu" in result.stderr
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
     arguments = ("demo", "--prompt", "The sea was", "--max-tokens", 16, "--temperature", 0.7, "--seed", 3, "-S", 2)
     first, second = lowlat(*arguments), lowlat(*arguments)
@@ -277,6 +280,7 @@ def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
     assert found["identical"] is True and found["num_speculative_tokens"] == 2
 
 
+@pytest.mark.second
 def test_demo_exits_with_1_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowlat.cli.reports.compared.Row.identical", property(lambda row: False))
     arguments = ("demo", "--prompt", "The sea was", "--max-tokens", 4)
@@ -285,6 +289,7 @@ def test_demo_exits_with_1_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1 and "The tokens DIFFER from those" in result.stdout
 
 
+@pytest.mark.second
 def test_demo_without_a_gpu_says_what_computed_it_and_shows_no_speeds() -> None:
     found = lowlat("demo", "--prompt", "The sea was", "--max-tokens", 8)
     assert found.exit_code == 0, found.output

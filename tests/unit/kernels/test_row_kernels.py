@@ -146,7 +146,7 @@ def test_rotate_refuses_what_does_not_go_together() -> None:
         rotate.rotate(qkv, positions, table, table, q=tensor(3, 2, 12))
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @pytest.mark.timeout(600)
 def test_results_in_the_simulator(repository: Path) -> None:
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(repository / "tests")}

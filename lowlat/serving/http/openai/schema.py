@@ -24,6 +24,7 @@ __all__ = [
     "ContentPart",
     "FunctionCall",
     "Generating",
+    "GrowingCompletionRequest",
     "JsonSchema",
     "NamedTool",
     "ResponseFormat",
@@ -101,7 +102,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
                                 end the request's metrics
     structured_outputs          as vLLM has it
     cache_salt                  as vLLM has it: a cached prefix is shared only among requests with the same
-    top_k to priority           as in lowlat.SamplingParams
+    top_k to draft_texts        as in lowlat.SamplingParams
     """
 
     model: str
@@ -128,6 +129,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
     stop_token_ids: list[int] | None = None
     max_draft_tokens: int | None = None
     priority: int | None = None
+    draft_texts: list[str | list[int]] | None = None
 
     def sampling(self, advice: Mapping[str, float]) -> dict[str, Any]:
         """Sampling options by the server's names, those that are given; the temperature is OpenAI's where neither the
@@ -148,6 +150,7 @@ _OWN = (
     "stop_token_ids",
     "max_draft_tokens",
     "priority",
+    "draft_texts",
 )
 
 
@@ -316,6 +319,17 @@ class CompletionRequest(Choosing, kw_only=True):
     echo: bool | None = None
     best_of: int | None = None
     suffix: None = None
+
+
+class GrowingCompletionRequest(CompletionRequest, kw_only=True):
+    """The first line of a completion whose prompt is still being written.
+
+    prompt             its beginning
+    max_prompt_tokens  of the whole prompt at most, as in `Client.open_prompt`
+    """
+
+    prompt: str | list[Any] = ""
+    max_prompt_tokens: int | None = None
 
 
 def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
