@@ -121,7 +121,7 @@ class Moves:
         """A request, of a session or of none, which may go on from what that has said."""
         if len(self.live) >= MAX_LIVE:
             return False
-        session = self.sessions[which % len(self.sessions)] if self.sessions and which % 3 else None
+        session = self._session(which)
         prompt = tuple(BASES[base % len(BASES)][: 1 + length % 20])
         if session is not None and goes_on and len(session.token_ids) < LONGEST - 3:
             prompt = (*session.token_ids, *prompt[:3])
@@ -132,6 +132,9 @@ class Moves:
             return False
         self.live[name] = _Live(self._alone.answer(prompt, params))
         return True
+
+    def _session(self, which: int) -> Session | None:
+        return self.sessions[which % len(self.sessions)] if self.sessions and which % 3 else None
 
     def step(self) -> bool:
         """One step; what came is what a request alone would have had."""
@@ -155,8 +158,13 @@ class Moves:
         try:
             self.live[name].paused = self.runtime.pause(name)
         except RequestError:
-            assert name in self.opened
+            assert name in self.opened or self._has_ended(name)
         return True
+
+    def _has_ended(self, name: str) -> bool:
+        """Whether a request has ended in a pause, which takes what is under way: its last output comes now."""
+        self.step()
+        return name not in self.live
 
     def resume(self, which: int) -> bool:
         """A paused request goes on."""
@@ -174,19 +182,20 @@ class Moves:
         name = names[which % len(names)]
         try:
             self.runtime.cancel(name)
-        except RequestError:  # it has ended in a pause, and its last output comes with the next step
+        except RequestError:
+            assert self._has_ended(name)
             return False
         self.live[name].cancelled, self.live[name].paused = True, False
         self.opened.pop(name, None)
         return True
 
-    def open_prompt(self, base: int, max_tokens: int, seed: int, priority: int = 0) -> bool:
-        """A request whose prompt is still to come."""
+    def open_prompt(self, base: int, max_tokens: int, seed: int, which: int, priority: int = 0) -> bool:
+        """A request whose prompt is still to come, of a session or of none."""
         if len(self.opened) >= MAX_OPEN or len(self.live) >= MAX_LIVE:
             return False
-        params = _params(max_tokens, seed, priority)
+        params, session = _params(max_tokens, seed, priority), self._session(which)
         try:
-            handle = self.runtime.open_prompt(params, cache_salt=("", "a")[base % 2], max_prompt_tokens=LONGEST)
+            handle = self.runtime.open_prompt(params, session=session, max_prompt_tokens=LONGEST)
         except CapacityError:
             return False
         self.live[handle.request_id] = _Live(None)
@@ -263,7 +272,7 @@ class Moves:
             goes_on = source.random() < 0.3
             made = self.submit(base, length, 1 + most, seed, which, goes_on=goes_on, priority=priority)
         elif kind == "open_prompt":
-            made = self.open_prompt(base, 1 + most, seed, priority)
+            made = self.open_prompt(base, 1 + most, seed, which, priority)
         elif kind == "append":
             made = self.append(which, 1 + length % 9)
         elif kind in ("finish", "finish_on_trial"):

@@ -22,7 +22,7 @@ API: dict[str, tuple[str, tuple[str, ...] | None]] = {
     "lowlat.ipc": ("Clients of a server in another process, and the server itself.", CLIENTS),
     "lowlat.text": ("Tokenizers, chat templates, and answers taken apart.", None),
 }
-ENTRY = re.compile(r"^(\S(?:.*?\S)?) {2,}(\S.*)$")
+ENTRY = re.compile(r"^(\S(?:.*?\S)??) {2,}(\S.*)$")
 CODE = re.compile(r"`+([^`]+)`+")
 
 

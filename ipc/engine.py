@@ -156,8 +156,11 @@ class Engine(Protocol):
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
 
-    def pause(self, request_id: str) -> object:
-        """Let a request give its slot to others. Raises RequestError; CapacityError where that cannot be now."""
+    def pause(self, request_id: str) -> bool:
+        """Let a request give its slot to others; False where it has ended first.
+
+        Raises RequestError; CapacityError where host memory has no space for it.
+        """
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on. Raises RequestError for one that is not paused."""

@@ -29,6 +29,7 @@ __all__ = [
     "Message",
     "Parse",
     "Pause",
+    "Paused",
     "Pong",
     "PromptPart",
     "Residence",
@@ -105,6 +106,7 @@ class Kind:
     PONG = 0x86
     BYE = 0x87
     TAKEN = 0x88
+    PAUSED = 0x89
     RESIDENT = 0x90
 
 
@@ -438,6 +440,18 @@ class Taken(Struct, array_like=True, gc=False):
     num_bytes: int
 
 
+class Paused(Struct, array_like=True, gc=False):
+    """The answer to PAUSE or RESUME, when it is done or refused: whether the request waits now.
+
+    One that is not paused has ended first, or code and problem say why it runs on.
+    """
+
+    number: int
+    paused: bool
+    code: str | None = None
+    problem: str | None = None
+
+
 class Pong(Struct):
     """state is "serving" or "draining", or of a model that sleeps "falling asleep", "asleep" or "waking".
 
@@ -479,5 +493,6 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.PONG: Pong,
     Kind.BYE: Bye,
     Kind.TAKEN: Taken,
+    Kind.PAUSED: Paused,
     Kind.RESIDENT: Resident,
 }

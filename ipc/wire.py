@@ -9,9 +9,9 @@ Below it is ZMTP 3.1, which libzmq speaks since 4.2: over ipc:// and on the loop
 tcp:// with CURVE.
 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
-CANCEL, CREDIT, PAUSE, RESUME, APPEND, FINISH and TAKEN are msgpack arrays, fields in order. Integers are signed 64-bit,
-strings UTF-8, times in the unit of their suffix. The server refuses unknown fields; a client must ignore them, and
-ignore kinds that it does not know.
+CANCEL, CREDIT, PAUSE, RESUME, APPEND, FINISH, TAKEN and PAUSED are msgpack arrays, fields in order. Integers are signed
+64-bit, strings UTF-8, times in the unit of their suffix. The server refuses unknown fields; a client must ignore them,
+and ignore kinds that it does not know.
 
 Headers of a client's messages have at most 4096 bytes; either frame of APPEND has 256 KiB; SUBMIT's has 2 MiB, a text
 or a chat included, and at most 16384 values, keys counted: so no frame keeps the server's other threads from running
@@ -26,7 +26,7 @@ tool_calls) they are JSON's, at most 10,000, nested 32 deep.
     STATS           0x05                          STATS           0x85  answers STATS
     HEALTH          0x06                          PONG            0x86  answers HEALTH
     DRAIN           0x07                          BYE             0x87  last; nothing follows it
-    PAUSE           0x08
+    PAUSE           0x08                          PAUSED          0x89  answers PAUSE and RESUME
     RESUME          0x09
     APPEND          0x0A                          TAKEN           0x88  grants more APPEND
     FINISH          0x0B
@@ -56,8 +56,9 @@ may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it en
 `deadline`.
 
 PAUSE lets a request give its slot to others as soon as that can be, and RESUME lets it go on, with the tokens that it
-would have had. Neither is answered, and both are ignored for one that has ended. Where the server has no space for what
-it holds it runs on; one that is paused for too long ends with an error of the code `deadline`.
+would have had. Each is answered by one PAUSED, in order: when it is done, when the request has ended first, or with
+code and problem when it is refused, and then the request runs on: `busy` where the server has no space for what it
+holds, `invalid` for an open prompt. One that is paused for too long ends with an error of the code `deadline`.
 
 A SUBMIT that is `open` begins a prompt that is still being written; it is read while it grows. APPEND adds text or
 token ids, and FINISH ends it: from then on it is a request like any other. FINISH with `speculative` begins the answer
@@ -112,6 +113,7 @@ from lowlat.ipc.messages import (
     Kind,
     Message,
     Pause,
+    Paused,
     Pong,
     PromptPart,
     Residence,
@@ -153,6 +155,7 @@ __all__ = [
     "Kind",
     "Message",
     "Pause",
+    "Paused",
     "Pong",
     "PromptPart",
     "Residence",

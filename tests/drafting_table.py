@@ -22,6 +22,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "grammar": ("free", "bound"),
     "sampling": ("greedy", "logprobs", "penalised"),
     "prefix": ("cold", "reused"),
+    "prompt": ("whole", "growing"),
     "device": ("steps", "queued", "loop"),
     "event": ("none", "cancel", "limit", "full"),
 }
@@ -78,6 +79,7 @@ RULES = (
     Rule({"partial": ("lossless",), "shape": TREES}, "specpv_lossless goes with chains"),
     Rule({"partial": ("lossy", "lossless"), "ranks": ("2",)}, "enable_specpv is not implemented for tensor_parallel"),
     Rule({"partial": ("lossless",), "grammar": ("bound",)}, "draw under no grammar's masks"),
+    Rule({"prompt": ("growing",), "grammar": ("bound",)}, None),  # the table's grammar comes with a whole prompt
 )
 
 

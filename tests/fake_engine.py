@@ -214,18 +214,22 @@ class FakeEngine:
         self.salts: list[str] = []
         self.sessions: list[str] = []
         self._running: dict[str, _Request] = {}
+        self.max_paused = 1 << 30
         self.paused: dict[str, _Request] = {}
         self.opened: dict[str, tuple[list[int], Sampling, tuple[str, str]]] = {}  # prompts that are being written
         self.tried: dict[str, tuple[int, ...]] = {}  # the ends that they were given on trial
         self._ended: dict[str, dict[str, Any]] = {}
         self._pending: list[FakeOutput] = []
 
-    def pause(self, request_id: str) -> None:
-        """A request that is paused is given nothing."""
+    def pause(self, request_id: str) -> bool:
+        """A request that is paused is given nothing; beyond `max_paused` there is no space for one."""
         self.threads.add(threading.get_ident())
         if request_id not in self._running or request_id in self.paused:
             raise RequestError(f"request {request_id} cannot be paused")
+        if len(self.paused) >= self.max_paused:
+            raise CapacityError(f"request {request_id} takes host memory while it is paused (pause_gib)")
         self.paused[request_id] = self._running.pop(request_id)
+        return True
 
     def resume(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())

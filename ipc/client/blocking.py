@@ -53,20 +53,26 @@ class Generation(BaseGeneration[Connection]):
             protocol.cancel(stream.number)
             connection.pump()
 
-    def pause(self) -> None:
-        """Ask the server to let the request give its slot to others until `resume`; its tokens stay the same."""
-        self._pause(resumes=False)
+    def pause(self) -> bool:
+        """Have the request give its slot to others until `resume`; its tokens stay the same.
+
+        Returns when the server has done so; False where the request has ended first. Raises CapacityError where the
+        server has no space for what it holds (pause_gib), RequestError while its prompt is open: it runs on then.
+        """
+        return self._pause(resumes=False)
 
     def resume(self) -> None:
         """Let a paused request go on."""
         self._pause(resumes=True)
 
-    def _pause(self, *, resumes: bool) -> None:
+    def _pause(self, *, resumes: bool) -> bool:
         self._client.check_process()
         connection, stream = self._submitted()
         with connection as protocol:
-            protocol.pause(stream.number, resumes=resumes)
-            connection.pump()
+            reply = protocol.pause(stream.number, resumes=resumes)
+            if not connection.wait(reply, self._deadline):
+                raise stream.broken("timeout_s has passed", "timeout")
+            return reply.take().paused
 
     def _append(self, pieces: Iterable[str | bytes], deadline: float | None) -> None:
         """Send pieces of an open prompt, each when the server takes it."""

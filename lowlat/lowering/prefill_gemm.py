@@ -7,7 +7,8 @@ A row's bits depend on the row and the weight alone: in our GEMM because rows ar
 because it always multiplies a whole chunk, padded where there are fewer rows.
 
 Our GEMM reads rows that are arranged. Its fusions let the operation before it leave them so: a norm, attention, or a
-GEMM of gates and ups. Else a launch arranges them.
+GEMM of gates and ups. Else a launch arranges them. Where an operation asks for codes of rows, one more launch makes
+them of the arranged rows.
 """
 
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.arranged import ArrangedGemm, arranged_gemm
+from lowlat.kernels.gemm.prefill.coded_rows import CodedRows, code_arranged, code_rows, coded_shape
 from lowlat.kernels.gemm.prefill.plan import APART_ROWS, cut_of
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
@@ -36,7 +38,9 @@ from lowlat.lowering.prefill_attention import prefill_attention
 from lowlat.lowering.row_fusions import add_normed, added_hides, added_rows
 from lowlat.lowering.weight_parts import GEMMS, PACKED
 
-__all__ = ["PREFILL_FUSIONS", "PROMPT_LINEAR", "activation_workspace", "gemm_workspaces", "multiply_chunks"]
+__all__ = [
+    "PREFILL_FUSIONS", "PROMPT_LINEAR", "activation_workspace", "codes_workspace", "gemm_workspaces", "multiply_chunks",
+]  # fmt: skip
 
 AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have parts of a weight's rows
 
@@ -58,10 +62,34 @@ def activation_workspace(rows: int, width: int) -> WorkspaceShape:
     return "prefill.activated", arranged_shape(rows, width), torch.bfloat16
 
 
-def _gemm_of(binding: Binding, weight: PackedMatrix) -> ArrangedGemm | None:
-    """Our GEMM that multiplies by a weight on this GPU, in the program's chunks; None where none does."""
-    gemm = arranged_gemm(binding.gpu)
-    return gemm if gemm is not None and gemm.covers(binding.prefill_chunk, weight) else None
+def codes_workspace(rows: int, width: int) -> WorkspaceShape:
+    """The workspace of the codes of rows [M, K], and their scales."""
+    return "prefill.codes", coded_shape(rows, width), torch.uint8
+
+
+def _gemm_of(binding: Binding, op: Op) -> ArrangedGemm | None:
+    """Our GEMM that multiplies as an operation asks, on this GPU, in the program's chunks; None where none does."""
+    gemm, weight = arranged_gemm(binding.gpu), binding.weights.matrix(op.weights["weight"])
+    if gemm is None or not gemm.covers(binding.prefill_chunk, weight):
+        return None
+    return None if _codes_rows(op) and not gemm.takes_codes(weight) else gemm
+
+
+def _codes_rows(op: Op) -> bool:
+    """Whether a GEMM asks for codes of its rows."""
+    return op.params.get("activations") is not None
+
+
+def _coded(binding: Binding, op: Op, arranged: torch.Tensor) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
+    """The call that codes rows for an operation's GEMM, if it asks for codes, and what the GEMM then reads."""
+    if not _codes_rows(op):
+        return (), arranged
+    codes = _code_memory(binding, arranged.shape[1], binding.weights.matrix(op.weights["weight"]).columns)
+    return code_arranged(arranged=arranged, out=codes), codes
+
+
+def _code_memory(binding: Binding, rows: int, width: int) -> CodedRows:
+    return CodedRows(binding.workspace(*codes_workspace(rows, width)), rows, width)
 
 
 def _linear(binding: Binding, op: Op) -> Sequence[Call]:
@@ -86,6 +114,13 @@ def _by_library(binding: Binding, op: Op) -> Sequence[Call]:
             f"multiple of 64 and widths of 8, and {name} would be multiplied by a matrix library, whose "
             f"order of sums its width decides (capability {binding.gpu.capability}, prefill_chunk {chunk}, "
             f"{weight.rows} x {weight.columns}); leave it out, or use executor 'reference'"
+        )
+    if _codes_rows(op):
+        raise ConfigError(
+            f"{binding.program.name}: activations 'fp8' needs prefill's own GEMMs, of GPUs of capability 9.0, chunks "
+            f"of a multiple of 64, and weights in FP8 with a scale for each row, of sizes that are multiples of 8 and "
+            f"128; {name} is {weight.tile_format.label}, {weight.rows} x {weight.columns} (capability "
+            f"{binding.gpu.capability}, prefill_chunk {chunk}); leave it out, or use executor 'reference'"
         )
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
     calls: list[Call] = []
@@ -112,7 +147,7 @@ def _most_unpacked(binding: Binding) -> int:
 def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
     """By our GEMM, after a launch that arranges the rows."""
     given, weight = binding.arguments(op), binding.weights.matrix(op.weights["weight"])
-    gemm, columns = _gemm_of(binding, weight), binding.weights.runs(op.weights["weight"])
+    gemm, columns = _gemm_of(binding, op), binding.weights.runs(op.weights["weight"])
     if gemm is None:
         raise ValueError(f"no GEMM of ours multiplies by {op.weights['weight']}")
     calls: list[Call] = []
@@ -121,9 +156,14 @@ def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
     for rows, results in zip(given["x"].split(most), given["out"].split(most), strict=True):
         asked = gemm_workspaces(rows.shape[0], weight.rows, weight.columns, parts)
         arranged, partials = (binding.workspace(*each) for each in asked)
-        calls += arrange(x=rows, out=arranged)
+        x: torch.Tensor | CodedRows = arranged
+        if _codes_rows(op):
+            x = _code_memory(binding, *rows.shape)
+            calls += code_rows(x=rows, out=x)
+        else:
+            calls += arrange(x=rows, out=arranged)
         calls += gemm.multiply(
-            arranged=arranged, weight=weight, bias=binding.bias(op), columns=columns, partials=partials, out=results,
+            arranged=x, weight=weight, bias=binding.bias(op), columns=columns, partials=partials, out=results,
             gpu=binding.gpu, parts=parts,
         )  # fmt: skip
     return [*calls, *_capped(binding, op)]
@@ -182,13 +222,14 @@ def _feeds(run: Run, gpu: Gpu) -> bool:
     gate_up, silu, down = run.ops[-3:]
     rows, width = run.shape(silu.writes["out"])
     depth = run.shape(gate_up.reads["x"])[1]
+    units = depth // 2 if _codes_rows(gate_up) else depth  # of which a step has 64
     return (
         silu.stage is Stage.PREFILL
         and silu.reads["gate_up"] == gate_up.writes["out"]
         and down.reads["x"] == silu.writes["out"]
         and _is_one_gemm(rows, depth, gate_up, gpu)
         and _is_one_gemm(rows, width, down, gpu)
-        and _gates(2 * width, depth, gpu, at_once=in_parts(down))
+        and _gates(2 * width, units, gpu, at_once=in_parts(down))
     )
 
 
@@ -252,18 +293,19 @@ def _of_arranged(
     """The calls of `linear` over rows that are arranged, which one GEMM takes."""
     out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
     partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
+    coding, x = _coded(binding, op, arranged)
     product = gemm.multiply(
-        arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
+        arranged=x, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
         partials=partials, out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
-    return [*product, *_capped(binding, op)]
+    return [*coding, *product, *_capped(binding, op)]
 
 
 def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """The norm leaves its rows as the GEMM reads them."""
     linear = run.op("linear")
     weight = binding.weights.matrix(linear.weights["weight"])
-    gemm = _gemm_of(binding, weight)
+    gemm = _gemm_of(binding, linear)
     if gemm is None:
         return [*_norm(binding, run), *_linear(binding, linear)]
     arranged = _arranged_rows(binding, linear, weight)
@@ -274,7 +316,7 @@ def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """Attention leaves its rows as the GEMM reads them."""
     attention, linear = run.ops
     weight = binding.weights.matrix(linear.weights["weight"])
-    gemm = _gemm_of(binding, weight)
+    gemm = _gemm_of(binding, linear)
     if gemm is None:
         return [*prefill_attention(binding, attention), *_linear(binding, linear)]
     arranged = _arranged_rows(binding, linear, weight)
@@ -286,7 +328,7 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
     gate_up, silu, down = run.ops[-3:]
     first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
     activation, normed = binding.arguments(silu), run.find("rms_norm") is not None
-    gemm, next_gemm = _gemm_of(binding, first), _gemm_of(binding, second)
+    gemm, next_gemm = _gemm_of(binding, gate_up), _gemm_of(binding, down)
     if gemm is None:
         before = _norm(binding, run) if normed else ()
         return [*before, *_linear(binding, gate_up), *silu_mul(**activation), *_linear(binding, down)]
@@ -296,10 +338,12 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
         product = _of_arranged(binding, gate_up, gemm, first, arranged)
         return [*before, *product, *silu_mul(**activation), *_linear(binding, down)]
     activated = binding.workspace(*activation_workspace(activation["out"].shape[0], second.columns))
+    coding, x = _coded(binding, gate_up, arranged)
     return [
         *before,
+        *coding,
         *gemm.multiply_gated(
-            arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
+            arranged=x, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
             activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
             parts=_parts_of(binding, gate_up, first),
         ),
@@ -350,7 +394,7 @@ def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torc
 
 
 def _has_gemm(binding: Binding, op: Op) -> bool:
-    return _gemm_of(binding, binding.weights.matrix(op.weights["weight"])) is not None
+    return _gemm_of(binding, op) is not None
 
 
 def _has_arranged(gpu: Gpu) -> bool:

@@ -125,6 +125,7 @@ class ModelConfig(Decoder):
     logit_scale      of logits, which the weight of the final norm has: a power of two
     logit_softcap    logits l become c tanh(l / c); None: they stay
     coded_kv         None: the cache has the compute dtype
+    coded_rows       matrices of layers that are multiplied by e4m3 codes of a prompt's rows, see `code_activations`
     window_limit     positions up to which windows that are not implemented change nothing
     query_limit      positions up to which a scale of queries by position, which is not implemented, is 1
     """
@@ -138,6 +139,7 @@ class ModelConfig(Decoder):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     coded_kv: CodedKV | None = None
+    coded_rows: frozenset[str] = frozenset()
     window_limit: int | None = None
     query_limit: int | None = None
 

@@ -482,6 +482,12 @@ class RuntimeConfig:
         "auto",
         "How keys and values are kept; fp8: in 8 bits, by the checkpoint's scales where it has any. auto: as they are.",
     )
+    activations: Literal["fp8"] | None = declare(
+        None,
+        "Round a prompt's rows to FP8, each by a scale of its own, for layers in FP8 by row: prompts are read sooner, "
+        "and tokens may differ.",
+        rare=True,
+    )
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
     tensor_parallel_size: int = declare(
@@ -656,6 +662,11 @@ class RuntimeConfig:
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
         if self.quantize_lm_head and self.quantize is None:
             raise ConfigError("quantize_lm_head needs quantize, which says to what")
+        if self.activations is not None and self.tp_invariant:
+            raise ConfigError(
+                f"activations {self.activations!r} scales the rows that each GPU has, and tp_invariant has the same "
+                "bits on any number of them; leave one of them out"
+            )
         if self.prompt_logits and self.prefix_reuse:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:

@@ -21,6 +21,7 @@ from unit.test_open_prompts import PIECES, codec_of, cut
 
 from lowlat.errors import RequestError
 from lowlat.ipc import Client
+from lowlat.ipc.client import Generation
 from lowlat.ipc.limits import Limits
 from lowlat.serving.codec import ServingCodec
 
@@ -39,6 +40,14 @@ def upload(url: str, first: dict[str, Any], pieces: Sequence[Any], pause_s: floa
             time.sleep(pause_s)
 
     return httpx2.post(f"{url}/completions", headers=HEADERS, content=lines(), timeout=30.0)
+
+
+def first_token_s(answer: Generation) -> float:
+    """The server's own time to the first token."""
+    (*_, end) = answer
+    assert end.metrics is not None
+    found: float = end.metrics["server"]["time_to_first_token_s"]
+    return found
 
 
 def on_trial(pieces: Sequence[Any], source: random.Random) -> list[Any]:
@@ -64,10 +73,6 @@ def test_lines_have_the_answer_of_the_whole(kind: str, tmp_path: Path) -> None:
             (choice,) = answer.json()["choices"]
             assert tuple(choice["lowlat"]["token_ids"]) == expected, text
         assert not engine.opened and not engine.tried
-
-
-TEXT = "The President shall be Commander in Chief of the Army and Navy, when called into the actual Service. " * 2
-SAMPLED: dict[str, Any] = {"max_tokens": 8, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 
 
 def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
@@ -114,7 +119,7 @@ def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
         assert engine.runtime.kvcache.stats().num_used == 0
 
 
-def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path) -> None:
+def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before was read before: however long the prompt, two chunks of text at most are left."""
     runtime = load_bundled(prefill_chunk=16, block_size=8, prefix_reuse=False)
     assert runtime.codec is not None
@@ -125,7 +130,7 @@ def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path) -> No
         sizes.append(size)
         prefill(size, *others)
 
-    runtime.executor.prefill = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(runtime.executor, "prefill", counted)
     text = "the people of the several states " * 30
     with (
         served_model(tmp_path, runtime, ServingCodec(runtime.codec)) as (server, engine),
@@ -133,8 +138,7 @@ def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path) -> No
     ):
         times: dict[str, list[float]] = {"whole": [], "growing": []}
         for _ in range(2):
-            (*_, end) = client.generate(text, max_tokens=1)
-            times["whole"].append(end.metrics["server"]["time_to_first_token_s"])
+            times["whole"].append(first_token_s(client.generate(text, max_tokens=1)))
             read = sum(sizes)
             sizes.clear()
             prompt = client.open_prompt(max_tokens=1)
@@ -142,8 +146,7 @@ def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path) -> No
                 prompt.append(word + " ")
             eventually(lambda least=read - 32: sum(sizes) >= least and not engine.busy)  # type: ignore[misc]
             sizes.clear()
-            (*_, end) = prompt.finish()
-            times["growing"].append(end.metrics["server"]["time_to_first_token_s"])
+            times["growing"].append(first_token_s(prompt.finish()))
             assert 1 <= sum(sizes) <= 32, sizes
             sizes.clear()
         assert read > 160 and min(times["growing"]) < min(times["whole"]) / 2, times

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from stages import later
 from tiny_grammars import Automaton, accepts, random_edges, submit_with
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.engine.open_prompts import OpenPrompt
 from lowlat.errors import ConfigError, RequestError
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.options.request import StepOutput
@@ -107,15 +109,38 @@ class Run:
         if case["prefix"] == "reused":
             self._run([submit(runtime, case, PROMPTS[0][:20], 9, max_tokens=2)])
         extra = ["waits"] * 3 if case["event"] == "full" else []  # more than there are slots
-        self.names = [submit(runtime, case, prompt, number) for number, prompt in enumerate(PROMPTS)]
+        self.growing: list[tuple[OpenPrompt, list[list[int]]]] = []
+        enter = self._open if case["prompt"] == "growing" else partial(submit, runtime, case)
+        self.names = [enter(prompt, number) for number, prompt in enumerate(PROMPTS)]
         self._run([*self.names, *(submit(runtime, case, PROMPTS[1], 5 + n) for n, _ in enumerate(extra))])
         check_invariants(runtime)
+
+    def _open(self, prompt: list[int], number: int) -> str:
+        """The request of a prompt that comes step by step."""
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, **SAMPLING[self.case["sampling"]])
+        opened = self.runtime.open_prompt(params, max_prompt_tokens=len(prompt))
+        self.growing.append((opened, [prompt[start : start + 11] for start in range(0, len(prompt), 11)]))
+        return opened.request_id
+
+    def _grow(self, number: int) -> None:
+        """The next piece of each prompt; some seem to end with it, and those that have all of theirs end."""
+        for each in list(self.growing):
+            opened, pieces = each
+            if not pieces:
+                opened.finish()
+                self.growing.remove(each)
+                continue
+            opened.append(pieces.pop(0))
+            if number % 2:
+                opened.finish(speculative=True)
 
     def _run(self, names: list[str]) -> None:
         disturbed = names[-1]
         for number in range(400):
-            if not self.runtime.busy:
+            if not self.runtime.busy and not self.growing:
                 return
+            if number % 3 == 0:
+                self._grow(number)
             begun = len(self.answers[disturbed][0]) > 1 and disturbed not in self.last
             if begun and self.case["event"] == "cancel":
                 self.runtime.cancel(disturbed)

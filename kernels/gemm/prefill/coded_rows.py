@@ -34,6 +34,7 @@ __all__ = [
 CODED_STEP = 128  # columns
 SLICE = 32
 MAGNITUDES, MAGNITUDE = 0x7FFF7FFF, 0x7FFF
+WHOLE_WARPS = 0xFFFFFFE0
 
 
 def coded_shape(rows: int, columns: int) -> tuple[int]:
@@ -201,8 +202,10 @@ def _call(x: torch.Tensor, out: CodedRows, *, is_arranged: bool) -> list[KernelC
 
 @cache
 def _make(width: int, is_arranged: bool) -> Kernel:
-    """Grid (M,): a block has a row, and reads what its threads do not hold once more from the first cache."""
+    """Grid (M,): a block has a row, in registers."""
     chunks = width // 8
+    own = -(-chunks // THREADS)
+    num_words = 4 * own
 
     @device_function
     def load(x: Any, row: Any, rows: Any, chunk: Any) -> Any:
@@ -220,26 +223,23 @@ def _make(width: int, is_arranged: bool) -> Kernel:
 
     def code_row(x: Any, out: Any, rows: Any) -> None:
         peaks = cuda.shared.array(shape=WARPS, dtype=float32)
-        thread, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
+        words = cuda.local.array(num_words, uint32)
+        thread, row, peak = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x), uint32(0)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        zero = uint32(0)
-        first, peak = (zero, zero, zero, zero), zero
-        chunk = thread
-        while chunk < uint32(chunks):
-            words = load(x, row, uint32(rows), chunk)
-            peak = max(peak, chunk_peak(words))
-            if chunk == thread:
-                first = words
-            chunk = uint32(chunk + uint32(THREADS))
-        inverse = store_scale(block_peak(peak, peaks), out, row, uint32(rows), uint32(width))
-        words, chunk = first, thread
-        while uint32(chunk & uint32(0xFFFFFFE0)) < uint32(chunks):  # of all lanes of a warp, as they exchange
-            lives = chunk < uint32(chunks)
-            store_chunk(in_order(words, thread), inverse, out, row, uint32(rows), chunk, lives)
-            chunk = uint32(chunk + uint32(THREADS))
+        for part in range(own):
+            chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
+            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
             if chunk < uint32(chunks):
-                words = load(x, row, uint32(rows), chunk)
+                a, b, c, d = load(x, row, uint32(rows), chunk)
+            words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
+            peak = max(peak, chunk_peak((a, b, c, d)))
+        inverse = store_scale(block_peak(peak, peaks), out, row, uint32(rows), uint32(width))
+        for part in range(own):
+            chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
+            if uint32(chunk & uint32(WHOLE_WARPS)) < uint32(chunks):  # of all lanes of a warp, as they exchange
+                held = in_order((words[at], words[at + 1], words[at + 2], words[at + 3]), thread)
+                store_chunk(held, inverse, out, row, uint32(rows), chunk, chunk < uint32(chunks))
 
     name = f"code_{'arranged' if is_arranged else 'rows'}_{width}"
     return Kernel(name, code_row, (types.int64,) * 3, THREADS)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from lowlat.checkpoint.files import read_json
+from lowlat.cli.options import bundled
 from lowlat.cli.running import chat_ids, load_runtime
 from lowlat.errors import ConfigError
 from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
@@ -48,7 +49,7 @@ class Proof:
             prompts = [chat_ids(codec, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         self._pair = (target, settled(speculative, target), prompts)
         self._options: dict[str, Any] = {"max_tokens": max_tokens, "load": load_runtime, "device": device}
-        self._names = {"target": display_name(target), "draft_model": draft_model and display_name(draft_model)}
+        self._names = {"target": _name(target), "draft_model": draft_model and _name(draft_model)}
         self.exactness: Exactness | None = None
         self.fidelity: Fidelity | None = None
 
@@ -105,6 +106,12 @@ class Proof:
             path.write_text(json.dumps([*kept, entry], indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _name(directory: Path) -> str:
+    """A model's name; of the bundled ones with their folders."""
+    demo = bundled("")
+    return f"lowlat/demo/{directory.relative_to(demo)}" if directory.is_relative_to(demo) else display_name(directory)
 
 
 def _reports(path: Path) -> list[dict[str, Any]]:

@@ -15,9 +15,11 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import numbers_an_entry
+from lowlat.models.activations import code_activations
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding, target_groups
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import display_name
 from lowlat.speculators.base import weight_shapes
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
@@ -139,6 +141,8 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), str(target))
     if options.kv_cache_dtype == "fp8":
         config = coded(config)
+    if options.activations is not None:
+        config = code_activations(config, display_name(target))
     made_bytes = rounding_bytes(weight_shapes(config, None)) if options.quantize is not None else 0
     speculator = None
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}

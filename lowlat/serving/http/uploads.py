@@ -31,7 +31,7 @@ class Trial(Struct, forbid_unknown_fields=True):
     finish: str
 
 
-_PIECE = msgspec.json.Decoder(str | list[int] | Trial)
+_PIECE: msgspec.json.Decoder[str | list[int] | Trial] = msgspec.json.Decoder(str | list[int] | Trial)
 
 
 def is_lines(request: Request) -> bool:

@@ -32,6 +32,7 @@ from lowlat.lowering.covers import uncovered
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
+from lowlat.models.activations import code_activations
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
@@ -150,15 +151,17 @@ def random_pair(name: str, directory: Path, method: str = "eagle3") -> Pair:
 
 def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4"] | None = None) -> Pair:
     """The pair with linear layers rounded at load, as `quantize`, `quantize_lm_head` and `draft_quantize` ask for, and
-    with a cache of codes where `kv_cache_dtype` does.
+    with a cache of codes where `kv_cache_dtype` does, and prompts' rows of codes where `activations` does.
 
-    Raises ConfigError for weights that are quantised already.
+    Raises ConfigError for weights that are quantised already, and as `code_activations` does.
     """
     config, speculator = pair.config, pair.speculator
     if options.quantize is not None:
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), pair.name)
     if options.kv_cache_dtype == "fp8":
         config = coded(config)
+    if options.activations is not None:
+        config = code_activations(config, pair.name)
     return replace(
         pair, config=config, speculator=None if speculator is None else rounded_speculator(speculator, draft)
     )

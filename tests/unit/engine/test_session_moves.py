@@ -44,9 +44,9 @@ def test_no_move_changes_a_token(tmp_path_factory: pytest.TempPathFactory) -> No
         def cancel(self, which: int) -> None:
             moves.cancel(which)
 
-        @rule(base=SMALL, most=st.integers(1, 6), seed=SEED, above=PRIORITY)
-        def open_prompt(self, base: int, most: int, seed: int, above: int) -> None:
-            moves.open_prompt(base, most, seed, above)
+        @rule(base=SMALL, most=st.integers(1, 6), seed=SEED, which=SMALL, above=PRIORITY)
+        def open_prompt(self, base: int, most: int, seed: int, which: int, above: int) -> None:
+            moves.open_prompt(base, most, seed, which, above)
 
         @rule(which=SMALL, count=st.integers(1, 9))
         def append(self, which: int, count: int) -> None:

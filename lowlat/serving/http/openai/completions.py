@@ -70,7 +70,10 @@ async def _continue_growing(request: Request, session: str) -> Response:
     for name, given in (("n", asked.n not in (None, 1)), ("best_of", asked.best_of not in (None, 1))):
         if given:
             raise unsupported(name, "a prompt that is still being written has one answer")
-    for name, given in (("echo", asked.echo), ("return_token_ids or continuous_usage_stats", asked.needs_prompt_ids)):
+    for name, given in (
+        ("echo", bool(asked.echo)),
+        ("return_token_ids or continuous_usage_stats", asked.needs_prompt_ids),
+    ):
         if given:
             raise unsupported(name, "the gateway does not keep a prompt that is still being written")
     gateway = await gateways_of(request).of(asked.model)
