@@ -156,8 +156,11 @@ class Engine(Protocol):
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
 
-    def pause(self, request_id: str) -> object:
-        """Let a request give its slot to others. Raises RequestError; CapacityError where that cannot be now."""
+    def pause(self, request_id: str) -> bool:
+        """Let a request give its slot to others; False where it has ended first.
+
+        Raises RequestError; CapacityError where host memory has no space for it.
+        """
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on. Raises RequestError for one that is not paused."""
@@ -229,6 +232,11 @@ class Codec(Protocol):
 
     def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> Growing:
         """Begin a plain prompt that is still being written; its pieces have the token ids of their whole."""
+
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> Growing:
+        """Begin a chat of whose last message the content is still being written, and comes in pieces of text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

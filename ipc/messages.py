@@ -29,6 +29,7 @@ __all__ = [
     "Message",
     "Parse",
     "Pause",
+    "Paused",
     "Pong",
     "PromptPart",
     "Residence",
@@ -105,6 +106,7 @@ class Kind:
     PONG = 0x86
     BYE = 0x87
     TAKEN = 0x88
+    PAUSED = 0x89
     RESIDENT = 0x90
 
 
@@ -232,8 +234,9 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
 
-    Of one that is open the prompt is still being written: text or body are its beginning, neither need be there, and
-    APPEND brings more, to max_prompt_tokens at most (None: all that the context has room for next to max_tokens).
+    Of one that is open the prompt is still being written: text or body are its beginning, of messages the last one's
+    content is, none need be there, and APPEND brings more, to max_prompt_tokens at most (None: all that the context has
+    room for next to max_tokens).
 
     fit_context lowers max_tokens to what the context has room for next to the prompt; without max_tokens it is as much,
     and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens
@@ -438,6 +441,18 @@ class Taken(Struct, array_like=True, gc=False):
     num_bytes: int
 
 
+class Paused(Struct, array_like=True, gc=False):
+    """The answer to PAUSE or RESUME, when it is done or refused: whether the request waits now.
+
+    One that is not paused has ended first, or code and problem say why it runs on.
+    """
+
+    number: int
+    paused: bool
+    code: str | None = None
+    problem: str | None = None
+
+
 class Pong(Struct):
     """state is "serving" or "draining", or of a model that sleeps "falling asleep", "asleep" or "waking".
 
@@ -479,5 +494,6 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.PONG: Pong,
     Kind.BYE: Bye,
     Kind.TAKEN: Taken,
+    Kind.PAUSED: Paused,
     Kind.RESIDENT: Resident,
 }

@@ -9,9 +9,9 @@ Below it is ZMTP 3.1, which libzmq speaks since 4.2: over ipc:// and on the loop
 tcp:// with CURVE.
 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
-CANCEL, CREDIT, PAUSE, RESUME, APPEND, FINISH and TAKEN are msgpack arrays, fields in order. Integers are signed 64-bit,
-strings UTF-8, times in the unit of their suffix. The server refuses unknown fields; a client must ignore them, and
-ignore kinds that it does not know.
+CANCEL, CREDIT, PAUSE, RESUME, APPEND, FINISH, TAKEN and PAUSED are msgpack arrays, fields in order. Integers are signed
+64-bit, strings UTF-8, times in the unit of their suffix. The server refuses unknown fields; a client must ignore them,
+and ignore kinds that it does not know.
 
 Headers of a client's messages have at most 4096 bytes; either frame of APPEND has 256 KiB; SUBMIT's has 2 MiB, a text
 or a chat included, and at most 16384 values, keys counted: so no frame keeps the server's other threads from running
@@ -26,7 +26,7 @@ tool_calls) they are JSON's, at most 10,000, nested 32 deep.
     STATS           0x05                          STATS           0x85  answers STATS
     HEALTH          0x06                          PONG            0x86  answers HEALTH
     DRAIN           0x07                          BYE             0x87  last; nothing follows it
-    PAUSE           0x08
+    PAUSE           0x08                          PAUSED          0x89  answers PAUSE and RESUME
     RESUME          0x09
     APPEND          0x0A                          TAKEN           0x88  grants more APPEND
     FINISH          0x0B
@@ -56,17 +56,18 @@ may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it en
 `deadline`.
 
 PAUSE lets a request give its slot to others as soon as that can be, and RESUME lets it go on, with the tokens that it
-would have had. Neither is answered, and both are ignored for one that has ended. Where the server has no space for what
-it holds it runs on; one that is paused for too long ends with an error of the code `deadline`.
+would have had. Each is answered by one PAUSED, in order: when it is done, when the request has ended first, or with
+code and problem when it is refused, and then the request runs on: `busy` where the server has no space for what it
+holds, `invalid` for an open prompt. One that is paused for too long ends with an error of the code `deadline`.
 
-A SUBMIT that is `open` begins a prompt that is still being written; it is read while it grows. APPEND adds text or
-token ids, and FINISH ends it: from then on it is a request like any other. FINISH with `speculative` begins the answer
-on trial: TOKENS are kept back until FINISH comes again without it, and an APPEND before that withdraws the answer. A
-client may send pieces while its balance of bytes (UTF-8, or 4 a token) is positive: `append_credit` of WELCOME, and
-what TAKEN adds to it; a piece without credit ends the request. So does a prompt that is too long, with ERROR and the
-code `invalid`, and one of which nothing comes for `prompt_idle_s`, with END and `deadline`. CANCEL abandons it. APPEND
-and FINISH are ignored for a request that has ended, and wrong after its FINISH. `deadline_ms` and times of END count
-from there. An open prompt cannot be paused.
+A SUBMIT that is `open` begins a prompt that is still being written; it is read while it grows. APPEND adds text (of
+`messages` to the last one's content) or token ids, and FINISH ends it: from then on it is a request like any other.
+FINISH with `speculative` begins the answer on trial: TOKENS are kept back until FINISH comes again without it, and an
+APPEND before that withdraws the answer. A client may send pieces while its balance of bytes (UTF-8, or 4 a token) is
+positive: `append_credit` of WELCOME, and what TAKEN adds to it; a piece without credit ends the request. So does a
+prompt that is too long, with ERROR and the code `invalid`, and one of which nothing comes for `prompt_idle_s`, with END
+and `deadline`. CANCEL abandons it. APPEND and FINISH are ignored for a request that has ended, and wrong after its
+FINISH. `deadline_ms` and times of END count from there. An open prompt cannot be paused.
 
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
@@ -112,6 +113,7 @@ from lowlat.ipc.messages import (
     Kind,
     Message,
     Pause,
+    Paused,
     Pong,
     PromptPart,
     Residence,
@@ -153,6 +155,7 @@ __all__ = [
     "Kind",
     "Message",
     "Pause",
+    "Paused",
     "Pong",
     "PromptPart",
     "Residence",
@@ -392,8 +395,7 @@ def _check_open(submit: Submit) -> None:
         if submit.max_prompt_tokens is not None:
             raise WireError("max_prompt_tokens is for an open prompt; others have the tokens that they have", "$.open")
         return
-    refused = {"messages": submit.messages is not None, "fit_context": submit.fit_context}
-    refused["result"] = submit.result != "completion"
+    refused = {"fit_context": submit.fit_context, "result": submit.result != "completion"}
     for name, is_given in refused.items():
         if is_given:
             raise WireError(f"{name} needs a whole prompt, and this one is open", f"$.{name}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 # before anything imports the libraries that read them
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -86,6 +87,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     import torch
 
     return None if torch.cuda.is_available() else True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker have all tests of the gateway, for OpenAI's package takes 5 s to import; else a file at a time."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # which has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return "http" if nodeid.startswith("tests/http/") else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -175,13 +190,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_built_once() -> Iterator[None]:
-    """A step's Program, which nothing changes, is built once for its geometry: it is most of a small model's load."""
+    """Programs, which nothing changes, are built once for their geometry: they are most of a small model's load."""
     loading = sys.modules.get("lowlat.engine.loading")  # imported by the modules that load one
     if loading is None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("build_step", "build_adaptive"):
+        for name in ("build_step", "build_adaptive", "build_prefills"):
             patch.setattr(loading, name, lru_cache(maxsize=512)(getattr(loading, name)))
         yield
 

@@ -129,6 +129,13 @@ class FakeCodec:
     def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> "FakeGrowing":
         return FakeGrowing(self, max_context)
 
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> "FakeGrowing":
+        growing = FakeGrowing(self, max_context)
+        growing.held = self.encode_chat([*messages[:-1], Message(messages[-1].role)], options)
+        return growing
+
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
         if options.get("fail"):
             raise RequestError("the template does not know the option 'fail'")
@@ -214,18 +221,22 @@ class FakeEngine:
         self.salts: list[str] = []
         self.sessions: list[str] = []
         self._running: dict[str, _Request] = {}
+        self.max_paused = 1 << 30
         self.paused: dict[str, _Request] = {}
         self.opened: dict[str, tuple[list[int], Sampling, tuple[str, str]]] = {}  # prompts that are being written
         self.tried: dict[str, tuple[int, ...]] = {}  # the ends that they were given on trial
         self._ended: dict[str, dict[str, Any]] = {}
         self._pending: list[FakeOutput] = []
 
-    def pause(self, request_id: str) -> None:
-        """A request that is paused is given nothing."""
+    def pause(self, request_id: str) -> bool:
+        """A request that is paused is given nothing; beyond `max_paused` there is no space for one."""
         self.threads.add(threading.get_ident())
         if request_id not in self._running or request_id in self.paused:
             raise RequestError(f"request {request_id} cannot be paused")
+        if len(self.paused) >= self.max_paused:
+            raise CapacityError(f"request {request_id} takes host memory while it is paused (pause_gib)")
         self.paused[request_id] = self._running.pop(request_id)
+        return True
 
     def resume(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())

@@ -18,6 +18,7 @@ from lowlat.ipc.wire import (
     Error,
     Health,
     Hello,
+    Paused,
     Pong,
     Sampling,
     StatsReply,
@@ -76,6 +77,7 @@ class RawClient:
             setattr(self.socket, name, value)
         self.socket.connect(endpoint)
         self.completions: dict[int, Completion] = {}
+        self.paused: list[Paused] = []  # answers to PAUSE and RESUME
         if greet:
             self.say(Hello())
             self.welcome = self.hear(Welcome)
@@ -165,6 +167,9 @@ class RawClient:
         if isinstance(message, Pong) and message.nonce == 0:
             return True  # the server asks whether somebody is there
         if isinstance(message, Taken):
+            return True
+        if isinstance(message, Paused):
+            self.paused.append(message)
             return True
         number = getattr(message, "number", None)
         if isinstance(message, Tokens | End | Error) and number in self.completions:

@@ -105,19 +105,26 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         connection.protocol.cancel(stream.number)
         connection.pump()
 
-    async def pause(self) -> None:
-        """Ask the server to let the request give its slot to others until `resume`; its tokens stay the same."""
-        await self._pause(resumes=False)
+    async def pause(self) -> bool:
+        """Have the request give its slot to others until `resume`; its tokens stay the same.
+
+        Returns when the server has done so; False where the request has ended first. Raises CapacityError where the
+        server has no space for what it holds (pause_gib), RequestError while its prompt is open: it runs on then.
+        """
+        return await self._pause(resumes=False)
 
     async def resume(self) -> None:
         """Let a paused request go on."""
         await self._pause(resumes=True)
 
-    async def _pause(self, *, resumes: bool) -> None:
+    async def _pause(self, *, resumes: bool) -> bool:
         await self._started()
         connection, stream = self._submitted()
-        connection.protocol.pause(stream.number, resumes=resumes)
+        reply = connection.protocol.pause(stream.number, resumes=resumes)
         connection.pump()
+        if not await connection.wait(reply, self._deadline):
+            raise stream.broken("timeout_s has passed", "timeout")
+        return reply.take().paused
 
     async def _append(self, pieces: Iterable[str | bytes], deadline: float | None) -> None:
         """Send pieces of an open prompt, each when the server takes it."""
@@ -267,8 +274,10 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
 
     def open_prompt(
         self,
+        prompt: Prompt | None = None,
         *,
         deadline_s: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
         allow_special: bool = False,
         cache_salt: str = "",
         session: str = "",
@@ -282,13 +291,15 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         Raises LowlatError outside an event loop.
         """
         request = make_request(
-            None,
+            prompt,
             sampling,
             deadline_s=deadline_s,
+            template_options=template_options,
             allow_special=allow_special,
             cache_salt=cache_salt,
             session=session,
             add_special_tokens=add_special_tokens,
+            is_open=True,
             max_prompt_tokens=max_prompt_tokens,
         )
         return AsyncOpenPrompt(self._send(request, None))

@@ -31,6 +31,7 @@ from lowlat.ipc.messages import (
     Health,
     Hello,
     Pause,
+    Paused,
     Pong,
     PromptPart,
     Residence,
@@ -252,6 +253,7 @@ class ClientProtocol:
         self._healths: dict[int, Reply[Pong]] = {}
         self._stats: deque[Reply[dict[str, Any]]] = deque()
         self._residences: dict[int, Reply[Resident]] = {}
+        self._pauses: dict[int, deque[Reply[Paused]]] = {}
         self._draining: Reply[Pong] | None = None
         self._heard = self._attended = self._probed = now
         self._send(Hello(min_version=VERSION, max_version=VERSION, name=name))
@@ -293,10 +295,15 @@ class ClientProtocol:
         if number in self._streams:
             self._send(Cancel(number))
 
-    def pause(self, number: int, *, resumes: bool) -> None:
-        """Ask the server to let a request give its slot to others, or go on."""
-        if number in self._streams:
+    def pause(self, number: int, *, resumes: bool) -> Reply[Paused]:
+        """Ask the server to let a request give its slot to others, or go on; answered when it is done, or refused."""
+        reply: Reply[Paused] = Reply(self.failure)
+        if number not in self._streams:
+            reply.value = Paused(number, paused=False)
+        elif reply.failure is None:
+            self._pauses.setdefault(number, deque()).append(reply)
             self._send(Resume(number) if resumes else Pause(number))
+        return reply
 
     def append(self, stream: Stream, piece: str | bytes) -> None:
         """Send a piece of an open prompt, for which there is credit (`Stream.ready`). Raises as Stream.check_open."""
@@ -394,6 +401,7 @@ class ClientProtocol:
         for stream in self._streams.values():
             stream.fail(stream.broken(reason, "gone", ServerGone))
         replies: list[Reply[Any]] = [self.greeting, *self._healths.values(), *self._stats, *self._residences.values()]
+        replies += [reply for waiting in self._pauses.values() for reply in waiting]
         for reply in replies:
             if not reply.ready:
                 reply.failure = self.failure
@@ -401,6 +409,7 @@ class ClientProtocol:
         self._healths.clear()
         self._stats.clear()
         self._residences.clear()
+        self._pauses.clear()
         self.outgoing.clear()
 
     def _send(self, header: Any) -> None:
@@ -437,6 +446,8 @@ class ClientProtocol:
             elif resident is not None:
                 resident.value = message
             return resident
+        if isinstance(message, Paused):
+            return self._paused(message)
         if isinstance(message, Taken):
             stream = self._streams.get(message.number)
             if stream is not None:
@@ -456,6 +467,20 @@ class ClientProtocol:
             said = f": {message.message}" if message.message else ""
             self.fail(f"the server said goodbye ({message.reason}){said}")
         return None  # a kind that this version does not know
+
+    def _paused(self, message: Paused) -> Waiter | None:
+        waiting = self._pauses.get(message.number)
+        if not waiting:
+            return None
+        reply = waiting.popleft()
+        if not waiting:
+            del self._pauses[message.number]
+        if message.problem is None:
+            reply.value = message
+        else:
+            text = f"request {message.number} runs on: {message.problem}"
+            reply.failure = CapacityError(text) if message.code == "busy" else RequestError(text)
+        return reply
 
     def _welcomed(self, message: Welcome) -> Waiter | None:
         if self.welcome is not None:

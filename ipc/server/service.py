@@ -26,6 +26,7 @@ from lowlat.ipc.wire import (
     Health,
     Hello,
     Pause,
+    Paused,
     Pong,
     Residence,
     Resident,
@@ -173,6 +174,8 @@ class Service:
             self._wrong(peer, "unexpected", f"number {asked.number} was not used in this connection")
         elif (stream := peer.streams.get(asked.number)) is not None:
             self._requests.pause(stream, resumes=isinstance(asked, Resume))
+        else:
+            self._peers.send(peer, Paused(asked.number, paused=False))  # it has ended
 
     def _append(self, peer: Peer, append: Append, body: bytes) -> None:
         if (stream := self._open_stream(peer, append.number)) is not None:

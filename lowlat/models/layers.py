@@ -282,15 +282,16 @@ class Emitter:
         *,
         sinks: str | None = None,
         shard: LayerShard | None = None,
+        kv_window: int | None = None,
         **params: object,
     ) -> str:
         """Attention of these rows over the cache, [M, width]; with the query heads of a rank, where it has a part.
 
-        params  of the operation; a layer's `window` without `keep_first` is as of `kv_write`
+        kv_window  as of `kv_write`
+        params     of the operation
         """
         out = self.scratch("attention", self.rows.count, width)
-        window = None if params.get("keep_first") else params.get("window")
-        given = self.paged(self.rows.attention, window if isinstance(window, int) else None)
+        given = self.paged(self.rows.attention, kv_window)
         reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **given, **self.live()}
         reads |= self.scales(caches[0])
         weights = {} if sinks is None else {"sinks": sinks}

@@ -14,6 +14,7 @@ from lowlat.models.hf_config import read_config
 from lowlat.models.target import OpenedTarget, rounding
 from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.dflash.config import TYPES
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.draft_model.config import is_whole
 from lowlat.speculators.draft_model.speculator import DraftModelSpeculator
@@ -61,8 +62,8 @@ def draft_method(model: str | Path) -> str:
         config = read_config(found.directory).values
         whole = is_whole(found.directory)
     kind = config.get("speculators_model_type")
-    if isinstance(kind, str) and kind in METHODS:
-        return kind
+    if isinstance(kind, str) and TYPES.get(kind, kind) in METHODS:
+        return TYPES.get(kind, kind)
     if isinstance(config.get("dflash_config"), dict):
         return "dflash"
     named = config.get("architectures")

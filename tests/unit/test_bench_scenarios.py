@@ -148,6 +148,7 @@ def test_attention_reads_what_lies_in_its_window(length: float, options: dict[st
     assert attended(length, **options) == expected
 
 
+@pytest.mark.second
 def test_a_case_measures_steps_tokens_and_acceptance(tiny: tuple[Runtime, Runtime]) -> None:
     runtime, case = tiny[1], Case(200, 2, 3)
     scenario = Scenario((200,), (2,), (3,), steps=8, warm_up=2, repeats=2, reuse_prompts=True)
@@ -181,6 +182,7 @@ def test_churn_ends_every_request_and_leaves_nothing(tiny: tuple[Runtime, Runtim
     assert room_of(case, scenario, device_loop=True) > 512
 
 
+@pytest.mark.second
 def test_a_case_is_profiled_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = bundled("target"), bundled("head")
     case = Case(30, 1, 3)

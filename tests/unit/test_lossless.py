@@ -252,6 +252,9 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         ),
         later({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
         later({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
+        ({"layout": "z-lab", "copies": True, "conv": (2, 8), "selector": (8, 6)}, "sampled", "chain adaptive"),
+        later({"layout": "z-lab", "copies": True, "conv": (3, 16), "selector": (8, 6)}, "greedy", "bushy dynamic"),
+        later({"layout": "speculators", "copies": True, "windows": (9, None), "causal": True}, "filtered", "chain"),
         later({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
         later(
             {"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"},

@@ -80,6 +80,17 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     ),
     "dflash-one-layer": {"layout": "z-lab", "num_hidden_layers": 1, "qk_norm": False, "num_key_value_heads": 1},
     "dflash-from-the-anchor": {"layout": "speculators", "anchor": True, "hidden_act": "gelu_pytorch_tanh"},
+    "dflash-windows": (
+        {"layout": "z-lab", "num_hidden_layers": 3, "windows": (6, None, 6), "softcap": 2.0, "embedding_scale": 1.7}
+        | {"captures": (1, 1, 2, 2, 1, 2)}
+    ),
+    "dflash-two-way-windows": {"layout": "z-lab", "windows": (7, 7), "causal": False},
+    "dflash-causal": {"layout": "speculators", "windows": (9, None), "causal": True},
+    "dflash2": {"layout": "z-lab", "windows": (8, 8), "causal": False, "conv": (2, 8), "selector": (16, 6)},
+    "dflash2-speculators": (
+        {"layout": "speculators", "own_lm_head": True, "own_embedding": True, "hidden_size": 24, "conv": (3, 4)}
+        | {"selector": (8, 16), "block_size": 6, "draft_vocab_size": 40}
+    ),
     "dspark": {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 8},
     "dspark-gated": (
         {"layout": "speculators", "draft_vocab_size": 40, "own_lm_head": True, "own_embedding": True, "markov_rank": 12}

@@ -111,6 +111,7 @@ def test_a_bias_decides(runtime: Runtime) -> None:
     assert tokens_of(outputs) == [77] * 4
 
 
+@pytest.mark.second
 def test_a_prefix_is_reused_and_changes_nothing() -> None:
     prompt = list(range(300, 300 + 150))
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)

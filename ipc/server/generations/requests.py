@@ -22,13 +22,14 @@ from lowlat.ipc.server.threads.events import (
     DecodeCancel,
     DecodePause,
     DecodeSubmit,
+    PauseDone,
     Prepare,
     Prepared,
     Refused,
     Step,
 )
 from lowlat.ipc.server.threads.watchdog import StepClock
-from lowlat.ipc.wire import Error, FinishReason, Submit
+from lowlat.ipc.wire import Error, FinishReason, Paused, Submit
 
 __all__ = ["FREE_SHARE", "Requests"]
 
@@ -161,15 +162,43 @@ class Requests:
     def pause(self, stream: Stream, *, resumes: bool) -> None:
         """Let a request give its slot to others, or have one again; a second call changes nothing.
 
-        One whose prompt is open goes on: it has no tokens yet, and is ended where it waits for too long.
+        Each is answered, see `paused`. One whose prompt is open goes on: it has no tokens yet, and is ended where it
+        waits for too long.
         """
-        if stream.is_open or stream.paused != resumes or stream.phase is Phase.DECODED:
+        if stream.is_open:
+            problem = "its prompt is still being written: finish it, or cancel it"
+            self._tell_paused(stream, paused=False, code="invalid", problem=problem)
             return
-        stream.paused = not resumes
-        if stream.phase is Phase.RUNNING:
+        is_new = stream.paused == resumes and stream.phase is not Phase.DECODED
+        if is_new:
+            stream.paused = not resumes
+        if is_new and stream.phase is Phase.RUNNING:
             self._num_paused += -1 if resumes else 1
-            self._decode(DecodePause(stream.request_id, resumes))
+            self._tell_engine(stream, resumes=resumes, num_asked=1)
             self.admit()
+        elif stream.asked:
+            stream.asked[-1] += 1
+        else:
+            self._tell_paused(stream, paused=stream.paused and stream.phase is not Phase.DECODED)
+
+    def _tell_engine(self, stream: Stream, *, resumes: bool, num_asked: int) -> None:
+        stream.asked.append(num_asked)
+        self._decode(DecodePause(stream, resumes))
+
+    def paused(self, event: PauseDone) -> None:
+        """The engine has paused a request, has let it go on, or says why it runs on; its client is told."""
+        stream = event.stream
+        count = stream.asked.pop(0)
+        if event.code is not None and stream.paused and not stream.asked:
+            stream.paused = False
+            self._num_paused -= stream.request_id in self._inside
+        for _ in range(count):
+            self._tell_paused(stream, paused=event.paused, code=event.code, problem=event.problem)
+
+    def _tell_paused(
+        self, stream: Stream, *, paused: bool, code: str | None = None, problem: str | None = None
+    ) -> None:
+        self._peers.send(stream.peer, Paused(stream.number, paused, code, problem))
 
     def credit(self, stream: Stream, tokens: int) -> None:
         """Add tokens that the client grants, and send what may be sent."""
@@ -402,7 +431,7 @@ class Requests:
         stream.handed = time.monotonic()
         if stream.paused:
             self._num_paused += 1
-            self._decode(DecodePause(stream.request_id, resumes=False))
+            self._tell_engine(stream, resumes=False, num_asked=0)
 
     def _let_go(self, stream: Stream) -> None:
         """Drop a request's prompt, and count its bytes as free."""

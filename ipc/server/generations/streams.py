@@ -82,6 +82,7 @@ class Stream(Struct, eq=False):
     deadline   ends it when its time has passed
     starving   ends it when it has been without credit for too long; None while it has credit
     paused     its client wants it to wait
+    asked      of each pause or resume that the engine was told of, how many the client waits to hear of
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
     converted  it asked for no completion, and never enters the engine
@@ -110,6 +111,7 @@ class Stream(Struct, eq=False):
     starving: Timer | None = None
     cancelled: bool = False
     paused: bool = False
+    asked: list[int] = []
     final: EngineOutput | None = None
     converted: bool = False
     parts: Iterator[PromptPart] | None = None

@@ -20,6 +20,7 @@ from lowlat.ipc.server.threads.events import (
     DecodeSubmit,
     EngineFigures,
     Failed,
+    PauseDone,
     Post,
     Refused,
     ResidenceDone,
@@ -162,15 +163,17 @@ class DecodeThread(threading.Thread):
         self._clock.begin()
 
     def _pause(self, command: DecodePause) -> None:
+        stream, paused, code, problem = command.stream, False, None, None
         try:
             if command.resumes:
-                self.engine.resume(command.request_id)
+                self.engine.resume(stream.request_id)
             else:
-                self.engine.pause(command.request_id)
+                paused = self.engine.pause(stream.request_id)
         except RequestError:
-            return  # it ended meanwhile, or runs on since it was not paused
+            paused = False  # it ended meanwhile, or runs on since it was not paused
         except CapacityError as error:
-            self._log.warning("a request runs on: %s", error)
+            code, problem = "busy", str(error)
+        self.post(PauseDone(stream, paused, code, problem))
 
     def _grow(self, command: DecodeGrow | DecodeFinish) -> None:
         name = command.request_id

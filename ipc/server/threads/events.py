@@ -26,6 +26,7 @@ __all__ = [
     "Grow",
     "Grown",
     "OpenCommand",
+    "PauseDone",
     "Prepare",
     "Prepared",
     "Refused",
@@ -104,6 +105,15 @@ class ResidenceAsked(Struct, frozen=True):
     asleep: bool
 
 
+class PauseDone(Struct, frozen=True):
+    """To the I/O thread: a request is paused, or is not; or code and problem say why it runs on."""
+
+    stream: Stream
+    paused: bool
+    code: str | None = None
+    problem: str | None = None
+
+
 class ResidenceDone(Struct, frozen=True):
     """To the I/O thread: the engine sleeps, or is awake; problem says why it does not."""
 
@@ -111,7 +121,8 @@ class ResidenceDone(Struct, frozen=True):
     problem: str = ""
 
 
-Event = Step | Refused | Prepared | Grown | EngineFigures | Failed | DrainAsked | ResidenceAsked | ResidenceDone
+Event = Step | Refused | Prepared | Grown | EngineFigures | Failed | DrainAsked | PauseDone | ResidenceAsked
+Event |= ResidenceDone
 
 
 class DecodeSubmit(Struct, frozen=True):
@@ -158,7 +169,7 @@ class DecodeCancel(Struct, frozen=True):
 class DecodePause(Struct, frozen=True):
     """To the decode thread: take a request out of its slot, or let it have one again."""
 
-    request_id: str
+    stream: Stream
     resumes: bool
 
 

@@ -22,6 +22,7 @@ from lowlat.ipc.server.threads.events import (
     Event,
     Failed,
     Grown,
+    PauseDone,
     Prepared,
     Refused,
     ResidenceAsked,
@@ -89,6 +90,7 @@ class IoThread(threading.Thread):
             Failed: self._failed,
             DrainAsked: self._drain,
             ResidenceAsked: requests.residence.ordered,
+            PauseDone: requests.paused,
             ResidenceDone: requests.residence.done,
         }
 

@@ -79,6 +79,6 @@ def test_no_move_changes_a_token(tmp_path_factory: pytest.TempPathFactory) -> No
         def teardown(self) -> None:
             moves.end()
 
-    run_state_machine_as_test(Machine, settings=settings(max_examples=12, stateful_step_count=30))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=8, stateful_step_count=30))
     moves.runtime.close()
     alone.runtime.close()
