@@ -50,8 +50,9 @@ class Request:
 
     `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
     first entry of the ring that can be about it. `failed_checks` are the kinds of its checks that failed, and `drafts`
-    is false after one that it survived. `draft_texts` are those that it drafts from next to its own, -1 after each. The prompt of an open request is a list that grows; `opening` says more of it.
-    `withheld` has the outputs of one that was finished on trial, and `has_left` says that it has ended with them.
+    is false after one that it survived. `draft_texts` are those that it drafts from next to its own, -1 after each. The
+    prompt of an open request is a list that grows; `opening` says more of it. `withheld` has the outputs of one that
+    was finished on trial, and `has_left` says that it has ended with them.
     """
 
     def __init__(
