@@ -1,6 +1,7 @@
 """The memory of several ranks, which leaves their devices and comes back together."""
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -45,23 +46,27 @@ class RankResidences(Residence):
     def close(self) -> None:
         """See Residence."""
         for device, own in self._ranks:
-            with torch.cuda.device(device if device.type == "cuda" else -1):
+            with torch.cuda.device(device):
                 own.close()
 
     def _change(self, *, away: bool) -> None:
-        done: list[tuple[torch.device, Residence]] = []
-        try:
-            for device, own in self._ranks:
-                _move(device, own, away=away)
-                done.append((device, own))
-        except CapacityError:
-            for device, own in reversed(done):
-                _move(device, own, away=not away)
-            raise
+        """Move all, next to each other: each device has a bus of its own."""
+        with ThreadPoolExecutor(len(self._ranks)) as pool:
+            moves = [pool.submit(_move, device, own, away=away) for device, own in self._ranks]
+            problems = [move.exception() for move in moves]
+        failed = [problem for problem in problems if problem is not None]
+        if not failed:
+            return
+        if all(isinstance(problem, CapacityError) for problem in failed):
+            for (device, own), problem in zip(self._ranks, problems, strict=True):
+                if problem is None:
+                    _move(device, own, away=not away)
+            raise failed[0]
+        raise next(problem for problem in failed if not isinstance(problem, CapacityError))
 
 
 def _move(device: torch.device, residence: Residence, *, away: bool) -> None:
-    with torch.cuda.device(device if device.type == "cuda" else -1):
+    with torch.cuda.device(device):
         if away:
             residence.leave()
         else:
