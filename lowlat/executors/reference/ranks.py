@@ -75,7 +75,7 @@ class RankedReferenceExecutor(ReferenceExecutor):
         return known
 
     @cached_property
-    def mover(self) -> ContentMover:  # type: ignore[override]
+    def mover(self) -> ContentMover:
         """The copies of blocks of all ranks together."""
         return RankMover(self.movers)
 
