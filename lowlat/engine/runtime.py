@@ -376,7 +376,7 @@ class Runtime:
     def content_facts(self) -> ContentFacts:
         """The facts that decide what the contents of chunks are, next to `numerics`."""
         if self._content_facts is None:
-            self._content_facts = content_facts(self.directory, self._draft_directory, self.executor.state)
+            self._content_facts = content_facts(self.directory, self._draft_directory, self.executor.mover.states)
         return self._content_facts
 
     @property
