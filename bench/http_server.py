@@ -53,6 +53,26 @@ class StampingEngine:
         self._admitted[request_id] = f"@{time.monotonic():.6f} "
         self._engine.submit(request_id, prompt, sampling, cache_salt, session)
 
+    def open_prompt(
+        self,
+        request_id: str,
+        sampling: Sampling,
+        cache_salt: str = "",
+        session: str = "",
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        """Take a request whose prompt is still being written."""
+        self._engine.open_prompt(request_id, sampling, cache_salt, session, max_prompt_tokens)
+
+    def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """See Engine."""
+        self._engine.grow_prompt(request_id, token_ids)
+
+    def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
+        """End an open prompt, and note the time."""
+        self._admitted[request_id] = f"@{time.monotonic():.6f} "
+        self._engine.finish_prompt(request_id, token_ids, speculative=speculative)
+
     def cancel(self, request_id: str) -> None:
         """See Engine."""
         self._engine.cancel(request_id)

@@ -5,6 +5,7 @@
 A tiny random target runs on the CPU. Mutations flip, insert, remove, repeat and cut bytes, or change the header's
 fields; half of those of the header get a right digest again, as no accident gives, so that the reader's own checks are
 tried. A file that is taken makes a session whose next tokens are compared; its load may also read it again (force).
+--append adds to the counts of a result that is there; give another --seed then.
 """
 
 import argparse
@@ -173,18 +174,34 @@ def _tokens(runtime: Runtime, prompt: list[int], session: Session | None) -> tup
     return tuple(found)
 
 
+def _added(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The counts of both, where numbers are added."""
+    both = [{name: value for name, value in each.items() if isinstance(value, int | float)} for each in (before, found)]
+    own = {name: round(sum(each.get(name, 0) for each in both), 1) for name in {**both[0], **both[1]}}
+    refusals = Counter(before.get("refusals", {})) + Counter(found["refusals"])
+    faults = [*before.get("faults", []), *found["faults"]]
+    return {**own, "faults": faults, "refusals": dict(refusals.most_common()), "file_bytes": found["file_bytes"]}
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutations and write the file; returns 1 where one was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=float("inf"))
+    parser.add_argument("--append", action="store_true", help="add to the counts of the file")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
+    before = json.loads(options.out.read_text()) if options.append and options.out.exists() else {}
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         found = fuzz(options.count, Path(folder), options.seed, options.limit_s)
-    write_json(options.out, {**stamps_of(torch.device("cpu"), options.commit), "seed": options.seed, **found})
+    seeds = [*before.get("seeds", []), options.seed]
+    write_json(
+        options.out,
+        {**stamps_of(torch.device("cpu"), options.commit), "seeds": seeds, **_added(before, found)},
+    )
     print(json.dumps({name: found[name] for name in ("mutations", "refused", "wrong", "seconds")}))
     return int(found["wrong"] > 0)
 

@@ -9,8 +9,9 @@ Parts, in this order; the file is written after each row, and no part is begun a
 host    a prompt of --tokens that is read whole; that is found on the device; and that is brought from host memory.
         `restore_s` is the time to the first token beyond that of the prompt on the device. `copy_s` is what its bytes
         take over the bus, by copies of 1 GiB of pinned memory, measured here
-steps   the time between two tokens of a request that decodes: alone, next to copies to the device, next to such that
-        are throttled (cache_copy_gb_per_s)
+steps   the time between two tokens of a request that decodes, see `bench.steps_beside`: next to plain copies, to the
+        tiers' copies, and to such that are throttled (cache_copy_gb_per_s), for each number of copies in a call of the
+        driver that --calls gives; each beside the time alone, in turns
 agents  turns of one agent while other prompts fill the device: with a session, and without
 disk    the same as host, from files. `disk_s` is what their bytes take, read by as many threads into the same memory,
         by the fastest of three times; before each the files leave the page cache
@@ -33,7 +34,9 @@ import torch
 from bench.lib.clock import percentile
 from bench.lib.conditions import release, stamps_of, write_json
 from bench.lib.subjects import add_agent_options, known_geometry, one_subject
+from bench.steps_beside import BUS_BYTES, Copies, PlainCopies, StepsBeside, TierCopies
 from lowlat import Runtime, SamplingParams
+from lowlat.executors.bus_copies import CALL_MOVES
 from lowlat.sequence.tiers.tiers import NUM_READERS, CacheTiers
 from lowlat.tools.bench.geometry import random_target
 
@@ -41,7 +44,6 @@ __all__ = ["main"]
 
 PARTS = ("host", "steps", "agents", "disk")
 GIB = 1 << 30
-BUS_BYTES = 1 << 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -92,53 +94,44 @@ class _Bench:
                 })  # fmt: skip
 
     def steps(self) -> None:
-        """Steps of one request, next to copies and alone."""
+        """Steps of one request, next to copies and alone, in turns."""
         options = self._options
-        half = options.tokens // 2
-        # room for what decodes, and for one of the two prompts that are brought in turns
-        blocks = -(-(half + 4096 + options.steps * 8 + 1024) // 32)
-        sizes: dict[str, Any] = {"max_context": half + 256, "kv_blocks": max(blocks, -(-(half + 256) // 32) + 8)}
+        half, room = options.tokens // 2, min(options.tokens // 2, 1024) + 8 * options.steps
+        # blocks for what decodes, and for one of the two prompts that are brought in turns
+        blocks = -(-(half + room + 256) // 32)
+        sizes: dict[str, Any] = {"max_context": max(half, room) + 256, "kv_blocks": blocks}
         with self._load(max_batch=2, host_cache_gib=options.host_gib, **sizes) as runtime:
             tiers, prompts = _tiers(runtime), [self._text(half) for _ in range(2)]
             for prompt in prompts:
                 _ask(runtime, prompt, 1)
                 tiers.flush()
-            room = min(half, 4096)
-            runtime.submit(self._text(room // 2), _sampled(max_tokens=room // 2))
-            found: dict[str, list[float]] = {"alone": [], "next to copies": [], "next to throttled copies": []}
-            while runtime.busy and len(found["alone"]) < options.steps:
-                self._time_step(runtime, tiers, found, "alone", copying=False)
-            throttled = {"next to copies": None, "next to throttled copies": options.throttle * 1e9}
-            turn = 0
-            for name, rate in throttled.items():
+            text = self._text(min(half, 1024))
+            kinds: list[tuple[str, float | None, int]] = []
+            for calls in options.calls:
+                kinds += [("copies", None, calls), ("throttled copies", options.throttle * 1e9, calls)]
+            if self._device.type == "cuda":
+                plain = PlainCopies(self._device)
+                self._add_steps("plain copies", runtime, text, plain, {})
+                del plain
+            for name, rate, calls in kinds:
                 tiers.max_bytes_per_s = rate
-                own = found[name]
-                begun = time.monotonic()
-                while len(own) < options.steps and time.monotonic() - begun < options.seconds and _decodes(runtime):
-                    if runtime.scheduler.num_queued == 0 and len(runtime.slots()) < 2:
-                        runtime.submit(prompts[turn % 2], _sampled(max_tokens=1))
-                        turn += 1
-                    self._time_step(runtime, tiers, found, name, copying=True)
-            alone = found["alone"]
-            for name, own in found.items():
-                if own:
-                    self._add({
-                        "part": "steps", "name": name, "num_steps": len(own),
-                        **{f"p{k}_ms": percentile(own, k) for k in (50, 99)},
-                        **{f"p{k}_over_alone": percentile(own, k) / percentile(alone, k) - 1 for k in (50, 99)},
-                        "throttle_gb_per_s": (throttled.get(name) or 0) / 1e9 or None,
-                    })  # fmt: skip
+                runtime.executor.mover.bus.call_moves = calls
+                copies = TierCopies(runtime, tiers, prompts)
+                self._add_steps(name, runtime, text, copies, {"throttle": rate and rate / 1e9, "call_moves": calls})
 
-    def _time_step(
-        self, runtime: Runtime, tiers: CacheTiers, found: dict[str, list[float]], name: str, *, copying: bool
-    ) -> None:
-        """Count a step that one request alone has run, while copies were under way from its begin to its end."""
-        begin, before = time.perf_counter(), tiers.num_loads
-        outputs = runtime.step()
-        took, after = 1e3 * (time.perf_counter() - begin), tiers.num_loads
-        alone = len(outputs) == 1 and len(outputs[0].token_ids) == 1 and len(runtime.slots()) == 1
-        if alone and (bool(before and after) if copying else not (before or after)):
-            found[name].append(took)
+    def _add_steps(self, name: str, runtime: Runtime, text: list[int], copies: Copies, facts: dict[str, Any]) -> None:
+        """Measure the steps of a request of its own next to copies."""
+        options = self._options
+        request = runtime.submit(text, _sampled(max_tokens=8 * options.steps))
+        while not _decodes(runtime):
+            runtime.step()
+        measured = StepsBeside(runtime, copies)
+        measured.run(options.steps, options.seconds)
+        if _decodes(runtime):
+            runtime.cancel(request)
+        while runtime.busy:
+            runtime.step()
+        self._add({"part": "steps", "name": name, **measured.row(), **facts})
 
     def agents(self) -> None:
         """An agent's turns; between them others fill the device."""
@@ -329,6 +322,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache-dir", type=Path, default=Path("/tmp/lowlat-sessions-cache"))
     parser.add_argument("--cache-gib", type=float, default=24.0)
     parser.add_argument("--throttle", type=float, default=10.0, help="GB/s of the throttled copies")
+    parser.add_argument("--calls", type=int, nargs="+", default=[CALL_MOVES], help="copies in a call of the driver")
     parser.add_argument("--steps", type=int, default=400, help="steps of each kind")
     parser.add_argument("--seconds", type=float, default=60.0, help="for such steps, of each kind, at most")
     add_agent_options(parser, "the agent's")

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.ipc.wire import Message, Sampling
 
-__all__ = ["Codec", "Engine", "EngineInfo", "EngineOutput"]
+__all__ = ["Codec", "Engine", "EngineInfo", "EngineOutput", "Growing"]
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,37 @@ class Engine(Protocol):
         Raises RequestError, CapacityError.
         """
 
+    def open_prompt(
+        self,
+        request_id: str,
+        sampling: Sampling,
+        cache_salt: str = "",
+        session: str = "",
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        """Take a request whose prompt is still being written, and gives nothing before `finish_prompt`.
+
+        max_prompt_tokens  for which it is planned; None: all that the context has room for
+        Raises RequestError, CapacityError.
+        """
+
+    def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Add token ids to an open prompt; an answer that was begun on trial is withdrawn. Raises RequestError."""
+
+    def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
+        """End an open prompt with these token ids; speculative: on trial, and its outputs are kept back.
+
+        Raises RequestError for one that is not open, is empty, or becomes too long.
+        """
+
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
 
-    def pause(self, request_id: str) -> object:
-        """Let a request give its slot to others. Raises RequestError; CapacityError where that cannot be now."""
+    def pause(self, request_id: str) -> bool:
+        """Let a request give its slot to others; False where it has ended first.
+
+        Raises RequestError; CapacityError where host memory has no space for it.
+        """
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on. Raises RequestError for one that is not paused."""
@@ -169,6 +195,16 @@ class Engine(Protocol):
         """Give everything back."""
 
 
+class Growing(Protocol):
+    """The token ids of a prompt that is still being written; one thread uses it. Raises RequestError."""
+
+    def append(self, piece: Sequence[int] | str) -> Sequence[int]:
+        """Take text or token ids; returns the token ids that nothing later can change, after those before."""
+
+    def rest(self) -> Sequence[int]:
+        """The token ids of what is held back, if the prompt ends here; it may go on all the same."""
+
+
 class Codec(Protocol):
     """Text to token ids and back; the engine itself gives the text of what it decodes. Raises RequestError for what
     cannot be converted.
@@ -193,6 +229,14 @@ class Codec(Protocol):
         max_tokens: int,
     ) -> Sequence[int]:
         """Token ids of a chat through the model's template."""
+
+    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> Growing:
+        """Begin a plain prompt that is still being written; its pieces have the token ids of their whole."""
+
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> Growing:
+        """Begin a chat of whose last message the content is still being written, and comes in pieces of text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""

@@ -30,6 +30,12 @@ class Limits:
         "Tokens of a chat that names no limit, at most: KV is reserved for so many, and the rest is left to others.",
     )
     max_credit: int = _limit(1 << 20, 1, (1 << 31) - 1, "Tokens that a request may be granted at once.", rare=True)
+    append_credit: int = _limit(
+        1 << 18, 1024, 1 << 30, "Bytes of a growing prompt that may come before they are tokens.", rare=True
+    )
+    prompt_idle_s: float = _limit(
+        60.0, 0.05, 86400.0, "Seconds that a growing prompt may wait for more of it; then it is ended.", rare=True
+    )
     max_bad_messages: int = _limit(8, 1, 1 << 16, "Wrong messages in a minute before a peer is dropped.", rare=True)
     max_messages_per_s: int = _limit(
         10_000,

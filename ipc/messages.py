@@ -13,6 +13,7 @@ __all__ = [
     "MAX_SALT",
     "MAX_SESSION",
     "VERSION",
+    "Append",
     "Bye",
     "Cancel",
     "Code",
@@ -20,6 +21,7 @@ __all__ = [
     "Drain",
     "End",
     "Error",
+    "Finish",
     "FinishReason",
     "Health",
     "Hello",
@@ -27,6 +29,7 @@ __all__ = [
     "Message",
     "Parse",
     "Pause",
+    "Paused",
     "Pong",
     "PromptPart",
     "Residence",
@@ -38,6 +41,7 @@ __all__ = [
     "Stats",
     "StatsReply",
     "Submit",
+    "Taken",
     "TokenLogprob",
     "Tokens",
     "ToolCallDelta",
@@ -91,6 +95,8 @@ class Kind:
     DRAIN = 0x07
     PAUSE = 0x08
     RESUME = 0x09
+    APPEND = 0x0A
+    FINISH = 0x0B
     RESIDENCE = 0x10
     WELCOME = 0x81
     TOKENS = 0x82
@@ -99,6 +105,8 @@ class Kind:
     STATS_REPLY = 0x85
     PONG = 0x86
     BYE = 0x87
+    TAKEN = 0x88
+    PAUSED = 0x89
     RESIDENT = 0x90
 
 
@@ -111,7 +119,11 @@ class Hello(Struct, forbid_unknown_fields=True):
 
 
 class ServerLimits(Struct):
-    """The server's limits that a client must know; the rest stays the server's own business."""
+    """The server's limits that a client must know; the rest stays the server's own business.
+
+    append_credit has the bytes of an open prompt's pieces that may be under way; it is absent where the server takes
+    no open prompts.
+    """
 
     max_message_bytes: int
     max_prompt_tokens: int
@@ -120,6 +132,7 @@ class ServerLimits(Struct):
     max_credit: int
     slow_consumer_s: float
     heartbeat_interval_s: float
+    append_credit: int | UnsetType = UNSET
 
 
 class Welcome(Struct):
@@ -221,6 +234,10 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
 
+    Of one that is open the prompt is still being written: text or body are its beginning, of messages the last one's
+    content is, none need be there, and APPEND brings more, to max_prompt_tokens at most (None: all that the context has
+    room for next to max_tokens).
+
     fit_context lowers max_tokens to what the context has room for next to the prompt; without max_tokens it is as much,
     and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens
     that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
@@ -244,6 +261,25 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     result: Result = "completion"
     add_special_tokens: bool = True
     session: Annotated[str, Meta(max_length=MAX_SESSION)] = ""
+    open: bool = False
+    max_prompt_tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)] | None = None
+
+
+class Append(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Add a piece to an open prompt: text, or token ids as the body. Pieces of text have the tokens of their whole."""
+
+    number: Number
+    text: str | None = None
+
+
+class Finish(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+    """End an open prompt: the answer begins.
+
+    speculative  it may go on: TOKENS are kept back until FINISH comes without it, and APPEND withdraws the answer
+    """
+
+    number: Number
+    speculative: bool = False
 
 
 class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -398,6 +434,25 @@ class Resident(Struct, omit_defaults=True):
     problem: str | None = None
 
 
+class Taken(Struct, array_like=True, gc=False):
+    """So many bytes of an open prompt's pieces are tokens now, and as many more may be sent."""
+
+    number: int
+    num_bytes: int
+
+
+class Paused(Struct, array_like=True, gc=False):
+    """The answer to PAUSE or RESUME, when it is done or refused: whether the request waits now.
+
+    One that is not paused has ended first, or code and problem say why it runs on.
+    """
+
+    number: int
+    paused: bool
+    code: str | None = None
+    problem: str | None = None
+
+
 class Pong(Struct):
     """state is "serving" or "draining", or of a model that sleeps "falling asleep", "asleep" or "waking".
 
@@ -428,6 +483,8 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.DRAIN: Drain,
     Kind.PAUSE: Pause,
     Kind.RESUME: Resume,
+    Kind.APPEND: Append,
+    Kind.FINISH: Finish,
     Kind.RESIDENCE: Residence,
     Kind.WELCOME: Welcome,
     Kind.TOKENS: Tokens,
@@ -436,5 +493,7 @@ HEADERS: dict[int, type[Struct]] = {
     Kind.STATS_REPLY: StatsReply,
     Kind.PONG: Pong,
     Kind.BYE: Bye,
+    Kind.TAKEN: Taken,
+    Kind.PAUSED: Paused,
     Kind.RESIDENT: Resident,
 }

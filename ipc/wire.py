@@ -3,20 +3,20 @@
 A client is a DEALER, the server a ROUTER. A message is one frame, or two where the second is named here as its body:
 
     frame 1   a byte that names the kind, then a msgpack value: the header
-    frame 2   SUBMIT alone, and only for a prompt of token ids: the ids as little-endian int32, packed
+    frame 2   SUBMIT and APPEND alone, and only for token ids: these as little-endian int32, packed
 
 Below it is ZMTP 3.1, which libzmq speaks since 4.2: over ipc:// and on the loopback with the NULL mechanism, over other
 tcp:// with CURVE.
 
 Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
-CANCEL, CREDIT, PAUSE and RESUME are msgpack arrays, fields in order. Integers are signed 64-bit, strings UTF-8, times
-in the unit of their suffix. The server refuses unknown fields; a client must ignore them, and ignore kinds that it does
-not know.
+CANCEL, CREDIT, PAUSE, RESUME, APPEND, FINISH, TAKEN and PAUSED are msgpack arrays, fields in order. Integers are signed
+64-bit, strings UTF-8, times in the unit of their suffix. The server refuses unknown fields; a client must ignore them,
+and ignore kinds that it does not know.
 
-Headers of a client's messages have at most 4096 bytes; SUBMIT's 2 MiB, a text or a chat included, and at most 16384
-values, keys counted: so no frame keeps the server's other threads from running for more than about 2 ms. Longer prompts
-are sent as token ids. Where any values may stand (template_options, tool_calls) they are JSON's, at most 10,000, nested
-32 deep.
+Headers of a client's messages have at most 4096 bytes; either frame of APPEND has 256 KiB; SUBMIT's has 2 MiB, a text
+or a chat included, and at most 16384 values, keys counted: so no frame keeps the server's other threads from running
+for more than about 2 ms. Longer prompts are sent as token ids. Where any values may stand (template_options,
+tool_calls) they are JSON's, at most 10,000, nested 32 deep.
 
     client          byte                          server          byte
     HELLO           0x01  first, once             WELCOME         0x81  answers HELLO
@@ -26,8 +26,10 @@ are sent as token ids. Where any values may stand (template_options, tool_calls)
     STATS           0x05                          STATS           0x85  answers STATS
     HEALTH          0x06                          PONG            0x86  answers HEALTH
     DRAIN           0x07                          BYE             0x87  last; nothing follows it
-    PAUSE           0x08
+    PAUSE           0x08                          PAUSED          0x89  answers PAUSE and RESUME
     RESUME          0x09
+    APPEND          0x0A                          TAKEN           0x88  grants more APPEND
+    FINISH          0x0B
     RESIDENCE       0x10                          RESIDENT        0x90  answers RESIDENCE
 
 HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the
@@ -54,8 +56,18 @@ may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it en
 `deadline`.
 
 PAUSE lets a request give its slot to others as soon as that can be, and RESUME lets it go on, with the tokens that it
-would have had. Neither is answered, and both are ignored for one that has ended. Where the server has no space for what
-it holds it runs on; one that is paused for too long ends with an error of the code `deadline`.
+would have had. Each is answered by one PAUSED, in order: when it is done, when the request has ended first, or with
+code and problem when it is refused, and then the request runs on: `busy` where the server has no space for what it
+holds, `invalid` for an open prompt. One that is paused for too long ends with an error of the code `deadline`.
+
+A SUBMIT that is `open` begins a prompt that is still being written; it is read while it grows. APPEND adds text (of
+`messages` to the last one's content) or token ids, and FINISH ends it: from then on it is a request like any other.
+FINISH with `speculative` begins the answer on trial: TOKENS are kept back until FINISH comes again without it, and an
+APPEND before that withdraws the answer. A client may send pieces while its balance of bytes (UTF-8, or 4 a token) is
+positive: `append_credit` of WELCOME, and what TAKEN adds to it; a piece without credit ends the request. So does a
+prompt that is too long, with ERROR and the code `invalid`, and one of which nothing comes for `prompt_idle_s`, with END
+and `deadline`. CANCEL abandons it. APPEND and FINISH are ignored for a request that has ended, and wrong after its
+FINISH. `deadline_ms` and times of END count from there. An open prompt cannot be paused.
 
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
@@ -86,6 +98,7 @@ from msgspec.msgpack import Decoder, Encoder
 from lowlat.ipc.messages import (
     HEADERS,
     VERSION,
+    Append,
     Bye,
     Cancel,
     Code,
@@ -93,12 +106,14 @@ from lowlat.ipc.messages import (
     Drain,
     End,
     Error,
+    Finish,
     FinishReason,
     Health,
     Hello,
     Kind,
     Message,
     Pause,
+    Paused,
     Pong,
     PromptPart,
     Residence,
@@ -109,6 +124,7 @@ from lowlat.ipc.messages import (
     Stats,
     StatsReply,
     Submit,
+    Taken,
     TokenLogprob,
     Tokens,
     ToolCallDelta,
@@ -117,12 +133,14 @@ from lowlat.ipc.messages import (
 from lowlat.ipc.structure import count_values
 
 __all__ = [
+    "MAX_APPEND_BYTES",
     "MAX_CONTROL_BYTES",
     "MAX_DEPTH",
     "MAX_FREE_VALUES",
     "MAX_SUBMIT_BYTES",
     "MAX_VALUES",
     "VERSION",
+    "Append",
     "Bye",
     "Cancel",
     "Code",
@@ -130,12 +148,14 @@ __all__ = [
     "Drain",
     "End",
     "Error",
+    "Finish",
     "FinishReason",
     "Health",
     "Hello",
     "Kind",
     "Message",
     "Pause",
+    "Paused",
     "Pong",
     "PromptPart",
     "Residence",
@@ -146,6 +166,7 @@ __all__ = [
     "Stats",
     "StatsReply",
     "Submit",
+    "Taken",
     "TokenLogprob",
     "Tokens",
     "ToolCallDelta",
@@ -161,6 +182,7 @@ __all__ = [
 ]
 
 MAX_CONTROL_BYTES = 4096
+MAX_APPEND_BYTES = 1 << 18  # of an APPEND's text, or of its body
 MAX_SUBMIT_BYTES = 1 << 21  # of whatever characters, msgspec makes a string of them in 2 ms, with the GIL; 8 MiB in 20
 MAX_VALUES = 1 << 14  # msgspec builds them in 1 ms; a header of as many bytes cannot hold more
 MAX_FREE_VALUES = 10_000
@@ -218,9 +240,11 @@ def decode_client(frames: Sequence[bytes]) -> tuple[Struct, bytes]:
     decoder = _FROM_CLIENT.get(kind)
     if decoder is None:
         raise WireError(f"unknown kind {kind:#04x}" if frame else "the first frame is empty")
+    if kind == Kind.APPEND:
+        return _decode_append(frames)
     if kind != Kind.SUBMIT:
         if len(frames) > 1:
-            raise WireError("only SUBMIT has a body", "$.body")
+            raise WireError("only SUBMIT and APPEND have a body", "$.body")
         if len(frame) - 1 > MAX_CONTROL_BYTES:
             raise WireError(f"the header has {len(frame) - 1} bytes, more than {MAX_CONTROL_BYTES}")
         return _decode(decoder, frame[1:]), b""
@@ -233,6 +257,20 @@ def decode_client(frames: Sequence[bytes]) -> tuple[Struct, bytes]:
         error.number = _number(frame[1:])
         raise
     return submit, body or b""
+
+
+def _decode_append(frames: Sequence[bytes]) -> tuple[Append, bytes]:
+    for place, frame in enumerate(frames):
+        if len(frame) > MAX_APPEND_BYTES:
+            raise WireError(
+                f"a piece has {len(frame)} bytes, more than {MAX_APPEND_BYTES}", ("$.text", "$.body")[place]
+            )
+    append: Append = _decode(_FROM_CLIENT[Kind.APPEND], frames[0][1:])
+    body = None if len(frames) == 1 else frames[1]
+    if (append.text is None) == (body is None):
+        raise WireError("a piece is a text or a body of token ids", "$")
+    _check_ids(body)
+    return append, body or b""
 
 
 def check_submit_size(frame: bytes) -> None:
@@ -329,10 +367,11 @@ def check_submit(submit: Submit, body: bytes | None) -> None:
 
     body  token ids, packed
     """
-    if (submit.text is not None) + (submit.messages is not None) + (body is not None) != 1:
+    num_prompts = (submit.text is not None) + (submit.messages is not None) + (body is not None)
+    if num_prompts != 1 and not (submit.open and not num_prompts):
         raise WireError("a request has exactly one of text, messages and a body of token ids", "$")
-    if body is not None and (not body or len(body) % 4):
-        raise WireError(f"the body has {len(body)} bytes; token ids are int32, at least one", "$.body")
+    _check_ids(body)
+    _check_open(submit)
     if (submit.result in ("text", "token_texts")) != (body is not None) and submit.result != "completion":
         raise WireError("token_ids are made of text or messages, text and token_texts of token ids", "$.result")
     if submit.messages is None:
@@ -344,6 +383,22 @@ def check_submit(submit: Submit, body: bytes | None) -> None:
     for place, message in enumerate(submit.messages):
         if message.tool_calls is not None:
             _check_plain(message.tool_calls, f"$.messages[{place}].tool_calls")
+
+
+def _check_ids(body: bytes | None) -> None:
+    if body is not None and (not body or len(body) % 4):
+        raise WireError(f"the body has {len(body)} bytes; token ids are int32, at least one", "$.body")
+
+
+def _check_open(submit: Submit) -> None:
+    if not submit.open:
+        if submit.max_prompt_tokens is not None:
+            raise WireError("max_prompt_tokens is for an open prompt; others have the tokens that they have", "$.open")
+        return
+    refused = {"fit_context": submit.fit_context, "result": submit.result != "completion"}
+    for name, is_given in refused.items():
+        if is_given:
+            raise WireError(f"{name} needs a whole prompt, and this one is open", f"$.{name}")
 
 
 def _check_plain(value: object, field: str) -> None:

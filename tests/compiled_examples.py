@@ -7,8 +7,11 @@ shared out between processes by the module that made them, and each process comp
 
 import fcntl
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+import pkgutil
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 from kernel_inventory import GPUS, first_examples, modules, takes_gpu, variants
 
+import lowlat.kernels
 from lowlat.kernels.toolchain import compiler
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
@@ -28,9 +32,19 @@ OLDEST = (8, 0)
 PLAIN_STEP = ("elementwise.norm", "sampling.argmax", "attention.kv_write")
 
 
-def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """List the daily examples: each kind of kernel for the usual GPU, and a few for the other capabilities, for which
-    the rest is compiled where a run is wide.
+# The folders of kernels, whose examples are a test's: known without importing any.
+FOLDERS = tuple(
+    entry.name
+    for entry in pkgutil.iter_modules(lowlat.kernels.__path__)
+    if entry.ispkg and entry.name not in ("reference", "toolchain", "tuning", "formats")
+)
+CAPABILITIES = (H200.capability, *(capability for capability in GPUS if capability != H200.capability))
+
+
+@cache
+def daily(capability: Capability) -> Sequence[tuple[str, Kernel]]:
+    """List the daily examples, each with its module: each kind of kernel for the usual GPU, and a few for the other
+    capabilities, for which the rest is compiled where a run is wide.
     """
     kinds = list(first_examples(GPUS[capability]))
     if capability == H200.capability:
@@ -38,24 +52,18 @@ def _examples_of(capability: Capability) -> list[tuple[str, Kernel]]:
     return [each for each in kinds if each[0] in PLAIN_STEP]
 
 
-def _wide_of(capability: Capability) -> list[tuple[str, Kernel]]:
-    """List the examples of wide runs: every variant in one size for the usual GPU, and for the oldest
+@cache
+def widely(capability: Capability) -> Sequence[tuple[str, Kernel]]:
+    """List the examples that wide runs add: every variant in one size for the usual GPU, and for the oldest
     capability where plans depend on the GPU; else each kind for each capability.
     """
     gpu, known = GPUS[capability], modules()
     found = list(variants(gpu) if gpu is H200 else first_examples(gpu))
     if capability == OLDEST:
         found += [each for each in variants(gpu) if takes_gpu(known[each[0]])]
-    daily = {kernel.name for _, kernel in EXAMPLES[capability]}
+    names = {kernel.name for _, kernel in daily(capability)}
     named = {kernel.name: (module, kernel) for module, kernel in found}
-    return [each for name, each in named.items() if name not in daily]
-
-
-ORDER = (H200.capability, *(capability for capability in GPUS if capability != H200.capability))
-EXAMPLES = {capability: _examples_of(capability) for capability in ORDER}
-WIDE_EXAMPLES = {capability: _wide_of(capability) for capability in ORDER}
-WIDE_NAMES = {(capability, kernel.name) for capability, made in WIDE_EXAMPLES.items() for _, kernel in made}
-FIRST_STAGE = {(H200.capability, kernel.name) for module, kernel in first_examples(H200) if module in PLAIN_STEP}
+    return [each for name, each in named.items() if name not in names]
 
 
 @contextmanager
@@ -75,37 +83,29 @@ def lowered_once() -> Iterator[None]:
         yield
 
 
+@cache
 def stage_of(capability: Capability, kernel: Kernel) -> str:
-    """The stage of an example's tests: "first", "second" or "wide"."""
-    if (capability, kernel.name) in FIRST_STAGE:
-        return "first"
-    return "wide" if (capability, kernel.name) in WIDE_NAMES else "second"
+    """The stage in which an example is compiled: "first", "second" or "wide"."""
+    module = next((module for module, known in daily(capability) if known.name == kernel.name), None)
+    if module is None:
+        return "wide"
+    return "first" if capability == H200.capability and module in PLAIN_STEP else "second"
 
 
 def _examples(stages: Collection[str]) -> Iterator[tuple[Capability, str, Kernel]]:
     """The examples of some stages, each with its capability and module."""
-    for capability in ORDER:
-        for module, kernel in (*EXAMPLES[capability], *WIDE_EXAMPLES[capability]):
-            if stage_of(capability, kernel) in stages:
-                yield capability, module, kernel
-
-
-def staged(capability: Capability, kernel: Kernel) -> Any:
-    """The marks of a test of one example."""
-    stage = stage_of(capability, kernel)
-    return () if stage == "first" else getattr(pytest.mark, stage)
+    for capability in CAPABILITIES:
+        if stages != ("first",) or capability == H200.capability:
+            for module, kernel in (*daily(capability), *(widely(capability) if "wide" in stages else ())):
+                if stage_of(capability, kernel) in stages:
+                    yield capability, module, kernel
 
 
 def examples_of(*modules: ModuleType, wide: bool = False) -> list[Kernel]:
     """The kernels that these modules make for the usual GPU, of those that are compiled daily, or at all."""
     names = {module.__name__.removeprefix("lowlat.kernels.") for module in modules}
-    made = EXAMPLES[H200.capability] + (WIDE_EXAMPLES[H200.capability] if wide else [])
+    made = (*daily(H200.capability), *(widely(H200.capability) if wide else ()))
     return [kernel for name, kernel in made if name in names]
-
-
-def staged_cases(kernels: Iterable[Kernel]) -> list[Any]:
-    """The usual GPU's kernels as parameters of a test, named, those of later stages marked."""
-    return [pytest.param(each, id=each.name, marks=staged(H200.capability, each)) for each in kernels]
 
 
 class Compiled:
@@ -115,10 +115,12 @@ class Compiled:
     directory   what was compiled from these sources, by this run or an earlier one
     run         of this run, and shared by its workers: whoever comes first compiles for all
     together    stages that are compiled at the first use of any
+    names       an expression that finds something in the names of kernels that are looked at
     """
 
-    def __init__(self, directory: Path, run: Path, together: Collection[str] = ()) -> None:
+    def __init__(self, directory: Path, run: Path, together: Collection[str] = (), names: str = "") -> None:
         self._directory, self._run, self._together = directory, run, tuple(together)
+        self._names = re.compile(names)
         self._made: dict[tuple[Capability, str], tuple[CompiledKernel, str]] = {}
 
     def of(self, capability: Capability, kernel: Kernel) -> tuple[CompiledKernel, str]:
@@ -129,6 +131,16 @@ class Compiled:
             self._compile(self._together if stage in self._together else (stage,))
         return self._made[key]
 
+    def each(self, stage: str, *modules: ModuleType) -> Iterator[tuple[Kernel, CompiledKernel, str]]:
+        """The usual GPU's kernels of a stage that these modules make, each with its code and PTX."""
+        for kernel in examples_of(*modules, wide=stage == "wide"):
+            if stage_of(H200.capability, kernel) == stage and self.takes(kernel):
+                yield kernel, *self.of(H200.capability, kernel)
+
+    def takes(self, kernel: Kernel) -> bool:
+        """Whether a kernel is to be looked at in this run."""
+        return self._names.search(kernel.name) is not None
+
     def _compile(self, stages: tuple[str, ...]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._run / "compiling").open("a") as lock:
@@ -136,12 +148,14 @@ class Compiled:
             if self._claim(f"all-{'-'.join(stages)}"):
                 self._compile_all(stages)
         for capability, _, kernel in _examples(stages):
-            self._made[capability, kernel.name] = self._of(capability, kernel)
+            if self.takes(kernel):
+                self._made[capability, kernel.name] = self._of(capability, kernel)
 
     def _compile_all(self, stages: tuple[str, ...]) -> None:
         modules: dict[str, list[tuple[Capability, Kernel]]] = {}
         for capability, module, kernel in _examples(stages):
-            modules.setdefault(module, []).append((capability, kernel))
+            if self.takes(kernel):
+                modules.setdefault(module, []).append((capability, kernel))
         # those with most functions first: a long one at the end would have one process wait for another
         longest_first = sorted(modules.items(), key=lambda item: -len({kernel.function for _, kernel in item[1]}))
         children = []

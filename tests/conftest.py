@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 # before anything imports the libraries that read them
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,12 +37,14 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != RE
 
 # Deadlines and checks of how examples come would fail a sound test on a busy machine or by an unlucky draw; the blob
 # reproduces a failure elsewhere.
-settings.register_profile(
-    "lowlat",
-    deadline=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+for profile, max_examples in (("lowlat", 30), ("wide", 300)):
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=max_examples,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
 settings.load_profile("lowlat")
 
 
@@ -50,8 +53,9 @@ KEPT = pytest.StashKey[bool]()  # whether the test before left them to the next
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of `compile_only`."""
+    """The option of `compile_only`, and that of tests of compiled kernels."""
     parser.addoption("--compile-only", metavar="TARGET", help="compile what tests of a GPU launch, as for sm_90")
+    parser.addoption("--kernels", metavar="REGEX", default="", help="compile kernels with such names alone")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -63,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
         plugin = CompileOnly(target)
         plugin.start()
         config.pluginmanager.register(plugin)
+    if "wide" in str(config.getoption("markexpr")):
+        settings.load_profile("wide")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # xdist's order is by the number of tests, which tells little of times
 
@@ -81,6 +87,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     import torch
 
     return None if torch.cuda.is_available() else True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker have all tests of the gateway, for OpenAI's package takes 5 s to import; else a file at a time."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # which has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return "http" if nodeid.startswith("tests/http/") else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -170,13 +190,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_built_once() -> Iterator[None]:
-    """A step's Program, which nothing changes, is built once for its geometry: it is most of a small model's load."""
+    """Programs, which nothing changes, are built once for their geometry: they are most of a small model's load."""
     loading = sys.modules.get("lowlat.engine.loading")  # imported by the modules that load one
     if loading is None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("build_step", "build_adaptive"):
+        for name in ("build_step", "build_adaptive", "build_prefills"):
             patch.setattr(loading, name, lru_cache(maxsize=512)(getattr(loading, name)))
         yield
 

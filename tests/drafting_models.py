@@ -50,7 +50,10 @@ class DraftingModels:
         return path
 
     def draft_model(self, weights: str, method: str) -> Path:
-        """A draft model that is often right about a target, of its tokens but a few."""
+        """A draft model that is often right about a target, of its tokens but a few; a whole model is the plain target
+        itself, or of experts in MXFP4 this very one."""
+        if method == "draft_model":
+            return self.target(weights if weights == "mxfp4" else "float32")
         path = self.target(weights).parent / method
         if not path.exists():
             model = self._made(weights)[1]

@@ -12,7 +12,7 @@ from itertools import combinations, product
 Case = Mapping[str, str]
 
 FACTORS: Mapping[str, tuple[str, ...]] = {
-    "method": ("eagle3", "peagle", "dflash", "dspark", "mtp", "ngram", "suffix", "beside", "none"),
+    "method": ("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix", "beside", "none"),
     "shape": ("chain", "static", "dynamic", "adaptive"),
     "partial": ("whole", "lossy", "lossless"),
     "rows": ("usual", "wide"),  # wide steps that copies are verified by, with texts that requests name
@@ -23,11 +23,19 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "grammar": ("free", "bound"),
     "sampling": ("greedy", "logprobs", "penalised"),
     "prefix": ("cold", "reused"),
+    "prompt": ("whole", "growing"),
     "device": ("steps", "queued", "loop"),
     "event": ("none", "cancel", "limit", "full"),
 }
 SIMPLEST: Case = {name: values[0] for name, values in FACTORS.items()}
-MODELS = ("eagle3", "peagle", "dflash", "dspark", "beside")  # methods that have a draft model of its own files
+MODELS = (
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark",
+    "draft_model",
+    "beside",
+)  # methods that have a draft model of its own files
 TEXT = ("ngram", "suffix", "none")
 TREES = ("static", "dynamic")
 ADAPTIVE = ("adaptive",)
@@ -62,8 +70,11 @@ RULES = (
     Rule({"method": ("none",), "partial": ("lossy", "lossless")}, None),
     Rule({"method": ("none",), "drafts": ("fp8",)}, None),
     Rule({"method": ("ngram", "suffix"), "drafts": ("fp8",)}, "draft_quantize is an option of method"),
-    Rule({"method": ("ngram", "suffix"), "shape": ("static",)}, "tree is an option of method"),
-    Rule({"method": ("ngram", "suffix", "dspark"), "shape": ("dynamic",)}, "dynamic_tree_max_topk is an option of"),
+    Rule({"method": ("ngram", "suffix", "draft_model"), "shape": ("static",)}, "tree is an option of method"),
+    Rule(
+        {"method": ("ngram", "suffix", "dspark", "draft_model"), "shape": ("dynamic",)},
+        "dynamic_tree_max_topk is an option of",
+    ),
     Rule({"method": ("beside",), "shape": TREES}, "text_drafts 'suffix' goes with a chain"),
     Rule(
         {"method": ("beside",), "shape": ADAPTIVE}, "is not implemented for method 'eagle3' with text_drafts 'suffix'"
@@ -76,6 +87,7 @@ RULES = (
     Rule({"partial": ("lossless",), "shape": TREES}, "specpv_lossless goes with chains"),
     Rule({"partial": ("lossy", "lossless"), "ranks": ("2",)}, "enable_specpv is not implemented for tensor_parallel"),
     Rule({"partial": ("lossless",), "grammar": ("bound",)}, "draw under no grammar's masks"),
+    Rule({"prompt": ("growing",), "grammar": ("bound",)}, None),  # the table's grammar comes with a whole prompt
 )
 
 

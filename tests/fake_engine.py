@@ -126,11 +126,37 @@ class FakeCodec:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [chr(token) for token in token_ids]
 
+    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> "FakeGrowing":
+        return FakeGrowing(self, max_context)
+
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> "FakeGrowing":
+        growing = FakeGrowing(self, max_context)
+        growing.held = self.encode_chat([*messages[:-1], Message(messages[-1].role)], options)
+        return growing
+
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
         if options.get("fail"):
             raise RequestError("the template does not know the option 'fail'")
         text = "".join(f"<{message.role}>{message.content or ''}" for message in messages)
         return self.encode(text, **how)
+
+
+class FakeGrowing:
+    """A text's last byte may still change."""
+
+    def __init__(self, codec: FakeCodec, max_context: int) -> None:
+        self.codec, self.max_context, self.held = codec, max_context, list[int]()
+
+    def append(self, piece: Sequence[int] | str) -> list[int]:
+        ids = self.codec.encode(piece, max_context=self.max_context) if isinstance(piece, str) else list(piece)
+        found = [*self.held, *ids]
+        self.held = [found.pop()] if isinstance(piece, str) else []
+        return found
+
+    def rest(self) -> list[int]:
+        return self.held
 
 
 class FakeEngine:
@@ -195,16 +221,22 @@ class FakeEngine:
         self.salts: list[str] = []
         self.sessions: list[str] = []
         self._running: dict[str, _Request] = {}
+        self.max_paused = 1 << 30
         self.paused: dict[str, _Request] = {}
+        self.opened: dict[str, tuple[list[int], Sampling, tuple[str, str]]] = {}  # prompts that are being written
+        self.tried: dict[str, tuple[int, ...]] = {}  # the ends that they were given on trial
         self._ended: dict[str, dict[str, Any]] = {}
         self._pending: list[FakeOutput] = []
 
-    def pause(self, request_id: str) -> None:
-        """A request that is paused is given nothing."""
+    def pause(self, request_id: str) -> bool:
+        """A request that is paused is given nothing; beyond `max_paused` there is no space for one."""
         self.threads.add(threading.get_ident())
         if request_id not in self._running or request_id in self.paused:
             raise RequestError(f"request {request_id} cannot be paused")
+        if len(self.paused) >= self.max_paused:
+            raise CapacityError(f"request {request_id} takes host memory while it is paused (pause_gib)")
         self.paused[request_id] = self._running.pop(request_id)
+        return True
 
     def resume(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())
@@ -247,8 +279,42 @@ class FakeEngine:
         del self.order[:-MAX_REMEMBERED]
         self.max_seen_running = max(self.max_seen_running, len(self._running))
 
+    def open_prompt(
+        self,
+        request_id: str,
+        sampling: Sampling,
+        cache_salt: str = "",
+        session: str = "",
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        self.opened[request_id] = ([], sampling, (cache_salt, session))
+
+    def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
+        prompt, _, _ = self._open_one(request_id)
+        self.tried.pop(request_id, None)
+        prompt.extend(token_ids)
+
+    def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
+        prompt, sampling, own = self._open_one(request_id)
+        if speculative:
+            self.tried[request_id] = tuple(token_ids)
+            return
+        self.tried.pop(request_id, None)
+        if not (whole := [*prompt, *token_ids]):
+            raise RequestError("a prompt of 0 tokens; it needs 1 at least")
+        del self.opened[request_id]
+        self.submit(request_id, whole, sampling, *own)
+
+    def _open_one(self, request_id: str) -> tuple[list[int], Sampling, tuple[str, str]]:
+        if request_id not in self.opened:
+            raise RequestError(f"request {request_id!r} is unknown or has ended")
+        return self.opened[request_id]
+
     def cancel(self, request_id: str) -> None:
         self.threads.add(threading.get_ident())
+        if (opened := self.opened.pop(request_id, None)) is not None:
+            self.tried.pop(request_id, None)
+            self._running[request_id] = _Request(tuple(opened[0]), opened[1])
         request = self._running.pop(request_id, None) or self.paused.pop(request_id, None)
         if request is None:
             raise RequestError(f"request {request_id!r} is unknown or has ended")

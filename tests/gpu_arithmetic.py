@@ -117,6 +117,28 @@ def e4m3_pairs(word: int) -> tuple[int, int]:
     return a | b << 16, c | d << 16
 
 
+E4M3 = np.array([_f16_of_code(code) for code in range(256)], np.uint16).view(np.float16).astype(np.float32)
+MAGNITUDES = E4M3[:127].astype(np.float64)  # of codes from 0 to 448, ascending
+
+
+def e4m3_numbers(codes: Any) -> Any:
+    """The float32 numbers of an array of codes."""
+    return E4M3[codes]
+
+
+def e4m3_code(value: Any) -> int:
+    """The code of the nearest number, ties to even codes, at most 448; of NaN that of NaN."""
+    number = float(value)
+    if np.isnan(number):
+        return 0x7F
+    size = min(abs(number), 448.0)
+    above = int(np.searchsorted(MAGNITUDES, size))
+    below = max(above - 1, 0)
+    distances = size - MAGNITUDES[below], MAGNITUDES[above] - size
+    code = below if distances[0] < distances[1] or (distances[0] == distances[1] and below % 2 == 0) else above
+    return code | (0x80 if np.signbit(number) else 0)
+
+
 @lru_cache(maxsize=1 << 16)  # of codes and scales, which are few
 def fma_pair(a: int, b: int, c: int) -> int:
     low, high = (_fma(a << shift, b << shift, c << shift) for shift in (16, 0))

@@ -45,6 +45,9 @@ HEADS: dict[str, dict[str, Any]] = {
     "several_layers": {"num_hidden_layers": 3, "windows": (None, 96, 96)},
     "parallel": {"mask_token": 5, "num_hidden_layers": 2},
     "dflash": {"layout": "z-lab", "captures": (1,)},
+    "dflash_windows": {"layout": "z-lab", "captures": (1,) * 6, "windows": (96, None)},
+    "dflash2": {"layout": "z-lab", "captures": (1,), "windows": (96, 96), "causal": False}
+    | {"conv": (2, 16), "selector": (16, 8)},
     "dflash_alone": {"layout": "speculators", "own_embedding": True, "own_lm_head": True, "attention_bias": True},
     "dspark": (
         {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 16, "num_hidden_layers": 1}
@@ -54,6 +57,7 @@ HEADS: dict[str, dict[str, Any]] = {
         ("norm_before_fc", "fc_norm", "norm_output", "qk_norm", "attention_bias", "mlp_bias", "own_embedding"), True
     ),
 }
+WHOLE = "whole"  # the draft model is a model of its own family
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "mistral": ("mistral", {}),
@@ -119,6 +123,10 @@ def write_pair(name: str, directory: Path) -> tuple[Path, Path | None]:
         return paths.target, paths.head
     target = make(directory / "target", num_hidden_layers=2, **SIZES, **options)
     _quantise(kind, directory / "target")
+    if flags == WHOLE:
+        small = {"num_hidden_layers": 2, "hidden_size": 32, "head_dim": 64, "intermediate_size": 64}
+        make_target(directory / "head", "qwen3", seed=1, tie_word_embeddings=True, **small)
+        return directory / "target", directory / "head"
     shape = {"hidden_size": 64, "head_dim": 64, "intermediate_size": 96, "captures": (0, 1, 2)}
     make_head = dflash_draft_model if "layout" in HEADS[flags] else random_draft_model
     make_head(directory / "head", target, **{**shape, **HEADS[flags]})

@@ -18,10 +18,12 @@ from lowlat.ipc.wire import (
     Error,
     Health,
     Hello,
+    Paused,
     Pong,
     Sampling,
     StatsReply,
     Submit,
+    Taken,
     Tokens,
     Welcome,
     decode_server,
@@ -75,6 +77,7 @@ class RawClient:
             setattr(self.socket, name, value)
         self.socket.connect(endpoint)
         self.completions: dict[int, Completion] = {}
+        self.paused: list[Paused] = []  # answers to PAUSE and RESUME
         if greet:
             self.say(Hello())
             self.welcome = self.hear(Welcome)
@@ -123,6 +126,12 @@ class RawClient:
         self.say(Submit(number, credit, Sampling(**sampling), text=text))
         return completion
 
+    def open(self, number: int, *, credit: int = 1 << 20, **sampling: Any) -> Completion:
+        """A request whose prompt is to come."""
+        completion = self.completions[number] = Completion()
+        self.say(Submit(number, credit, Sampling(**sampling), open=True))
+        return completion
+
     def cancel(self, number: int) -> None:
         self.say(Cancel(number))
 
@@ -157,6 +166,11 @@ class RawClient:
     def _note(self, message: Struct) -> bool:
         if isinstance(message, Pong) and message.nonce == 0:
             return True  # the server asks whether somebody is there
+        if isinstance(message, Taken):
+            return True
+        if isinstance(message, Paused):
+            self.paused.append(message)
+            return True
         number = getattr(message, "number", None)
         if isinstance(message, Tokens | End | Error) and number in self.completions:
             self.completions[number].take(message)

@@ -14,6 +14,7 @@ from lowlat.kernels.speculation import draft_block
 from lowlat.kernels.speculation import draft_level as draft_level
 from lowlat.kernels.speculation import draft_rows as draft_rows
 from lowlat.kernels.speculation import markov as markov
+from lowlat.kernels.speculation import token_rows as token_rows
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BLOCK, TABLE = 4, 9
@@ -197,6 +198,29 @@ def check_block(bench: Bench, seed: int, *, width: int, batch: int = 4, accepted
         "write_lens": poisoned(batch),
     }
     compare_alone(bench, arrays, "mask_rows", draft_block.mask_rows, mask_token=9)
+
+
+def check_token_rows(bench: Bench, seed: int, *, columns: int) -> None:
+    """Rows of accepted tokens, which are counted, and of one draft, which may be missing."""
+    torch.manual_seed(seed)
+    batch = 4
+    live = torch.tensor([1, 0, 1, 1], dtype=torch.uint8)
+    for rows, column, ahead in ((columns, 0, 1), (1, min(seed + 1, columns - 1), seed)):
+        arrays = {
+            "given": torch.randint(-1, 99, (batch, columns), dtype=torch.int32),
+            "live": live,
+            "lens": torch.randint(0, 1000, (batch,), dtype=torch.int32),
+            **{name: poisoned(batch, rows) for name in ("tokens", "positions")},
+            "row_live": poisoned(batch, rows, dtype=torch.uint8),
+            "write_lens": poisoned(batch),
+        }
+        if rows > 1:
+            arrays["counts"] = torch.randint(0, rows + 1, (batch,), dtype=torch.int32)
+        found = compare_alone(bench, arrays, "token_rows", token_rows.token_rows, column=column, ahead=ahead)
+        alive = found["row_live"].bool()
+        assert not alive[1].any() and (found["tokens"][~alive] == -1).all()
+        place = (arrays["lens"] + ahead)[:, None] + torch.arange(rows)
+        assert torch.equal(found["positions"][alive].cpu(), place.int()[alive.cpu()])
 
 
 def check_markov(bench: Bench, seed: int, *, vocabulary: int) -> None:

@@ -1,9 +1,14 @@
-"""The bundled model on the reference executor after a server in the tests' own process."""
+"""A small random pair, or the bundled one, on the reference executor after a server in the tests' own process."""
 
+import atexit
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.ipc.engine import Codec
@@ -12,16 +17,34 @@ from lowlat.ipc.server import Server
 from lowlat.options.request import StepOutput
 from lowlat.serving.engine import RuntimeEngine
 
-__all__ = ["HEAD", "TARGET", "ServedModel", "alone", "load_bundled", "served_model"]
+__all__ = ["HEAD", "TARGET", "ServedModel", "alone", "load_bundled", "load_small", "served_model"]
 
 TARGET = Path(__file__).parents[1] / "lowlat" / "demo" / "target"
 HEAD = TARGET.with_name("head")
 
 
 def load_bundled(**options: Any) -> Runtime:
-    """The bundled target and head, three draft tokens a step."""
+    """The bundled target and draft model, three draft tokens a step."""
+    return _load(PairPaths(TARGET, HEAD), options)
+
+
+def load_small(**options: Any) -> Runtime:
+    """A random pair of two layers, with 97 tokens and no text, which steps in a seventh of the bundled one's time."""
+    return _load(_small_pair(), options)
+
+
+@cache
+def _small_pair() -> PairPaths:
+    folder = tempfile.TemporaryDirectory(prefix="lowlat-")
+    atexit.register(folder.cleanup)
+    return make_pair(Path(folder.name), "llama")
+
+
+def _load(pair: PairPaths, options: dict[str, Any]) -> Runtime:
     options = {"max_batch": 3, "max_context": 256, "device": "cpu", **options}
-    return Runtime.load(TARGET, SpeculativeConfig(model=HEAD, num_speculative_tokens=3, strict=True), **options)
+    return Runtime.load(
+        pair.target, SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True), **options
+    )
 
 
 def alone(runtime: Runtime, prompt: Sequence[int], **sampling: Any) -> tuple[int, ...]:

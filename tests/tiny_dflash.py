@@ -15,6 +15,8 @@ from paper_draft_model import PaperDraftModel
 from tiny_models import random_draft_values, write_draft_model
 
 MASK = 11
+CONVS = ("attention_conv", "mlp_conv")
+SELECTOR = "candidate_selector."
 
 
 def dflash_draft_model(
@@ -27,7 +29,8 @@ def dflash_draft_model(
     flags   num_attention_heads, num_key_value_heads, num_hidden_layers, hidden_size, head_dim, intermediate_size,
             captures (boundaries), draft_vocab_size, own_embedding, own_lm_head, qk_norm (True), attention_bias,
             block_size, anchor (the first row drafts, too); markov_rank, with which it is DSpark's, markov_head_type,
-            confidence ("markov", "states" or "")
+            confidence ("markov", "states" or ""); windows (of each layer), causal, softcap, embedding_scale; conv
+            (taps, group) and selector (rank, top_k), with which it is DFlash2's
     """
     config = target.config
     if copies:
@@ -52,7 +55,20 @@ def dflash_draft_model(
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
     }
+    windows = flags.get("windows", (None,) * layer["num_hidden_layers"])
+    if any(windows):
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        layer |= {"layer_types": kinds, "sliding_window": max(filter(None, windows))}
+    if "softcap" in flags:
+        layer["final_logit_softcapping"] = flags["softcap"]
     method = "dspark" if "markov_rank" in flags else "dflash"
+    causal = flags.get("causal")
+    if layout == "speculators":
+        sees_less = [window is not None and causal is True for window in windows]
+    else:
+        sees_less = [window is not None if causal is None else causal for window in windows]
+    second = dict(zip(("conv_kernel_size", "conv_group_size"), flags.get("conv", ()), strict=False))
+    second |= dict(zip(("selector_rank", "selector_top_k"), flags.get("selector", ()), strict=False))
     anchor = bool(flags.get("anchor", method == "dspark"))
     shared = {
         "speculators_model_type": method,
@@ -61,6 +77,7 @@ def dflash_draft_model(
         "mask_token_id": MASK,
         "transformer_layer_config": layer,
     }
+    paper = {"windows": windows, "causal": sees_less, "scale": flags.get("embedding_scale", 1.0), **second}
     generator = torch.Generator().manual_seed(seed)
     shapes = _shapes(config, layer, captures, flags)
     tensors = {name: random_draft_values(name, shape, generator) for name, shape in shapes.items()}
@@ -76,15 +93,20 @@ def dflash_draft_model(
     target_layers = {"num_target_layers": config.num_hidden_layers}
     if layout == "speculators":
         named = "DSparkSpeculator" if heads else "DFlashSpeculator"
-        own = {"architectures": [named], "target_hidden_size": config.hidden_size, **block}
+        own = {"architectures": [named], "target_hidden_size": config.hidden_size, **block, **second}
+        own |= {"speculators_model_type": "dflash2"} if second else {}
+        own |= {"sliding_window_non_causal": not causal} if causal is not None else {}
         write_draft_model(directory, {**shared, **own}, tensors)
     elif layout == "deepspec":
         own = {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512, **target_layers, **ids, **block}
         write_draft_model(directory, {**layer, **own}, tensors)
     else:
-        own = {"architectures": ["DFlashDraftModel"], "dflash_config": ids, **target_layers, **block}
+        ids |= {"input_embedding_scale": flags["embedding_scale"]} if "embedding_scale" in flags else {}
+        named = "DFlash2DraftModel" if second else "DFlashDraftModel"
+        own = {"architectures": [named], "dflash_config": {**ids, **second}, **target_layers, **block}
+        own |= {"is_causal": causal} if causal is not None else {}
         write_draft_model(directory, {**layer, **own}, tensors)
-    return {**shared, "heads": heads}, tensors
+    return {**shared, **paper, "heads": heads}, tensors
 
 
 def _heads(flags: dict[str, Any]) -> dict[str, Any]:
@@ -111,6 +133,12 @@ def _copy(tensors: dict[str, torch.Tensor], target: Any, num_layers: int, heads:
         tensors[f"{own}.self_attn.o_proj.weight"] = torch.eye(width).repeat(1, heads) * (0.1 if layer else 1) / heads
         tensors[f"{own}.mlp.down_proj.weight"] *= 0.1
         tensors[f"{own}.input_layernorm.weight"] = torch.ones(width)
+        for part in CONVS:
+            if f"{own}.{part}.base_kernel" in tensors:
+                tensors[f"{own}.{part}.base_kernel"].zero_()[:, 0] = 1
+                tensors[f"{own}.{part}.kernel_projection.weight"] *= 0.05
+    if SELECTOR + "hidden_projection.weight" in tensors:
+        tensors[SELECTOR + "hidden_projection.weight"] *= 0.05
     tensors["embed_tokens.weight"] = target.model.embed_tokens.weight.detach().clone()
     tensors["embed_tokens.weight"][MASK] *= 0.1
     tensors["lm_head.weight"] = target.lm_head.weight.detach().clone()
@@ -134,8 +162,17 @@ def _shapes(
         shapes[f"{own}.self_attn.o_proj.weight"] = (width, queries)
         shapes |= {f"{own}.mlp.{part}_proj.weight": (inner, width) for part in ("gate", "up")}
         shapes[f"{own}.mlp.down_proj.weight"] = (width, inner)
+        if "conv" in flags:
+            taps, group = flags["conv"]
+            for part in CONVS:
+                shapes[f"{own}.{part}.base_kernel"] = (2, taps, width)
+                shapes[f"{own}.{part}.kernel_projection.weight"] = (2 * taps * (width // group), width)
         if flags.get("qk_norm", True):
             shapes |= {f"{own}.self_attn.{part}_norm.weight": (head,) for part in "qk"}
+    if "selector" in flags:
+        rank = flags["selector"][0]
+        shapes[f"{SELECTOR}hidden_projection.weight"] = (rank, width)
+        shapes |= {f"{SELECTOR}{part}_codebook": (target.vocab_size, rank) for part in ("predecessor", "successor")}
     if flags.get("own_embedding"):
         shapes["embed_tokens.weight"] = (target.vocab_size, width)
     if flags.get("own_lm_head"):
@@ -166,25 +203,54 @@ class PaperDflash(PaperDraftModel):
 
     def draft_logits(self, tokens: Sequence[int], features: torch.Tensor, drafted: Sequence[int]) -> torch.Tensor:
         """Logits [d + 1, Vd] of a block of d + 1 drafts after x[n], whatever the d drafts were."""
-        return F.linear(self.block_states(tokens, features, len(drafted) + 1), self.lm_head)
+        logits = F.linear(self.block_states(tokens, features, len(drafted) + 1), self.lm_head)
+        cap = self.layer.get("final_logit_softcapping")
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def block_states(self, tokens: Sequence[int], features: torch.Tensor, count: int) -> torch.Tensor:
         """The normed states [count, H] of the rows of a block that make `count` drafts after x[n]."""
         first = int(not self.config["sample_from_anchor"])
         masks = [self.config["mask_token_id"]] * (count - 1 + first)
-        h = self.embedding[torch.tensor([tokens[-1], *masks])]
+        h = self.embedding[torch.tensor([tokens[-1], *masks])] * self.config.get("scale", 1.0)
         for layer in range(self.layer["num_hidden_layers"]):
-            h = h + self._attend_block(self._norm(h, f"layers.{layer}.input_layernorm"), features, layer)
-            m = self._norm(h, f"layers.{layer}.post_attention_layernorm")
+            m, weights = self._convolved(self._norm(h, f"layers.{layer}.input_layernorm"), layer, CONVS[0])
+            h = h + self._finished(self._attend_block(m, features, layer), weights)
+            m, weights = self._convolved(self._norm(h, f"layers.{layer}.post_attention_layernorm"), layer, CONVS[1])
             gated = self.activated(self._linear(m, layer, "mlp.gate_proj")) * self._linear(m, layer, "mlp.up_proj")
-            h = h + self._linear(gated, layer, "mlp.down_proj")
+            h = h + self._finished(self._linear(gated, layer, "mlp.down_proj"), weights)
         normed: torch.Tensor = self._norm(h, "norm")
         return normed[first:]
 
     def draft_chain(self, tokens: Sequence[int], features: torch.Tensor, depth: int) -> list[int]:
-        """The likeliest token of each mask, as target ids."""
+        """The likeliest token of each mask, as target ids; with a selector that after the token before it."""
         rows = self.draft_logits(tokens, features, [0] * (depth - 1))
-        return [token for row in rows for token in self.target_ids(row, 1)]
+        if "selector_rank" not in self.config:
+            return [token for row in rows for token in self.target_ids(row, 1)]
+        states, chain = self.block_states(tokens, features, depth), [tokens[-1]]
+        before, after = (self.tensors[f"{SELECTOR}{part}_codebook"] for part in ("predecessor", "successor"))
+        for row, state in zip(rows, F.linear(states, self.tensors[f"{SELECTOR}hidden_projection.weight"]), strict=True):
+            found = row.topk(min(self.config["selector_top_k"], len(row)))
+            known = torch.tensor([self.target_ids(torch.nn.functional.one_hot(i, len(row)).float(), 1)[0]
+                                  for i in found.indices])  # fmt: skip
+            chain.append(int(known[(found.values + after[known] @ (before[chain[-1]] * state)).argmax()]))
+        return chain[1:]
+
+    def _convolved(self, x: torch.Tensor, layer: int, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A sublayer's input, and the weights [R, taps, H] of its output: each row's own, by groups of columns."""
+        if "conv_kernel_size" not in self.config:
+            return x, None
+        taps, group = self.config["conv_kernel_size"], self.config["conv_group_size"]
+        added = self._linear(x, layer, f"{name}.kernel_projection").view(len(x), 2, taps, -1)
+        weights = self.tensors[f"layers.{layer}.{name}.base_kernel"] + added.repeat_interleave(group, dim=-1)
+        return self._finished(x, weights[:, 0]), weights[:, 1]
+
+    def _finished(self, y: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """Rows [R, H] of which each takes its own and those before it, by the taps."""
+        if weights is None:
+            return y
+        padded = F.pad(y, (0, 0, weights.shape[1] - 1, 0))
+        taken = [padded[weights.shape[1] - 1 - tap :][: len(y)] for tap in range(weights.shape[1])]
+        return (weights * torch.stack(taken, dim=1)).sum(dim=1)
 
     def _attend_block(self, a: torch.Tensor, context: torch.Tensor, layer: int) -> torch.Tensor:
         width, heads, kv_heads = (self.layer[key] for key in ("head_dim", "num_attention_heads", "num_key_value_heads"))
@@ -198,8 +264,16 @@ class PaperDflash(PaperDraftModel):
         q, k = self._rotate(torch.cat((before, q)))[context.shape[0] :], self._rotate(k)
         k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) / width**0.5
+        scores = scores.masked_fill(~self._visible_to(context.shape[0], a.shape[0], layer), -torch.inf)
         mixed = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(a.shape[0], heads * width)
         return self._linear(mixed, layer, "self_attn.o_proj")
+
+    def _visible_to(self, before: int, count: int, layer: int) -> torch.Tensor:
+        """Which of `before` positions and of its block a row sees: of a window its own, or the first row's."""
+        i, j = before + torch.arange(count)[:, None], torch.arange(before + count)[None]
+        window, causal = self.config["windows"][layer], self.config["causal"][layer]
+        seen = j <= i if causal else torch.ones(count, before + count, dtype=torch.bool)
+        return seen if window is None else seen & (j > (i if causal else before) - window)
 
 
 class PaperDspark(PaperDflash):

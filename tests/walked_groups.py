@@ -11,9 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from gpu_arithmetic import add_rn, mul_rn
+from gpu_arithmetic import add_rn, e4m3_numbers, mul_rn
 from kernel_walk import Walker, this_thread, walkable
-from walked_memory import store_number
+from walked_memory import load_number, store_number
 
 from lowlat.kernels.toolchain import ptx_hopper as known
 
@@ -71,7 +71,9 @@ class _Groups:
         for _ in range(held if waiting == 0 else 0):
             self._walker.arrive(barrier, home)
 
-    def multiply_group(self, rows: int, slices: int = SLICES) -> Callable[..., Any]:
+    def multiply_group(self, rows: int, slices: int = SLICES, *, by_codes: bool = False) -> Callable[..., Any]:
+        product = _multiplied_codes if by_codes else _multiplied
+
         def multiply(every: Any, words: Any, address: int, go_on: int) -> Any:
             assert go_on or not isinstance(every, _Flying), "sums that were not awaited"
             step, first = int(address) // 1024 * 1024, int(address) % 1024 // SLICE_BYTES
@@ -79,7 +81,7 @@ class _Groups:
             thread = this_thread()
 
             def combine(values: list[Any]) -> list[Any]:
-                return _multiplied(values, self._walker.near(step, rows * ROW_BYTES), rows, first, bool(go_on))
+                return product(values, self._walker.near(step, rows * ROW_BYTES), rows, first, bool(go_on))
 
             place = (f"product at {address}", thread.home.key, thread.warp // 4)
             return _Flying(self._walker.meet(place, GROUP, (tuple(every), words), combine))
@@ -102,6 +104,26 @@ class _Groups:
                 for part in range(2):
                     value = sums[4 * tile + 2 * half + part]
                     value = mul_rn(value, scale) if is_scaled else value
+                    put(int(address) + (8 * tile + part) * pitch, add_rn(value, extra))
+
+        return store
+
+    def load_row_numbers(self, rows: int) -> Callable[..., Any]:
+        take = load_number(self._walker.place_at)
+
+        def load(address: int) -> Any:
+            return tuple(take(int(address) + 32 * tile + 4 * part) for tile in range(rows // 8) for part in range(2))
+
+        return load
+
+    def store_scaled_half(self, rows: int, half: int, pitch: int) -> Callable[..., None]:
+        put = store_number(self._walker.place_at)
+
+        def store(address: int, scale: Any, extra: Any, sums: Any, numbers: Any) -> None:
+            assert not isinstance(sums, _Flying), "sums that were not awaited"
+            for tile in range(rows // 8):
+                for part in range(2):
+                    value = mul_rn(mul_rn(sums[4 * tile + 2 * half + part], scale), numbers[2 * tile + part])
                     put(int(address) + (8 * tile + part) * pitch, add_rn(value, extra))
 
         return store
@@ -133,7 +155,8 @@ class _Groups:
         made.give_registers = made.take_registers = lambda count: lambda: None
         made.cluster_rank, made.sync_cluster = self.rank, self.sync_cluster
         made.multiply_group, made.await_group = self.multiply_group, self.await_group
-        made.store_group_half = self.store_group_half
+        made.store_group_half, made.store_scaled_half = self.store_group_half, self.store_scaled_half
+        made.load_row_numbers = self.load_row_numbers
         made.replace_words = lambda count: lambda words, others, number: others if number else words
         made.use_words = lambda slices: lambda words, never: None
         made.take_sums = lambda _, first, count: lambda sums: sums[first : first + count]
@@ -156,10 +179,35 @@ def _multiplied(values: list[Any], second: Any, rows: int, first: int, go_on: bo
                     for t in range(4):
                         into = left.reshape(4, 16, 4, 16)[:, 8 * low : 8 * low + 8, first + 2 * half + word // 2]
                         into[:, :, 2 * t + side + 8 * (word % 2)] = numbers[:, :, t, half]
-    bits = second.view(np.uint16).reshape(rows, 8, 8)
+    right = (_unswizzled(second.view(np.uint16), rows).astype(np.uint32) << 16).view(np.float32)
+    return _added(values, left.reshape(64, 64), right.reshape(rows, 64), rows, go_on)
+
+
+def _multiplied_codes(values: list[Any], second: Any, rows: int, first: int, go_on: bool) -> list[Any]:
+    """The same by m64nNk32 of e4m3 codes, four a word; sums as float32 has them."""
+    words = np.array([words for _, words in values], np.uint32).reshape(4, 8, 4, 2, -1, 4)
+    left = np.zeros((64, 4, 32), np.float32)  # row, slice, column
+    for low in range(2):
+        for word in range(4):
+            for byte in range(4):
+                numbers = e4m3_numbers(words[:, :, :, low, :, word] >> 8 * byte & 0xFF)  # warp, g, t, half
+                for half in range(words.shape[4]):
+                    for t in range(4):
+                        into = left.reshape(4, 16, 4, 32)[:, 8 * low : 8 * low + 8, first + 2 * half + word // 2]
+                        into[:, :, 4 * t + byte + 16 * (word % 2)] = numbers[:, :, t, half]
+    right = e4m3_numbers(_unswizzled(second, rows)).reshape(rows, 128)
+    return _added(values, left.reshape(64, 128), right, rows, go_on)
+
+
+def _unswizzled(second: Any, rows: int) -> Any:
+    """The pieces of 16 bytes of each row, in order."""
     swizzle = np.arange(8)[None, :] ^ (np.arange(rows) % 8)[:, None]
-    right = (bits[np.arange(rows)[:, None], swizzle].astype(np.uint32) << 16).view(np.float32).reshape(rows, 64)
-    found = left.reshape(64, 64).astype(np.float64) @ right.astype(np.float64).T  # weight row, row
+    return second.reshape(rows, 8, -1)[np.arange(rows)[:, None], swizzle]
+
+
+def _added(values: list[Any], left: Any, right: Any, rows: int, go_on: bool) -> list[Any]:
+    """The sums of all lanes after a product of two matrices, by rows of either."""
+    found = left.astype(np.float64) @ right.astype(np.float64).T  # weight row, row
     before = np.array([sums for sums, _ in values], np.float64).reshape(4, 8, 4, rows // 8, 2, 2)
     shaped = found.reshape(4, 2, 8, rows // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)  # warp, g, t, tile, low, part
     total = (shaped + before if go_on else shaped).astype(np.float32)

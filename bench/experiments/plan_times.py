@@ -22,7 +22,7 @@ from lowlat.kernels.formats import DENSE_FORMATS
 from lowlat.kernels.gemm.decode.plan import ALL_REDUCE, candidate_plans, steps_to_hold
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.plan import plans_of
-from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
+from lowlat.kernels.gemm.tiles import BF16_TILES, CODED_ROWS_TILES, TileFormat
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.kernels.tuning.table import Plan
 from lowlat.tools.tune.times import PlanTimes, read_times
@@ -67,7 +67,7 @@ def plans_of_key(kind: str, key: str, gpu: Gpu) -> Sequence[Plan]:
 def _weights(facts: Mapping[str, str]) -> TileFormat:
     label = facts.get("weights", BF16_TILES.label)
     layouts = [each.tiles(wide=wide) for each in DENSE_FORMATS.values() for wide in (False, True)]
-    found = next((each for each in (BF16_TILES, *layouts) if each.label == label), None)
+    found = next((each for each in (BF16_TILES, CODED_ROWS_TILES, *layouts) if each.label == label), None)
     if found is None:
         raise ConfigError(f"weights {label!r} are not known")
     return found

@@ -1,6 +1,6 @@
-"""One comparison: every case by every engine in turn, each in a process of its own; a file after every row.
+"""One comparison: every case by lowlat and each other engine in pairs of runs (`pairs`); a file after every row.
 
-    python -m bench.peers --geometry llama-8b --context 8192 --batch 1 -S 0,3 --out peers.json
+    python -m bench.peers --geometry llama-8b --context 8192 --batch 1 -S 0,3 --pairs 6 --out peers.json
     python -m bench.peers --model DIR --draft-model DIR --gguf FILE --context 8192 -S 0 --out peers.json
 
 A geometry's weights are random in every engine. With drafts its acceptance is imposed (`--accept-length`) where an
@@ -25,7 +25,8 @@ from bench.lib.subjects import DEMO, known_geometry, open_subject
 from bench.peers.engine import Job
 from bench.peers.engines import ENGINES
 from bench.peers.gguf_file import FAMILIES, write_gguf
-from bench.peers.results import NotCompared, PeerResult, PeerRow
+from bench.peers.pairs import OWN, compared, schedule
+from bench.peers.results import Estimate, NotCompared, PeerResult, PeerRow
 from bench.peers.worker import COMMAND
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.models.target import OpenedTarget, open_target
@@ -54,17 +55,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             steps=options.steps,
             warm_up=options.warm_up,
             repeats=options.repeats,
+            pairs=options.pairs,
             accept_length=options.accept_length,
             engines=tuple(options.engines),
         )
-        for job in jobs:
-            _measure(job, result, scratch, options.limit_s)
+        runnable = [job for job in jobs if _can_run(job, result)]
+        for job, against, pair in schedule(runnable, options.pairs):
+            _measure(job, against, pair, result, scratch, options.limit_s)
+            result.comparisons = compared(result.rows)
             write_struct(options.out, result)
-    result.not_compared += same_acceptance(result.rows)
+    apart = same_acceptance(result.rows)
+    result.not_compared += apart
+    without = [(each.engine, each.case, "ms_per_token") for each in apart if each.case is not None]
+    result.comparisons = compared(result.rows, without)
     write_struct(options.out, result)
     for line in table(result):
         print(line)
-    return int(not any(row.engine == "lowlat" for row in result.rows))
+    return int(not any(row.engine == OWN for row in result.rows))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -81,7 +88,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--engines", type=lambda text: text.split(","), default=list(ENGINES), help="A,B")
     parser.add_argument("--steps", type=int, default=128, help="timed steps of a repeat")
     parser.add_argument("--warm-up", type=int, default=16, help="steps before them")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="of a case in one run")
+    parser.add_argument("--pairs", type=int, default=4, help="runs of lowlat and of each other engine, a case")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--limit-s", type=float, default=1800.0, help="seconds for one case of one engine")
     parser.add_argument("--scratch", type=Path, help="keep what is written for engines here")
@@ -90,8 +98,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     unknown = [name for name in options.engines if name not in ENGINES]
     if unknown:
         parser.error(f"--engines: {', '.join(unknown)}; known: {', '.join(ENGINES)}")
-    if min(options.steps, options.warm_up, options.repeats) < 1:
-        parser.error("--steps, --warm-up and --repeats want at least 1")
+    if min(options.steps, options.warm_up, options.repeats, options.pairs) < 1:
+        parser.error("--steps, --warm-up, --repeats and --pairs want at least 1")
     return options
 
 
@@ -171,26 +179,31 @@ def _gguf(options: argparse.Namespace, target: OpenedTarget, path: Path) -> Path
     return path if path.is_file() else write_gguf(target, path)
 
 
-def _measure(job: Job, result: PeerResult, scratch: Path, limit_s: float) -> None:
-    """Add a job's row, or the reason why there is none; an engine that is not there is named once."""
+def _can_run(job: Job, result: PeerResult) -> bool:
+    """Whether a job can be measured; if not the reason is added, of an engine that is not there once."""
     engine = ENGINES[job.engine]
     missing = engine.available().reason
-    if missing:
-        entry = NotCompared(engine=job.engine, case=None, figures=ALL, reason=missing)
+    refused = missing or engine.refusal(job)
+    if refused:
+        entry = NotCompared(engine=job.engine, case=None if missing else job.case, figures=ALL, reason=refused)
+        if entry not in result.not_compared:
+            result.not_compared.append(entry)
+    return not refused
+
+
+def _measure(job: Job, against: str, pair: int, result: PeerResult, scratch: Path, limit_s: float) -> None:
+    """Add a run's row, or the reason why there is none."""
+    load = os.getloadavg()[0]
+    try:
+        row = _in_a_process(job, scratch, limit_s)
+    except LowlatError as error:
+        print(f"{job.engine}: {job.case.name}: {error}", file=sys.stderr, flush=True)
+        entry = NotCompared(engine=job.engine, case=job.case, figures=ALL, reason=str(error))
         if entry not in result.not_compared:
             result.not_compared.append(entry)
         return
-    refused = engine.refusal(job)
-    if not refused:
-        load = os.getloadavg()[0]
-        try:
-            result.rows.append(_in_a_process(job, scratch, limit_s))
-            result.load.append(round(load, 2))
-            return
-        except LowlatError as error:
-            refused = str(error)
-    print(f"{job.engine}: {job.case.name}: {refused}", file=sys.stderr, flush=True)
-    result.not_compared.append(NotCompared(engine=job.engine, case=job.case, figures=ALL, reason=refused))
+    result.rows.append(msgspec.structs.replace(row, against=against, pair=pair))
+    result.load.append(round(load, 2))
 
 
 def _in_a_process(job: Job, scratch: Path, limit_s: float) -> PeerRow:
@@ -226,29 +239,44 @@ def _group(command: Sequence[str], log: int) -> Iterator["subprocess.Popen[bytes
 
 def same_acceptance(rows: Sequence[PeerRow]) -> list[NotCompared]:
     """Figures of tokens that cannot be compared, because an engine accepts another number of drafts than lowlat."""
-    own = {row.case: row.accept_length for row in rows if row.engine == "lowlat"}
-    found = []
+    lengths: dict[tuple[Case, str], list[float]] = {}
     for row in rows:
-        length = own.get(row.case)
-        if row.accept_length is None or length is None or abs(row.accept_length - length) <= SAME * length:
+        if row.accept_length is not None:
+            lengths.setdefault((row.case, row.engine), []).append(row.accept_length)
+    means = {key: sum(each) / len(each) for key, each in lengths.items()}
+    found = []
+    for (case, engine), length in means.items():
+        own = means.get((case, OWN))
+        if engine == OWN or own is None or abs(length - own) <= SAME * own:
             continue
-        reason = f"it accepts {row.accept_length:.2f} tokens a step, lowlat {length:.2f}: compare steps"
-        figures = "ms_per_token, tokens_per_s"
-        found.append(NotCompared(engine=row.engine, case=row.case, figures=figures, reason=reason))
+        reason = f"it accepts {length:.2f} tokens a step, lowlat {own:.2f}: compare steps"
+        found.append(NotCompared(engine=engine, case=case, figures="ms_per_token, tokens_per_s", reason=reason))
     return found
 
 
 def table(result: PeerResult) -> Iterator[str]:
-    """The rows as a table of Markdown, and what is missing below it."""
-    yield "| case | engine | version | step, ms p50 / p99 | token, ms p50 | tokens/s | first token, ms | GPU, GB |"
-    yield "|---|---|---|---:|---:|---:|---:|---:|"
+    """The comparisons as a table of Markdown, the runs as another, and what is missing below them."""
+
+    def shown(each: Estimate, digits: int = 3) -> str:
+        return f"{each.median:.{digits}f} ({each.lower:.{digits}f} to {each.upper:.{digits}f})"
+
+    yield "| case | figure | pairs | lowlat | other | | other over lowlat |"
+    yield "|---|---|---:|---|---|---|---|"
+    for each in result.comparisons:
+        own = f"{each.versions[OWN]}: {shown(each.lowlat)}"
+        other = f"{each.engine} {each.versions[each.engine]} | {shown(each.other)}"
+        yield f"| {each.case.name} | {each.figure} | {each.pairs} | {own} | {other} | {shown(each.ratio, 2)} |"
+    yield ""
+    yield "| case | engine | version | pair | step, ms p50 / p99 | token, ms | tokens/s | first token, ms | GPU, GB |"
+    yield "|---|---|---|---|---:|---:|---:|---:|---:|"
     for row in result.rows:
         first = "-" if row.first_token_ms is None else f"{row.first_token_ms.p50:.1f}"
         taken = "-" if row.memory.device_bytes is None else f"{row.memory.device_bytes / 1e9:.1f}"
         step = f"{row.ms_per_step.p50:.3f} / {row.ms_per_step.p99:.3f}"
-        cells = [row.case.name, row.engine, row.version, step, f"{row.ms_per_token.p50:.3f}"]
+        pair = f"{row.against} {row.pair}" if row.against else "alone"
+        cells = [row.case.name, row.engine, row.version, pair, step, f"{row.ms_per_token.p50:.3f}"]
         yield f"| {' | '.join([*cells, f'{row.tokens_per_s:.1f}', first, taken])} |"
     yield ""
-    for each in result.not_compared:
-        where = each.engine if each.case is None else f"{each.engine}, {each.case.name}"
-        yield f"- {where}: {each.figures}: {each.reason}"
+    for missing in result.not_compared:
+        where = missing.engine if missing.case is None else f"{missing.engine}, {missing.case.name}"
+        yield f"- {where}: {missing.figures}: {missing.reason}"

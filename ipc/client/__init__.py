@@ -5,11 +5,21 @@ from typing import TYPE_CHECKING, Any
 from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.blocking import Client, Generation
 from lowlat.ipc.client.curve import ClientCurve
+from lowlat.ipc.client.open_prompt import AsyncOpenPrompt, OpenPrompt
 
 if TYPE_CHECKING:
     from lowlat.ipc.client.asynchronous import AsyncClient, AsyncGeneration
 
-__all__ = ["AsyncClient", "AsyncGeneration", "Chunk", "Client", "ClientCurve", "Generation"]
+__all__ = [
+    "AsyncClient",
+    "AsyncGeneration",
+    "AsyncOpenPrompt",
+    "Chunk",
+    "Client",
+    "ClientCurve",
+    "Generation",
+    "OpenPrompt",
+]
 
 
 if not TYPE_CHECKING:  # else every name would be there, and of type Any

@@ -9,7 +9,7 @@ from functools import partial
 
 from lowlat.errors import LowlatError
 from lowlat.ipc.client.dealer import Dealer
-from lowlat.ipc.client.protocol import ClientProtocol, Waiter
+from lowlat.ipc.client.protocol import ClientProtocol, Stream, Waiter
 
 __all__ = ["AsyncConnection"]
 
@@ -86,6 +86,16 @@ class AsyncConnection:
             if deadline is not None and not waiter.ready and time.monotonic() >= deadline:
                 return False
         return True
+
+    async def ended(self, stream: Stream) -> None:
+        """Wait until a request has ended; nobody else may wait for it meanwhile."""
+        while not stream.ended and self.protocol.failure is None:
+            future = self.loop.create_future()
+            self.watch(stream, partial(_resolve, future))
+            try:
+                await future
+            finally:
+                self.unwatch(stream)
 
     def watch(self, waiter: Waiter, wake: Callable[[], None]) -> None:
         """Have `wake` called, by the call that receives it, whenever there is something more to take."""

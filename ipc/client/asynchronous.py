@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -13,6 +13,7 @@ from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.async_connection import AsyncConnection
 from lowlat.ipc.client.base import BaseClient
 from lowlat.ipc.client.generation import BaseGeneration, Submission
+from lowlat.ipc.client.open_prompt import AsyncOpenPrompt
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
 from lowlat.ipc.client.request import Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, deadline_of
@@ -83,7 +84,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         self._starting = None
         try:
             connection, stream = self._submitted()
-            if not stream.ready:
+            if not stream.ready or self._is_open:
                 self._check_deadline()
                 return None
             chunk = connection.protocol.take(stream)
@@ -104,19 +105,68 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         connection.protocol.cancel(stream.number)
         connection.pump()
 
-    async def pause(self) -> None:
-        """Ask the server to let the request give its slot to others until `resume`; its tokens stay the same."""
-        await self._pause(resumes=False)
+    async def pause(self) -> bool:
+        """Have the request give its slot to others until `resume`; its tokens stay the same.
+
+        Returns when the server has done so; False where the request has ended first. Raises CapacityError where the
+        server has no space for what it holds (pause_gib), RequestError while its prompt is open: it runs on then.
+        """
+        return await self._pause(resumes=False)
 
     async def resume(self) -> None:
         """Let a paused request go on."""
         await self._pause(resumes=True)
 
-    async def _pause(self, *, resumes: bool) -> None:
+    async def _pause(self, *, resumes: bool) -> bool:
         await self._started()
         connection, stream = self._submitted()
-        connection.protocol.pause(stream.number, resumes=resumes)
+        reply = connection.protocol.pause(stream.number, resumes=resumes)
         connection.pump()
+        if not await connection.wait(reply, self._deadline):
+            raise stream.broken("timeout_s has passed", "timeout")
+        return reply.take().paused
+
+    async def _append(self, pieces: Iterable[str | bytes], deadline: float | None) -> None:
+        """Send pieces of an open prompt, each when the server takes it."""
+        await self._started()
+        connection, stream = self._submitted()
+        connection.check_news()  # grants, or why it has ended
+        stream.check_open()
+        try:
+            for piece in pieces:
+                if not stream.ready and not await connection.wait(stream, deadline):
+                    raise stream.broken("the server took no more of the prompt (append_credit) in timeout_s", "timeout")
+                connection.protocol.append(stream, piece)
+                connection.pump()
+        except BaseException:  # the prompt may lack a part
+            self._leave()
+            raise
+
+    async def _finish(self, *, speculative: bool, deadline: float | None) -> None:
+        await self._started()
+        connection, stream = self._submitted()
+        connection.check_news()
+        connection.protocol.finish(stream, speculative=speculative)
+        connection.pump()
+        self._deadline = deadline
+
+    async def _while_open(self, work: Awaitable[Value]) -> Value:
+        """Wait for something, or for the end of the request, whose prompt is open."""
+        working = asyncio.ensure_future(work)
+        try:
+            await self._started()
+            connection, stream = self._submitted()
+            ended = asyncio.ensure_future(connection.ended(stream))
+            try:
+                await asyncio.wait((working, ended), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                ended.cancel()
+                await asyncio.wait((ended,))
+            if not working.done():
+                stream.check_open()
+            return await working
+        finally:
+            working.cancel()
 
     async def aclose(self) -> None:
         """Cancel the request if it has not ended, and read no more of it."""
@@ -221,6 +271,38 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
             session=session,
         )
         return self._send(request, deadline)
+
+    def open_prompt(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        deadline_s: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        allow_special: bool = False,
+        cache_salt: str = "",
+        session: str = "",
+        add_special_tokens: bool = True,
+        max_prompt_tokens: int | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncOpenPrompt:
+        """Send a request whose prompt is still being written; see Client.open_prompt.
+
+        Where the client has yet to connect, a task connects; errors of the server are raised by `append` and `finish`.
+        Raises LowlatError outside an event loop.
+        """
+        request = make_request(
+            prompt,
+            sampling,
+            deadline_s=deadline_s,
+            template_options=template_options,
+            allow_special=allow_special,
+            cache_salt=cache_salt,
+            session=session,
+            add_special_tokens=add_special_tokens,
+            is_open=True,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        return AsyncOpenPrompt(self._send(request, None))
 
     async def tokenize(
         self,

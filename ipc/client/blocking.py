@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
@@ -13,6 +13,7 @@ from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.base import BaseClient
 from lowlat.ipc.client.connection import Connection
 from lowlat.ipc.client.generation import BaseGeneration, Submission
+from lowlat.ipc.client.open_prompt import OpenPrompt
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
 from lowlat.ipc.client.request import Request, make_request
 from lowlat.ipc.client.settings import RETRY_S, deadline_of
@@ -52,20 +53,54 @@ class Generation(BaseGeneration[Connection]):
             protocol.cancel(stream.number)
             connection.pump()
 
-    def pause(self) -> None:
-        """Ask the server to let the request give its slot to others until `resume`; its tokens stay the same."""
-        self._pause(resumes=False)
+    def pause(self) -> bool:
+        """Have the request give its slot to others until `resume`; its tokens stay the same.
+
+        Returns when the server has done so; False where the request has ended first. Raises CapacityError where the
+        server has no space for what it holds (pause_gib), RequestError while its prompt is open: it runs on then.
+        """
+        return self._pause(resumes=False)
 
     def resume(self) -> None:
         """Let a paused request go on."""
         self._pause(resumes=True)
 
-    def _pause(self, *, resumes: bool) -> None:
+    def _pause(self, *, resumes: bool) -> bool:
         self._client.check_process()
         connection, stream = self._submitted()
         with connection as protocol:
-            protocol.pause(stream.number, resumes=resumes)
+            reply = protocol.pause(stream.number, resumes=resumes)
+            if not connection.wait(reply, self._deadline):
+                raise stream.broken("timeout_s has passed", "timeout")
+            return reply.take().paused
+
+    def _append(self, pieces: Iterable[str | bytes], deadline: float | None) -> None:
+        """Send pieces of an open prompt, each when the server takes it."""
+        self._client.check_process()
+        connection, stream = self._submitted()
+        with connection as protocol:
+            connection.check()  # what has come: grants, or why it has ended
+            stream.check_open()
+            try:
+                for piece in pieces:
+                    if not stream.ready and not connection.wait(stream, deadline):
+                        raise stream.broken(
+                            "the server took no more of the prompt (append_credit) in timeout_s", "timeout"
+                        )
+                    protocol.append(stream, piece)
+                    connection.pump()
+            except BaseException:  # the prompt may lack a part
+                self._leave()
+                raise
+
+    def _finish(self, *, speculative: bool, deadline: float | None) -> None:
+        self._client.check_process()
+        connection, stream = self._submitted()
+        with connection as protocol:
+            connection.check()
+            protocol.finish(stream, speculative=speculative)
             connection.pump()
+        self._deadline = deadline
 
     def close(self) -> None:
         """Cancel the request if it has not ended, and read no more of it."""
@@ -149,6 +184,44 @@ class Client(BaseClient[Connection, "threading.Lock"]):
             session=session,
         )
         return self._send(request, deadline)
+
+    def open_prompt(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        deadline_s: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        allow_special: bool = False,
+        cache_salt: str = "",
+        session: str = "",
+        add_special_tokens: bool = True,
+        max_prompt_tokens: int | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> OpenPrompt:
+        """Send a request whose prompt is still being written: `append` pieces of it, then read what `finish` gives.
+
+        The server reads the prompt as it comes, so that after its last word a chunk at most is left to read.
+        prompt              its beginning: text, token ids, or chat messages, of which the last one's content goes on
+        deadline_s          after so long from its end, the server cancels
+        add_special_tokens  put around a text what the tokenizer does
+        max_prompt_tokens   tokens of the prompt at most, for which memory is reserved; None: all that the context has
+                            room for next to max_tokens
+        The other options, and what is raised, are those of `generate`. One of which nothing comes for the server's
+        prompt_idle_s is ended; it holds a slot meanwhile, which a request of higher priority may take.
+        """
+        request = make_request(
+            prompt,
+            sampling,
+            deadline_s=deadline_s,
+            template_options=template_options,
+            allow_special=allow_special,
+            cache_salt=cache_salt,
+            session=session,
+            add_special_tokens=add_special_tokens,
+            is_open=True,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+        return OpenPrompt(self._send(request, None))
 
     def tokenize(
         self,

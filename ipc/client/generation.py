@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from lowlat.errors import LowlatError
+from lowlat.errors import LowlatError, RequestError
 from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.protocol import ClientProtocol, Stream
 from lowlat.ipc.client.request import Request
@@ -77,10 +77,18 @@ class BaseGeneration(Generic[DriverType]):
         if self._done:
             return False
         self._client.check_process()
+        if self._is_open:
+            raise RequestError("the prompt is open still: finish it without `speculative`, then read the answer")
         if self._reading:
             raise LowlatError("another thread or task reads this request; give each its own")
         self._reading = True
         return True
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether its prompt is still being written, and nothing of it can be read."""
+        stream = self._submission.stream
+        return stream is not None and stream.is_open and not stream.ended
 
     def _submitted(self) -> tuple[DriverType, Stream]:
         """Its connection and its stream there. Raises why it has none."""

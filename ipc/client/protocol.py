@@ -5,11 +5,14 @@ waits, and `fail` when the connection breaks.
 
 A request's tokens come as fast as its reader takes them: the first grant is the window, and tokens that were taken are
 granted again, half a window at a time. So at most a window of tokens, and one step's more, waits unread in a client.
+An open prompt's pieces go as the server takes them: it grants bytes, and no piece is sent without.
 """
 
 from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any, Generic, TypeVar
+
+from msgspec import UNSET
 
 from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc.answer import Received
@@ -17,15 +20,18 @@ from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.request import Request
 from lowlat.ipc.messages import (
     VERSION,
+    Append,
     Bye,
     Cancel,
     Credit,
     Drain,
     End,
     Error,
+    Finish,
     Health,
     Hello,
     Pause,
+    Paused,
     Pong,
     PromptPart,
     Residence,
@@ -33,6 +39,7 @@ from lowlat.ipc.messages import (
     Resume,
     Stats,
     StatsReply,
+    Taken,
     Tokens,
     Welcome,
 )
@@ -91,11 +98,19 @@ class Reply(Waiter, Generic[Value]):
 
 
 class Stream(Waiter):
-    """A request under way: chunks that came and were not taken, and all tokens and text that came at all."""
+    """A request under way: chunks that came and were not taken, and all tokens and text that came at all.
 
-    __slots__ = ("_prompt", "_received", "_sequence", "_untold", "chunks", "ended", "number", "window")
+    is_open   its prompt is still being written: nothing comes, but for the server's grants and an error
+    balance   bytes of its prompt that the server would take
+    """
 
-    def __init__(self, number: int, window: int) -> None:
+    __slots__ = (
+        *("_prompt", "_received", "_sequence", "_untold"),
+        *("balance", "chunks", "ended", "is_open", "number", "window"),
+    )
+
+    def __init__(self, number: int, window: int, *, is_open: bool = False, balance: int = 0) -> None:
+        self.is_open, self.balance = is_open, balance
         self.failure = None
         self.number = number
         self.window = window
@@ -108,11 +123,21 @@ class Stream(Waiter):
 
     @property
     def ready(self) -> bool:
-        return bool(self.chunks) or self.ended
+        return bool(self.chunks) or self.ended or (self.is_open and self.balance > 0)
 
     @property
     def goes_on(self) -> bool:
         return not self.ended
+
+    def check_open(self) -> None:
+        """Raise what has ended a request whose prompt is open, and RequestError where it was finished."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        if self.ended:
+            raise RequestError(f"request {self.number} has ended: its prompt takes no more")
+        if not self.is_open:
+            raise RequestError(f"request {self.number} has no open prompt: it was finished")
 
     def take(self) -> Chunk | None:
         """The next chunk; None after the last. Raises the failure when all that came before it is taken."""
@@ -228,6 +253,7 @@ class ClientProtocol:
         self._healths: dict[int, Reply[Pong]] = {}
         self._stats: deque[Reply[dict[str, Any]]] = deque()
         self._residences: dict[int, Reply[Resident]] = {}
+        self._pauses: dict[int, deque[Reply[Paused]]] = {}
         self._draining: Reply[Pong] | None = None
         self._heard = self._attended = self._probed = now
         self._send(Hello(min_version=VERSION, max_version=VERSION, name=name))
@@ -246,7 +272,11 @@ class ClientProtocol:
         limits = self.welcome.limits
         window = min(self._window, limits.max_credit)
         frames = request.frames(self._num_submitted, window, limits.max_message_bytes)
-        stream = Stream(self._num_submitted, window)
+        is_open = request.submit.open
+        if is_open and limits.append_credit is UNSET:
+            raise RequestError(f"the server at {self.endpoint} ({self.welcome.server}) takes no open prompts")
+        balance = 0 if limits.append_credit is UNSET else limits.append_credit
+        stream = Stream(self._num_submitted, window, is_open=is_open, balance=balance)
         self._num_submitted += 1
         self._streams[stream.number] = stream
         self.outgoing.append(frames)
@@ -265,10 +295,31 @@ class ClientProtocol:
         if number in self._streams:
             self._send(Cancel(number))
 
-    def pause(self, number: int, *, resumes: bool) -> None:
-        """Ask the server to let a request give its slot to others, or go on."""
-        if number in self._streams:
+    def pause(self, number: int, *, resumes: bool) -> Reply[Paused]:
+        """Ask the server to let a request give its slot to others, or go on; answered when it is done, or refused."""
+        reply: Reply[Paused] = Reply(self.failure)
+        if number not in self._streams:
+            reply.value = Paused(number, paused=False)
+        elif reply.failure is None:
+            self._pauses.setdefault(number, deque()).append(reply)
             self._send(Resume(number) if resumes else Pause(number))
+        return reply
+
+    def append(self, stream: Stream, piece: str | bytes) -> None:
+        """Send a piece of an open prompt, for which there is credit (`Stream.ready`). Raises as Stream.check_open."""
+        stream.check_open()
+        if isinstance(piece, str):
+            stream.balance -= len(piece.encode())
+            self._send(Append(stream.number, piece))
+        else:
+            stream.balance -= len(piece)
+            self.outgoing.append((encode(Append(stream.number)), piece))
+
+    def finish(self, stream: Stream, *, speculative: bool) -> None:
+        """End an open prompt, or begin its answer on trial. Raises as Stream.check_open."""
+        stream.check_open()
+        stream.is_open = speculative
+        self._send(Finish(stream.number, speculative))
 
     def abandon(self, number: int) -> Stream | None:
         """Cancel a request that nobody reads any more; whatever still comes of it is dropped. Returns its stream."""
@@ -350,6 +401,7 @@ class ClientProtocol:
         for stream in self._streams.values():
             stream.fail(stream.broken(reason, "gone", ServerGone))
         replies: list[Reply[Any]] = [self.greeting, *self._healths.values(), *self._stats, *self._residences.values()]
+        replies += [reply for waiting in self._pauses.values() for reply in waiting]
         for reply in replies:
             if not reply.ready:
                 reply.failure = self.failure
@@ -357,6 +409,7 @@ class ClientProtocol:
         self._healths.clear()
         self._stats.clear()
         self._residences.clear()
+        self._pauses.clear()
         self.outgoing.clear()
 
     def _send(self, header: Any) -> None:
@@ -393,6 +446,13 @@ class ClientProtocol:
             elif resident is not None:
                 resident.value = message
             return resident
+        if isinstance(message, Paused):
+            return self._paused(message)
+        if isinstance(message, Taken):
+            stream = self._streams.get(message.number)
+            if stream is not None:
+                stream.balance += message.num_bytes
+            return stream
         if isinstance(message, StatsReply):
             if not self._stats:
                 return None
@@ -407,6 +467,20 @@ class ClientProtocol:
             said = f": {message.message}" if message.message else ""
             self.fail(f"the server said goodbye ({message.reason}){said}")
         return None  # a kind that this version does not know
+
+    def _paused(self, message: Paused) -> Waiter | None:
+        waiting = self._pauses.get(message.number)
+        if not waiting:
+            return None
+        reply = waiting.popleft()
+        if not waiting:
+            del self._pauses[message.number]
+        if message.problem is None:
+            reply.value = message
+        else:
+            text = f"request {message.number} runs on: {message.problem}"
+            reply.failure = CapacityError(text) if message.code == "busy" else RequestError(text)
+        return reply
 
     def _welcomed(self, message: Welcome) -> Waiter | None:
         if self.welcome is not None:

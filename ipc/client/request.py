@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,11 +13,12 @@ from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Result, Sampling
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
-__all__ = ["Request", "make_request"]
+__all__ = ["Request", "make_request", "pieces_of"]
 
 _OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Sampling))
 _IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls", "tools"})
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
+_PIECE = 1 << 15  # characters or tokens of a message of an open prompt: 4 bytes each are half of what one may have
 
 
 class Request(Struct, frozen=True):
@@ -46,7 +47,7 @@ class Request(Struct, frozen=True):
 
 
 def make_request(
-    prompt: Prompt,
+    prompt: Prompt | None,
     sampling: Mapping[str, Any],
     *,
     deadline_s: float | None = None,
@@ -57,12 +58,19 @@ def make_request(
     session: str = "",
     result: Result = "completion",
     add_special_tokens: bool = True,
+    is_open: bool = False,
+    max_prompt_tokens: int | None = None,
 ) -> Request:
-    """Check a prompt (text, token ids, or chat messages) and the options by name. Raises RequestError."""
+    """Check a prompt (text, token ids, or chat messages; None: of an open one nothing yet) and the options by name.
+
+    Raises RequestError.
+    """
     text: str | None = None
     messages: list[Message] | None = None
     body: bytes | None = None
-    if isinstance(prompt, str):
+    if prompt is None:
+        pass
+    elif isinstance(prompt, str):
         text = prompt
     elif isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
         body = _pack(prompt)
@@ -102,12 +110,41 @@ def make_request(
         result=result,
         add_special_tokens=add_special_tokens,
         session=session,
+        open=is_open,
+        max_prompt_tokens=_max_prompt(max_prompt_tokens),
     )
     try:
         check_submit(submit, body)
     except WireError as error:
         raise RequestError(f"{(error.field or '$.request')[2:]}: {error}") from error
     return Request(submit, body)
+
+
+def pieces_of(piece: str | Sequence[int]) -> Iterator[str | bytes]:
+    """A piece of an open prompt as it is sent: text, or packed token ids, no more at once than a message may have.
+
+    Raises RequestError for what is neither, before it gives anything.
+    """
+    if isinstance(piece, str):
+        try:
+            piece.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
+        whole: str | bytes = piece
+        step = _PIECE
+    else:
+        if isinstance(piece, (bytes, bytearray, Mapping)) or not isinstance(piece, Iterable):
+            raise RequestError(f"a piece of a prompt is text or token ids, got {type(piece).__name__}")
+        whole, step = _pack(list(piece)), 4 * _PIECE
+    return (whole[start : start + step] for start in range(0, len(whole), step))
+
+
+def _max_prompt(given: int | None) -> int | None:
+    if given is None:
+        return None
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given < 1 << 31:
+        raise RequestError(f"max_prompt_tokens must be from 1 to {(1 << 31) - 1}, got {given!r:.80}")
+    return given
 
 
 def _entries(prompt: object) -> list[Any]:

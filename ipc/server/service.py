@@ -11,18 +11,22 @@ from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.requests import FREE_SHARE, Requests
 from lowlat.ipc.server.generations.statistics import Statistics
+from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peer import Peer
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.wire import (
     VERSION,
+    Append,
     Cancel,
     Credit,
     Drain,
     Error,
+    Finish,
     Health,
     Hello,
     Pause,
+    Paused,
     Pong,
     Residence,
     Resident,
@@ -87,6 +91,7 @@ class Service:
             Credit: self._credit,
             Pause: self._pause,
             Resume: self._pause,
+            Finish: self._finish,
             Stats: self._stats,
             Health: self._health,
             Drain: self._drain_asked,
@@ -107,6 +112,8 @@ class Service:
         try:
             if type(header) is Submit and peer.greeted:
                 self._submit(peer, header, body, sum(map(len, frames)))
+            elif type(header) is Append and peer.greeted:
+                self._append(peer, header, body)
             else:
                 self._dispatch(peer, header)
         except Exception as error:
@@ -167,6 +174,27 @@ class Service:
             self._wrong(peer, "unexpected", f"number {asked.number} was not used in this connection")
         elif (stream := peer.streams.get(asked.number)) is not None:
             self._requests.pause(stream, resumes=isinstance(asked, Resume))
+        else:
+            self._peers.send(peer, Paused(asked.number, paused=False))  # it has ended
+
+    def _append(self, peer: Peer, append: Append, body: bytes) -> None:
+        if (stream := self._open_stream(peer, append.number)) is not None:
+            self._requests.open_prompts.append(stream, body or append.text or "")
+
+    def _finish(self, peer: Peer, finish: Finish) -> None:
+        if (stream := self._open_stream(peer, finish.number)) is not None:
+            self._requests.open_prompts.finish(stream, speculative=finish.speculative)
+
+    def _open_stream(self, peer: Peer, number: int) -> Stream | None:
+        """The request of an open prompt; None for one that has ended, and for a message about none."""
+        stream = peer.streams.get(number)
+        if number > peer.last_number:
+            self._wrong(peer, "unexpected", f"number {number} was not used in this connection")
+        elif stream is not None and not stream.is_open:
+            self._wrong(peer, "unexpected", f"request {number} has no open prompt: it was finished")
+        else:
+            return stream
+        return None
 
     def _credit(self, peer: Peer, credit: Credit) -> None:
         if credit.number > peer.last_number:
@@ -261,6 +289,7 @@ def _welcome(info: EngineInfo, limits: Limits, epoch: str, name: str) -> Welcome
             max_credit=limits.max_credit,
             slow_consumer_s=limits.slow_consumer_s,
             heartbeat_interval_s=limits.heartbeat_interval_s,
+            append_credit=limits.append_credit,
         ),
         numerics=info.numerics or UNSET,
         sampling_defaults=dict(info.sampling_defaults) or UNSET,

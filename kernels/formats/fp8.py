@@ -19,7 +19,7 @@ from lowlat.kernels.formats.panels import group_scales, group_words, lanes_of, p
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.tiles import TileFormat
 
-__all__ = ["FP8", "FP8_BLOCK", "FP8_FORMATS", "decode_e4m3", "has_nan"]
+__all__ = ["CODE_ORDER", "FP8", "FP8_BLOCK", "FP8_FORMATS", "decode_e4m3", "has_nan"]
 
 LARGEST = 448.0
 MAGNITUDE = 127  # also the magnitude that means NaN
@@ -37,6 +37,10 @@ FIRST = 0x87F087F0  # where a code's bits belong, in both halves
 LEFT, RIGHT = 0x80F080F0, 0x07000700
 SIGNED_FIRST, SIGNED_LEFT = FIRST - (1 << 32), LEFT - (1 << 32)
 TWO_TO_120 = 0x7B807B80  # twice, in bf16
+# Where bits of the codes of a word come from, put together as bytes: the first pair's upper bytes, the second pair's
+# lower ones. In a half-word bits 15 and 3 to 0 are where they belong, others to the left by 4, or to the right by 4, 8.
+FROM_LEFT, FROM_RIGHT, FAR_RIGHT = 0x7F007F00, 0x00F000F0, 0x00700070
+CODE_ORDER = (2, 0, 3, 1)  # the bytes of such a word, as columns of its four
 MINUS_ZEROS = 0x80008000
 
 
@@ -134,7 +138,7 @@ class _Fp8(DenseFormat):
 
     def fragment(self, tiles: TileFormat) -> Fragment:
         """See `CodedFormat.fragment`."""
-        return _fragment(tiles)
+        return _codes_fragment(tiles) if tiles.by_codes else _fragment(tiles)
 
 
 FP8 = _Fp8("fp8", None)
@@ -233,3 +237,40 @@ def _fragment(tiles: TileFormat) -> Fragment:
         halves=make_halves, load_half=None if grouped else load_half, load_group=load_group if grouped else None,
         take_zeros=take_nothing, load_codes=load_codes, expand=make_expand, beside=lambda _group: take_nothing,
     )  # fmt: skip
+
+
+def _codes_fragment(tiles: TileFormat) -> Fragment:
+    """How words of four e4m3 codes become the bytes that tensor cores multiply, by the order of CODE_ORDER."""
+    from lowlat.kernels.toolchain import ptx
+    from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
+
+    step_bytes = tiles.step_bytes // 2  # of 64 columns, of which a step of codes is two
+
+    @device_function
+    def gather(word: Any) -> Any:
+        lower = ptx.select_bits(word >> uint32(4), word >> uint32(8), uint32(FAR_RIGHT))
+        upper = ptx.select_bits(word, uint32(word << uint32(4)), uint32(FROM_LEFT))
+        return ptx.select_bits(upper, lower, uint32(FROM_RIGHT))
+
+    def make_halves(four: Any, one: Any) -> tuple[Any, Any, Any]:
+        @device_function
+        def hold(step: Any, lane: Any) -> Any:
+            return step, uint32(lane * uint32(16))
+
+        @device_function
+        def half(step: Any, at: Any) -> Any:
+            a, b, c, d = four(step, at)
+            e, f, g, h = four(step, uint32(at + uint32(PIECE_BYTES)))
+            return gather(a), gather(b), gather(c), gather(d), gather(e), gather(f), gather(g), gather(h)
+
+        @device_function
+        def first_half(held: Any) -> Any:
+            return half(held[0], held[1])
+
+        @device_function
+        def second_half(held: Any) -> Any:
+            return half(held[0], uint32(held[1] + uint32(step_bytes)))
+
+        return hold, first_half, second_half
+
+    return Fragment(halves=make_halves)

@@ -8,7 +8,7 @@ bytes, 512 bytes from one piece to the next.
 
 from dataclasses import dataclass
 
-__all__ = ["BF16_TILES", "TileFormat"]
+__all__ = ["BF16_TILES", "CODED_ROWS_TILES", "TileFormat"]
 
 ROW_PAIRS = 8
 TILE_NUMBERS = 16 * 64
@@ -25,6 +25,7 @@ class TileFormat:
     wide        these scales are float32, else bf16
     zeros       groups have zero points
     block_words  of scales that codes are multiplied by before anything is added up
+    by_codes     codes are multiplied by codes of rows, as they are: a step is 128 columns, two of the packed steps
     """
 
     name: str
@@ -34,11 +35,12 @@ class TileFormat:
     wide: bool = False
     zeros: bool = False
     block_words: int = 0
+    by_codes: bool = False
 
     @property
     def code_bits(self) -> int:
         """Bits of a code."""
-        return self.code_bytes * 8 // TILE_NUMBERS
+        return self.code_bytes * 8 // (TILE_NUMBERS << self.by_codes)
 
     @property
     def scale_words(self) -> int:
@@ -66,7 +68,8 @@ class TileFormat:
         scales = (
             "" if not self.groups else f"_{self.groups}{'wide' if self.wide else ''}{'zeros' if self.zeros else ''}"
         )
-        return f"{self.name}{scales}"
+        return f"{self.name}{scales}{'_by_codes' if self.by_codes else ''}"
 
 
 BF16_TILES = TileFormat("bf16", 2048)
+CODED_ROWS_TILES = TileFormat("fp8", 2048, row_scales=True, by_codes=True)  # FP8 by row, two steps as one

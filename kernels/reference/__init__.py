@@ -24,10 +24,12 @@ from lowlat.kernels.reference.speculation import (
     grow,
     hand_over,
     length_probabilities,
+    local_conv,
     markov,
     ngram_draft,
     proposals,
     suffix_draft,
+    token_rows,
     waiting,
 )
 from lowlat.kernels.reference.step import checks, publish, slots
@@ -53,6 +55,7 @@ OPERATIONS = operations_of(
     hand_over,
     kv,
     linear,
+    local_conv,
     logprobs,
     markov,
     ngram_draft,
@@ -66,6 +69,7 @@ OPERATIONS = operations_of(
     sample,
     slots,
     suffix_draft,
+    token_rows,
     waiting,
     length_probabilities,
 )

@@ -12,7 +12,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, copy_row, divide, int_at, threads_for, wide_count, zero_row
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.speculation.limits import MAX_SOURCES, SOURCES
+from lowlat.kernels.speculation.limits import GATHERED, MAX_GATHERED, MAX_SOURCES
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
@@ -38,7 +38,7 @@ def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **source
     """Features of the accepted rows in order, the captured residual streams side by side.
 
     accepted_nodes  [B, T]          int32  -1 pads
-    source0..       [B * T, Ht]            five at most
+    source0..       [B * T, Ht]            eight at most
     out             [B * T, F * Ht]        out; zero for pads
     Raises ShapeError for shapes that do not fit.
     """
@@ -47,7 +47,7 @@ def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **source
 
 
 def join_features(*, out: torch.Tensor, **sources: torch.Tensor) -> list[KernelCall]:
-    """A chunk's captured residual streams side by side: source0.. [c, Ht], five at most -> out [c, F * Ht] out.
+    """A chunk's captured residual streams side by side: source0.. [c, Ht], eight at most -> out [c, F * Ht] out.
 
     Raises ShapeError for shapes that do not fit.
     """
@@ -58,12 +58,14 @@ def _gathered(
     count: int, rows: int, nodes: Argument, out: torch.Tensor, sources: dict[str, torch.Tensor]
 ) -> list[KernelCall]:
     given = [sources[f"source{number}"] for number in range(len(sources))]
-    SOURCES.check("sources of features", len(given))
+    GATHERED.check("sources of features", len(given))
     for source in given:
         check_shape("source", source, count, given[0].shape[1])
     check_shape("out", out, count, len(given) * given[0].shape[1])
-    kernel = _make_gather(rows, len(given), wide_count("source0", given[0]))
-    padded: list[Argument] = [*given, *[0] * (MAX_SOURCES - len(given))]
+    few = len(given) <= MAX_SOURCES
+    make, most = (_make_gather, MAX_SOURCES) if few else (_make_gather_many, MAX_GATHERED)
+    kernel = make(rows, len(given), wide_count("source0", given[0]))
+    padded: list[Argument] = [*given, *[0] * (most - len(given))]
     return [KernelCall(kernel, (count, len(given), 1), (nodes, *padded, out))]
 
 
@@ -97,6 +99,32 @@ def _make_gather(rows: int, num_sources: int, width: int) -> Kernel:
 
     name = f"gather_features_{rows}_{num_sources}_{width}" if rows else f"join_features_{num_sources}_{width}"
     return Kernel(name, kernel, (types.int64,) * 7, threads)
+
+
+@cache
+def _make_gather_many(rows: int, num_sources: int, width: int) -> Kernel:
+    """The same of more sources than most draft models read."""
+    threads = threads_for(width)
+
+    def kernel(nodes: Any, s0: Any, s1: Any, s2: Any, s3: Any, s4: Any, s5: Any, s6: Any, s7: Any, out: Any) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        row, number = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
+        thread, origin = int64(cuda.threadIdx.x), row
+        if rows > 0:
+            node = int_at(nodes, row)
+            origin = divide(row, rows)[0] * rows + node if node >= 0 else int64(-1)
+        low = s0 if number == 0 else s1 if number == 1 else s2 if number == 2 else s3
+        high = s4 if number == 4 else s5 if number == 5 else s6 if number == 6 else s7
+        source = low if number < 4 else high
+        target = out + (row * num_sources + number) * (width * 16)
+        if origin >= 0:
+            copy_row(thread, threads, width, source + origin * (width * 16), target)
+        else:
+            zero_row(thread, threads, width, target)
+
+    name = f"gather_features_{rows}_{num_sources}_{width}" if rows else f"join_features_{num_sources}_{width}"
+    return Kernel(name, kernel, (types.int64,) * 10, threads)
 
 
 def take_last_row(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
@@ -282,7 +310,7 @@ def _make_prefill(count: int, block: int) -> Kernel:
 
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
-    gathers = [_make_gather(4, 3, 512), _make_gather(0, 3, 512)]
+    gathers = [_make_gather(4, 3, 512), _make_gather(0, 3, 512), _make_gather_many(4, 6, 512)]
     return [
         *gathers,
         _make_take(1, 1024, 512),

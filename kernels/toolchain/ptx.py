@@ -14,15 +14,17 @@ __all__ = [
     "add_rn", "and_or", "array_address", "atomic_add_gpu", "ballot", "barrier_arrive", "barrier_init",
     "barrier_is_over", "barrier_is_over_soon", "bf16_bits", "bf16_pair", "bits_of_float", "copies_commit",
     "copies_wait", "copy_async_4", "copy_async_16", "copy_async_16_once", "copy_async_16_once_if",
-    "copy_async_16_or_zero", "count_bits", "div_rn", "e4m3_to_f16", "exp2_approx", "exp2_approx_ftz", "f16_pair",
-    "fence_system", "float_of_bits", "fma_bf16_pair", "fma_rn", "fma_tiles", "instruction", "ir_type",
+    "copy_async_16_or_zero", "count_bits", "div_rn", "e4m3_pair", "e4m3_to_f16", "exp2_approx", "exp2_approx_ftz",
+    "f16_pair", "fence_system", "float_of_bits", "fma_bf16_pair", "fma_rn", "fma_tiles", "instruction",
+    "interleave_codes", "ir_type",
     "lanes_of_same", "let_next_kernel_start", "load_acquire_gpu", "load_acquire_system", "load_global_64",
     "load_global_128", "load_global_bf16", "load_global_f32", "load_global_i32", "load_global_i64",
     "load_global_nc_128", "load_global_u8", "load_global_u16", "load_relaxed_gpu_128", "load_relaxed_gpu_f32",
     "load_relaxed_system_word", "load_relaxed_system_words", "load_shared_128", "load_shared_f32",
     "load_shared_matrix_x4_transposed", "load_shared_tiles", "load_shared_u32", "load_volatile_i32",
     "load_volatile_i64", "max_bf16_pair", "mma_bf16", "mma_bf16_tiles", "mma_f16", "mul_rn", "rcp_approx",
-    "rcp_approx_ftz", "set_graph_condition", "shared_address", "stay_here", "store_global_64", "store_global_128",
+    "rcp_approx_ftz", "select_bits", "set_graph_condition", "shared_address", "stay_here", "store_global_64",
+    "store_global_128",
     "store_global_f32", "store_global_i32", "store_global_i64", "store_global_u8", "store_global_u16",
     "store_global_u16_if", "store_global_u32", "store_relaxed_gpu_f32", "store_relaxed_gpu_u16",
     "store_relaxed_system_word", "store_relaxed_system_words", "store_release_system", "store_shared_64",
@@ -234,6 +236,14 @@ e4m3_to_f16 = instruction(
     (u32,),
     pure=True,
 )
+# the e4m3 codes of two float32, rounded to nearest, ties to even, at most 448: the first in the low byte; from 8.9 on
+e4m3_pair = instruction(
+    "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }", u32, (f32, f32), pure=True
+)
+# of two such pairs the second's low byte, the first's, the second's high byte, the first's
+interleave_codes = instruction("prmt.b32 $0, $1, $2, 0x1504;", u32, (u32, u32), pure=True)
+# bits of b where the mask has ones, else of a: one operation
+select_bits = instruction("lop3.b32 $0, $1, $2, $3, 0xD8;", u32, (u32, u32, u32), pure=True)
 swap_middle_bytes = instruction("prmt.b32 $0, $1, 0, 0x3120;", u32, (u32,), pure=True)
 float_of_bits = instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
 bits_of_float = instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)

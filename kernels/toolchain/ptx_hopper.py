@@ -25,10 +25,12 @@ __all__ = [
     "copy_bulk_to_pair",
     "fence_barriers",
     "give_registers",
+    "load_row_numbers",
     "load_sums",
     "multiply_group",
     "replace_words",
     "store_group_half",
+    "store_scaled_half",
     "store_sums",
     "sync_cluster",
     "take_registers",
@@ -80,17 +82,18 @@ def take_registers(wanted: int) -> Any:
     return instruction(f"setmaxnreg.inc.sync.aligned.u32 {wanted};", None, (), together=True)
 
 
-def multiply_group(rows: int, slices: int = SLICES) -> Any:
+def multiply_group(rows: int, slices: int = SLICES, *, by_codes: bool = False) -> Any:
     """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix.
 
-    slices: of 16 columns; all are a step.
+    slices: of 16 columns; all are a step. by_codes: of 32 columns, and both matrices are e4m3 codes in place of bf16,
+    whose sums the tensor cores keep with some 13 bits after the point of the largest of what they add.
     It takes the sums, float32; a lane's words of the weights, two a slice: of all columns for row g, then
     for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
     begin again. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else
     may.
     """
     count, held_words = rows // 2, 4 * slices
-    text = _multiply_text(rows, count, slices)
+    text = _multiply_text(rows, count, slices, by_codes)
     tied = [str(number) for number in range(count)]
     constraints = ",".join(["=f"] * count + tied + ["r"] * (held_words + 2) + ["~{memory}"])
 
@@ -114,8 +117,9 @@ def multiply_group(rows: int, slices: int = SLICES) -> Any:
     return multiply
 
 
-def _multiply_text(rows: int, count: int, slices: int) -> str:
-    """Slices of 16 columns, begun after each other, to be awaited together."""
+def _multiply_text(rows: int, count: int, slices: int, by_codes: bool) -> str:
+    """Slices of 16 columns, or 32 of codes, begun after each other, to be awaited together."""
+    shape, last = ("k32.f32.e4m3.e4m3", "1, 1") if by_codes else ("k16.f32.bf16.bf16", "1, 1, 0")
     words = 2 * count
     address, go_on, own = words + 4 * slices, words + 4 * slices + 1, 2 * slices
     sums = ",".join(f"${number}" for number in range(count))
@@ -130,8 +134,8 @@ def _multiply_text(rows: int, count: int, slices: int) -> str:
         operands = f"${first},${first + own},${first + 1},${first + own + 1}"
         lines += [
             "mov.b64 d, {a, b};",
-            f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16",
-            f"{{{sums}}}, {{{operands}}}, d, {'q' if part else 'p'}, 1, 1, 0;",
+            f"wgmma.mma_async.sync.aligned.m64n{rows}{shape}",
+            f"{{{sums}}}, {{{operands}}}, d, {'q' if part else 'p'}, {last};",
             f"add.u32 a, a, {SLICE_UNITS};",
         ]
     lines.append("wgmma.commit_group.sync.aligned; }")
@@ -284,6 +288,57 @@ def load_sums(count: int, pitch: int) -> Any:
         return signature, codegen
 
     return load
+
+
+def load_row_numbers(rows: int) -> Any:
+    """An intrinsic: the float32 of a lane's rows of the second matrix, two of every eight, from that of its first."""
+    count = rows // 4
+
+    @intrinsic
+    def load(context: Any, address: Any) -> Any:
+        signature = types.UniTuple(f32, count)(i64)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            two, found = ir.LiteralStructType([ir_type(f32)] * 2), []
+            function = ir.FunctionType(two, [ir_type(i64)])
+            for tile in range(rows // 8):
+                text = f"ld.global.v2.f32 {{$0,$1}}, [$2+{32 * tile}];"
+                assembly = ir.InlineAsm(function, text, "=f,=f,l,~{memory}", side_effect=True)
+                loaded = builder.call(assembly, [args[0]])
+                found += [builder.extract_value(loaded, part) for part in range(2)]
+            return context.make_tuple(builder, signature.return_type, found)
+
+        return signature, codegen
+
+    return load
+
+
+def store_scaled_half(rows: int, half: int, pitch: int) -> Any:
+    """An intrinsic: as `store_group_half`, of sums times the scale and then times the number of their row.
+
+    It takes the numbers of `load_row_numbers(rows)` last.
+    """
+    product = "mul.rn.f32 t, $3, $2; mul.rn.f32 t, t, $4; add.rn.f32 t, t, $1;"
+
+    @intrinsic
+    def store(context: Any, address: Any, scale: Any, extra: Any, sums: Any, numbers: Any) -> Any:
+        signature = types.void(i64, f32, f32, types.UniTuple(f32, rows // 2), types.UniTuple(f32, rows // 4))
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            function = ir.FunctionType(ir.VoidType(), [ir_type(i64), *[ir_type(f32)] * 4])
+            for tile in range(rows // 8):
+                for part in range(2):
+                    place = (8 * tile + part) * pitch
+                    text = f"{{ .reg .f32 t; {product} st.global.f32 [$0+{place}], t; }}"
+                    assembly = ir.InlineAsm(function, text, "l,f,f,f,f,~{memory}", side_effect=True)
+                    value = builder.extract_value(args[3], 4 * tile + 2 * half + part)
+                    own = builder.extract_value(args[4], 2 * tile + part)
+                    builder.call(assembly, [args[0], args[2], args[1], value, own])
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return store
 
 
 def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = False) -> Any:

@@ -53,7 +53,7 @@ SAMPLING, SPECULATION, RUNTIME = "sampling", "speculation", "runtime"  # section
 RECORD_SECTIONS: dict[type, str] = {SamplingParams: SAMPLING, SpeculativeConfig: SPECULATION, RuntimeConfig: RUNTIME}
 MAX_DIGITS = 20
 MAX_OPTION_BYTES = 1 << 20
-STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype")  # options of how a target's numbers are held
+STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype", "activations")  # of how a target's numbers are held
 NO_DEMO_MODELS = (
     "the demo models are not installed: `pip install lowlat-demo-models` (from a checkout: `pip install "
     "./lowlat/demo`), or name a model, as in `lowlat chat Qwen/Qwen3-0.6B`"
@@ -350,7 +350,7 @@ def runtime_options(function: F) -> F:
     """Add devices, dtype, executor, context and rounding of a runtime; `given_options` has those that were given."""
     names = (
         *("max_context", "device", "tensor_parallel_size", "dtype", "executor"),
-        *("quantize", "quantize_lm_head", "kv_cache_dtype"),
+        *("quantize", "quantize_lm_head", "kv_cache_dtype", "activations"),
     )
     return record_options(RuntimeConfig, *names)(function)
 

@@ -32,6 +32,7 @@ from lowlat.executors.make import (
     Rank,
     check_positions,
     make_executor,
+    refuse_codes,
     refuse_parts,
     refuse_ranks,
     settle_executor,
@@ -39,6 +40,7 @@ from lowlat.executors.make import (
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.toolchain.kernel import H200, Gpu
+from lowlat.models.activations import code_activations
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import partial_kv
 from lowlat.models.rank_weights import rank_weights
@@ -46,6 +48,7 @@ from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import display_name
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.snapshot_book import SnapshotBook
@@ -187,6 +190,8 @@ def load(
                           f"{target.config.dtype}: take 'auto', or dtype 'bfloat16'")  # fmt: skip
     if options.quantize is not None:
         target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
+    if options.activations is not None:
+        target = replace(target, config=code_activations(target.config, display_name(target.directory)))
     target.config.check_context(options.max_context, target.directory / "config.json")
     codec = TextCodec.load(target.directory)
     speculative, loaded, topologies, error = _load_speculation(
@@ -206,6 +211,7 @@ def load(
         _say(settled)
     choice = settled
     refuse_ranks(options, choice)
+    refuse_codes(choice, ranks, geometry.prefill_chunk)
     check_device(options, choice)
     if choice.has_kernels:
         check_positions(geometry, invariant=options.tp_invariant)

@@ -40,7 +40,7 @@ __all__ = [
 # options that say which launches there are; other sizes `lowlat tune` has all by itself
 TUNED_BY = (
     *("quantize", "quantize_lm_head", "kv_cache_dtype", "tensor_parallel_size", "tp_invariant", "prefill_chunk"),
-    "max_prefill_chunks",
+    *("max_prefill_chunks", "activations"),
 )
 DRAFTS_TUNED_BY = ("draft_quantize", "draft_tensor_parallel_size")
 MOST_NAMED = 3  # launches in a message

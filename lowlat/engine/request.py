@@ -93,6 +93,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self._num_steps = 0
         self._num_cached = 0
+        self._most_cached: int | None = None  # where what was read of its prompt before was its own
         self._stats = SpeculativeDecodingStats(simulated=simulated)
         self._submitted = time.monotonic()
         self._placed: float | None = None
@@ -115,7 +116,8 @@ class Request:
 
     def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:
         """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
-        self.slot, self.table, self._num_cached = slot, table, num_cached
+        self.slot, self.table = slot, table
+        self._num_cached = num_cached if self._most_cached is None else min(num_cached, self._most_cached)
         self._placed = time.monotonic()
 
     def continues(self, other: "Request") -> None:
@@ -124,6 +126,11 @@ class Request:
         self._placed = None if other._placed is None else self._submitted
         self._prompt_parts, self._prompt_texts = other._prompt_parts, other._prompt_texts
         self.commands = other.commands
+
+    def takes_back(self, other: "Request") -> None:
+        """Take the place of a request that was finished on trial: of what that has read nothing counts as cached."""
+        self.session = other.session
+        self._most_cached = other._most_cached if other._placed is None else other._num_cached
 
     def displace(self, *, decoded: bool) -> None:
         """It has no slot any more; one that did not decode reads its prompt again."""
@@ -187,7 +194,7 @@ class Request:
         }
 
     def metrics(self) -> RequestMetrics:
-        """Its figures as they stand now."""
+        """Its figures as they stand now; one that was finished on trial has not ended, whatever its answer did."""
         start = self._submitted
         return RequestMetrics(
             request_id=self.request_id,
@@ -199,7 +206,7 @@ class Request:
             time_to_first_token_s=_between(start, self._first),
             decode_s=_between(self._prefilled, self._last),
             num_steps=self._num_steps,
-            finish_reason=self.finish_reason,
+            finish_reason=self.finish_reason if self.opening is None else None,
             seed=self.seed,
             speculation=self._stats,
             num_partial_steps=self.num_partial_steps,

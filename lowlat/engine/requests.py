@@ -120,7 +120,12 @@ class Requests(Mapping[str, Request]):
         return tuple(found)
 
     def open_prompt(
-        self, params: SamplingParams | None, request_id: str | None, cache_salt: str, max_prompt_tokens: int | None
+        self,
+        params: SamplingParams | None,
+        request_id: str | None,
+        cache_salt: str,
+        max_prompt_tokens: int | None,
+        session: SessionRecord | None = None,
     ) -> tuple[Request, ScheduledRequest]:
         """The same of a request whose prompt is still to come. See `Runtime.open_prompt`."""
         params = SamplingParams() if params is None else params
@@ -135,10 +140,13 @@ class Requests(Mapping[str, Request]):
         seed = secrets.randbits(63) if params.seed is None else params.seed
         ids: list[int] = []
         total, reads = most + params.max_tokens, params.prompt_logprobs is None
-        scheduled = ScheduledRequest(name, ids, total, cache_salt, reads_cache=reads, priority=params.priority)
+        owner = None if session is None else session.key
+        scheduled = ScheduledRequest(
+            name, ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
+        )
         self._scheduler.check(scheduled, is_open=True)
         request = self._made(name, ids, params, seed)
-        request.opening, request.committed = Opening(-1, scheduled, most), ids
+        request.opening, request.committed, request.session = Opening(-1, scheduled, most), ids, session
         return request, scheduled
 
     def _made(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
@@ -154,7 +162,7 @@ class Requests(Mapping[str, Request]):
         """
         begun = self._made(request.request_id, request.prompt, request.params, request.seed)
         begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
-        begun.opening = request.opening if speculative else None
+        begun.opening, begun.session = request.opening if speculative else None, request.session
         begun.continues(request)
         self._replace(begun)
         return begun
@@ -167,6 +175,7 @@ class Requests(Mapping[str, Request]):
         again = self._made(request.request_id, ids, request.params, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
+        again.takes_back(request)
         self._live[again.request_id] = again
         return again, scheduled
 
@@ -263,9 +272,10 @@ class Requests(Mapping[str, Request]):
         return outputs
 
     def describe(self) -> list[dict[str, Any]]:
-        """The requests that have a slot, by slot, as JSON."""
-        phase = self._scheduler.phase
-        return [request.describe(str(phase(request.request_id))) for _, request in sorted(self.slots.items())]
+        """The requests that have a slot, by slot, as JSON; the phase of one whose prompt is still to come is "open"."""
+        scheduler, names = self._scheduler, [(each, each.request_id) for _, each in sorted(self.slots.items())]
+        phases = ["open" if scheduler.is_open(name) else str(scheduler.phase(name)) for _, name in names]
+        return [request.describe(phase) for (request, _), phase in zip(names, phases, strict=True)]
 
     def close(self) -> None:
         """Drop every live request; figures of those that have ended stay."""

@@ -83,7 +83,7 @@ class Runtime:
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
         self._tiers = make_tiers(loaded, config, self.numerics)
-        space = host_space(self.executor, config.pause_gib)
+        space = host_space(self.executor, config.pause_gib, self.geometry.prefill_chunk // self.geometry.block_size)
         self.scheduler = make_scheduler(self.ladder, self.geometry, config, self._tiers, space)
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)
@@ -259,6 +259,7 @@ class Runtime:
         request_id: str | None = None,
         allow_special: bool = False,
         cache_salt: str = "",
+        session: NamedSession | str | None = None,
         max_prompt_tokens: int | None = None,
     ) -> OpenPrompt:
         """Queue a request whose prompt is still being written: `append` reads what comes, `finish` begins the answer.
@@ -271,7 +272,10 @@ class Runtime:
         self._check_usable()
         if not isinstance(allow_special, bool):
             raise RequestError(f"allow_special must be true or false, got {shown(allow_special)}")
-        request, scheduled = self._requests.open_prompt(params, request_id, cache_salt, max_prompt_tokens)
+        if self.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
+        record, salt = self._session_of(session, cache_salt)
+        request, scheduled = self._requests.open_prompt(params, request_id, salt, max_prompt_tokens, record)
         with self._whole:
             self._steps.open(request, scheduled, self.config.pause_deadline_s)
         return OpenPrompt(self, request.request_id, allow_special=allow_special)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from lowlat.errors import ConfigError
-from lowlat.executors.bus_copies import BusCopies, Move
+from lowlat.errors import CapacityError
+from lowlat.executors.bus_copies import BusCopies, Moves, wait_for
 from lowlat.graphs import BufferSet
 from lowlat.sequence.tiers.key import Load, Mark, Save
 
@@ -68,23 +70,25 @@ class BlockMover:
     def __init__(self, state: BufferSet, device: torch.device, stream: "torch.cuda.Stream | None" = None) -> None:
         self._state, self._device, self._stream = state, device, stream
         self._copies = None if stream is None else torch.cuda.Stream(device)
-        self._bus = BusCopies(device, num_streams=0 if stream is None else 2)
+        self.bus = BusCopies(device, num_streams=0 if stream is None else 2)
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.cuda.Event] = []  # of each staging buffer: when it may be written again
         self._next = 0
         self._layouts: dict[tuple[str, int], tuple[tuple[Piece, ...], int]] = {}
+        self._places: dict[tuple[str, int], tuple[npt.NDArray[np.uint64], ...]] = {}
 
-    def allocate(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int, knob: str) -> torch.Tensor:
         """Host memory of so many bytes, [n] uint8, from which the device copies.
 
-        Raises ConfigError where the system refuses it.
+        knob  the option that lowers what is asked for
+        Raises CapacityError where the system refuses it.
         """
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         except RuntimeError as error:
-            raise ConfigError(
-                f"the host refuses {size / 2**30:.2f} GiB of pinned memory ({error!s:.200}): lower host_cache_gib, or "
-                "raise the limit of locked memory (ulimit -l)"
+            raise CapacityError(
+                f"the host refuses {size / 2**30:.3f} GiB of pinned memory ({error!s:.200}): lower {knob}, or raise "
+                "the limit of locked memory (ulimit -l)"
             ) from error
 
     def mark(self) -> Mark:
@@ -93,7 +97,7 @@ class BlockMover:
             return _nothing
         with torch.cuda.device(self._device):
             event = self._stream.record_event()
-        return lambda: self._bus.wait_event(event)
+        return lambda: self.bus.wait_event(event)
 
     def content_bytes(self, pool: str, count: int) -> int:
         """The bytes of a content of so many blocks or rows of a pool."""
@@ -102,13 +106,13 @@ class BlockMover:
     def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
         """Start to copy contents to their blocks, in one thread at a time; returns a function that waits for them."""
         moves = self._moves((load.pool, load.places, load.content) for load in loads)
-        return self._bus.start(0, moves, mark, to_device=True)
+        return self.bus.start(0, moves, mark, to_device=True)
 
     def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
         """Start to copy blocks to contents, in one thread at a time; returns a function that waits for them."""
         pairs = zip(saves, contents, strict=True)
         moves = self._moves((save.key.pool, save.places, content) for save, content in pairs)
-        return self._bus.start(1, moves, mark, to_device=False)
+        return self.bus.start(1, moves, mark, to_device=False)
 
     def _layout(self, pool: str, count: int) -> tuple[tuple[Piece, ...], int]:
         """See `content_layout`, which looks at every buffer: it is asked once for each number of blocks."""
@@ -117,29 +121,44 @@ class BlockMover:
             self._layouts[key] = content_layout(self._state, pool, count)
         return self._layouts[key]
 
-    def _moves(self, contents: Iterable[tuple[str, Sequence[int], torch.Tensor]]) -> list[Move]:
+    def _moves(self, contents: Iterable[tuple[str, Sequence[int], torch.Tensor]]) -> Moves:
         """The copies between contents and their places: of each buffer a run of places that follow each other.
 
-        They are many, some for each chunk and layer, and made while a copy waits for them.
+        They are many, some for each chunk and layer, and made while steps run: by arrays, once for contents of a size.
         """
-        rows: dict[str, list[tuple[int, int]]] = {}  # by pool: address and bytes of a row of each buffer
-        moves = []
+        sorts: dict[tuple[str, int], list[tuple[Sequence[int], int]]] = {}
         for pool, places, content in contents:
-            pieces, size = self._layout(pool, len(places))
+            size = self.content_bytes(pool, len(places))
             if content.numel() != size or not content.is_contiguous():
                 raise ValueError(f"a content of {content.numel()} bytes for {len(places)} places of {size}")
-            if pool not in rows:
-                buffers = [self._state[piece.name] for piece in pieces]
-                rows[pool] = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]
-            starts = [0, *(k for k in range(1, len(places)) if places[k] != places[k - 1] + 1), len(places)]
-            runs = [(start, places[start], stop - start) for start, stop in pairwise(starts)]
-            host = content.data_ptr()
-            moves += [
-                Move(address + first * row, host + piece.start + start * row, count * row)
-                for piece, (address, row) in zip(pieces, rows[pool], strict=True)
-                for start, first, count in runs
-            ]
-        return moves
+            sorts.setdefault((pool, len(places)), []).append((places, content.data_ptr()))
+        found = [self._moves_of(*sort, own) for sort, own in sorts.items()]
+        return found[0] if len(found) == 1 else Moves.joined(found)
+
+    def _moves_of(self, pool: str, count: int, contents: Sequence[tuple[Sequence[int], int]]) -> Moves:
+        """The copies of contents, given by places and address, that have as many places in a pool."""
+        addresses, rows, starts = self._rows(pool, count)
+        runs = [
+            (places[begin], address, begin, end - begin)
+            for places, address in contents
+            for begin, end in pairwise([0, *(k for k in range(1, count) if places[k] != places[k - 1] + 1), count])
+        ]
+        first, host, begin, length = np.array(runs, np.uint64).T[:, :, None]
+        return Moves(
+            (first * rows + addresses).ravel(), (begin * rows + (host + starts)).ravel(), (length * rows).ravel()
+        )
+
+    def _rows(self, pool: str, count: int) -> tuple[npt.NDArray[np.uint64], ...]:
+        """Of each piece of a content: its buffer's address, the bytes of a place there, and where the piece begins.
+
+        Only addresses are asked for each time: memory that leaves a CPU and comes back has others.
+        """
+        pieces, _ = self._layout(pool, count)
+        buffers = [self._state[piece.name] for piece in pieces]
+        if (pool, count) not in self._places:
+            rows = np.array([each.stride(0) * each.element_size() for each in buffers], np.uint64)
+            self._places[pool, count] = rows, np.array([piece.start for piece in pieces], np.uint64)
+        return np.array([each.data_ptr() for each in buffers], np.uint64), *self._places[pool, count]
 
     @torch.inference_mode()
     def read(self, pool: str, places: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -158,12 +177,12 @@ class BlockMover:
                 self._gather(pieces, places, staging)
             self._copies.wait_stream(self._stream)
             with torch.cuda.stream(self._copies):
-                host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                host = self.allocate(size, "pause_gib or host_cache_gib")
                 host.copy_(staging, non_blocking=True)
                 done = self._free[number] = self._copies.record_event()
 
         def wait() -> torch.Tensor:
-            done.synchronize()
+            wait_for(done, self._device)
             return host
 
         return wait
@@ -203,7 +222,7 @@ class BlockMover:
         The copies run on the executor's stream: what is launched later may write to the rows.
         """
         pieces, size = slot_layout(self._state)
-        host = self.allocate(size)
+        host = self.allocate(size, "pause_gib")
         for piece, own in self._on_stream(pieces):
             _view(host, piece).copy_(own[slot], non_blocking=True)
         if self._stream is None:
@@ -211,7 +230,7 @@ class BlockMover:
         done = self._stream.record_event()
 
         def wait() -> torch.Tensor:
-            done.synchronize()
+            wait_for(done, self._device)
             return host
 
         return wait

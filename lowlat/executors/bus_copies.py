@@ -1,34 +1,52 @@
-"""Many copies between device and host memory in one call of the driver, on streams of their own.
+"""Many copies between device and host memory in few calls of the driver, on streams of their own.
 
 A content lies in as many places as a model has layers: torch's copies, one by one, would take the host longer than the
 bus. The driver's batch goes to the copy engines, and leaves the SMs alone. Where a driver has no batches the copies are
 started one after the other.
+
+The thread that starts copies shares Python's lock and the driver's with the one that steps, which must not find either
+taken for long. So the addresses of copies are made by arrays, a call of the driver has few copies, and few calls are
+under way: a call that finds a stream's queue full waits in the driver, and whoever launches a step waits for it.
 """
 
 import ctypes
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Self
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lowlat.errors import DeviceError
 
-__all__ = ["BusCopies", "Move"]
+__all__ = ["CALL_MOVES", "BusCopies", "Moves", "wait_for"]
 
 BATCH = "cuMemcpyBatchAsync"  # of CUDA 12.8 on
 ONE_WAY = {True: "cuMemcpyHtoDAsync_v2", False: "cuMemcpyDtoHAsync_v2"}
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 NOT_SUPPORTED = 801
-MAX_BATCH = 4096
+CALL_MOVES = 128  # of 256 KiB, as of Llama-8B's chunks, take the bus 0.6 ms
+MAX_CALLS = 2  # of one `start` under way: the bus has no pause between them
 
 
-class Move(NamedTuple):
-    """The addresses of one copy, and its bytes."""
+class Moves(NamedTuple):
+    """The addresses of some copies, and their bytes: [n] uint64 each."""
 
-    device: int
-    host: int
-    num_bytes: int
+    device: npt.NDArray[np.uint64]
+    host: npt.NDArray[np.uint64]
+    num_bytes: npt.NDArray[np.uint64]
+
+    @classmethod
+    def joined(cls, several: "Sequence[Moves]") -> Self:
+        """All copies of several, in order."""
+        return cls(*(np.concatenate(each) for each in zip(*several, strict=True)))
+
+    def part(self, start: int, stop: int) -> "Moves":
+        """The copies from `start` on, before `stop`."""
+        return Moves(*(each[start:stop] for each in self))
 
 
 class _Attributes(ctypes.Structure):
@@ -46,9 +64,12 @@ class BusCopies:
     """Starts copies on one of a few streams.
 
     num_streams  0: the state is on the CPU, and copies are done when `start` returns
+
+    `call_moves` is how many copies one call of the driver starts, at most.
     """
 
     def __init__(self, device: torch.device, num_streams: int) -> None:
+        self.call_moves = CALL_MOVES
         self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(num_streams)]
         self._driver: Any = ctypes.CDLL("libcuda.so.1") if num_streams else None
@@ -59,50 +80,47 @@ class BusCopies:
         for stream in self._streams:
             stream.wait_event(event)
 
-    def start(
-        self, stream: int, moves: Sequence[Move], after: Callable[[], None], *, to_device: bool
-    ) -> Callable[[], None]:
-        """Start copies on a stream; returns a function that waits for them. Raises DeviceError.
+    def start(self, number: int, moves: Moves, after: Callable[[], None], *, to_device: bool) -> Callable[[], None]:
+        """Start copies on a stream; returns a function that waits for the last of them. Raises DeviceError.
 
         after  has the streams wait for what must come before
+        Where they are many it waits for the first of them, so that few are under way.
         """
         if not self._streams:
-            for move in moves:
-                pair = (move.device, move.host) if to_device else (move.host, move.device)
-                ctypes.memmove(*pair, move.num_bytes)
-            return lambda: None
+            for device, host, num_bytes in zip(*(each.tolist() for each in moves), strict=True):
+                ctypes.memmove(*((device, host) if to_device else (host, device)), num_bytes)
+            return _nothing
+        stream, calls = self._streams[number], deque[torch.cuda.Event]()
         with torch.cuda.device(self._device):
             after()
-            for first in range(0, len(moves), MAX_BATCH):
-                self._launch(self._streams[stream], moves[first : first + MAX_BATCH], to_device)
-            done = torch.cuda.Event(blocking=True)
-            done.record(self._streams[stream])
-        return done.synchronize
+            for first in range(0, len(moves.device), self.call_moves):
+                if len(calls) == MAX_CALLS:
+                    wait_for(calls.popleft(), self._device)
+                self._launch(stream, moves.part(first, first + self.call_moves), to_device)
+                calls.append(torch.cuda.Event(blocking=True))
+                calls[-1].record(stream)
+        return partial(wait_for, calls[-1], self._device) if calls else _nothing
 
-    def _launch(self, stream: "torch.cuda.Stream", moves: Sequence[Move], to_device: bool) -> None:
+    def _launch(self, stream: "torch.cuda.Stream", moves: Moves, to_device: bool) -> None:
         handle = ctypes.c_void_p(stream.cuda_stream)
+        targets, sources = (moves.device, moves.host) if to_device else (moves.host, moves.device)
         if self._has_batches:
-            code = self._launch_batch(handle, moves, to_device)
+            code = self._launch_batch(handle, targets, sources, moves.num_bytes)
             if code != NOT_SUPPORTED:
                 self._check(code, BATCH)
                 return
             self._has_batches = False
         copy = getattr(self._driver, ONE_WAY[to_device])
-        for move in moves:
-            pair = (move.device, move.host) if to_device else (move.host, move.device)
-            code = copy(*map(ctypes.c_uint64, pair), ctypes.c_size_t(move.num_bytes), handle)
+        for target, source, num_bytes in zip(*(e.tolist() for e in (targets, sources, moves.num_bytes)), strict=True):
+            code = copy(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes), handle)
             self._check(code, ONE_WAY[to_device])
 
-    def _launch_batch(self, handle: ctypes.c_void_p, moves: Sequence[Move], to_device: bool) -> int:
-        count = len(moves)
-        addresses, sizes = ctypes.c_uint64 * count, ctypes.c_size_t * count
-        on_device, on_host, num_bytes = zip(*moves, strict=True)
-        device, host = addresses(*on_device), addresses(*on_host)
-        targets, sources = (device, host) if to_device else (host, device)
+    def _launch_batch(self, handle: ctypes.c_void_p, *arrays: npt.NDArray[np.uint64]) -> int:
+        """Start copies by targets, sources and bytes; returns the driver's code."""
         attributes = _Attributes(order=IN_STREAM_ORDER, flags=BESIDE_KERNELS)
         first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
         code: int = self._driver.cuMemcpyBatchAsync(
-            targets, sources, sizes(*num_bytes), ctypes.c_size_t(count),
+            *(ctypes.c_void_p(each.ctypes.data) for each in arrays), ctypes.c_size_t(len(arrays[0])),
             ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed), handle,
         )  # fmt: skip
         return code
@@ -110,3 +128,15 @@ class BusCopies:
     def _check(self, code: int, name: str) -> None:
         if code:
             raise DeviceError(f"{self._device}: {name} of the prefix cache's copies failed with code {code}")
+
+
+def wait_for(event: "torch.cuda.Event", device: torch.device) -> None:
+    """Wait for copies. Raises DeviceError, which names the device, where it has failed."""
+    try:
+        event.synchronize()
+    except RuntimeError as error:
+        raise DeviceError(f"the device {device} failed amid copies to or from host memory: {error!s:.300}") from error
+
+
+def _nothing() -> None:
+    return

@@ -27,10 +27,15 @@ __all__ = [
     "Rank",
     "check_positions",
     "make_executor",
+    "refuse_codes",
     "refuse_parts",
     "refuse_ranks",
     "settle_executor",
 ]
+
+HOPPER = (9, 0)
+# where codes of rows are multiplied: positions of a chunk, rows and columns of a matrix are multiples of these
+CHUNK_UNIT, ROW_UNIT, COLUMN_UNIT = 64, 8, 128
 
 
 def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
@@ -50,6 +55,36 @@ def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
             raise ConfigError(
                 f"max_context {geometry.max_context} is above {most}, the most that the kernels' attention reaches "
                 f"without a window; lower max_context, or use executor 'reference'"
+            )
+
+
+def refuse_codes(choice: DeviceChoice, ranks: Sequence["Rank"], chunk: int) -> None:
+    """Raise ConfigError where kernels cannot multiply by the codes of rows that prefill asks for.
+
+    chunk  positions of a chunk of prefill
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for rank in ranks:
+        for program in rank.prefills.values():
+            for op in program.ops:
+                if op.params.get("activations") is not None:
+                    ends = program.buffers[op.writes["out"]], program.buffers[op.reads["x"]]
+                    shapes[op.weights["weight"]] = ends[0].shape[1], ends[1].shape[1]
+    if not shapes or not choice.has_kernels:
+        return
+    capability = torch.cuda.get_device_capability(choice.device)
+    if capability != HOPPER:
+        raise ConfigError(
+            f"activations 'fp8' is for GPUs of capability 9.0, and {choice.device} has "
+            f"{capability[0]}.{capability[1]}; leave it out, or use executor 'reference'"
+        )
+    if chunk % CHUNK_UNIT:
+        raise ConfigError(f"activations 'fp8' needs a prefill_chunk that is a multiple of {CHUNK_UNIT}, got {chunk}")
+    for name, (rows, columns) in shapes.items():
+        if rows % ROW_UNIT or columns % COLUMN_UNIT:
+            raise ConfigError(
+                f"activations 'fp8' is multiplied by kernels of matrices of a multiple of {ROW_UNIT} rows and "
+                f"{COLUMN_UNIT} columns, and {name} is {rows} x {columns}; leave it out, or use executor 'reference'"
             )
 
 

@@ -22,7 +22,7 @@ from lowlat.kernels.recurrent.delta_prefill import heads_of, row_workspaces
 from lowlat.kernels.toolchain.kernel import WorkspaceShape
 from lowlat.lowering.binding import in_parts
 from lowlat.lowering.prefill_attention import FLASH_DIM, attention_workspaces, refresh_bytes
-from lowlat.lowering.prefill_gemm import activation_workspace, gemm_workspaces
+from lowlat.lowering.prefill_gemm import activation_workspace, codes_workspace, gemm_workspaces
 from lowlat.lowering.weight_parts import EXPERT_GEMMS, GEMMS
 
 __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
@@ -61,7 +61,8 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         if in_parts(op):
             parts = KParts(int(op.params["num_parts"] or 1), 1)
         height, width = shape_of(op.weights["weight"])
-        return gemm_workspaces(rows, height, width, parts)
+        codes = [codes_workspace(rows, width)] if op.params.get("activations") is not None else []
+        return [*gemm_workspaces(rows, height, width, parts), *codes]
     if op.kind == "silu_mul":
         return [activation_workspace(*program.buffers[op.writes["out"]].shape)]
     if op.kind in ATTENTION:

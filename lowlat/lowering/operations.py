@@ -68,10 +68,12 @@ from lowlat.kernels.speculation.draft_topk import draft_topk
 from lowlat.kernels.speculation.grow import choose_nodes, grow_block_tree, grow_tree
 from lowlat.kernels.speculation.hand_over import hand_over_tree
 from lowlat.kernels.speculation.length_probabilities import join_lengths, learn_draft_lengths
+from lowlat.kernels.speculation.local_conv import local_conv, walk_candidates
 from lowlat.kernels.speculation.markov import bias_rows, markov_gate, parent_tokens
 from lowlat.kernels.speculation.ngram_draft import ngram_draft
 from lowlat.kernels.speculation.proposals import draft_from_texts, open_proposals
 from lowlat.kernels.speculation.suffix_draft import suffix_draft
+from lowlat.kernels.speculation.token_rows import token_rows
 from lowlat.kernels.speculation.waiting import keep_features, take_features, waiting_rows
 from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_active_slots, publish_rows
 from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows, check_slots
@@ -263,7 +265,7 @@ _BY_NAME = (
     *(choose_nodes, grow_block_tree, grow_tree, hand_over_tree),
     *(commit, concat_norms, draft_prefill_rows, draft_rows, gather_features, gather_level),
     *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
-    list_active_slots,
+    *(list_active_slots, local_conv, walk_candidates),
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
     *(output_gate, per_layer_gate, per_layer_inputs, qk_norm, rms_norm, scale),
     *(
@@ -278,7 +280,7 @@ _BY_NAME = (
         truncate,
     ),
     *(advance_states, delta_conv, delta_norm, prefill_advance_states, prefill_delta_conv),
-    *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, waiting_rows),
+    *(all_gather, keep_prompt_logprobs, sum_ranks, take_prompt_rows, token_ranks, token_rows, waiting_rows),
 )
 _ALONE: Mapping[str, Lower] = MappingProxyType(
     {

@@ -7,10 +7,11 @@ A row's bits depend on the row and the weight alone: in our GEMM because rows ar
 because it always multiplies a whole chunk, padded where there are fewer rows.
 
 Our GEMM reads rows that are arranged. Its fusions let the operation before it leave them so: a norm, attention, or a
-GEMM of gates and ups. Else a launch arranges them.
+GEMM of gates and ups. Else a launch arranges them. Where an operation asks for codes of rows, one more launch makes
+them of the arranged rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -19,12 +20,14 @@ from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op, Stage
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
+from lowlat.kernels.elementwise.coded_norm import coded_add_norm, coded_rms_norm
 from lowlat.kernels.elementwise.elementwise import silu_mul, soft_cap
 from lowlat.kernels.elementwise.norm import add_norm, rms_norm
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, unpack_rows
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.arranged import ArrangedGemm, arranged_gemm
+from lowlat.kernels.gemm.prefill.coded_rows import CodedRows, code_arranged, code_rows, coded_shape
 from lowlat.kernels.gemm.prefill.plan import APART_ROWS, cut_of
 from lowlat.kernels.gemm.tiles import BF16_TILES
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
@@ -36,7 +39,9 @@ from lowlat.lowering.prefill_attention import prefill_attention
 from lowlat.lowering.row_fusions import add_normed, added_hides, added_rows
 from lowlat.lowering.weight_parts import GEMMS, PACKED
 
-__all__ = ["PREFILL_FUSIONS", "PROMPT_LINEAR", "activation_workspace", "gemm_workspaces", "multiply_chunks"]
+__all__ = [
+    "PREFILL_FUSIONS", "PROMPT_LINEAR", "activation_workspace", "codes_workspace", "gemm_workspaces", "multiply_chunks",
+]  # fmt: skip
 
 AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have parts of a weight's rows
 
@@ -58,10 +63,44 @@ def activation_workspace(rows: int, width: int) -> WorkspaceShape:
     return "prefill.activated", arranged_shape(rows, width), torch.bfloat16
 
 
-def _gemm_of(binding: Binding, weight: PackedMatrix) -> ArrangedGemm | None:
-    """Our GEMM that multiplies by a weight on this GPU, in the program's chunks; None where none does."""
-    gemm = arranged_gemm(binding.gpu)
-    return gemm if gemm is not None and gemm.covers(binding.prefill_chunk, weight) else None
+def codes_workspace(rows: int, width: int) -> WorkspaceShape:
+    """The workspace of the codes of rows [M, K], and their scales."""
+    return "prefill.codes", coded_shape(rows, width), torch.uint8
+
+
+def _gemm_of(binding: Binding, op: Op) -> ArrangedGemm | None:
+    """Our GEMM that multiplies as an operation asks, on this GPU, in the program's chunks; None where none does."""
+    gemm, weight = arranged_gemm(binding.gpu), binding.weights.matrix(op.weights["weight"])
+    if gemm is None or not gemm.covers(binding.prefill_chunk, weight):
+        return None
+    return None if _codes_rows(op) and not gemm.takes_codes(weight) else gemm
+
+
+def _codes_rows(op: Op) -> bool:
+    """Whether a GEMM asks for codes of its rows."""
+    return op.params.get("activations") is not None
+
+
+def _coded(binding: Binding, op: Op, arranged: torch.Tensor) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
+    """The call that codes rows for an operation's GEMM, if it asks for codes, and what the GEMM then reads."""
+    if not _codes_rows(op):
+        return (), arranged
+    codes = _code_memory(binding, arranged.shape[1], binding.weights.matrix(op.weights["weight"]).columns)
+    return code_arranged(arranged=arranged, out=codes), codes
+
+
+def _given_rows(binding: Binding, op: Op) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
+    """The call that arranges an operation's rows, or codes them, and what its GEMM then reads."""
+    rows = binding.arguments(op)["x"]
+    if _codes_rows(op):
+        codes = _code_memory(binding, *rows.shape)
+        return code_rows(x=rows, out=codes), codes
+    arranged = _arranged_rows(binding, op)
+    return arrange(x=rows, out=arranged), arranged
+
+
+def _code_memory(binding: Binding, rows: int, width: int) -> CodedRows:
+    return CodedRows(binding.workspace(*codes_workspace(rows, width)), rows, width)
 
 
 def _linear(binding: Binding, op: Op) -> Sequence[Call]:
@@ -86,6 +125,13 @@ def _by_library(binding: Binding, op: Op) -> Sequence[Call]:
             f"multiple of 64 and widths of 8, and {name} would be multiplied by a matrix library, whose "
             f"order of sums its width decides (capability {binding.gpu.capability}, prefill_chunk {chunk}, "
             f"{weight.rows} x {weight.columns}); leave it out, or use executor 'reference'"
+        )
+    if _codes_rows(op):
+        raise ConfigError(
+            f"{binding.program.name}: activations 'fp8' needs prefill's own GEMMs, of GPUs of capability 9.0, chunks "
+            f"of a multiple of 64, and weights in FP8 with a scale for each row, of sizes that are multiples of 8 and "
+            f"128; {name} is {weight.tile_format.label}, {weight.rows} x {weight.columns} (capability "
+            f"{binding.gpu.capability}, prefill_chunk {chunk}); leave it out, or use executor 'reference'"
         )
     bias = binding.weights.vector(op.weights["bias"]) if "bias" in op.weights else None
     calls: list[Call] = []
@@ -112,7 +158,7 @@ def _most_unpacked(binding: Binding) -> int:
 def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
     """By our GEMM, after a launch that arranges the rows."""
     given, weight = binding.arguments(op), binding.weights.matrix(op.weights["weight"])
-    gemm, columns = _gemm_of(binding, weight), binding.weights.runs(op.weights["weight"])
+    gemm, columns = _gemm_of(binding, op), binding.weights.runs(op.weights["weight"])
     if gemm is None:
         raise ValueError(f"no GEMM of ours multiplies by {op.weights['weight']}")
     calls: list[Call] = []
@@ -121,9 +167,14 @@ def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
     for rows, results in zip(given["x"].split(most), given["out"].split(most), strict=True):
         asked = gemm_workspaces(rows.shape[0], weight.rows, weight.columns, parts)
         arranged, partials = (binding.workspace(*each) for each in asked)
-        calls += arrange(x=rows, out=arranged)
+        x: torch.Tensor | CodedRows = arranged
+        if _codes_rows(op):
+            x = _code_memory(binding, *rows.shape)
+            calls += code_rows(x=rows, out=x)
+        else:
+            calls += arrange(x=rows, out=arranged)
         calls += gemm.multiply(
-            arranged=arranged, weight=weight, bias=binding.bias(op), columns=columns, partials=partials, out=results,
+            arranged=x, weight=weight, bias=binding.bias(op), columns=columns, partials=partials, out=results,
             gpu=binding.gpu, parts=parts,
         )  # fmt: skip
     return [*calls, *_capped(binding, op)]
@@ -171,6 +222,7 @@ def _attends_for(run: Run, gpu: Gpu) -> bool:
     rows, width = run.shape(attention.writes["out"])
     return (
         linear.reads["x"] == attention.writes["out"]
+        and not _codes_rows(linear)
         and attention.stage is Stage.PREFILL
         and has_prefill_flash(gpu, run.shape(attention.reads["k_cache"])[-1])
         and _is_one_gemm(rows, width, linear, gpu)
@@ -182,13 +234,14 @@ def _feeds(run: Run, gpu: Gpu) -> bool:
     gate_up, silu, down = run.ops[-3:]
     rows, width = run.shape(silu.writes["out"])
     depth = run.shape(gate_up.reads["x"])[1]
+    units = depth // 2 if _codes_rows(gate_up) else depth  # of which a step has 64
     return (
         silu.stage is Stage.PREFILL
         and silu.reads["gate_up"] == gate_up.writes["out"]
         and down.reads["x"] == silu.writes["out"]
         and _is_one_gemm(rows, depth, gate_up, gpu)
         and _is_one_gemm(rows, width, down, gpu)
-        and _gates(2 * width, depth, gpu, at_once=in_parts(down))
+        and _gates(2 * width, units, gpu, at_once=in_parts(down))
     )
 
 
@@ -200,6 +253,15 @@ def _gates(height: int, depth: int, gpu: Gpu, *, at_once: bool) -> bool:
 
 def _norms_and_feeds(run: Run, gpu: Gpu) -> bool:
     return _norms_for(run, gpu) and _feeds(run, gpu)
+
+
+def _with_codes(applies: Callable[[Run, Gpu], bool], *, coded: bool) -> Callable[[Run, Gpu], bool]:
+    """The precondition, and that a FFN's GEMMs ask for codes of rows, one of them at least; or that none does."""
+
+    def holds(run: Run, gpu: Gpu) -> bool:
+        return any(map(_codes_rows, run.all("linear"))) == coded and applies(run, gpu)
+
+    return holds
 
 
 def _normed(run: Run) -> list[str]:
@@ -223,37 +285,67 @@ def _gates_first(run: Run) -> dict[str, torch.Tensor]:
     return {run.op("linear").weights["weight"]: gate_up_permutation(run.shape(run.op("silu_mul").writes["out"])[1])}
 
 
-def _norm(binding: Binding, run: Run, arranged: torch.Tensor | None = None) -> Sequence[Call]:
-    """The norm, with the residual sum before it where the run has one, and what that adds normed; as rows where they
-    are not to be arranged."""
-    if len(run.all("rms_norm")) > 1 or run.find("scale") is not None:
-        return add_normed(binding, _until_norm(run), arranged)
+# a norm alone and one after a sum, by what their rows are left in
+NORMS: Mapping[type, tuple[Callable[..., Sequence[Call]], Callable[..., Sequence[Call]]]] = {
+    type(None): (rms_norm, add_norm),
+    torch.Tensor: (arranged_rms_norm, arranged_add_norm),
+    CodedRows: (coded_rms_norm, coded_add_norm),
+}
+
+
+def _norm(binding: Binding, run: Run, left: torch.Tensor | CodedRows | None = None) -> Sequence[Call]:
+    """The norm, with the residual sum before it where the run has one; its rows go arranged or coded where they are to
+    be left so, else to its buffer."""
     norm, added = run.op("rms_norm"), run.find("add")
     given = {**binding.arguments(norm), **binding.vectors(norm)}
-    if arranged is not None:
-        given["out"] = arranged
+    if left is not None:
+        given["out"] = left
+    alone, after_sum = NORMS[type(left)]
     if added is None:
-        return rms_norm(**given) if arranged is None else arranged_rms_norm(**given)
+        return alone(**given)
     del given["x"]
     parts = binding.arguments(added)
-    add = add_norm if arranged is None else arranged_add_norm
-    return add(parts["a"], parts["b"], total=parts["out"], **given)
+    return after_sum(parts["a"], parts["b"], total=parts["out"], **given)
 
 
-def _arranged_rows(binding: Binding, op: Op, weight: PackedMatrix) -> torch.Tensor:
+def _is_sandwich(run: Run) -> bool:
+    """Whether what is added is normed, too, or the sum scaled."""
+    return len(run.all("rms_norm")) > 1 or run.find("scale") is not None
+
+
+def _normed_rows(binding: Binding, run: Run, op: Op) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
+    """The run's norm, and its rows as the GEMM of an operation reads them."""
+    if not _codes_rows(op):
+        arranged = _arranged_rows(binding, op)
+        if _is_sandwich(run):
+            return add_normed(binding, _until_norm(run), arranged), arranged
+        return _norm(binding, run, arranged), arranged
+    if _is_sandwich(run):
+        arranged = _arranged_rows(binding, op)
+        coding, codes = _coded(binding, op, arranged)
+        return [*add_normed(binding, _until_norm(run), arranged), *coding], codes
+    coded = _code_memory(binding, *binding.buffers[op.reads["x"]].shape)
+    return _norm(binding, run, coded), coded
+
+
+def _plain_norm(binding: Binding, run: Run) -> Sequence[Call]:
+    """The run's norm, row by row."""
+    return add_normed(binding, _until_norm(run)) if _is_sandwich(run) else _norm(binding, run)
+
+
+def _arranged_rows(binding: Binding, op: Op) -> torch.Tensor:
     """The workspace of a GEMM's arranged rows."""
-    rows = binding.buffers[op.reads["x"]].shape[0]
+    weight, rows = binding.weights.matrix(op.weights["weight"]), binding.buffers[op.reads["x"]].shape[0]
     return binding.workspace(*gemm_workspaces(rows, weight.rows, weight.columns)[0])
 
 
-def _of_arranged(
-    binding: Binding, op: Op, gemm: ArrangedGemm, weight: PackedMatrix, arranged: torch.Tensor
-) -> Sequence[Call]:
-    """The calls of `linear` over rows that are arranged, which one GEMM takes."""
-    out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
+def _multiply(binding: Binding, op: Op, gemm: ArrangedGemm, x: torch.Tensor | CodedRows) -> Sequence[Call]:
+    """The calls of `linear` over rows that are arranged, or coded, which one GEMM takes."""
+    weight, out = binding.weights.matrix(op.weights["weight"]), binding.buffers[op.writes["out"]]
+    parts = _parts_of(binding, op, weight)
     partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
     product = gemm.multiply(
-        arranged=arranged, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
+        arranged=x, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
         partials=partials, out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
     return [*product, *_capped(binding, op)]
@@ -262,23 +354,21 @@ def _of_arranged(
 def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """The norm leaves its rows as the GEMM reads them."""
     linear = run.op("linear")
-    weight = binding.weights.matrix(linear.weights["weight"])
-    gemm = _gemm_of(binding, weight)
+    gemm = _gemm_of(binding, linear)
     if gemm is None:
-        return [*_norm(binding, run), *_linear(binding, linear)]
-    arranged = _arranged_rows(binding, linear, weight)
-    return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, gemm, weight, arranged)]
+        return [*_plain_norm(binding, run), *_linear(binding, linear)]
+    norm, x = _normed_rows(binding, run, linear)
+    return [*norm, *_multiply(binding, linear, gemm, x)]
 
 
 def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """Attention leaves its rows as the GEMM reads them."""
     attention, linear = run.ops
-    weight = binding.weights.matrix(linear.weights["weight"])
-    gemm = _gemm_of(binding, weight)
+    gemm = _gemm_of(binding, linear)
     if gemm is None:
         return [*prefill_attention(binding, attention), *_linear(binding, linear)]
-    arranged = _arranged_rows(binding, linear, weight)
-    return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, gemm, weight, arranged)]
+    arranged = _arranged_rows(binding, linear)
+    return [*prefill_attention(binding, attention, arranged), *_multiply(binding, linear, gemm, arranged)]
 
 
 def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
@@ -286,24 +376,25 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
     gate_up, silu, down = run.ops[-3:]
     first, second = (binding.weights.matrix(op.weights["weight"]) for op in (gate_up, down))
     activation, normed = binding.arguments(silu), run.find("rms_norm") is not None
-    gemm, next_gemm = _gemm_of(binding, first), _gemm_of(binding, second)
+    gemm, next_gemm = _gemm_of(binding, gate_up), _gemm_of(binding, down)
     if gemm is None:
-        before = _norm(binding, run) if normed else ()
+        before = _plain_norm(binding, run) if normed else ()
         return [*before, *_linear(binding, gate_up), *silu_mul(**activation), *_linear(binding, down)]
-    arranged = _arranged_rows(binding, gate_up, first)
-    before = _norm(binding, run, arranged) if normed else arrange(x=binding.arguments(gate_up)["x"], out=arranged)
+    before, x = _normed_rows(binding, run, gate_up) if normed else _given_rows(binding, gate_up)
     if next_gemm is None:
-        product = _of_arranged(binding, gate_up, gemm, first, arranged)
+        product = _multiply(binding, gate_up, gemm, x)
         return [*before, *product, *silu_mul(**activation), *_linear(binding, down)]
     activated = binding.workspace(*activation_workspace(activation["out"].shape[0], second.columns))
+    coding, next_x = _coded(binding, down, activated)
     return [
         *before,
         *gemm.multiply_gated(
-            arranged=arranged, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
+            arranged=x, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
             activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
             parts=_parts_of(binding, gate_up, first),
         ),
-        *_of_arranged(binding, down, next_gemm, second, activated),
+        *coding,
+        *_multiply(binding, down, next_gemm, next_x),
     ]  # fmt: skip
 
 
@@ -350,7 +441,7 @@ def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torc
 
 
 def _has_gemm(binding: Binding, op: Op) -> bool:
-    return _gemm_of(binding, binding.weights.matrix(op.weights["weight"])) is not None
+    return _gemm_of(binding, op) is not None
 
 
 def _has_arranged(gpu: Gpu) -> bool:
@@ -364,22 +455,32 @@ PROMPT_LINEAR = (
 )
 
 ADDED = ("cast? rms_norm add scale? rms_norm", "add scale rms_norm")
-PREFILL_FUSIONS = (
-    *(
+
+
+def _ffn_fusions(*, coded: bool) -> tuple[Fusion, ...]:
+    """Fusions of FFNs; where rows are coded, a launch does so between the two GEMMs, and after a norm with a sum."""
+    both, feeds = (_with_codes(applies, coded=coded) for applies in (_norms_and_feeds, _feeds))
+    end, fewer = (" by codes", 1) if coded else ("", 0)
+    return (
+        *(
+            Fusion(
+                f"norm+add+gated ffn{end}", f"{added} linear silu_mul linear", 4 - 2 * fewer, _gated_ffn, both,
+                _normed_and_fed, _gates_first,
+            )
+            for added in ADDED
+        ),
         Fusion(
-            "norm+add+gated ffn", f"{added} linear silu_mul linear", 4, _gated_ffn, _norms_and_feeds, _normed_and_fed,
-            _gates_first,
-        )
-        for added in ADDED
-    ),
-    Fusion(
-        "norm+gated ffn", "add? rms_norm linear silu_mul linear", 3, _gated_ffn, _norms_and_feeds, _normed_and_fed,
-        _gates_first,
-    ),
-    Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),
-    *(
-        Fusion("norm+add+prefill gemm", f"{added} linear", 2, _normed_linear, _norms_for, _normed) for added in ADDED
-    ),
+            f"norm+gated ffn{end}", "add? rms_norm linear silu_mul linear", 3 - fewer, _gated_ffn, both,
+            _normed_and_fed, _gates_first,
+        ),
+        Fusion(f"gated ffn{end}", "linear silu_mul linear", 2 - fewer, _gated_ffn, feeds, _fed, _gates_first),
+    )  # fmt: skip
+
+
+PREFILL_FUSIONS = (
+    *_ffn_fusions(coded=False),
+    *_ffn_fusions(coded=True),
+    *(Fusion("norm+add+prefill gemm", f"{added} linear", 2, _normed_linear, _norms_for, _normed) for added in ADDED),
     Fusion("norm+prefill gemm", "add? rms_norm linear", 1, _normed_linear, _norms_for, _normed),
     Fusion("attention+prefill gemm", "prefill_attention linear", 1, _attended_linear, _attends_for, _attended),
-)  # fmt: skip
+)

@@ -23,7 +23,7 @@ from lowlat.models.walk import (
     score_params,
 )
 
-__all__ = ["emit_decoder", "emit_lm_head", "emit_prompt_logits"]
+__all__ = ["cache_names", "emit_decoder", "emit_lm_head", "emit_prompt_logits", "emit_vocabulary"]
 
 
 def emit_decoder(
@@ -34,20 +34,22 @@ def emit_decoder(
     tables: Tables,
     stage: Stage,
     last: str = "",
+    owner: str = "",
 ) -> list[str]:
     """Append the layers' operations; return the residual stream at boundaries 0 to L, as buffer names.
 
     tokens  [M] int32; tables: cos and sin of each of the layers' rotations, [C, D / 2] float32. The states that
     layers keep must be declared; what ends their turn is the states' own, see `SequenceState.emit_end`. `last` is a
-    buffer for the last boundary; "": one of the rows' own.
+    buffer for the last boundary; "": one of the rows' own. `owner` begins the names of weights and caches.
     """
-    emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage)
+    coded = config.coded_rows if rows.are_prompt else frozenset[str]()
+    emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage, coded)
     scale = config.embedding_scale
-    boundaries = [emitter.embed(tokens, "embed.weight", config.hidden_size, "residual.0", scale=scale)]
-    inputs = _emit_per_layer_inputs(emitter, config, tokens, boundaries[0])
+    boundaries = [emitter.embed(tokens, f"{owner}embed.weight", config.hidden_size, "residual.0", scale=scale)]
+    inputs = _emit_per_layer_inputs(emitter, config, tokens, boundaries[0], owner)
     for number in range(config.num_layers):
-        kept = _kv_layer(config, number)
-        layer = layer_of(config, number, f"layers.{number}", (f"k_cache.{kept}", f"v_cache.{kept}"))
+        caches = cache_names(_kv_layer(config, number), owner)
+        layer = layer_of(config, number, f"{owner}layers.{number}", caches)
         normed = emitter.norm(boundaries[-1], f"{layer.name}.attn_norm.weight", layer.eps, "normed")
         mixed = emit_sandwich(emitter, layer, _emit_mixer(emitter, layer, number, normed, tables), "post_attn")
         middle = emitter.add(boundaries[-1], mixed, "residual.middle")
@@ -58,24 +60,29 @@ def emit_decoder(
     return boundaries
 
 
+def cache_names(layer: int, owner: str = "") -> tuple[str, str]:
+    """The buffers of a layer's keys and values."""
+    return f"{owner}k_cache.{layer}", f"{owner}v_cache.{layer}"
+
+
 def _kv_layer(config: ModelConfig, number: int) -> int:
     """The layer whose cache a layer reads."""
     spec = config.attentions.get(number)
     return number if spec is None or spec.kv_layer is None else spec.kv_layer
 
 
-def _emit_per_layer_inputs(emitter: Emitter, config: ModelConfig, tokens: str, residual: str) -> str:
+def _emit_per_layer_inputs(emitter: Emitter, config: ModelConfig, tokens: str, residual: str, owner: str) -> str:
     """The embeddings of tokens for each layer, [M, L P]; "" where layers have none."""
     if config.per_layer_size is None:
         return ""
     size = config.per_layer_size
     width, scale = config.num_layers * size, rounded_scale(size**0.5, config.dtype)
-    embedded = emitter.embed(tokens, "per_layer_embed.weight", width, "per_layer.embedded", scale=scale)
-    projected = emitter.linear(residual, "per_layer_projection", width, "per_layer.projected")
+    embedded = emitter.embed(tokens, f"{owner}per_layer_embed.weight", width, "per_layer.embedded", scale=scale)
+    projected = emitter.linear(residual, f"{owner}per_layer_projection", width, "per_layer.projected")
     out = emitter.scratch("per_layer.inputs", emitter.rows.count, width)
     reads = {"projected": projected, "embedded": embedded, **emitter.live()}
     own = {"scale": config.hidden_size**-0.5, "eps": config.rms_norm_eps}
-    emitter.emit("per_layer_inputs", reads, {"out": out}, weights={"weight": "per_layer_norm.weight"}, **own)
+    emitter.emit("per_layer_inputs", reads, {"out": out}, weights={"weight": f"{owner}per_layer_norm.weight"}, **own)
     return out
 
 
@@ -136,6 +143,17 @@ def emit_prompt_logits(
 
 
 def _emit_logits(emitter: Emitter, config: ModelConfig, residual: str, out: str = "") -> str:
-    normed = emitter.norm(residual, "norm.weight", config.rms_norm_eps, "final")
+    return emit_vocabulary(emitter, config, residual, config.vocab_size, out)
+
+
+def emit_vocabulary(
+    emitter: Emitter, config: ModelConfig, residual: str, width: int, out: str = "", owner: str = ""
+) -> str:
+    """Final norm and LM head of rows: float32 logits [M, width], returned by buffer name.
+
+    out    a buffer that they are written to; "": one of the rows' own
+    owner  begins the names of weights
+    """
+    normed = emitter.norm(residual, f"{owner}norm.weight", config.rms_norm_eps, "final")
     cap = config.logit_softcap
-    return emitter.vocabulary(normed, "lm_head", config.vocab_size, "logits", config.shard, out, softcap=cap)
+    return emitter.vocabulary(normed, f"{owner}lm_head", width, "logits", config.shard, out, softcap=cap)

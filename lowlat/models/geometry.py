@@ -17,7 +17,7 @@ from lowlat.models.shard import Shard
 
 __all__ = ["CodedKV", "Decoder", "DraftConfig", "ModelConfig"]
 
-DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab", "target"]
+DraftLayout = Literal["safeai", "specforge", "modelopt", "speculators", "deepspec", "z-lab", "target", "whole"]
 ComputeDtype = Literal["bfloat16", "float32"]
 Spec = TypeVar("Spec")
 
@@ -125,6 +125,7 @@ class ModelConfig(Decoder):
     logit_scale      of logits, which the weight of the final norm has: a power of two
     logit_softcap    logits l become c tanh(l / c); None: they stay
     coded_kv         None: the cache has the compute dtype
+    coded_rows       matrices of layers that are multiplied by e4m3 codes of a prompt's rows, see `code_activations`
     window_limit     positions up to which windows that are not implemented change nothing
     query_limit      positions up to which a scale of queries by position, which is not implemented, is 1
     """
@@ -138,6 +139,7 @@ class ModelConfig(Decoder):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     coded_kv: CodedKV | None = None
+    coded_rows: frozenset[str] = frozenset()
     window_limit: int | None = None
     query_limit: int | None = None
 
@@ -176,7 +178,8 @@ class DraftConfig(Decoder):
     """The common part of all draft models' geometries; each method has a record of its own.
 
     method              the method of speculation that it is for
-    layout              who writes files of this form; "target": its weights lie in the target's files
+    layout              who writes files of this form; "target": its weights lie in the target's files; "whole": it is a
+                        target by itself
     target_hidden_size  of the target
     draft_vocab_size    tokens that it drafts
     capture_boundaries  the target's residual streams that it reads. Boundary b is the stream entering layer b, 0 to L

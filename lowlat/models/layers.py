@@ -64,6 +64,11 @@ class Rows:
     recurrent: dict[str, str] = field(default_factory=dict)
 
     @property
+    def are_prompt(self) -> bool:
+        """Whether they are a prompt's, and no others'."""
+        return self.chunk is not None and not self.refresh
+
+    @property
     def chooses(self) -> bool:
         """Whether the rows attend to all of the cache and choose blocks, where other rows attend to lists."""
         return self.refresh or self.chunk is not None
@@ -71,12 +76,16 @@ class Rows:
 
 @dataclass
 class Emitter:
-    """Appends operations over one set of rows to a program, in one compute dtype."""
+    """Appends operations over one set of rows to a program, in one compute dtype.
+
+    coded  matrices that are multiplied by codes of the rows
+    """
 
     builder: ProgramBuilder
     rows: Rows
     dtype: torch.dtype
     stage: Stage
+    coded: frozenset[str] = frozenset()
 
     def live(self) -> dict[str, str]:
         """The row_live argument, where rows may be dead."""
@@ -120,6 +129,8 @@ class Emitter:
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
         weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
         block = 8 if self.rows.live is not None else self.rows.count
+        if weights["weight"] in self.coded:
+            params["activations"] = "fp8"
         self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block, **params)
         return out
 
@@ -271,15 +282,16 @@ class Emitter:
         *,
         sinks: str | None = None,
         shard: LayerShard | None = None,
+        kv_window: int | None = None,
         **params: object,
     ) -> str:
         """Attention of these rows over the cache, [M, width]; with the query heads of a rank, where it has a part.
 
-        params  of the operation; a layer's `window` without `keep_first` is as of `kv_write`
+        kv_window  as of `kv_write`
+        params     of the operation
         """
         out = self.scratch("attention", self.rows.count, width)
-        window = None if params.get("keep_first") else params.get("window")
-        given = self.paged(self.rows.attention, window if isinstance(window, int) else None)
+        given = self.paged(self.rows.attention, kv_window)
         reads = {"q": q, "k_cache": caches[0], "v_cache": caches[1], **given, **self.live()}
         reads |= self.scales(caches[0])
         weights = {} if sinks is None else {"sinks": sinks}

@@ -94,24 +94,29 @@ PUBLISHED = (
         (4096, 14336, 32, 32, 8, 128256, 131072),
         _llama3_rope(),
         ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
-         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+         "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat", "meta-llama/Llama-3.2-1B-Instruct"),
     ),
     Published(
         "meta-llama/Llama-3.3-70B-Instruct", "llama", (8192, 28672, 80, 64, 8, 128256, 131072), _llama3_rope(),
-        ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3"),
+        ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B", "RedHatAI/Llama-3.3-70B-Instruct-speculator.eagle3",
+         "meta-llama/Llama-3.2-1B-Instruct"),
     ),
     Published(
-        "Qwen/Qwen2.5-7B-Instruct", "qwen2", (3584, 18944, 28, 28, 4, 152064, 32768), {"rope_theta": 1e6}
+        "Qwen/Qwen2.5-7B-Instruct", "qwen2", (3584, 18944, 28, 28, 4, 152064, 32768), {"rope_theta": 1e6},
+        ("Qwen/Qwen2.5-0.5B-Instruct",),
     ),
     Published(
         "Qwen/Qwen3-8B", "qwen3", (4096, 12288, 36, 32, 8, 151936, 40960), QWEN3,
-        ("RedHatAI/Qwen3-8B-speculator.eagle3", "z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7"),
+        ("RedHatAI/Qwen3-8B-speculator.eagle3", "z-lab/Qwen3-8B-DFlash-b16", "deepseek-ai/dspark_qwen3_8b_block7",
+         "Qwen/Qwen3-0.6B"),
     ),
     Published(
         "Qwen/Qwen3-32B", "qwen3", (5120, 25600, 64, 64, 8, 151936, 40960), QWEN3,
-        ("RedHatAI/Qwen3-32B-speculator.eagle3",),
+        ("RedHatAI/Qwen3-32B-speculator.eagle3", "Qwen/Qwen3-0.6B"),
     ),
-    Published("Qwen/Qwen3-30B-A3B", "qwen3_moe", (2048, 6144, 48, 32, 4, 151936, 40960), QWEN3_MOE),
+    Published(
+        "Qwen/Qwen3-30B-A3B", "qwen3_moe", (2048, 6144, 48, 32, 4, 151936, 40960), QWEN3_MOE, ("Qwen/Qwen3-0.6B",),
+    ),
     Published(
         "Qwen/Qwen3-VL-8B-Instruct", "qwen3_vl", (4096, 12288, 36, 32, 8, 151936, 262144),
         {**QWEN3, "rope_theta": 5e6, **MROPE}, inside="qwen3_vl_text",
@@ -177,11 +182,11 @@ PUBLISHED = (
     ),
     Published(
         "google/gemma-3-12b-it", "gemma3", (3840, 15360, 48, 16, 8, 262208, 131072), GEMMA3_IMAGES,
-        inside="gemma3_text",
+        ("google/gemma-3-1b-it",), "gemma3_text",
     ),
     Published(
         "google/gemma-3-27b-it", "gemma3", (5376, 21504, 62, 32, 16, 262208, 131072),
-        {**GEMMA3_IMAGES, **HEADS_OF_128, "query_pre_attn_scalar": 168}, inside="gemma3_text",
+        {**GEMMA3_IMAGES, **HEADS_OF_128, "query_pre_attn_scalar": 168}, ("google/gemma-3-1b-it",), "gemma3_text",
     ),
     Published(
         "google/gemma-4-E2B-it", "gemma4", (1536, 6144, 35, 8, 1, 262144, 131072),
@@ -210,7 +215,7 @@ PUBLISHED = (
         "google/gemma-4-31B-it", "gemma4", (5376, 21504, 60, 32, 16, 262144, 262144),
         {**GEMMA4_LARGE, "num_global_key_value_heads": 4},
         ("RedHatAI/gemma-4-31B-it-speculator.eagle3", "RedHatAI/gemma-4-31B-it-speculator.dflash",
-         "RedHatAI/gemma-4-31B-it-speculator.dspark"),
+         "RedHatAI/gemma-4-31B-it-speculator.dspark", "google/gemma-4-E2B-it"),
         "gemma4_text",
     ),
     Published(

@@ -22,7 +22,7 @@ LAYER = re.compile(
     r"(?P<layer>qkv|qk|q|kv|k|context\.kv?|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
     r"|delta_(in|ba|conv|a|dt|out))(\.(?P<part>\w+))?"
 )
-LM_HEAD = "lm_head."
+LM_HEADS = ("lm_head.", "head.lm_head.")  # the target's and the draft model's
 PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a: as values' of a delta net
     **{letters: letters for letters in ("qkv", "qk", "q", "kv", "k")},
     "gate": "q",
@@ -138,7 +138,7 @@ def cut_stream(
     """
     cuts = [RankCuts(config) for config in configs]
     for names, tensor in stream:
-        head = tuple(name for name in names if name.startswith(LM_HEAD))
+        head = tuple(name for name in names if name.startswith(LM_HEADS))
         others = tuple(name for name in names if name not in head)
         for together in (others, head) if len(configs) > 1 else (names,):
             if together:

@@ -132,7 +132,9 @@ def emit_attended(emitter: Emitter, layer: Layer, query: str, **seen: Any) -> st
     attention = layer.attention
     params = {**score_params(attention), **seen}
     sinks = f"{layer.name}.sinks" if attention.sinks else None
-    return emitter.attention(query, layer.caches, attention.query_size, sinks=sinks, shard=layer.shard, **params)
+    return emitter.attention(
+        query, layer.caches, attention.query_size, sinks=sinks, shard=layer.shard, kv_window=layer.kv_window, **params
+    )
 
 
 def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> str:

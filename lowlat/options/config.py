@@ -45,6 +45,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_VOCABULARY, *_TREES),
     "dflash": ("model", "draft_quantize", "capture_layers", *_VOCABULARY, *_TREES),
     "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
+    "draft_model": ("model", "draft_quantize", "text_drafts", *_VOCABULARY),
 }
 NEEDS_MODEL = frozenset(method for method, names in METHOD_OPTIONS.items() if "model" in names)
 AUTO_METHOD = "auto"  # stands for a method that models' files name: it is settled at load
@@ -71,8 +72,9 @@ class SpeculativeConfig:
     """How to speculate: the method, the depth, and the tree.
 
     `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
-    `ORG/NAME[@REVISION]`; or "mtp", with the target's own multi-token prediction layer, which is in its files. "auto"
-    is the method that `model` is for or, where none is given, "mtp". "ngram" drafts what followed the longest suffix of
+    `ORG/NAME[@REVISION]`; "draft_model", with any smaller model of the target's vocabulary; or "mtp", with the target's
+    own multi-token prediction layer, which is in its files. "auto" is the method that `model` is for or, where none is
+    given, "mtp". "ngram" drafts what followed the longest suffix of
     the text,
     `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
     followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts next to it: each step
@@ -94,7 +96,7 @@ class SpeculativeConfig:
 
     model: str | Path | None = declare(
         None,
-        "A draft model for it: a directory, or ORG/NAME; EAGLE3, P-EAGLE, DFlash or DSpark.",
+        "A draft model for it: a directory, or ORG/NAME; EAGLE3, P-EAGLE, DFlash, DSpark, or a whole small model.",
         key="head",
         aliases=("draft_model",),
         metavar="MODEL",
@@ -480,6 +482,12 @@ class RuntimeConfig:
         "auto",
         "How keys and values are kept; fp8: in 8 bits, by the checkpoint's scales where it has any. auto: as they are.",
     )
+    activations: Literal["fp8"] | None = declare(
+        None,
+        "Round a prompt's rows to FP8, each by a scale of its own, for layers in FP8 by row: prompts are read sooner, "
+        "and tokens may differ.",
+        rare=True,
+    )
     device: str = declare("auto", "auto, cpu, cuda or cuda:N.")
     executor: Literal["auto", "reference", "eager", "graph"] = declare("auto", "How steps are run.")
     tensor_parallel_size: int = declare(
@@ -654,6 +662,11 @@ class RuntimeConfig:
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
         if self.quantize_lm_head and self.quantize is None:
             raise ConfigError("quantize_lm_head needs quantize, which says to what")
+        if self.activations is not None and self.tp_invariant:
+            raise ConfigError(
+                f"activations {self.activations!r} scales the rows that each GPU has, and tp_invariant has the same "
+                "bits on any number of them; leave one of them out"
+            )
         if self.prompt_logits and self.prefix_reuse:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:

@@ -67,6 +67,7 @@ class RuntimeOptions(TypedDict, total=False):
     quantize: Literal["fp8", "int4"] | str | None
     quantize_lm_head: bool
     kv_cache_dtype: Literal["auto", "bf16", "fp8"] | str
+    activations: Literal["fp8"] | str | None
     device: str
     executor: Literal["auto", "reference", "eager", "graph"] | str
     tensor_parallel_size: int

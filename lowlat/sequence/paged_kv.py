@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 
 from lowlat.graphs import BufferSpec, Paging, Role
-from lowlat.models.geometry import ModelConfig
+from lowlat.models.decoder import cache_names
+from lowlat.models.geometry import Decoder, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.windows import window_suffix
 from lowlat.sequence.state import SequenceState
 
-__all__ = ["PagedKV", "cache_specs", "kv_dtype"]
+__all__ = ["PagedKV", "cache_specs", "decoder_cache_specs", "kv_dtype"]
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype:
@@ -38,6 +39,23 @@ def cache_specs(
     return [BufferSpec(name, shape, dtype, Role.STATE, Paging.POSITIONS, pool) for name in names]
 
 
+def decoder_cache_specs(
+    config: Decoder, block_size: int, dtype: torch.dtype, pools: tuple[int, Mapping[int, int]], owner: str = ""
+) -> list[BufferSpec]:
+    """The caches of all layers of a decoder that keep keys and values of their own.
+
+    pools  see `cache_specs`
+    owner  begins their names
+    """
+    return [
+        cache
+        for layer, spec in config.caching.items()
+        for cache in cache_specs(
+            cache_names(layer, owner), (spec.num_kv_heads, block_size, spec.head_dim), dtype, pools, spec.window
+        )
+    ]
+
+
 @dataclass(frozen=True)
 class PagedKV(SequenceState):
     """The target's KV cache: for each layer with attention k and v, [P, G, block, D] in the compute dtype, or codes.
@@ -55,14 +73,4 @@ class PagedKV(SequenceState):
     def specs(self) -> list[BufferSpec]:
         """`k_cache.LAYER` and `v_cache.LAYER`."""
         dtype, pools = kv_dtype(self.config), (self.num_blocks, self.windows)
-        return [
-            cache
-            for layer, spec in self.config.caching.items()
-            for cache in cache_specs(
-                (f"k_cache.{layer}", f"v_cache.{layer}"),
-                (spec.num_kv_heads, self.block_size, spec.head_dim),
-                dtype,
-                pools,
-                spec.window,
-            )
-        ]
+        return decoder_cache_specs(self.config, self.block_size, dtype, pools)

@@ -6,7 +6,9 @@ from typing import Any
 from lowlat.errors import RequestError
 from lowlat.ipc.wire import Message
 from lowlat.text import TextCodec
-from lowlat.text.templates.messages import encode_messages
+from lowlat.text.growing import GrowingPrompt
+from lowlat.text.growing_chat import GrowingChat
+from lowlat.text.templates.messages import encode_messages, grow_messages
 
 __all__ = ["ServingCodec"]
 
@@ -47,6 +49,23 @@ class ServingCodec:
             max_context=max_context,
             max_tokens=max_tokens,
         )
+
+    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> GrowingPrompt:
+        """Begin a plain prompt that is still being written; without a tokenizer it takes token ids alone."""
+        return GrowingPrompt(
+            self._bound,
+            max_context=max_context,
+            allow_special=allow_special,
+            add_special_tokens=add_special_tokens,
+        )
+
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> GrowingChat | GrowingPrompt:
+        """Begin a chat of whose last message the content is still being written; its pieces may be refused."""
+        if self._bound is None:
+            return self.grow(allow_special=allow_special, add_special_tokens=False, max_context=max_context)
+        return grow_messages(self._bound, messages, options, allow_special=allow_special, max_context=max_context)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ids outside the vocabulary have none."""

@@ -37,6 +37,8 @@ class RuntimeEngine:
         codec = runtime.codec
         if runtime.checks.has_masks:
             runtime.grammars.warm()  # or the first request with one would hold up others' steps
+        if codec is not None:
+            _ = codec.cuts  # so would the first growing prompt
         self.info = EngineInfo(
             model=display_name(runtime.directory) if name is None else name,
             vocab_size=runtime.model_config.vocab_size,
@@ -63,11 +65,44 @@ class RuntimeEngine:
         self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
     ) -> None:
         """Take a request. Raises RequestError, CapacityError."""
+        params = self._compiled(sampling)
+        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt, session=session or None)
+
+    def open_prompt(
+        self,
+        request_id: str,
+        sampling: Sampling,
+        cache_salt: str = "",
+        session: str = "",
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        """Take a request whose prompt is still being written. Raises RequestError, CapacityError."""
+        params = self._compiled(sampling)
+        self._runtime.open_prompt(
+            params,
+            request_id=request_id,
+            cache_salt=cache_salt,
+            session=session or None,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+
+    def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Add token ids to an open prompt, see `OpenPrompt.append`. Raises RequestError."""
+        self._adopt()
+        self._runtime.grow_prompt(request_id, token_ids)
+
+    def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
+        """End an open prompt with these token ids, see `OpenPrompt.finish`. Raises RequestError."""
+        self._adopt()
+        self._runtime.finish_prompt(request_id, token_ids, speculative=speculative)
+
+    def _compiled(self, sampling: Sampling) -> SamplingParams:
+        """A request's sampling, in the thread that takes it. Raises CapacityError where its grammar is gone."""
         self._adopt()
         params = sampling_params(sampling)
         if not self._runtime.grammars.has(params):
             raise CapacityError(f"{params.grammar_option}: its compiled grammar was let go of meanwhile; try again")
-        self._runtime.submit(prompt, params, request_id=request_id, cache_salt=cache_salt, session=session or None)
+        return params
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""

@@ -16,11 +16,13 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BufferSpec
 from lowlat.graphs.program import OWN_NAMES, ProgramBuilder, RangeNames
+from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.reference.step.slots import FROM_METHOD
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.walk import Tables
+from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth
@@ -35,6 +37,7 @@ __all__ = [
     "StepScope",
     "WaitedRows",
     "draft_model_of",
+    "weight_shapes",
 ]
 
 
@@ -246,12 +249,22 @@ class Speculator(ABC):
         """
         return None
 
+    @property
+    def runs_over_rows(self) -> bool:
+        """Whether it runs over accepted rows, which wait for it where drafting opens a step."""
+        return bool(self.waiting_boundaries)
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The buffers of role STATE that it keeps between steps."""
         return []
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Canonical name -> (shape, dtype) of its own weights in a compute dtype, as `load` gives them."""
+        return {}
+
+    @property
+    def shared_weights(self) -> Mapping[str, str]:
+        """Canonical names of weights that have no storage of their own, each with the name of the one that it is."""
         return {}
 
     def report(self) -> dict[str, Any]:
@@ -283,6 +296,16 @@ class Speculator(ABC):
     @abstractmethod
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         """Append drafting: a level at a time, a block at once, or from text alone; returns `scope.draft_nodes()`."""
+
+
+def weight_shapes(config: ModelConfig, speculator: Speculator | None) -> dict[str, torch.Tensor]:
+    """The canonical weights of a target and a speculator without content; names of one weight have the same tensor."""
+    plan = dict(weight_plan(config)) | dict({} if speculator is None else speculator.weight_plan(config.dtype))
+    found = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
+    if config.tie_embeddings and not matrix_parts("lm_head.weight", found):
+        found["lm_head.weight"] = found["embed.weight"]
+    shared = {} if speculator is None else speculator.shared_weights
+    return found | {name: found[other] for name, other in shared.items()}
 
 
 def draft_model_of(options: SpeculativeConfig) -> str:

@@ -21,6 +21,7 @@ __all__ = [
     "emit_accepted_rows",
     "layer_recipes",
     "one_piece",
+    "seen_before",
     "vocabulary_report",
 ]
 
@@ -120,6 +121,13 @@ def emit_accepted_rows(scope: StepScope) -> None:
     }
     names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
     builder.emit("draft_rows", Stage.DRAFT_FC, reads=scope.reads(*names), writes=outs)
+
+
+def seen_before(batch: int, count: int) -> torch.Tensor:
+    """The masks of `count` rows a slot of which each sees those before it, and itself: [B, count] int64."""
+    seen = [(2 << row) - 1 for row in range(count)]
+    signed = [mask - (1 << 64) if mask >> 63 else mask for mask in seen]
+    return torch.tensor(signed, dtype=torch.int64).repeat(batch, 1)
 
 
 def assign_drafts(

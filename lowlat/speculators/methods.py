@@ -14,7 +14,10 @@ from lowlat.models.hf_config import read_config
 from lowlat.models.target import OpenedTarget, rounding
 from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.dflash.config import TYPES
 from lowlat.speculators.dflash.speculator import DflashSpeculator
+from lowlat.speculators.draft_model.config import is_whole
+from lowlat.speculators.draft_model.speculator import DraftModelSpeculator
 from lowlat.speculators.dspark.config import DEEPSPEC
 from lowlat.speculators.dspark.speculator import DsparkSpeculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
@@ -38,6 +41,7 @@ __all__ = [
 
 _CLASSES: tuple[type[Speculator], ...] = (
     DflashSpeculator,
+    DraftModelSpeculator,
     DsparkSpeculator,
     Eagle3Speculator,
     MtpSpeculator,
@@ -51,19 +55,22 @@ METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each fo
 def draft_method(model: str | Path) -> str:
     """The method that a draft model is for, as its config.json says; `model` is a directory or `ORG/NAME`.
 
-    A config that names no method is taken for EAGLE3's, whose loader refuses by name what does not fit. Raises
-    ConfigError for a config that cannot be read.
+    A config that names no method is taken for EAGLE3's, whose loader refuses by name what does not fit. Files with the
+    tensors of a model that lowlat runs are such a model. Raises ConfigError for a config that cannot be read.
     """
     with hub.outline(model) as found:
         config = read_config(found.directory).values
+        whole = is_whole(found.directory)
     kind = config.get("speculators_model_type")
-    if isinstance(kind, str) and kind in METHODS:
-        return kind
+    if isinstance(kind, str) and TYPES.get(kind, kind) in METHODS:
+        return TYPES.get(kind, kind)
     if isinstance(config.get("dflash_config"), dict):
         return "dflash"
     named = config.get("architectures")
     if isinstance(named, list) and any(name in DEEPSPEC for name in named):
         return "dspark"
+    if whole:
+        return DraftModelSpeculator.method
     return "peagle" if any(config.get(key) is not None for key in MASK_KEYS) else "eagle3"
 
 

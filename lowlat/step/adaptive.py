@@ -57,7 +57,7 @@ class _Opening(StepBuilder):
             reads={name: name for name in names},
             writes={name: name for name in written},
             row=self.batch - 1,
-            most_waiting=self.geometry.num_waiting if waiting_boundaries(self.geometry) else 0,
+            most_waiting=self.geometry.most_waiting,
         )
         self._gather_rows(self.bucket.num_speculative_tokens)
         return self.builder.build()

@@ -32,7 +32,7 @@ from lowlat.options.directories import cache_directory
 from lowlat.options.installed import installed_version
 from lowlat.step.draft_length_costs import Costs, StepCosts, by_bytes, cost_table
 from lowlat.step.ladder import StepLadder
-from lowlat.step.state import StepGeometry, waiting_boundaries
+from lowlat.step.state import StepGeometry
 from lowlat.step.variants import bodies_of
 
 __all__ = ["by_time", "set_costs"]
@@ -94,7 +94,7 @@ def set_costs(
 
     weights  by canonical name; their content is not read
     """
-    num_waiting = geometry.num_waiting if waiting_boundaries(geometry) else 0
+    num_waiting = geometry.most_waiting
     if executor.name == "graph":
         steps = cast(CapturedSteps, executor)
         costs: Costs = _kept_times(steps, ladder.buckets, num_waiting, _facts(executor, geometry, fuse))

@@ -125,6 +125,12 @@ class StepGeometry:
         return 0 if self.speculator is None else self.speculator.num_text_tokens
 
     @property
+    def most_waiting(self) -> int:
+        """`num_waiting` where steps choose their draft length and rows wait for the draft model; else 0."""
+        waits = self.max_draft_length is not None and self.speculator is not None and self.speculator.runs_over_rows
+        return self.num_waiting if waits else 0
+
+    @property
     def range_names(self) -> RangeNames:
         """The names that profiles give the stages of a step, by how it speculates."""
         return OWN_NAMES if self.speculator is None else self.speculator.range_names

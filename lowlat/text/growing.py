@@ -10,13 +10,17 @@ texts in which no token goes on past a space, all text is held back until its en
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from lowlat.errors import RequestError
 
-__all__ = ["Cuts", "GrowingText"]
+if TYPE_CHECKING:
+    from lowlat.text.codec import TextCodec
+
+__all__ = ["Cuts", "GrowingPrompt", "GrowingText"]
 
 ANCHORS = "aeiourst"
 SPACE = "\u2581"
@@ -32,22 +36,22 @@ class Cuts:
     """Where texts of one tokenizer may be cut."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        state: dict[str, Any] = json.loads(tokenizer.to_str())
-        kinds = {part["type"] for part in _parts(state["pre_tokenizer"], "pretokenizers")}
-        normal = {part["type"] for part in _parts(state["normalizer"], "normalizers")}
+        model = tokenizer.model
+        kinds = {part["type"] for part in _parts(_state(tokenizer.pre_tokenizer), "pretokenizers")}
+        normal = {part["type"] for part in _parts(_state(tokenizer.normalizer), "normalizers")}
         self.patterns: tuple[re.Pattern[str], ...] = ()
-        if state["model"]["type"] == "BPE" and kinds <= CUTTING:
+        if isinstance(model, BPE) and kinds <= CUTTING:
             if "ByteLevel" in kinds and normal <= {"NFC"}:
                 self.patterns = AT_SPACE, AT_MARKS
-            elif "ByteLevel" not in kinds and normal <= {"Replace", "Prepend"} and not _joins(state["model"]):
+            elif "ByteLevel" not in kinds and normal <= {"Replace", "Prepend"} and not _joins(_state(model)):
                 self.patterns = (AT_SPACE,)
         # no cut lies within an added token, nor after one that takes the space that follows
         self._added = []
-        for token in state["added_tokens"]:
-            content = token["content"]
+        for token in tokenizer.get_added_tokens_decoder().values():
+            content = token.content
             places = [place for place in range(1, len(content)) if content[place] in BEFORE]
             self._added += [(content[:place], content[place:]) for place in places]
-            if token["rstrip"]:
+            if token.rstrip:
                 self._added.append((content, ""))
 
     def last(self, text: str, start: int) -> int | None:
@@ -99,7 +103,11 @@ class GrowingText:
 
     def rest(self) -> list[int]:
         """The token ids of what is held back, if the text ends here; more may be appended all the same."""
-        return self._part(self._held, ends=True) if self._held or (self._is_first and self._is_start) else []
+        return self.rest_as(self._held)
+
+    def rest_as(self, text: str) -> list[int]:
+        """The same of a text that ends otherwise: with this in place of what is held back."""
+        return self._part(text, ends=True) if text or (self._is_first and self._is_start) else []
 
     def _part(self, text: str, *, ends: bool) -> list[int]:
         bare = self._bare(text) if self._is_first else self._after(text)
@@ -130,6 +138,54 @@ class GrowingText:
                 self._anchor = anchor, own
                 return ids[len(own) :]
         raise RequestError(f"the tokenizer makes no token border before {text!r:.80}")
+
+
+class GrowingPrompt:
+    """The token ids of a prompt's pieces: `append` gives those that are certain now, `rest` those that an end adds.
+
+    Pieces of text that follow each other have the tokens of their whole. Token ids between them are the caller's own
+    borders: text before and after them is encoded by itself. What the tokenizer puts around a text stands there where
+    the prompt is text alone, unless add_special_tokens says no.
+    codec  None: there is no tokenizer, and text is refused
+    """
+
+    def __init__(
+        self, codec: "TextCodec | None", *, max_context: int, allow_special: bool, add_special_tokens: bool = True
+    ) -> None:
+        self._codec, self._max_context, self._allow_special = codec, max_context, allow_special
+        self._text: GrowingText | None = None
+        self._is_start = add_special_tokens
+
+    def append(self, piece: Sequence[int] | str) -> list[int]:
+        """Take text, or token ids of the vocabulary. Raises RequestError for a text that cannot be encoded."""
+        if isinstance(piece, str):
+            if self._text is None:
+                self._text = self._open()
+            return self._text.append(piece)
+        found = self.rest() if self._text is not None else []
+        self._text, self._is_start = None, False
+        return [*found, *piece]
+
+    def rest(self) -> list[int]:
+        """The token ids of what is held back, if the prompt ends here."""
+        return [] if self._text is None else self._text.rest()
+
+    def _open(self) -> GrowingText:
+        codec = self._codec
+        if codec is None:
+            raise RequestError("a text prompt needs tokenizer.json in the model directory; give token ids")
+
+        def encode(text: str, around: bool) -> list[int]:
+            return codec.encode(
+                text, add_special_tokens=around, allow_special=self._allow_special, max_context=self._max_context
+            )
+
+        return GrowingText(codec.cuts, encode, is_start=self._is_start)
+
+
+def _state(component: Any) -> Any:
+    """A part of a tokenizer as tokenizer.json has it; None for one that it lacks. Parts take less time than all."""
+    return None if component is None else json.loads(component.__getstate__())
 
 
 def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One target's figures.
 
     kv_cache           how keys and values are kept: fp8, or the compute dtype
+    activations        what prompts' rows are rounded to: fp8, or the compute dtype
     formats            in which quantised layers and experts are held; empty where all are plain
     mean_log_loss      nats a token that was predicted
     perplexity         e to that power
@@ -37,6 +38,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     formats: tuple[str, ...]
     dtype: str
     kv_cache: str
+    activations: str
     mean_log_loss: float
     perplexity: float
 
@@ -252,6 +254,7 @@ def _model(runtime: Runtime, log_loss: float) -> Model:
         formats=tuple(sorted(names)),
         dtype=config.dtype,
         kv_cache=config.dtype if config.coded_kv is None else "fp8",
+        activations="fp8" if config.coded_rows else config.dtype,
         mean_log_loss=log_loss,
         perplexity=math.exp(min(log_loss, 700.0)),
     )

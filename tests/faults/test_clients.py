@@ -15,7 +15,7 @@ from fake_engine import FakeEngine, expected_tokens
 from fake_process import fake_process
 from raw_client import bare_socket, raw_client, zmtp_bytes
 from served import Serve, eventually
-from served_model import alone, load_bundled, served_model
+from served_model import alone, load_small, served_model
 from stages import wide
 
 from lowlat.errors import StreamError
@@ -118,7 +118,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "ignore_eos": 
 
 
 def test_a_killed_client_leaves_no_block_and_the_neighbours_their_tokens(tmp_path: Path) -> None:
-    runtime = load_bundled()
+    runtime = load_small()
     expected = alone(runtime, PROMPTS[0], seed=3, **SAMPLING)
     with served_model(tmp_path, runtime) as (server, engine), raw_client(server.endpoint) as good:
         engine.before_step = lambda _: time.sleep(0.02)
@@ -140,7 +140,7 @@ def test_a_killed_client_leaves_no_block_and_the_neighbours_their_tokens(tmp_pat
 
 @pytest.mark.parametrize("how", ["running", wide("queued"), wide("in vain")])
 def test_a_cancel_frees_within_two_steps_and_changes_nobody_elses_tokens(tmp_path: Path, how: str) -> None:
-    runtime = load_bundled(max_batch=2)
+    runtime = load_small(max_batch=2)
     # those in the slots are not done before a cancel has come
     first_length, second_length = {"queued": (48, 48), "running": (48, 16)}.get(how, (16, 16))
     lengths = [{**SAMPLING, "max_tokens": length} for length in (first_length, second_length, 16)]

@@ -11,7 +11,7 @@ import pytest
 from fake_engine import expected_tokens
 from fake_process import fake_process
 from raw_client import RawClient, raw_client
-from served_model import load_bundled, served_model
+from served_model import load_small, served_model
 
 from lowlat.errors import Busy
 from lowlat.ipc import Client
@@ -39,10 +39,10 @@ REFUSALS: list[tuple[dict[str, Any], list[int], str, str | None, tuple[str, ...]
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The bundled model with one slot, which a long request holds all the time."""
+    """A small model with one slot, which a long request holds all the time."""
     folder = tmp_path_factory.mktemp("limits")
     with (
-        served_model(folder, load_bundled(max_batch=1), max_queue=1, max_credit=1000) as (server, engine),
+        served_model(folder, load_small(max_batch=1), max_queue=1, max_credit=1000) as (server, engine),
         raw_client(server.endpoint) as holder,
     ):
         holding = holder.submit(1, [5, 6], credit=1, max_tokens=200, ignore_eos=True)

@@ -10,9 +10,10 @@ import torch
 from checkpoint_files import edit_json
 from cli_calls import refusal
 from raw_client import raw_client
-from served_model import HEAD, TARGET, ServedModel, alone, load_bundled, served_model
+from served_model import HEAD, TARGET, ServedModel, alone, load_bundled, load_small, served_model
 from serving_process import serving
 from stages import later
+from stages import wide as wide_case
 
 from lowlat.ipc import Client
 
@@ -24,7 +25,7 @@ SAMPLING: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "ignore_eos": 
 def test_not_finite_fails_that_request_by_position_and_its_neighbours_are_identical(
     tmp_path: Path, value: float
 ) -> None:
-    runtime = load_bundled(prefix_reuse=False)
+    runtime = load_small(prefix_reuse=False)
     expected = [alone(runtime, prompt, **SAMPLING) for prompt in PROMPTS]
 
     def poison(engine: ServedModel) -> None:
@@ -56,7 +57,7 @@ def test_not_finite_fails_that_request_by_position_and_its_neighbours_are_identi
 
 @pytest.mark.second
 def test_kv_blocks_cannot_run_out_in_a_step(tmp_path: Path) -> None:
-    runtime = load_bundled(max_batch=3, max_context=128, kv_blocks=6, block_size=8, prefill_chunk=8)
+    runtime = load_small(max_batch=3, max_context=128, kv_blocks=6, block_size=8, prefill_chunk=8)
     sampling = {**SAMPLING, "max_tokens": 20}  # four blocks of the five, speculation included: one at a time
     expected = [alone(runtime, [number + 1, 5], **sampling) for number in range(4)]
     with served_model(tmp_path, runtime) as (server, _), raw_client(server.endpoint) as client:
@@ -70,7 +71,7 @@ def test_kv_blocks_cannot_run_out_in_a_step(tmp_path: Path) -> None:
         assert "kv_blocks" in refused.error.message
 
 
-@pytest.mark.parametrize("fault", ["truncated", later("missing")])
+@pytest.mark.parametrize("fault", [later("truncated"), wide_case("missing")])
 def test_a_head_that_is_not_right_is_one_warning_and_the_baseline(tmp_path: Path, fault: str) -> None:
     head = tmp_path / "head"
     if fault == "truncated":

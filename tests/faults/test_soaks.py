@@ -58,6 +58,7 @@ def check_bad_clients(found: dict[str, Any]) -> None:
     assert found["p99_change"] <= MAX_P99_CHANGE
 
 
+@pytest.mark.wide
 def test_streams_of_many_processes_are_whole() -> None:
     check_streams(run("streams_soak", "--tokens", 30_000), 30_000)
 
@@ -68,7 +69,7 @@ def test_a_million_tokens_are_whole() -> None:
     check_streams(run("streams_soak"), 1_000_000)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_few_kills_leave_nothing() -> None:
     # a few rounds say nothing of memory: whatever is done for the first time still grows it
     check_kills(run("kill_soak", "--servers", 1, "--clients", 2, "--model-clients", 1), 4, 0.05)
@@ -86,7 +87,7 @@ def test_bad_clients_do_not_move_the_others() -> None:
     check_bad_clients(run("bad_clients"))
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_streams_stay_whole_beside_bad_clients() -> None:
     found = run("bad_clients", "--rounds", 1, "--seconds", 1)  # too short, and too few rounds, for a p99
     assert found["server"]["num_bad_messages"] > 0

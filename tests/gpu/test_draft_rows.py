@@ -10,6 +10,7 @@ from row_cases import (
     check_level,
     check_markov,
     check_prefill_rows,
+    check_token_rows,
 )
 
 
@@ -22,6 +23,7 @@ def test_against_the_reference(bench: Bench, width: int) -> None:
         check_level(bench, seed, width=width)
         check_block(bench, seed, width=width, accepted=1 + 3 * seed, drafting=2 + seed)
         check_markov(bench, seed, vocabulary=(97, 128, 32000)[seed])
+        check_token_rows(bench, seed, columns=(1, 8, 64)[seed])
         check_prefill_rows(bench, seed, width=width, start=4 * seed, live=14 - 3 * seed)
 
 

@@ -137,6 +137,7 @@ def sharing(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> Iterator
         yield models
 
 
+@pytest.mark.second
 def test_a_request_wakes_its_model_and_the_one_used_longest_ago_sleeps(
     sharing: Models, expected: dict[str, list[int]]
 ) -> None:
@@ -154,6 +155,7 @@ def test_a_request_wakes_its_model_and_the_one_used_longest_ago_sleeps(
     assert status == 404 and "'one', 'two' do" in body["error"]["message"]
 
 
+@pytest.mark.second
 def test_what_runs_ends_before_its_model_sleeps(sharing: Models, expected: dict[str, list[int]]) -> None:
     found: dict[str, list[int]] = {}
     sharing.tokens("one")
@@ -166,6 +168,7 @@ def test_what_runs_ends_before_its_model_sleeps(sharing: Models, expected: dict[
     assert found == {"one": expected["one"][:40], "two": expected["two"][:8]}
 
 
+@pytest.mark.second
 def test_who_cannot_be_woken_in_time_is_told_when_to_come_again(
     sharing: Models, expected: dict[str, list[int]]
 ) -> None:
@@ -205,7 +208,7 @@ def test_the_first_streams_while_the_second_dies_and_loads_again(
         assert "its process ended with code -9" in server.log.read_text()
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_model_that_cannot_be_loaded_leaves_the_other_alone(
     tmp_path: Path, targets: Path, expected: dict[str, list[int]]
 ) -> None:
@@ -221,7 +224,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_other_alone(
         assert "config.json" in body["error"]["message"]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_supervisor_that_is_killed_leaves_no_process(tmp_path: Path, targets: Path) -> None:
     with served(tmp_path, targets, "") as server:
         models = Models(server)

@@ -130,7 +130,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 def test_any_order_against_the_core() -> None:
-    run_state_machine_as_test(CoreMachine, settings=settings(max_examples=150, stateful_step_count=40))
+    run_state_machine_as_test(CoreMachine, settings=settings(stateful_step_count=40))
 
 
 @pytest.fixture

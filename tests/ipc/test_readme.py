@@ -51,6 +51,7 @@ def test_there_is_something_to_run() -> None:
     assert len(PYTHON) == 4 and len(SHELL) == 7
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("number", range(len(PYTHON)))
 def test_python_examples_run(server: Serving, number: int) -> None:
     done = run([sys.executable, "-W", "error", "-c", PYTHON[number]], server.environment)
@@ -60,6 +61,7 @@ def test_python_examples_run(server: Serving, number: int) -> None:
         assert "refused: prompt of 3 tokens and max_tokens 1000000 exceed 2048 (max_context)" in done.stdout
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("line", [line for line in SHELL if "serve" not in line and "tcp" not in line])
 def test_shell_examples_run(server: Serving, line: str) -> None:
     lowlat = f"{shlex.quote(sys.executable)} -m lowlat.cli"

@@ -233,4 +233,4 @@ class Orders(RuleBasedStateMachine):
 
 
 TestOrders = Orders.TestCase
-TestOrders.settings = settings(max_examples=60, stateful_step_count=40)
+TestOrders.settings = settings(stateful_step_count=40)

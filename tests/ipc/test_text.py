@@ -131,9 +131,9 @@ def test_the_bundled_models_text_is_the_decoding_of_its_ids(
     endpoint, codec = bundled_server
     prompt = "The President shall — naïve 日本"
     with Client(endpoint, window=window) as client:
-        chunks = list(client.generate(prompt, temperature=temperature, seed=5, max_tokens=40, ignore_eos=True))
+        chunks = list(client.generate(prompt, temperature=temperature, seed=5, max_tokens=20, ignore_eos=True))
     ids, text = gathered(chunks)
-    assert len(ids) == 40 and max(len(chunk.token_ids) for chunk in chunks) > 1
+    assert len(ids) == 20 and max(len(chunk.token_ids) for chunk in chunks) > 1
     # with its prompt before it, for a first word's space is the prompt's to keep
     prompt_ids = codec.encode(prompt)
     assert text == codec.decode([*prompt_ids, *ids])[len(codec.decode(prompt_ids)) :]
@@ -143,9 +143,9 @@ def test_the_bundled_models_text_is_the_decoding_of_its_ids(
 def test_a_stop_string_of_the_bundled_model(bundled_server: tuple[str, TextCodec]) -> None:
     endpoint, codec = bundled_server
     with Client(endpoint) as client:
-        whole = gathered(list(client.generate("The President shall", max_tokens=64)))[1]
+        whole = gathered(list(client.generate("The President shall", max_tokens=24)))[1]
         stop = whole[20:27]
-        chunks = list(client.generate("The President shall", max_tokens=64, stop=stop))
+        chunks = list(client.generate("The President shall", max_tokens=24, stop=stop))
     ids, text = gathered(chunks)
     assert text == whole[: whole.index(stop)] and chunks[-1].stop_reason == stop
     assert stop in codec.decode(ids) and stop not in codec.decode(ids[:-1])

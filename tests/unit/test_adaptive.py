@@ -10,7 +10,7 @@ import torch
 from fake_device import load_fake
 from lowered import Pair
 from recording import prompt_of, run_all
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -42,7 +42,7 @@ def load(pair: PairPaths, depth: Any = 5, *, adaptive: bool = True, **options: A
     return Runtime.load(pair.target, config, **{**OPTIONS, "dtype": "float32", **options})
 
 
-@pytest.mark.parametrize("depth", [later(3), 5, later(7)])
+@pytest.mark.parametrize("depth", [later(3), wide(5), wide(7)])
 def test_drafts_are_those_of_a_fixed_width(depth: int, pair: PairPaths) -> None:
     """With all positions run over at once or one after the other: acceptance is what it was, draft by draft."""
     found = []
@@ -56,6 +56,7 @@ def test_drafts_are_those_of_a_fixed_width(depth: int, pair: PairPaths) -> None:
     assert found[0] == found[1] and found[0]["total_accepted_tokens"] > 10
 
 
+@pytest.mark.second
 def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) -> None:
     def run(runtime: Runtime) -> list[list[int]]:
         kinds: tuple[dict[str, Any], ...] = (

@@ -138,6 +138,7 @@ def test_percentiles_and_turns() -> None:
     assert [len(entry.ms) for entry in entries] == [5, 5]
 
 
+@pytest.mark.second
 def test_a_case_that_fails_and_one_without_time_have_rows(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> dict[str, Any]:
         raise ShapeError("no")

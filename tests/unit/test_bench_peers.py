@@ -20,6 +20,7 @@ from benches import bench
 
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.tools.bench.geometry import random_target, read_geometries
+from lowlat.tools.bench.results import Memory, Spread
 from lowlat.tools.bench.scenarios import Case
 
 peers = bench("peers.engines").ENGINES
@@ -279,31 +280,75 @@ def test_what_cannot_be_measured_has_a_reason() -> None:
     assert not peers["lowlat"].refusal(make_job("lowlat"))
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_comparison_is_written_with_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "peers.json"
     sizes = ["--context", 24, "-S", "0,2", "--steps", 5, "--warm-up", 1, "--repeats", 2, "--accept-length", 2]
-    engines = "lowlat,sglang"
-    given = ["--geometry", "tiny", "--engines", engines, *sizes, "--device", "cpu", "--out", out]
+    engines = "lowlat,transformers,sglang"
+    given = ["--geometry", "tiny", "--engines", engines, *sizes, "--pairs", 2, "--device", "cpu", "--out", out]
     assert run.main([str(part) for part in given]) == 0
     result = bench("peers.results").read_peers(out)
-    rows = {(row.engine, row.case.num_speculative_tokens): row for row in result.rows}
-    assert set(rows) == {("lowlat", 0), ("lowlat", 2)}
-    assert all(row.num_steps >= 10 and row.first_token_ms.p50 > 0 for row in rows.values())
+    order = [(row.engine, row.case.num_speculative_tokens, row.pair) for row in result.rows]
+    pairs = [("lowlat", 0, 0), ("transformers", 0, 0), ("transformers", 0, 1), ("lowlat", 0, 1)]
+    assert order == [*pairs, ("lowlat", 2, 0), ("lowlat", 2, 1)]
+    assert all(row.num_steps >= 10 and row.first_token_ms.p50 > 0 for row in result.rows)
     assert len(result.load) == len(result.rows) and min(result.load) >= 0
-    assert 1 < rows["lowlat", 2].accept_length < 3  # of ten steps
+    alone = result.rows[-1]
+    assert alone.against == "" and 1 < alone.accept_length < 3  # of ten steps
     missing = {(each.engine, each.case and each.case.num_speculative_tokens) for each in result.not_compared}
-    assert missing == {("sglang", None)}
+    assert missing == {("sglang", None), ("transformers", 2)}
+    assert [(each.engine, each.figure, each.pairs) for each in result.comparisons] == [
+        ("transformers", figure, 2) for figure in ("ms_per_step", "ms_per_token", "first_token_ms")
+    ]
+    step = result.comparisons[0]
+    assert step.versions.keys() == {"lowlat", "transformers"} and step.ratio.lower <= step.ratio.median
     assert result.environment.model == "tiny" and "weights: random" in result.environment.simulated
-    assert "| 1 x 24, S=0 | lowlat |" in capsys.readouterr().out
-    broken = {**json.loads(out.read_text()), "version": 2}
+    assert "| 1 x 24, S=0 | ms_per_step | 2 | " in capsys.readouterr().out
+    broken = {**json.loads(out.read_text()), "version": 1}
     out.write_text(json.dumps(broken))
-    with pytest.raises(ConfigError, match="version 2"):
+    with pytest.raises(ConfigError, match="version 1"):
         bench("peers.results").read_peers(out)
     with pytest.raises(LowlatError, match="no geometry 'none'"):
         run._in_a_process(make_job("lowlat", geometry="none"), tmp_path, 120.0)
-    other = rows["lowlat", 2]
-    shorter = type(other)(**{**{name: getattr(other, name) for name in other.__struct_fields__}, "engine": "vllm",
-                             "accept_length": 1.1})  # fmt: skip
-    (found,) = run.same_acceptance([other, shorter])
-    assert found.engine == "vllm" and "1.10" in found.reason
+
+
+def row(engine: str, against: str, pair: int, ms: float, length: float | None = None) -> Any:
+    spread = Spread.of([ms])
+    return bench("peers.results").PeerRow(
+        engine=engine, version="1", case=Case(16, 1, 0), settings={}, num_steps=1, steps_a_sample=1,
+        ms_per_step=spread, ms_per_token=spread, first_token_ms=None, tokens_per_s=1.0, accept_length=length,
+        memory=Memory(device_bytes=None, host_peak_bytes=1), against=against, pair=pair,
+    )  # fmt: skip
+
+
+def test_pairs_turn_their_order_round() -> None:
+    names, schedule = ("vllm", "lowlat", "transformers"), bench("peers.pairs").schedule
+    jobs = [make_job(name, depth) for depth in (0, 3) for name in names if depth == 0 or name == "lowlat"]
+    found = [(job.engine, job.depth, against, pair) for job, against, pair in schedule(jobs, 2)]
+    expected = []
+    for name in ("vllm", "transformers"):
+        expected += [("lowlat", 0, name, 0), (name, 0, "lowlat", 0), (name, 0, "lowlat", 1), ("lowlat", 0, name, 1)]
+    assert found == [*expected, ("lowlat", 3, "", 0), ("lowlat", 3, "", 1)]
+    assert [job.engine for job, _, _ in schedule(jobs[:1], 3)] == ["vllm"] * 3
+
+
+def test_ratios_are_of_pairs_and_their_intervals_over_pairs() -> None:
+    """A machine that is twice as slow in every other pair changes medians, and no ratio; half a pair says nothing."""
+    compared = bench("peers.pairs").compared
+    rows = [row("lowlat", "vllm", pair, 2.0 * (1 + pair % 2)) for pair in range(6)]
+    rows += [row("vllm", "lowlat", pair, 3.0 * (1 + pair % 2)) for pair in range(7)]
+    step, token = compared(rows)
+    assert (step.figure, token.figure, step.pairs) == ("ms_per_step", "ms_per_token", 6)
+    assert (step.ratio.median, step.ratio.lower, step.ratio.upper) == (1.5, 1.5, 1.5)
+    assert (step.lowlat.median, step.other.median) == (3.0, 4.5) and step.lowlat.lower == 2.0 < step.lowlat.upper == 4.0
+    assert [each.figure for each in compared(rows, [("vllm", Case(16, 1, 0), "ms_per_token")])] == ["ms_per_step"]
+
+
+def test_engines_that_accept_otherwise_are_named() -> None:
+    rows = [
+        row("lowlat", "vllm", 0, 1.0, 2.0),
+        row("vllm", "lowlat", 0, 1.0, 1.1),
+        row("sglang", "lowlat", 0, 1.0, 2.01),
+    ]
+    (found,) = run.same_acceptance(rows)
+    assert found.engine == "vllm" and "1.10 tokens a step, lowlat 2.00" in found.reason

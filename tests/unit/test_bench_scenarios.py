@@ -112,6 +112,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runtime, Ru
         yield plain, drafting
 
 
+@pytest.mark.wide
 def test_every_geometry_parses_and_its_bytes_are_the_published_ones(tmp_path: Path) -> None:
     sizes = {}
     for name, geometry in read_geometries().items():
@@ -147,6 +148,7 @@ def test_attention_reads_what_lies_in_its_window(length: float, options: dict[st
     assert attended(length, **options) == expected
 
 
+@pytest.mark.second
 def test_a_case_measures_steps_tokens_and_acceptance(tiny: tuple[Runtime, Runtime]) -> None:
     runtime, case = tiny[1], Case(200, 2, 3)
     scenario = Scenario((200,), (2,), (3,), steps=8, warm_up=2, repeats=2, reuse_prompts=True)
@@ -180,6 +182,7 @@ def test_churn_ends_every_request_and_leaves_nothing(tiny: tuple[Runtime, Runtim
     assert room_of(case, scenario, device_loop=True) > 512
 
 
+@pytest.mark.second
 def test_a_case_is_profiled_by_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     target, head = bundled("target"), bundled("head")
     case = Case(30, 1, 3)

@@ -78,7 +78,7 @@ def test_nothing_is_left_after_close(memory: Memory) -> None:
     assert memory.closed == 1
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_commands_that_load_twice_have_one_runtime_at_a_time(memory: Memory) -> None:
     results, checks = measure_shifts(TARGET, HEAD, [[5, 6, 7]], max_tokens=4, chat=False, device="cpu")
     assert len(results) == memory.closed == 3
@@ -92,7 +92,7 @@ def test_commands_that_load_twice_have_one_runtime_at_a_time(memory: Memory) -> 
     assert not memory.left
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_shrinking_measures_one_head_at_a_time(memory: Memory, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([[5, 6, 7]]))

@@ -143,7 +143,7 @@ def test_the_draft_model_is_a_path(model: Any) -> None:
 @pytest.mark.parametrize("method", ["eagle", "EAGLE3", "", None, 3])
 def test_a_method_is_one_of_the_table(method: Any) -> None:
     assert METHOD_OPTIONS.keys() == METHODS.keys() | {"auto"}
-    known = "'eagle3', 'mtp', 'ngram', 'suffix', 'peagle', 'dflash', 'dspark' or 'auto'"
+    known = "'eagle3', 'mtp', 'ngram', 'suffix', 'peagle', 'dflash', 'dspark', 'draft_model' or 'auto'"
     with pytest.raises(ConfigError, match=f"^method must be {known}, got {method!r}$"):
         speculative(method=method)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_device import FakeDevice, load_fake
 from recording import check_invariants, run_all, run_one
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 import lowlat
@@ -241,7 +241,7 @@ def test_a_full_house_keeps_looping_while_others_wait(make: Make) -> None:
         run_all(runtime)
 
 
-@pytest.mark.parametrize(("device_loop", "lead"), [(False, 2), (True, 0), (True, 100)])
+@pytest.mark.parametrize(("device_loop", "lead"), [wide(False, 2), wide(True, 0), (True, 100)])
 @pytest.mark.second
 def test_nothing_comes_after_a_cancel(device_loop: bool, lead: int, make: Make) -> None:
     runtime, device = make(device_loop=device_loop, lead=lead)
@@ -341,7 +341,7 @@ def test_a_depth_of_the_caller_s_own_is_each_step_s(make: Make) -> None:
             assert device.log[-1][1] == Bucket(1, 2, 1)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_stop_strings_cut_what_ran_ahead() -> None:
     """The device goes on after a stop string that only the host sees; what it publishes then is dropped."""
     head = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=DEPTH, strict=True)

@@ -197,7 +197,7 @@ def test_text_is_counted_with_the_models_tokenizer(tmp_path: Path) -> None:
     codec.close()
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_bundled_head_shrinks_and_both_are_measured(tmp_path: Path) -> None:
     (tmp_path / "ids.json").write_text(json.dumps([list(range(1, 3000)), [7, 8, 9] * 500]))
     prompts = tmp_path / "prompts.txt"

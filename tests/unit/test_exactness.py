@@ -1,18 +1,26 @@
-"""`lowlat doctor --exactness`: a sound pair is exact in every sweep, and each sweep goes red by a planted defect."""
+"""`lowlat doctor --exactness` and `--fidelity`: a sound pair is exact, and each gate goes red by a planted defect."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from stages import later
 from tiny_models import PairPaths, make_pair
 
+from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
+from lowlat.engine.sessions.book import SessionBook
 from lowlat.kernels.reference.attention import attention
-from lowlat.kernels.reference.speculation import accept
+from lowlat.kernels.reference.speculation import accept, draft_lengths
 from lowlat.options.config import SpeculativeConfig
+from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.prefix_index import PrefixIndex
-from lowlat.tools.exactness import Difference, Exactness, Sweep, measure_exactness
+from lowlat.text.grammar.drafted import DraftedPaths
+from lowlat.tools.exactness import Difference, Exactness, Sweep, measure_exactness, requests
+from lowlat.tools.exactness.requests import prefixes
 
 DEPTH = 2
 OPTIONS = {"device": "cpu", "prefill_chunk": 32, "block_size": 16, "max_context": 128}
@@ -59,16 +67,74 @@ def takes_any_chunk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefixIndex, "digest", lambda self, parent, _: digest(self, parent, ()))
 
 
+def clears(runtime: Runtime) -> None:
+    """All keys and values are lost, and others stand in their place."""
+    for name, buffer in runtime.executor.state.items():
+        if name.startswith(("k_cache", "v_cache")):
+            buffer.normal_(std=2.0, generator=torch.Generator().manual_seed(1))
+
+
+def clears_with_cancelled(patch: pytest.MonkeyPatch) -> None:
+    """What a cancelled request leaves is cleared, and its neighbours' with it."""
+    cancel = Runtime.cancel
+    patch.setattr(Runtime, "cancel", lambda runtime, name: (cancel(runtime, name), clears(runtime)))
+
+
+def forgets_paused(patch: pytest.MonkeyPatch) -> None:
+    """A request that was paused comes back without its keys and values."""
+    resume = Runtime.resume
+    patch.setattr(Runtime, "resume", lambda runtime, name: (clears(runtime), resume(runtime, name)))
+
+
+def forks_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A fork is the session itself, and hears what that says."""
+    patch.setattr(SessionBook, "fork", lambda self, record, name: record)
+
+
+def loses_files(patch: pytest.MonkeyPatch) -> None:
+    """The state in a session's file is another's."""
+    adopt = KVCache.adopt
+
+    def wrong(self: KVCache, token_ids: Any, salt: str, contents: Any) -> None:
+        adopt(self, token_ids, salt, {key: content.roll(64) for key, content in contents.items()})
+
+    patch.setattr(KVCache, "adopt", wrong)
+
+
+def trusts_chosen_lengths(patch: pytest.MonkeyPatch) -> None:
+    """Where the draft length is chosen, the token after accepted drafts is another than the target's."""
+    limits = draft_lengths.slot_limits
+
+    def seen(*given: Any) -> Any:
+        accepts_too_much(patch)
+        patch.setattr(draft_lengths, "slot_limits", limits)
+        return limits(*given)
+
+    patch.setattr(draft_lengths, "slot_limits", seen)
+
+
 def test_a_sound_pair_is_exact(pair: PairPaths) -> None:
     told: list[Sweep] = []
     found = measure(pair, told.append)
     sweeps = {sweep.name: sweep for sweep in found.sweeps}
     assert told == found.sweeps and found.exact and found.verdict.startswith(f"exact: all {found.compared} answers")
-    assert list(sweeps)[: DEPTH + 1] == [f"draft length {length}" for length in range(DEPTH + 1)]
+    assert list(sweeps) == [
+        *(f"draft length {length}" for length in range(DEPTH + 1)),
+        *("with neighbours", "with neighbours that are cancelled", "paused between steps", "after a shared prefix"),
+        *("in sessions that fork", "in sessions from files", "with chosen draft lengths"),
+    ]
     assert sweeps["draft length 0"].drafted == 0 < sweeps["draft length 2"].accepted < sweeps["draft length 2"].drafted
-    assert sweeps["after a shared prefix"].requests == 16 and sweeps["after a shared prefix"].cached_tokens > 0
-    assert sweeps["with chosen draft lengths"].skipped is None
+    assert not any(sweep.skipped for sweep in found.sweeps)
+    assert sweeps["with neighbours that are cancelled"].requests == 4
+    for name, count in (("after a shared prefix", 16), ("in sessions that fork", 6), ("in sessions from files", 2)):
+        assert sweeps[name].requests == count and sweeps[name].cached_tokens > 0 < sweeps[name].drafted
     assert found.to_dict()["exact"] is True and found.to_dict()["sweeps"][1]["first"] is None
+
+
+def test_prefixes_have_every_length_modulo_a_block(pair: PairPaths) -> None:
+    with Runtime.load(pair.target, **OPTIONS) as runtime:
+        lengths = [len(request.prompt) for request in prefixes(runtime, range(5, 90))]
+    assert {length % 16 for length in lengths} == set(range(16)) and min(lengths) > 64
 
 
 @pytest.mark.parametrize(
@@ -76,17 +142,45 @@ def test_a_sound_pair_is_exact(pair: PairPaths) -> None:
     [
         (accepts_too_much, "draft length 1"),
         (mixes_slots, "with neighbours"),
+        later(clears_with_cancelled, "with neighbours that are cancelled"),
+        later(forgets_paused, "paused between steps"),
         (takes_any_chunk, "after a shared prefix"),
+        later(forks_nothing, "in sessions that fork"),
+        later(loses_files, "in sessions from files"),
+        later(trusts_chosen_lengths, "with chosen draft lengths"),
     ],
 )
 def test_a_planted_defect_is_seen(
     plant: Callable[[pytest.MonkeyPatch], None], red: str, pair: PairPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(requests, "SETTINGS", {"sampled": requests.SETTINGS["sampled"]})
     plant(monkeypatch)
     found = measure(pair)
     sweep = next(sweep for sweep in found.sweeps if sweep.different)
     assert sweep.name == red and not found.exact and "not exact" in found.verdict
     assert sweep.first is not None and sweep.first.expected != sweep.first.found
+
+
+@pytest.mark.second
+def test_masks_that_forbid_too_much_after_drafts_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "SETTINGS", {})
+    speculative = SpeculativeConfig(model=bundled("head"), num_speculative_tokens=1)
+
+    def measured() -> Exactness:
+        options = {"device": "cpu", "max_context": 128}
+        return measure_exactness(bundled("target"), speculative, ["The"], max_tokens=6, load=load, **options)
+
+    assert measured().exact
+    mask = DraftedPaths.mask
+
+    def wrong(self: DraftedPaths, row: np.ndarray[Any, Any]) -> None:
+        mask(self, row)
+        if len(self._path) > self._num_committed:
+            row &= 0x55555555  # every other token, of those that are allowed after a draft
+
+    monkeypatch.setattr(DraftedPaths, "mask", wrong)
+    found = measured()
+    assert not found.exact and found.sweeps[0].different == 0 < found.sweeps[1].different
 
 
 def test_a_difference_is_named_by_its_token() -> None:

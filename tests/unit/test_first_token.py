@@ -7,6 +7,7 @@ import pytest
 import torch
 from fake_device import load_fake
 from recording import check_invariants, prompt_of, run_all, run_one
+from stages import later
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -67,7 +68,7 @@ def test_a_request_that_ends_with_its_first_token_takes_no_step(
         assert runtime.kvcache.stats().num_used == 0
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [later(None), TREE], ids=["chain", "tree"])
 def test_the_first_step_verifies_drafts(tree: Any, pair: PairPaths) -> None:
     """As many as any step; and those of a first token of another depth."""
     with load(pair, tree) as runtime:

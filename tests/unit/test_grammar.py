@@ -146,7 +146,7 @@ def test_forced_tokens_are_those_the_tokenizer_would_write() -> None:
     assert state.forced(3) == [END]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_a_trees_masks_are_those_of_its_paths(data: st.DataObject) -> None:
     """fill on a tree equals fill after advance, path by path."""

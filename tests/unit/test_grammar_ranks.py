@@ -10,7 +10,7 @@ import torch
 from fake_device import load_fake
 from late_ranks import LateRanks
 from recording import prompt_of, run_all
-from stages import later
+from stages import wide
 from tiny_grammars import Automaton, Breaking, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
 from unit.test_lossless import OPTIONS, params
@@ -78,7 +78,7 @@ REQUESTS = [
 ]
 
 
-@pytest.mark.parametrize(("depth", "size"), [(0, 2), (3, 2), later(7, 2)])
+@pytest.mark.parametrize(("depth", "size"), [(3, 2), wide(0, 2), wide(7, 2)])
 def test_ranks_draw_what_one_draws(depth: int, size: int, pair: PairPaths) -> None:
     """Those that come and go next to them change nothing."""
     expected, source = expected_of(pair, REQUESTS), random.Random(depth)
@@ -143,8 +143,8 @@ def late_runtime(
 @pytest.mark.parametrize(
     ("depth", "chance", "options"),
     [
-        (0, 0.0, {}),
-        (3, 0.3, {}),
+        wide(0, 0.0, {}),
+        wide(3, 0.3, {}),
         (3, 0.0, {"adaptive_width": True}),
         (2, 0.3, {"tree": [[0], [1], [0, 0]]}),
     ],
@@ -164,7 +164,7 @@ def test_a_rank_that_is_late_reads_what_the_first_has_read(
             check()
 
 
-@pytest.mark.parametrize("depth", [0, 3])
+@pytest.mark.parametrize("depth", [wide(0), 3])
 @pytest.mark.second
 def test_a_late_rank_has_drawn_before_its_slot_has_another_request(
     depth: int, pair: PairPaths, monkeypatch: pytest.MonkeyPatch

@@ -177,14 +177,14 @@ MOVES = st.lists(st.one_of(STEPS, STEPS, OTHERS), max_size=40)
 
 
 @given(way=st.sampled_from(list(WAYS)), first=st.integers(0, NUM_GRAMMARS - 1), moves=MOVES)
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_no_width_or_neighbour_changes_a_document(
     way: str, first: int, moves: list[tuple[str, int]], played: Played
 ) -> None:
     played.play(way, [("submit", first), *moves])
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @given(way=st.sampled_from(list(WAYS)), first=st.integers(0, NUM_GRAMMARS - 1), moves=MOVES)
 @settings(max_examples=8)
 def test_no_width_or_neighbour_changes_many_documents(

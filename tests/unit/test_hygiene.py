@@ -13,7 +13,7 @@ import pytest
 from stages import LONGEST
 
 TOP_LEVEL = {
-    *{"lowlat", "graphs", "kernels", "ipc", "src", "tests", "bench"},
+    *{"lowlat", "graphs", "kernels", "ipc", "src", "tests", "bench", "docs"},
     *{"pyproject.toml", "constraints.txt", "README.md", "LICENSE"},
     *{".ci", ".gitignore", ".gitattributes", ".pre-commit-config.yaml"},
 }

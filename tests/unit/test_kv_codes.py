@@ -11,7 +11,7 @@ from kernel_walk import Walker, walkable
 from quantised_layers import e4m3, store_kv_scales
 from recording import prompt_of, run_all
 from safetensors.torch import load_file, save_file
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -111,7 +111,7 @@ def expected(pair: PairPaths) -> list[list[int]]:
         return tokens_of(runtime)
 
 
-@pytest.mark.parametrize("way", ["chain", "tree", later("dynamic")])
+@pytest.mark.parametrize("way", ["tree", later("dynamic"), wide("chain")])
 def test_speculation_reuse_and_a_crowded_pool_change_nothing(
     way: str, pair: PairPaths, expected: list[list[int]]
 ) -> None:

@@ -426,4 +426,4 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 TestKVCacheMachine = KVCacheMachine.TestCase
-TestKVCacheMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestKVCacheMachine.settings = settings(stateful_step_count=50)

@@ -45,7 +45,7 @@ EVERY_METHOD = [
     wide("ngram", "gpt_oss", "filtered"),
     later("suffix", "qwen3_5_moe_text", "greedy"),
     later("beside", "qwen3", "penalised"),
-    ("eagle3+", "llama", "sampled"),
+    later("eagle3+", "llama", "sampled"),
     wide("eagle3+", "gpt_oss", "penalised"),
     ("ngram+", "llama", "greedy"),
 ]
@@ -252,6 +252,9 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         ),
         later({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
         later({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
+        ({"layout": "z-lab", "copies": True, "conv": (2, 8), "selector": (8, 6)}, "sampled", "chain adaptive"),
+        later({"layout": "z-lab", "copies": True, "conv": (3, 16), "selector": (8, 6)}, "greedy", "bushy dynamic"),
+        later({"layout": "speculators", "copies": True, "windows": (9, None), "causal": True}, "filtered", "chain"),
         later({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
         later(
             {"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"},
@@ -333,8 +336,8 @@ class Crowd:
         ("llama", "eagle3", "bushy", 1),
         ("llama", "suffix", None, 3),
         later("llama", "beside", None, 4),
-        later("llama", "eagle3+", None, 5),
-        ("llama", "eagle3", "dynamic", 6),
+        wide("llama", "eagle3+", None, 5),
+        later("llama", "eagle3", "dynamic", 6),
         wide("qwen3", "ngram", None, 2),
         wide("gpt_oss", "eagle3", "bushy", 1),
         later("qwen3_5_moe_text", "eagle3+", None, 7),
@@ -479,7 +482,7 @@ def bundled() -> PairPaths:
     return PairPaths(folder / "target", folder / "head")
 
 
-@pytest.mark.parametrize(("mode", "tree"), [("sampled", "bushy"), wide("greedy", None)])
+@pytest.mark.parametrize(("mode", "tree"), [later("sampled", "bushy"), wide("greedy", None)])
 def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
     options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
     sampling = params(mode, max_tokens=10)

@@ -12,7 +12,7 @@ import torch
 from inserted import with_identities
 from kernel_inventory import B200, GPUS, examples, family, fingerprint
 from lowered import Lowered
-from lowering_cases import ATTENTION, HEADS, MOE_LAYERS, LoweredPairs, check_early_reads, kinds_of, reached, span
+from lowering_cases import ATTENTION, HEADS, MOE_LAYERS, WHOLE, LoweredPairs, check_early_reads, kinds_of, reached, span
 
 from lowlat.errors import ConfigError
 from lowlat.executors.launcher import parameters_of
@@ -71,6 +71,7 @@ CASES: list[tuple[str, int, int, bool | str]] = [
     *((f"qwen3+{flags}", 3, 4, True) for flags in HEADS),
     *(("llama", 3, batch, "dynamic") for batch in (0, 1, 8)),
     *((f"llama+{flags}", 3, 2, "dynamic") for flags in ("norm_output", "several_layers", "parallel", "dflash")),
+    *((f"llama+{WHOLE}", depth, batch, False) for depth, batch in ((0, 2), (3, 0), (3, 2), (7, 8))),
     ("tied+target_s_lm_head", 3, 2, False),
     ("llama_fp8", 3, 8, False),
     *(("llama_codes", 3, 2, True), ("qwen3_codes", 3, 4, False), ("llama_codes+dflash", 3, 2, False)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from paper_draft_model import PaperDraftModel
 from recording import check_invariants, prompt_of, run_all, run_one
-from stages import later, staged
+from stages import later, staged, wide
 from tiny_dflash import PaperDflash, PaperDspark, dflash_draft_model
 from tiny_models import make_target, random_draft_model, residual_streams
 from tiny_mtp import PaperMtp, add_mtp
@@ -80,6 +80,17 @@ FLAGS: dict[str, Mapping[str, Any]] = {
     ),
     "dflash-one-layer": {"layout": "z-lab", "num_hidden_layers": 1, "qk_norm": False, "num_key_value_heads": 1},
     "dflash-from-the-anchor": {"layout": "speculators", "anchor": True, "hidden_act": "gelu_pytorch_tanh"},
+    "dflash-windows": (
+        {"layout": "z-lab", "num_hidden_layers": 3, "windows": (6, None, 6), "softcap": 2.0, "embedding_scale": 1.7}
+        | {"captures": (1, 1, 2, 2, 1, 2)}
+    ),
+    "dflash-two-way-windows": {"layout": "z-lab", "windows": (7, 7), "causal": False},
+    "dflash-causal": {"layout": "speculators", "windows": (9, None), "causal": True},
+    "dflash2": {"layout": "z-lab", "windows": (8, 8), "causal": False, "conv": (2, 8), "selector": (16, 6)},
+    "dflash2-speculators": (
+        {"layout": "speculators", "own_lm_head": True, "own_embedding": True, "hidden_size": 24, "conv": (3, 4)}
+        | {"selector": (8, 16), "block_size": 6, "draft_vocab_size": 40}
+    ),
     "dspark": {"layout": "deepspec", "own_embedding": True, "own_lm_head": True, "markov_rank": 8},
     "dspark-gated": (
         {"layout": "speculators", "draft_vocab_size": 40, "own_lm_head": True, "own_embedding": True, "markov_rank": 12}
@@ -237,10 +248,12 @@ def test_an_mtp_layers_drafts_equal_its_equations(family: str, by_expert: bool, 
 @pytest.mark.parametrize(
     ("length", "flags"),
     [
-        *(later(length, {"num_hidden_layers": layers}) for length, layers in ((1, 2), (8, 2), (9, 1))),
+        later(1, {"num_hidden_layers": 2}),
+        *(wide(length, {"num_hidden_layers": layers}) for length, layers in ((8, 2), (9, 1))),
         (33, {"num_hidden_layers": 2}),
-        *(later(length, {"mask_token": 5, "num_hidden_layers": length % 3 + 1}) for length in (1, 10)),
-        *(later(length, {"layout": "z-lab"}) for length in (8, 9)),
+        *(wide(length, {"mask_token": 5, "num_hidden_layers": length % 3 + 1}) for length in (1, 10)),
+        later(8, {"layout": "z-lab"}),
+        wide(9, {"layout": "z-lab"}),
         later(1, {"layout": "deepspec", "markov_rank": 8}),
     ],
     ids=str,
@@ -258,9 +271,9 @@ def test_drafts_equal_the_paper_at_every_length_of_prompt(length: int, flags: di
 @pytest.mark.parametrize(
     ("depths", "layers", "flags"),
     [
-        ((3, 0, 0, 2, 0, 5), 1, {"fc_norm": True}),
+        wide((3, 0, 0, 2, 0, 5), 1, {"fc_norm": True}),
         ((0, 7), 1, {"mask_token": 3}),
-        ((3, 0, 0, 2, 0, 5), 1, {"layout": "z-lab"}),
+        wide((3, 0, 0, 2, 0, 5), 1, {"layout": "z-lab"}),
         ((1, 4, 2, 0), 2, {"layout": "deepspec", "markov_rank": 4}),
     ],
     ids=str,
@@ -277,7 +290,7 @@ def test_drafts_equal_the_paper_when_the_depth_changes(
         drive(pair, runtime, prompt, truth, depths)
 
 
-@pytest.mark.parametrize(("window", "own"), [(1, None), (7, None), (3, (7,)), (16, (7, 7)), (6, (9, None))])
+@pytest.mark.parametrize(("window", "own"), [wide(1, None), (7, None), wide(3, (7,)), wide(16, (7, 7)), (6, (9, None))])
 @pytest.mark.second
 def test_a_draft_window_keeps_the_first_rows_and_the_last(window: int, own: Any, tmp_path: Path) -> None:
     """Where a layer has a window of its own, the smaller holds, and no first row is kept."""
@@ -303,7 +316,9 @@ def test_capture_layers_override_those_of_the_head(tmp_path: Path) -> None:
         drive(pair, runtime, prompt, truth, depths=[3])
 
 
-@pytest.mark.parametrize("name", ["norm_output", "d2t", "two-layers-one-window", "p-eagle-four-layers", "dspark-gated"])
+@pytest.mark.parametrize(
+    "name", ["d2t", "dspark-gated", *map(wide, ("norm_output", "two-layers-one-window", "p-eagle-four-layers"))]
+)
 @pytest.mark.second
 def test_a_trees_nodes_are_the_papers_likeliest_children(name: str, tmp_path: Path) -> None:
     """Node (0, 1) is the second likeliest token after the likeliest: by the paper, along each path on its own."""

@@ -37,7 +37,7 @@ class Case:
     family: str
     options: Mapping[str, Any] = field(default_factory=dict)
     prompt: int = 71
-    completion: int = 24
+    completion: int = 8
     make: Callable[..., Any] = make_target
 
 

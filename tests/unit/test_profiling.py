@@ -134,6 +134,7 @@ def test_chosen_experts_bytes_are_counted_as_their_format_does(
         assert moved == pytest.approx(2 * expert * sum(chosen) / len(chosen), rel=0.05)
 
 
+@pytest.mark.second
 def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, groups = covered
     monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)

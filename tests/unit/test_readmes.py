@@ -104,16 +104,44 @@ def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: di
             assert re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d])", measured), figure
 
 
+def test_the_tables_of_exactness_are_their_files_own(repository: Path, pages: dict[str, str]) -> None:
+    files = sorted((repository / "bench" / "results").glob("*/exactness.json"))
+    assert files
+    for file in files:
+        reports = json.loads(file.read_text())
+        assert all(report["holds"] for report in reports)
+        assert set(bench("exactness").table(reports)) <= set(table_rows(pages["lowlat/EXACTNESS.md"]))
+
+
+def test_ratios_of_peers_are_their_files_own(pages: dict[str, str]) -> None:
+    result = bench("peers.results").read_peers(bench("picture").FOLDER.parent / "cpu" / "peers.json")
+    page = " ".join(pages["bench/README.md"].split())
+    assert result.pairs == 4 and 7 < min(result.load) < max(result.load) < 9
+    for comparison in result.comparisons:
+        if comparison.figure != "ms_per_token":
+            found = comparison.ratio
+            assert f"{found.median:.2f} times" in page and f"{found.lower:.2f} to {found.upper:.2f}" in page
+
+
+def test_the_picture_is_the_scripts_own_and_its_rows_are_committed(repository: Path, pages: dict[str, str]) -> None:
+    picture = bench("picture")
+    assert picture.OUT.read_text() == picture.picture(picture.bars())
+    assert f"]({picture.OUT.relative_to(repository)})" in pages["README.md"]
+    shown = picture.bars()
+    assert len(shown) == 8 and all(0 < bar.floor < bar.lowlat < bar.vllm for bar in shown)
+    assert (hybrid := next(bar for bar in shown if "Qwen3.6" in bar.name)).vllm == 4.604
+    assert f"{hybrid.lowlat:.3f}" in pages["bench/notes/hybrids.md"]
+
+
 def test_figures_of_the_first_screen_are_their_pages_own(pages: dict[str, str]) -> None:
-    """Both engines' times of a row stand in the page that it links to."""
-    table = pages["README.md"].split("| source |")[1].split("\n\n")[0]
-    rows = [row.split("|")[1:-1] for row in table_rows(table) if "](" in row]
-    assert len(rows) == 3
-    for _, own, other, source in rows:
-        page = pages[LINK.findall(source)[0]]
-        assert own.strip() in page and other.strip() in page and float(own) < float(other)
+    """Both engines' times on two GPUs stand in the page that the sentence links to."""
+    sentence = " ".join(pages["README.md"].split("On two\n")[1].split("([several GPUs]")[0].split())
+    figures = re.findall(r"\d\.\d\d", sentence.replace("0.24", ""))
+    assert figures == ["2.21", "1.44", "3.65", "3.94"]
+    assert all(figure in pages["bench/notes/several-gpus.md"] for figure in figures)
 
 
+@pytest.mark.second
 def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) -> None:
     example = "\n".join(BLOCK.findall(pages["lowlat/USING.md"].split("## In a process")[1].split("\n## ")[0]))
     assert set(BLOCK.findall(pages["README.md"])) <= set(BLOCK.findall(pages["lowlat/USING.md"]))
@@ -124,6 +152,7 @@ def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) 
     assert "'eagle_speculation'" in done.stdout and len(done.stdout) > 200
 
 
+@pytest.mark.second
 def test_the_five_calls_of_sessions_run(repository: Path, pages: dict[str, str]) -> None:
     example = "\n".join(BLOCK.findall(pages["lowlat/SESSIONS.md"]))
     done = subprocess.run(

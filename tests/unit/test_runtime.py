@@ -111,6 +111,7 @@ def test_a_bias_decides(runtime: Runtime) -> None:
     assert tokens_of(outputs) == [77] * 4
 
 
+@pytest.mark.second
 def test_a_prefix_is_reused_and_changes_nothing() -> None:
     prompt = list(range(300, 300 + 150))
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
@@ -160,7 +161,7 @@ def test_given_ids_do_not_meet_made_ones() -> None:
         assert len(set(names)) == 2
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_simulated_acceptance_is_marked_everywhere() -> None:
     config = SpeculativeConfig(
         model=DEMO / "head", num_speculative_tokens=3, simulated_accept_length=2.5, simulated_seed=1

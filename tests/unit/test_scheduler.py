@@ -421,4 +421,4 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+TestSchedulerMachine.settings = settings(stateful_step_count=50)

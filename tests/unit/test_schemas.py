@@ -10,7 +10,7 @@ import pytest
 import torch
 from inserted import with_identities
 from lowered import Pair
-from lowering_cases import HEADS, MOE_LAYERS, SHAPES, TARGETS, write_pair
+from lowering_cases import HEADS, MOE_LAYERS, SHAPES, TARGETS, WHOLE, write_pair
 from stages import later
 from tiny_models import make_target
 
@@ -26,7 +26,7 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.step.prefill import build_prefills
 
 KINDS_OF_TREES: dict[str, bool | str] = {"llama": True, "mistral": "dynamic", "llama+parallel": "dynamic"}
-NAMES = (*(f"{target}+alone" for target in MOE_LAYERS), *TARGETS, *(f"llama+{head}" for head in HEADS))
+NAMES = (*(f"{target}+alone" for target in MOE_LAYERS), *TARGETS, *(f"llama+{head}" for head in (*HEADS, WHOLE)))
 
 
 @pytest.fixture(scope="module")

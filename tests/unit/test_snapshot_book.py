@@ -138,5 +138,5 @@ class Machine(RuleBasedStateMachine):
             self.cache.invariants()
 
 
-Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+Machine.TestCase.settings = settings(stateful_step_count=30)
 TestSnapshots = Machine.TestCase

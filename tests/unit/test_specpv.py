@@ -120,6 +120,7 @@ def test_tokens_depend_on_nobody_else(pair: PairPaths, others: str) -> None:
         assert runtime.summary()["kv"]["hit_tokens"] > 0
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("loop", [True, later(False)], ids=["loops", "steps"])
 def test_tokens_do_not_depend_on_how_far_the_host_runs_ahead(pair: PairPaths, loop: bool) -> None:
     prompts = [prompt_of(30, seed=1), prompt_of(50, seed=2)]
@@ -179,6 +180,7 @@ def test_what_is_proposed_and_verified_is_what_the_target_says(pair: PairPaths, 
         assert stats["by_source"]["specpv"]["accepted_tokens"] <= report["accepted_tokens"]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("limit", [0, later(1)])
 def test_a_request_with_few_drafts_has_all_that_is_proposed_verified(pair: PairPaths, limit: int) -> None:
     """Its limit is of each partial step's drafts, before and after a verification."""

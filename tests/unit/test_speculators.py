@@ -8,7 +8,8 @@ import pytest
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "device": "cpu"}
 IMPLEMENTATIONS = tuple(
-    f"lowlat.speculators.{name}" for name in ("dflash", "dspark", "eagle3", "mtp", "ngram", "peagle", "suffix")
+    f"lowlat.speculators.{name}"
+    for name in ("dflash", "draft_model", "dspark", "eagle3", "mtp", "ngram", "peagle", "suffix")
 )
 BUILDS_ON: dict[str, set[str]] = {
     "lowlat.speculators.dflash": {"lowlat.speculators.eagle3"},

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_tokenizers import byte_level, codec, sentencepiece, write_directory
 from tokenizers import Tokenizer, processors
@@ -62,7 +62,6 @@ def test_special_tokens_map_is_read_behind_the_config(tmp_path: Path) -> None:
 
 
 @given(text=st.text(max_size=60))
-@settings(max_examples=100)
 def test_round_trip(text: str) -> None:
     text = text.replace("é", "")  # an added token there, which the library decodes as a byte
     ids = codec("byte_level").encode(text, add_special_tokens=False)
@@ -163,7 +162,6 @@ def test_a_damaged_tokenizer_is_named(damage: bytes, tmp_path: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60)
 def test_any_damage_loads_or_is_named(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("damaged")
     raw = bytearray(GOOD.encode())

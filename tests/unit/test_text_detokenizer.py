@@ -68,7 +68,6 @@ def test_joined_text_equals_decoding_at_once(kind: str, data: st.DataObject, ski
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=40)
 def test_a_prefix_takes_its_certain_text_and_no_more(kind: str, data: st.DataObject) -> None:
     prefix, ids = data.draw(ids_of(kind)), data.draw(ids_of(kind))
     before = IncrementalDetokenizer(codec(kind)).push(prefix).text
@@ -121,7 +120,6 @@ STOPS = st.lists(st.text("ab. é日", min_size=1, max_size=4), min_size=1, max_s
 @given(stops=STOPS, pieces=st.lists(st.text("ab. é日", max_size=5), max_size=12))
 @example(stops=["abcd", "bc"], pieces=["a", "bcd"])
 @example(stops=["aab", "ab"], pieces=["a", "a", "a", "b"])
-@settings(max_examples=200)
 def test_the_matcher_agrees_with_a_full_search(stops: list[str], pieces: list[str]) -> None:
     matcher = StopMatcher(stops)
     fed, found = "", None
@@ -163,7 +161,6 @@ def longest_beginning(text: str, stops: Sequence[str]) -> str:
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece", "word_piece"])
 @given(data=st.data(), stops=STOPS, after=st.integers(0, 6))
-@settings(max_examples=75)
 def test_stops_do_not_depend_on_the_pushes(kind: str, data: st.DataObject, stops: list[str], after: int) -> None:
     ids = data.draw(ids_of(kind))
     one_by_one = IncrementalDetokenizer(codec(kind))

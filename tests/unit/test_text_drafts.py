@@ -15,6 +15,7 @@ from kernel_walk import Walker, walkable
 from lowered import Pair
 from ngram_cases import drafted, random_text
 from recording import run_all, run_one
+from stages import wide
 from suffix_cases import Options, check_suffix_draft, expected_rows
 from suffix_cases import arguments as suffix_arguments
 from tiny_models import make_target
@@ -140,7 +141,7 @@ def test_suffixes_of_texts_against_plain_words(texts: list[list[int]], rows: int
     assert [[length] for length in found["match_lens"].tolist()] == lengths
 
 
-@pytest.mark.parametrize("options", [Options(), Options(3, 0.5, 0.4), Options(32, 16.0, 0.0)])
+@pytest.mark.parametrize("options", [wide(Options()), Options(3, 0.5, 0.4), wide(Options(32, 16.0, 0.0))])
 def test_the_suffix_kernel_walked_by_few_threads(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that short texts take several turns and a warp several lengths."""
     drafts = 0
@@ -246,8 +247,7 @@ def test_a_step_has_one_operation_more_than_the_baseline_and_the_hand_over(metho
             assert [call.grid for call in group.kernel_calls] == [(3, 1, 1)]
 
 
-@pytest.mark.parametrize("config", [NGRAM, SUFFIX])
-@pytest.mark.parametrize("device_loop", [False, True])
+@pytest.mark.parametrize(("config", "device_loop"), [(NGRAM, False), (SUFFIX, True)])
 def test_a_device_that_runs_ahead_gives_the_same(
     device_loop: bool, config: SpeculativeConfig, target: Path, alone: list[list[int]]
 ) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from text_tokenizers import CORPUS, KINDS, byte_level, sentencepiece, words
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -99,7 +99,6 @@ def texts(kind: str) -> st.SearchStrategy[str]:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_texts_special_tokens_stay_text(kind: str, codec: TextCodec, data: st.DataObject) -> None:
     text = data.draw(texts(kind))
     ids = codec.encode(text, add_special_tokens=False)
@@ -113,7 +112,6 @@ def test_a_texts_special_tokens_stay_text(kind: str, codec: TextCodec, data: st.
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_a_templates_special_tokens_are_tokens_and_a_messages_are_text(
     kind: str, codec: TextCodec, data: st.DataObject
 ) -> None:
@@ -173,7 +171,6 @@ def test_a_model_of_whole_words_refuses_what_it_cannot_spell() -> None:
 
 
 @given(data=st.data(), name=st.sampled_from(["byte_level", "sentencepiece", "gemma", "llama3", "qwen", "smollm"]))
-@settings(max_examples=150, deadline=None)
 def test_no_text_is_fewer_tokens_than_its_length_says(name: str, data: st.DataObject) -> None:
     tokenizer = KINDS[name]() if name in KINDS else like(name)
     bound = LengthBound(tokenizer)

@@ -157,6 +157,7 @@ def test_candidates_fit_the_gpu_differ_in_knobs_and_begin_with_the_derived_one(g
             assert {*wide[0].knobs} == KNOBS["prefill_gemm"]
 
 
+@pytest.mark.second
 def test_launches_of_a_pair_are_met_by_their_stages(shapes: list[Shape], programs: PairPrograms) -> None:
     tags = {tag for shape in shapes for tag in shape.stages}
     parts = ("QKV", "O", "FFN_GATE_UP", "FFN_DOWN")
@@ -228,6 +229,7 @@ class FakeBench:
         return {"": [math.inf] * len(plans) if "K=960" in shape.key else times}
 
 
+@pytest.mark.second
 def test_the_sweep_keeps_the_fastest_plan_and_writes_it(shapes: list[Shape], tmp_path: Path) -> None:
     calls, bench = calls_by_plan(shapes, H200, 4), FakeBench()
     done: list[tuple[int, int]] = []

@@ -71,6 +71,7 @@ def storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+@pytest.mark.second
 @BOTH
 def test_a_rank_s_launches_are_keyed_apart_from_a_whole_model_s(invariant: bool, paths: PairPaths) -> None:
     """Where they add up over GPUs, or in parts; all others are launches that a model of such sizes would have."""
@@ -225,6 +226,7 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     assert lacking.untuned == (("decode_gemm", key),) and lacking.planned - lacking.tuned > 0
 
 
+@pytest.mark.second
 def test_strict_mode_refuses_ranks_by_the_entries_of_a_whole_model(
     paths: PairPaths, load: Callable[..., LaunchCounts]
 ) -> None:
@@ -288,7 +290,7 @@ def test_the_command_lists_the_launches_that_have_no_entry(tmp_path: Path) -> No
     assert "is not described; there are" in refusal(*options, "--card", "A GPU")
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_command_compiles_what_it_would_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWLAT_KERNEL_CACHE", str(tmp_path / "kernels"))
     given = ("tune", "gemm", "--compile", *FEW, "--candidates", 1)

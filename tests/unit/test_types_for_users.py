@@ -97,7 +97,7 @@ def run(command: list[str], folder: Path) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_mypy_knows_the_types_of_a_users_program(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(PROGRAM)
@@ -141,7 +141,7 @@ def test_pyright_knows_the_types_of_a_users_program(tmp_path: Path) -> None:
     assert len(errors) == len(wrong) and all(part in each for part, each in zip(wrong, errors, strict=True)), errors
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @NEEDS_PYRIGHT
 def test_pyright_knows_every_public_name(tmp_path: Path) -> None:
     """Modules' names, and the attributes of classes among them: none is of an unknown type."""

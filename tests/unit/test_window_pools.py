@@ -249,4 +249,4 @@ class WindowMachine(RuleBasedStateMachine):
 
 
 TestWindowMachine = WindowMachine.TestCase
-TestWindowMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestWindowMachine.settings = settings(stateful_step_count=30)

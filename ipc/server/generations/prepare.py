@@ -15,11 +15,11 @@ from lowlat.ipc.server.generations.convert import convert, encode_prompt
 from lowlat.ipc.server.generations.fair_queue import FairQueue
 from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
-from lowlat.ipc.server.threads.events import Post, Prepare, Prepared
+from lowlat.ipc.server.threads.events import Grow, Grown, Post, Prepare, Prepared
 from lowlat.ipc.wake import Inbox
 from lowlat.ipc.wire import Sampling, Submit, unpack_tokens
 
-__all__ = ["MAX_INLINE_BYTES", "TextThreads", "prepare"]
+__all__ = ["MAX_INLINE_BYTES", "TextThreads", "grow", "prepare"]
 
 MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
 MAX_SHORT_BYTES = 32 << 10  # a request up to this has its token ids in about 10 ms
@@ -46,7 +46,8 @@ def prepare(
         max_context = engine.info.max_context
         if submit.result != "completion":
             return Prepared(stream, converted=convert(submit, body, codec, max_context))
-        prompt = _encode(submit, body, codec, max_context)
+        # of an open prompt the length alone is unknown; what it has is encoded piece by piece
+        prompt = (0,) if submit.open else _encode(submit, body, codec, max_context)
         room = max(1, max_context - len(prompt)) if submit.fit_context else None
         stream.sampling = _settled(submit.sampling, engine.info.sampling_defaults, room, default_max_tokens)
         offered = (submit.template_options or {}).get("tools")
@@ -67,7 +68,31 @@ def prepare(
             raise
         log.error("preparing a request failed: %s", describe(error), extra={"event": "prepare_failed"})
         return Prepared(stream, code="internal", message="the server failed on this request; its log says more")
-    return Prepared(stream, prompt)
+    return Prepared(stream, () if submit.open else prompt)
+
+
+def grow(job: Grow, engine: Engine, log: logging.Logger) -> Grown:
+    """Token ids of a piece of an open prompt, or the reason why it cannot be served; never an exception."""
+    stream, piece, size = job.stream, job.piece, job.num_bytes
+    opening = stream.opening
+    text = None if opening is None else opening.text
+    try:
+        if piece is None:
+            return Grown(stream, () if text is None else text.rest(), 0, ends=True, speculative=job.speculative)
+        if isinstance(piece, str):
+            if text is None:
+                raise RequestError("this server's model has no tokenizer; send token ids")
+            return Grown(stream, text.append(piece), size)
+        token_ids = unpack_tokens(piece)
+        engine.validate(token_ids, stream.sampling)
+        return Grown(stream, token_ids if text is None else text.append(token_ids), size)
+    except RequestError as error:
+        return Grown(stream, num_bytes=size, code="invalid", message=str(error))
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        log.error("a piece of a prompt failed: %s", describe(error), extra={"event": "grow_failed"})
+        return Grown(stream, num_bytes=size, code="internal", message="the server failed on a piece; its log says more")
 
 
 def _settled(sampling: Sampling, defaults: Mapping[str, float], room: int | None, default_max_tokens: int) -> Sampling:
@@ -139,19 +164,23 @@ class _TextThread(threading.Thread):
         self._offer = offer
         self._log = log
         self._default_max_tokens = default_max_tokens
-        self._queue: FairQueue[Prepare] = FairQueue()
-        self.jobs: Inbox[Prepare | _Stop] = Inbox()
+        self._queue: FairQueue[Prepare | Grow] = FairQueue()
+        self.jobs: Inbox[Prepare | Grow | _Stop] = Inbox()
 
     def run(self) -> None:
         jobs, queue = self.jobs, self._queue
         while True:
             job = jobs.take() if queue.num_items else jobs.wait()
-            while isinstance(job, Prepare):
+            while isinstance(job, Prepare | Grow):
                 queue.push(job.stream.peer.user.account, job.stream.peer, job)
                 job = jobs.take()
             if job is not None:
                 return
             job = queue.pop()
+            if isinstance(job, Grow):
+                if not job.stream.over:
+                    self._offer(grow(job, self._engine, self._log))
+                continue
             stream, submit, body = job.take()
             if submit is None:
                 continue
@@ -169,7 +198,8 @@ class TextThreads:
     """Run templates and tokenizers, so that neither sockets nor steps wait for them.
 
     Short requests have a thread of their own, so that none waits for a long one's tokens. Requests with grammars have
-    another, and those of them that are long or compile for long a third. The I/O thread bounds what is queued here.
+    another, and those of them that are long or compile for long a third. Pieces of open prompts have one, in order. The
+    I/O thread bounds what is queued here.
     """
 
     def __init__(
@@ -182,8 +212,9 @@ class TextThreads:
         self._long = thread("lowlat-long-text")
         self._slow_grammars = thread("lowlat-slow-grammars")
         self._grammars = thread("lowlat-grammars", self._slow_grammars)
+        self._pieces = thread("lowlat-pieces")
         self._stopping = False
-        self.threads = (self._short, self._long, self._grammars, self._slow_grammars)
+        self.threads = (self._short, self._long, self._grammars, self._slow_grammars, self._pieces)
 
     def put(self, job: Prepare) -> None:
         """Queue a request; its Prepared is offered to the I/O thread, unless the job was dropped before."""
@@ -192,6 +223,10 @@ class TextThreads:
             (self._grammars if is_short else self._slow_grammars).jobs.put(job)
         else:
             (self._short if is_short else self._long).jobs.put(job)
+
+    def grow(self, job: Grow) -> None:
+        """Queue a piece of an open prompt; its Grown is offered to the I/O thread, unless the request is over."""
+        self._pieces.jobs.put(job)
 
     def start(self) -> None:
         """Start the threads."""

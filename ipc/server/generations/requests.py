@@ -9,6 +9,7 @@ from typing import Any
 from lowlat.ipc.engine import Codec, Engine, EngineOutput
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.fair_queue import RankedQueue
+from lowlat.ipc.server.generations.open_prompts import OpenPrompts
 from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThreads, prepare
 from lowlat.ipc.server.generations.residence import Keeper, Residence
 from lowlat.ipc.server.generations.statistics import Statistics
@@ -21,13 +22,14 @@ from lowlat.ipc.server.threads.events import (
     DecodeCancel,
     DecodePause,
     DecodeSubmit,
+    PauseDone,
     Prepare,
     Prepared,
     Refused,
     Step,
 )
 from lowlat.ipc.server.threads.watchdog import StepClock
-from lowlat.ipc.wire import Error, FinishReason, Submit
+from lowlat.ipc.wire import Error, FinishReason, Paused, Submit
 
 __all__ = ["FREE_SHARE", "Requests"]
 
@@ -92,6 +94,9 @@ class Requests:
         peers.tell(self)
         self.engine_figures: Mapping[str, Any] = {}
         self.draining = False
+        self.open_prompts = OpenPrompts(
+            self, codec, limits, engine.info.max_context, timers, peers, decode, text_threads
+        )
         self.residence = Residence(self, decode, timers, limits.max_wake_s, keeper)
 
     @property
@@ -155,14 +160,45 @@ class Requests:
             self._end(stream, "cancelled")
 
     def pause(self, stream: Stream, *, resumes: bool) -> None:
-        """Let a request give its slot to others, or have one again; a second call changes nothing."""
-        if stream.paused != resumes or stream.phase is Phase.DECODED:
+        """Let a request give its slot to others, or have one again; a second call changes nothing.
+
+        Each is answered, see `paused`. One whose prompt is open goes on: it has no tokens yet, and is ended where it
+        waits for too long.
+        """
+        if stream.is_open:
+            problem = "its prompt is still being written: finish it, or cancel it"
+            self._tell_paused(stream, paused=False, code="invalid", problem=problem)
             return
-        stream.paused = not resumes
-        if stream.phase is Phase.RUNNING:
+        is_new = stream.paused == resumes and stream.phase is not Phase.DECODED
+        if is_new:
+            stream.paused = not resumes
+        if is_new and stream.phase is Phase.RUNNING:
             self._num_paused += -1 if resumes else 1
-            self._decode(DecodePause(stream.request_id, resumes))
+            self._tell_engine(stream, resumes=resumes, num_asked=1)
             self.admit()
+        elif stream.asked:
+            stream.asked[-1] += 1
+        else:
+            self._tell_paused(stream, paused=stream.paused and stream.phase is not Phase.DECODED)
+
+    def _tell_engine(self, stream: Stream, *, resumes: bool, num_asked: int) -> None:
+        stream.asked.append(num_asked)
+        self._decode(DecodePause(stream, resumes))
+
+    def paused(self, event: PauseDone) -> None:
+        """The engine has paused a request, has let it go on, or says why it runs on; its client is told."""
+        stream = event.stream
+        count = stream.asked.pop(0)
+        if event.code is not None and stream.paused and not stream.asked:
+            stream.paused = False
+            self._num_paused -= stream.request_id in self._inside
+        for _ in range(count):
+            self._tell_paused(stream, paused=event.paused, code=event.code, problem=event.problem)
+
+    def _tell_paused(
+        self, stream: Stream, *, paused: bool, code: str | None = None, problem: str | None = None
+    ) -> None:
+        self._peers.send(stream.peer, Paused(stream.number, paused, code, problem))
 
     def credit(self, stream: Stream, tokens: int) -> None:
         """Add tokens that the client grants, and send what may be sent."""
@@ -307,10 +343,13 @@ class Requests:
         self._num_preparing += 1
         self._prompt_bytes += size
         self._bytes_of[account] += size
-        if submit.deadline_ms is not None:
-            stream.deadline = self._timers.after(submit.deadline_ms / 1000, self._late, stream)
+        if submit.open:
+            self.open_prompts.open(stream, submit)
+        else:
+            self.start_deadline(stream, submit.deadline_ms)
         prepared = None
-        if 0 < len(body) <= MAX_INLINE_BYTES and not (submit.sampling.has_grammar or submit.sampling.draft_texts):
+        waits = submit.sampling.has_grammar or submit.sampling.draft_texts  # for what takes long to prepare
+        if (submit.open or 0 < len(body) <= MAX_INLINE_BYTES) and not waits:
             prepared = prepare(
                 stream, submit, body, self._engine, self._codec, self._log, self._limits.default_max_tokens
             )
@@ -319,6 +358,36 @@ class Requests:
         else:
             stream.job = Prepare(stream, submit, body)
             self._text_threads.put(stream.job)
+        if submit.open and not stream.over:
+            self.open_prompts.begin(stream, submit, body)
+
+    def start_deadline(self, stream: Stream, deadline_ms: int | None) -> None:
+        """Begin to count a request's deadline, where it has one."""
+        if deadline_ms is not None:
+            stream.deadline = self._timers.after(deadline_ms / 1000, self._late, stream)
+
+    def hold_bytes(self, stream: Stream, num_bytes: int) -> bool:
+        """Count bytes of a prompt that wait; False where there is no space for them."""
+        account = stream.peer.user.account
+        if self._prompt_bytes and num_bytes > self._room_for_prompts(account):
+            return False
+        self._prompt_bytes += num_bytes
+        self._bytes_of[account] += num_bytes
+        return True
+
+    def release_bytes(self, stream: Stream, num_bytes: int) -> None:
+        """Count bytes of a prompt that waited as free."""
+        self._prompt_bytes -= num_bytes
+        _count_down(self._bytes_of, stream.peer.user.account, num_bytes)
+
+    def break_off(self, stream: Stream, code: str, message: str) -> None:
+        """End a request that brought nothing yet by an ERROR, wherever it is."""
+        self._leave(stream)
+        self.refuse(stream.peer, stream.number, code, message)
+
+    def end_idle(self, stream: Stream, message: str) -> None:
+        """End a request whose client let it wait for too long."""
+        self._end(stream, "error", code="deadline", message=message)
 
     def admit(self) -> None:
         """Hand over to the engine while it has slots, the highest priority first: of equals by turns, first those of
@@ -349,7 +418,12 @@ class Requests:
             self._fail_early(stream, "busy", message)
 
     def _hand_over(self, stream: Stream) -> None:
-        self._decode(DecodeSubmit(stream.request_id, stream.prompt, stream.sampling, stream.cache_salt, stream.session))
+        if stream.opening is not None:
+            for command in self.open_prompts.commands(stream, stream.opening):
+                self._decode(command)
+        else:
+            own = (stream.request_id, stream.prompt, stream.sampling, stream.cache_salt, stream.session)
+            self._decode(DecodeSubmit(*own))
         self._let_go(stream)
         stream.phase = Phase.RUNNING
         self._inside[stream.request_id] = stream
@@ -357,12 +431,11 @@ class Requests:
         stream.handed = time.monotonic()
         if stream.paused:
             self._num_paused += 1
-            self._decode(DecodePause(stream.request_id, resumes=False))
+            self._tell_engine(stream, resumes=False, num_asked=0)
 
     def _let_go(self, stream: Stream) -> None:
         """Drop a request's prompt, and count its bytes as free."""
-        self._prompt_bytes -= stream.num_bytes
-        _count_down(self._bytes_of, stream.peer.user.account, stream.num_bytes)
+        self.release_bytes(stream, stream.num_bytes)
         stream.prompt = ()
 
     def _come_out(self, request_id: str) -> Stream | None:
@@ -468,6 +541,8 @@ class Requests:
         stream.over = True
         stream.waiting.clear()
         stream.prompt = ()
+        if stream.opening is not None:
+            self.open_prompts.leave(stream, stream.opening)
         self._timers.cancel(stream.deadline)
         self._fed(stream)
         del stream.peer.streams[stream.number]

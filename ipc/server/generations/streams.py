@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 
 from lowlat.ipc.chunk import accepted_of, call_parts, logprobs_of
-from lowlat.ipc.engine import EngineOutput
+from lowlat.ipc.engine import EngineOutput, Growing
 from lowlat.ipc.server.generations.timers import Timer
 from lowlat.ipc.wire import (
     End,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowlat.ipc.server.peer import Peer
     from lowlat.ipc.server.threads.events import Prepare
 
-__all__ = ["Phase", "Stream"]
+__all__ = ["Opening", "Phase", "Stream"]
 
 MAX_TOKENS_PER_MESSAGE = 4096
 
@@ -35,6 +35,39 @@ class Phase(Enum):
     WAITING = "waiting"  # for a slot
     RUNNING = "running"  # inside the engine
     DECODED = "decoded"  # the engine is done with it; tokens may wait for credit
+
+
+class Opening(Struct, eq=False):
+    """The part of a request that an open prompt needs.
+
+    text         gives token ids of its pieces, in a text thread; None: there is no tokenizer
+    max_asked    tokens of the prompt at most, as its client said
+    max_prompt   and as the context has room for, too
+    balance      bytes of pieces that may still come
+    deadline_ms  of the request, from its end on
+    num_certain  token ids that stay, whatever comes
+    token_ids    those of them that the engine does not have: it has them all once the request is inside
+    tried        the token ids with which it seems to end
+    ended        it has ended, and `token_ids` are all of it
+    num_pending  bytes of pieces that are no token ids yet
+    num_untold   bytes that are, of which the client was not told
+    finished     its client has ended it
+    idle         ends it when it has waited for more for too long
+    """
+
+    text: Growing | None
+    max_asked: int | None
+    max_prompt: int
+    balance: int
+    deadline_ms: int | None = None
+    num_certain: int = 0
+    token_ids: list[int] = []
+    tried: Sequence[int] | None = None
+    ended: bool = False
+    num_pending: int = 0
+    num_untold: int = 0
+    finished: bool = False
+    idle: Timer | None = None
 
 
 class Stream(Struct, eq=False):
@@ -49,10 +82,13 @@ class Stream(Struct, eq=False):
     deadline   ends it when its time has passed
     starving   ends it when it has been without credit for too long; None while it has credit
     paused     its client wants it to wait
+    asked      of each pause or resume that the engine was told of, how many the client waits to hear of
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
     converted  it asked for no completion, and never enters the engine
     parts      of the prompt's logprobs, yet to be sent; they go before the output that has them
+    opening    of one whose prompt came, or comes, in pieces
+    arrived    when all of its prompt had come
     """
 
     peer: "Peer"
@@ -75,14 +111,21 @@ class Stream(Struct, eq=False):
     starving: Timer | None = None
     cancelled: bool = False
     paused: bool = False
+    asked: list[int] = []
     final: EngineOutput | None = None
     converted: bool = False
     parts: Iterator[PromptPart] | None = None
+    opening: Opening | None = None
     metrics: Mapping[str, Any] = {}
     arrived: float = field(default_factory=time.monotonic)
     handed: float = 0.0
     first: float = 0.0
     last: float = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its prompt is still being written."""
+        return self.opening is not None and not self.opening.finished
 
     def next_message(self) -> tuple[Tokens, int] | None:
         """Outputs that wait and may be sent, as one message, and its number of tokens; None without credit or outputs.
@@ -152,7 +195,7 @@ class Stream(Struct, eq=False):
         code: str | None = None,
         message: str | None = None,
     ) -> End:
-        """The END, with the engine's figures and the server's own times, in seconds from the SUBMIT's arrival."""
+        """The END, with the engine's figures and the server's own times, in seconds from `arrived`."""
         times = {
             "queued_s": self.handed - self.arrived if self.handed else None,
             "time_to_first_token_s": self.first - self.arrived if self.first else None,

@@ -11,12 +11,16 @@ from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.threads.events import (
     Command,
     DecodeCancel,
+    DecodeFinish,
+    DecodeGrow,
+    DecodeOpen,
     DecodePause,
     DecodeResidence,
     DecodeStop,
     DecodeSubmit,
     EngineFigures,
     Failed,
+    PauseDone,
     Post,
     Refused,
     ResidenceDone,
@@ -128,8 +132,10 @@ class DecodeThread(threading.Thread):
         self.offer(Step(outputs, metrics))
 
     def _obey(self, command: Command) -> None:
-        if isinstance(command, DecodeSubmit):
+        if isinstance(command, DecodeSubmit | DecodeOpen):
             self._submit(command)
+        elif isinstance(command, DecodeGrow | DecodeFinish):
+            self._grow(command)
         elif isinstance(command, DecodeCancel):
             try:
                 self.engine.cancel(command.request_id)
@@ -157,20 +163,40 @@ class DecodeThread(threading.Thread):
         self._clock.begin()
 
     def _pause(self, command: DecodePause) -> None:
+        stream, paused, code, problem = command.stream, False, None, None
         try:
             if command.resumes:
-                self.engine.resume(command.request_id)
+                self.engine.resume(stream.request_id)
             else:
-                self.engine.pause(command.request_id)
+                paused = self.engine.pause(stream.request_id)
         except RequestError:
-            return  # it ended meanwhile, or runs on since it was not paused
+            paused = False  # it ended meanwhile, or runs on since it was not paused
         except CapacityError as error:
-            self._log.warning("a request runs on: %s", error)
+            code, problem = "busy", str(error)
+        self.post(PauseDone(stream, paused, code, problem))
 
-    def _submit(self, command: DecodeSubmit) -> None:
+    def _grow(self, command: DecodeGrow | DecodeFinish) -> None:
+        name = command.request_id
         try:
-            own = (command.request_id, command.prompt, command.sampling, command.cache_salt)
-            self.engine.submit(*own, command.session)
+            if isinstance(command, DecodeFinish):
+                self.engine.finish_prompt(name, command.token_ids, speculative=command.speculative)
+                self._joined = True
+            else:
+                self.engine.grow_prompt(name, command.token_ids)
+        except RequestError as error:
+            try:
+                self.engine.cancel(name)
+            except RequestError:
+                return  # it ended meanwhile: its last output is on the way
+            self.post(Refused(name, "invalid", str(error)))
+
+    def _submit(self, command: DecodeSubmit | DecodeOpen) -> None:
+        shared = (command.sampling, command.cache_salt, command.session)
+        try:
+            if isinstance(command, DecodeOpen):
+                self.engine.open_prompt(command.request_id, *shared, command.max_prompt_tokens)
+            else:
+                self.engine.submit(command.request_id, command.prompt, *shared)
         except RequestError as error:
             self.post(Refused(command.request_id, "invalid", str(error)))
         except CapacityError as error:

@@ -12,6 +12,9 @@ from lowlat.ipc.wire import Sampling, Submit
 __all__ = [
     "Command",
     "DecodeCancel",
+    "DecodeFinish",
+    "DecodeGrow",
+    "DecodeOpen",
     "DecodePause",
     "DecodeResidence",
     "DecodeStop",
@@ -20,6 +23,10 @@ __all__ = [
     "EngineFigures",
     "Event",
     "Failed",
+    "Grow",
+    "Grown",
+    "OpenCommand",
+    "PauseDone",
     "Prepare",
     "Prepared",
     "Refused",
@@ -57,6 +64,22 @@ class Prepared(Struct, frozen=True):
     converted: Sequence[EngineOutput] = ()
 
 
+class Grown(Struct, frozen=True):
+    """To the I/O thread: a piece of an open prompt has its token ids; or code and message say why not.
+
+    num_bytes  of the piece
+    ends       the prompt ends with these token ids, or seems to: `speculative`
+    """
+
+    stream: Stream
+    token_ids: Sequence[int] = ()
+    num_bytes: int = 0
+    ends: bool = False
+    speculative: bool = False
+    code: str | None = None
+    message: str = ""
+
+
 class EngineFigures(Struct, frozen=True):
     """To the I/O thread: the engine's own figures, about once a second."""
 
@@ -82,6 +105,15 @@ class ResidenceAsked(Struct, frozen=True):
     asleep: bool
 
 
+class PauseDone(Struct, frozen=True):
+    """To the I/O thread: a request is paused, or is not; or code and problem say why it runs on."""
+
+    stream: Stream
+    paused: bool
+    code: str | None = None
+    problem: str | None = None
+
+
 class ResidenceDone(Struct, frozen=True):
     """To the I/O thread: the engine sleeps, or is awake; problem says why it does not."""
 
@@ -89,7 +121,8 @@ class ResidenceDone(Struct, frozen=True):
     problem: str = ""
 
 
-Event = Step | Refused | Prepared | EngineFigures | Failed | DrainAsked | ResidenceAsked | ResidenceDone
+Event = Step | Refused | Prepared | Grown | EngineFigures | Failed | DrainAsked | PauseDone | ResidenceAsked
+Event |= ResidenceDone
 
 
 class DecodeSubmit(Struct, frozen=True):
@@ -102,6 +135,31 @@ class DecodeSubmit(Struct, frozen=True):
     session: str = ""
 
 
+class DecodeOpen(Struct, frozen=True):
+    """To the decode thread: a request for the engine whose prompt is still being written."""
+
+    request_id: str
+    sampling: Sampling
+    cache_salt: str
+    session: str
+    max_prompt_tokens: int | None
+
+
+class DecodeGrow(Struct, frozen=True):
+    """To the decode thread: more of an open prompt."""
+
+    request_id: str
+    token_ids: Sequence[int]
+
+
+class DecodeFinish(Struct, frozen=True):
+    """To the decode thread: an open prompt ends with these token ids, or seems to."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    speculative: bool
+
+
 class DecodeCancel(Struct, frozen=True):
     """To the decode thread: end a request."""
 
@@ -111,7 +169,7 @@ class DecodeCancel(Struct, frozen=True):
 class DecodePause(Struct, frozen=True):
     """To the decode thread: take a request out of its slot, or let it have one again."""
 
-    request_id: str
+    stream: Stream
     resumes: bool
 
 
@@ -125,7 +183,20 @@ class DecodeResidence(Struct, frozen=True):
     asleep: bool
 
 
-Command = DecodeSubmit | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
+OpenCommand = DecodeSubmit | DecodeOpen | DecodeGrow | DecodeFinish
+Command = OpenCommand | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
+
+
+class Grow(Struct, frozen=True):
+    """To a text thread: make token ids of a piece of an open prompt, or of what its end leaves.
+
+    piece  text, or packed token ids; None: the end
+    """
+
+    stream: Stream
+    piece: str | bytes | None
+    num_bytes: int = 0
+    speculative: bool = False
 
 
 class Prepare(Struct):

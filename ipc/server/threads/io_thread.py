@@ -21,6 +21,8 @@ from lowlat.ipc.server.threads.events import (
     EngineFigures,
     Event,
     Failed,
+    Grown,
+    PauseDone,
     Prepared,
     Refused,
     ResidenceAsked,
@@ -82,11 +84,13 @@ class IoThread(threading.Thread):
         self._handlers: dict[type[object], Callable[..., None]] = {
             Step: requests.step,
             Prepared: requests.prepared,
+            Grown: requests.open_prompts.grown,
             Refused: requests.refused,
             EngineFigures: self._figures,
             Failed: self._failed,
             DrainAsked: self._drain,
             ResidenceAsked: requests.residence.ordered,
+            PauseDone: requests.paused,
             ResidenceDone: requests.residence.done,
         }
 

@@ -11,6 +11,7 @@ import torch
 
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.gemm.prefill.coded_rows import is_coded_by_row
 from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates
 from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, has_prefill_gemm
 from lowlat.kernels.gemm.tiles import BF16_TILES
@@ -31,6 +32,7 @@ class ArrangedGemm:
     multiply        `arranged_prefill_gemm`, or what takes its arguments
     multiply_gated  `gated_prefill_gemm`, or what takes its arguments
     gates           (weight rows, columns, parts): whether `multiply_gated` takes such a weight
+    takes_codes     whether both take codes of rows next to a weight, see `CodedRows`
     """
 
     name: str
@@ -42,6 +44,7 @@ class ArrangedGemm:
     multiply: Callable[..., list[KernelCall]]
     multiply_gated: Callable[..., list[KernelCall]]
     gates: Callable[[int, int, KParts | None], bool]
+    takes_codes: Callable[[PackedMatrix], bool]
 
     def covers(self, chunk: int, weight: PackedMatrix) -> bool:
         """Whether it multiplies by a weight, in chunks of so many rows."""
@@ -54,8 +57,9 @@ class ArrangedGemm:
 
 
 WGMMA = ArrangedGemm(
-    "wgmma", has_prefill_gemm, 64, 8, MOST_ROWS, APART_ROWS, arranged_prefill_gemm, gated_prefill_gemm, gates
-)
+    "wgmma", has_prefill_gemm, 64, 8, MOST_ROWS, APART_ROWS, arranged_prefill_gemm, gated_prefill_gemm, gates,
+    is_coded_by_row,
+)  # fmt: skip
 ARRANGED_GEMMS = (WGMMA,)
 
 

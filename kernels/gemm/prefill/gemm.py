@@ -19,6 +19,7 @@ from lowlat.kernels.formats.int4 import int4_format
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.gemm.prefill.coded_rows import CODED_STEP, CodedRows, by_codes
 from lowlat.kernels.gemm.prefill.gated_epilogue import make_gated_finish
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_consume, make_finish, make_produce
 from lowlat.kernels.gemm.prefill.parts_sum import add_parts
@@ -29,6 +30,7 @@ from lowlat.kernels.gemm.prefill.plan import (
     MULTIPLYING_REGISTERS,
     PRODUCERS,
     STEP,
+    STEP_ROW_BYTES,
     PrefillGemmPlan,
     choose_prefill_plan,
     cut_of,
@@ -38,11 +40,11 @@ from lowlat.kernels.gemm.prefill.plan import (
     plans_of,
 )
 from lowlat.kernels.gemm.prefill.split_k_sum import add_segments
-from lowlat.kernels.gemm.tiles import BF16_TILES
+from lowlat.kernels.gemm.tiles import BF16_TILES, CODED_ROWS_TILES
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
-from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, types, uint32
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 from lowlat.kernels.toolchain.ptx_hopper import KEPT_AS_USUAL, READ_ONCE
 from lowlat.kernels.tuning.table import Planned
 
@@ -96,7 +98,7 @@ def prefill_gemm(
 
 def arranged_prefill_gemm(
     *,
-    arranged: torch.Tensor,
+    arranged: torch.Tensor | CodedRows,
     weight: PackedMatrix,
     bias: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
@@ -108,7 +110,8 @@ def arranged_prefill_gemm(
 ) -> list[KernelCall]:
     """out = x @ weight.T + bias of rows that are arranged, in one or two launches, accumulated in float32.
 
-    arranged  [ceil(K/64), M, 64] bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
+    arranged  [ceil(K/64), M, 64] bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096; or its codes, by which
+                                  FP8 by row is multiplied: scales of rows of the weight, then of x, multiply the sums
     weight    [N, K]              packed, N and K multiples of 8; bf16, or quantised: numbers are rounded to bf16, and
                                   scales of rows multiply the sums
     bias      [N]                 bf16, in the packed order, or None
@@ -122,7 +125,7 @@ def arranged_prefill_gemm(
     operations over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes that do not fit, or a GPU without such instructions.
     """
-    rows = out.shape[0]
+    rows, weight = out.shape[0], _as_multiplied(weight, arranged, parts)
     plan, planned = _chosen(rows, weight, gpu, plan, parts)
     check_shape("out", out, rows, weight.rows)
     if bias is not None:
@@ -143,13 +146,16 @@ def arranged_prefill_gemm(
             partials=target, parts=cut.parts, steps=cut.steps, scales=weight.scales, bias=bias, columns=columns, out=out
         )
     elif plan.apart:
-        calls += add_segments(partials=target, scales=weight.scales, bias=bias, columns=columns, out=out)
+        row_scales = arranged.scales if isinstance(arranged, CodedRows) else None
+        calls += add_segments(
+            partials=target, scales=weight.scales, row_scales=row_scales, bias=bias, columns=columns, out=out
+        )
     return calls
 
 
 def gated_prefill_gemm(
     *,
-    arranged: torch.Tensor,
+    arranged: torch.Tensor | CodedRows,
     weight: PackedMatrix,
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
@@ -161,7 +167,7 @@ def gated_prefill_gemm(
 ) -> list[KernelCall]:
     """silu(gate) * up of x @ weight.T + bias, or another activation's, arranged, in one launch; dead rows are zero.
 
-    arranged  [ceil(K/64), M, 64]  bf16: x as `arrange` leaves it, M a multiple of 64 up to 4096
+    arranged  [ceil(K/64), M, 64]  bf16: x as `arrange` leaves it, or its codes, M a multiple of 64 up to 4096
     weight    [2I, K]              packed in the order of `gate_up_permutation`, as `arranged_prefill_gemm` takes it; K
                                    in one segment
     bias      [2I]                 bf16, in the packed order, or None
@@ -170,7 +176,8 @@ def gated_prefill_gemm(
                                    them
     parts, plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight's shape.
     """
-    rows = arranged.shape[1]
+    rows = arranged.rows if isinstance(arranged, CodedRows) else arranged.shape[1]
+    weight = _as_multiplied(weight, arranged, parts)
     plan, planned = _chosen(rows, weight, gpu, plan, parts)
     if not gates(weight.rows, weight.columns, parts):
         raise ShapeError(f"a weight of {weight.rows} x {weight.columns} has several segments, or half a tile of gates")
@@ -186,6 +193,15 @@ def gated_prefill_gemm(
 def gates(weight_rows: int, columns: int, parts: KParts | None = None) -> bool:
     """Whether `gated_prefill_gemm` takes a weight of this shape: its sums are whole where its epilogue runs."""
     return weight_rows % TILE_ROWS == 0 and cut_of(weight_rows, columns, parts)[0] == 1
+
+
+def _as_multiplied(weight: PackedMatrix, x: torch.Tensor | CodedRows, parts: KParts | None) -> PackedMatrix:
+    """A weight as rows of bf16, or codes of rows, are multiplied by it. Raises ShapeError for codes in parts of K."""
+    if not isinstance(x, CodedRows):
+        return weight
+    if parts is not None and parts.count > 1:
+        raise ShapeError(f"codes of rows are multiplied in one part of K, not in {parts.count}")
+    return by_codes(weight)
 
 
 def _chosen(
@@ -211,7 +227,7 @@ def _call(
     plan: PrefillGemmPlan,
     planned: Planned | None,
     weight: PackedMatrix,
-    arranged: torch.Tensor,
+    x: torch.Tensor | CodedRows,
     beside: tuple[torch.Tensor | None, torch.Tensor | None],
     target: torch.Tensor,
     rows: int,
@@ -219,10 +235,14 @@ def _call(
     segments: int,
 ) -> KernelCall:
     """The launch of a GEMM's own kernel."""
-    check_shape("arranged", arranged, *arranged_shape(rows, weight.columns))
-    is_plain = weight.tile_format == BF16_TILES
-    if (is_plain and weight.tiles.dtype != torch.bfloat16) or arranged.dtype != torch.bfloat16:
-        raise ShapeError(f"a prefill GEMM is of bf16, got {arranged.dtype} and {weight.tiles.dtype}")
+    arranged = x.memory if isinstance(x, CodedRows) else x
+    if isinstance(x, CodedRows):
+        check_shape("codes", x.codes, 2 * weight.columns // CODED_STEP, rows, CODED_STEP)
+    else:
+        check_shape("arranged", x, *arranged_shape(rows, weight.columns))
+        is_plain = weight.tile_format == BF16_TILES
+        if (is_plain and weight.tiles.dtype != torch.bfloat16) or x.dtype != torch.bfloat16:
+            raise ShapeError(f"a prefill GEMM is of bf16, got {x.dtype} and {weight.tiles.dtype}")
     x_tiles = rows // plan.rows
     units, cluster = plan.units(rows, weight.rows, segments), plan.cluster
     addresses = tuple(0 if each is None else each for each in (*beside, weight.scales))
@@ -230,6 +250,25 @@ def _call(
     arguments = (weight.memory, arranged, *addresses, target, rows, x_tiles, units, policy)
     blocks = cluster * min(units, gpu.num_multiprocessors // cluster)
     return KernelCall(kernel, (blocks, 1, 1), arguments, planned=planned)
+
+
+def _make_beside_of(cut: Cut) -> Any:
+    """A function: the addresses next to the product, of which codes of rows have one more: of scales after them."""
+    row_bytes = cut.steps * STEP_ROW_BYTES
+
+    if cut.weights.by_codes:
+
+        @device_function
+        def with_scales(bias: Any, columns: Any, scales: Any, x: Any, rows: Any) -> Any:
+            return bias, columns, scales, x + int64(rows) * int64(row_bytes)
+
+        return with_scales
+
+    @device_function
+    def plain(bias: Any, columns: Any, scales: Any, _x: Any, _rows: Any) -> Any:
+        return bias, columns, scales
+
+    return plain
 
 
 @cache
@@ -243,6 +282,7 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
     begin, barriers_at, cluster = pipeline.begin, plan.stages * plan.stage_bytes, plan.cluster
     produce, consume = make_produce(cut, plan, pipeline), make_consume(cut, plan, pipeline, finish)
     last_warp, moves_registers = 4 * CONSUMERS, plan.by_halves
+    beside_of = _make_beside_of(cut)
     give, take = ptx_hopper.give_registers(COPYING_REGISTERS), ptx_hopper.take_registers(MULTIPLYING_REGISTERS)
 
     @device_function
@@ -280,7 +320,7 @@ def _make(cut: Cut, plan: PrefillGemmPlan, beside: Beside) -> Kernel:
         else:
             if moves_registers:
                 take()
-            beside = (bias, columns, scales)
+            beside = beside_of(bias, columns, scales, x, rows)
             consume(
                 base, barriers, beside, out, uint32(rows), uint32(x_tiles), uint32(units), unit, grid, warp, lane
             )  # fmt: skip
@@ -316,6 +356,11 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (128, 6144, 4096, Beside(False, True), FP8.tiles(wide=False)),
         (2048, 28672, 4096, Beside(False, False, True), FP8.tiles(wide=False)),
         *((512, 28672, 4096, Beside(False, False, True), tiles) for tiles in representative_layouts()),
+        (2048, 6144, 2048, Beside(False, True), CODED_ROWS_TILES),
+        (2048, 28672, 2048, Beside(False, False, True), CODED_ROWS_TILES),
+        (2048, 4096, 7168, Beside(False, False), CODED_ROWS_TILES),
+        (64, 6144, 2048, Beside(True, True), CODED_ROWS_TILES),
+        (128, 28672, 2048, Beside(False, False, True), CODED_ROWS_TILES),
         (512, 4096, 4096, Beside(True, False), int4_format(32, has_zeros=True).tiles(wide=True)),
     )
     made = []

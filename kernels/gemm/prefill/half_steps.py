@@ -25,7 +25,7 @@ def make_run_by_halves(weights: TileFormat, plan: PrefillGemmPlan, pipeline: Pip
     """
     stage_bytes, (hold, first_half, second_half) = plan.stage_bytes, make_load_halves(weights, is_shared=True)
     await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
-    multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF)
+    multiply = ptx_hopper.multiply_group(plan.rows, slices=HALF, by_codes=weights.by_codes)
     await_all, await_former = (ptx_hopper.await_group(plan.rows, words=4 * HALF, under_way=number) for number in (0, 1))
 
     @device_function

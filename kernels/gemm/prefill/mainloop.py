@@ -37,7 +37,7 @@ GROUP_TILES = GROUP_ROWS // TILE_ROWS
 class Cut:
     """A weight and how its K is cut.
 
-    weight_rows, columns  N, K
+    weight_rows, columns  N, K; of codes that codes of rows multiply, which are bytes, half of K
     segments, length      how many, and steps of each but the last
     weights               how the weight is held
     parts                 that the segments are, if there are several: they need not be equal
@@ -204,7 +204,8 @@ def _make_run(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline) -> Any:
     """A function of a warpgroup: the sums of so many steps."""
     stage_bytes, depth, x_bytes = plan.stage_bytes, plan.depth, plan.rows * STEP_ROW_BYTES
     await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
-    load, multiply = make_load_step(cut.weights, is_shared=True), ptx_hopper.multiply_group(plan.rows)
+    load = make_load_step(cut.weights, is_shared=True)
+    multiply = ptx_hopper.multiply_group(plan.rows, by_codes=cut.weights.by_codes)
     step_bytes = cut.weights.step_bytes
     replace, await_sums = ptx_hopper.replace_words(16), ptx_hopper.await_group(plan.rows)
 
@@ -289,12 +290,12 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
     """A function of a warp: store a unit's sums, scaled and with the bias, in original columns; a segment's plainly."""
     weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
     pitch, plain, x_rows, scaled = 4 * weight_rows, plan.apart, plan.rows, cut.weights.row_scales and not plan.apart
-    store0, store1 = (ptx_hopper.store_group_half(plan.rows, half, pitch, is_scaled=scaled) for half in (0, 1))
+    load_numbers, store0, store1 = _make_stores(plan, pitch, is_scaled=scaled, by_codes=cut.weights.by_codes)
 
     @device_function
     def place_of(beside: Any, run: Any, row: Any) -> Any:
         """The scale, the bias and the original column of one of the eight rows of a run."""
-        bias, columns, scales = beside
+        bias, columns, scales = beside[0], beside[1], beside[2]
         scale, extra, column = float32(1), float32(0), uint32(run * uint32(8))
         if scaled:
             scale = ptx.load_global_f32(scales + int64(uint32(column + row)) * int64(4))
@@ -312,12 +313,42 @@ def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: 
         corner = uint32(x_tile * uint32(x_rows) + uint32((lane & uint32(3)) * uint32(2)))
         target = out + (int64(segment) * int64(rows) + int64(corner)) * int64(pitch)
         run, row = uint32(uint32(block * uint32(block_tiles) + first) * uint32(2)), uint32(lane >> uint32(2))
+        numbers = load_numbers(beside, corner)
         if uint32(run * uint32(8)) < uint32(weight_rows):
             scale, extra, at = place_of(beside, run, row)
-            store0(target + at, scale, extra, sums)
+            store0(target + at, scale, extra, sums, numbers)
         run = uint32(run + uint32(1))
         if uint32(run * uint32(8)) < uint32(weight_rows):
             scale, extra, at = place_of(beside, run, row)
-            store1(target + at, scale, extra, sums)
+            store1(target + at, scale, extra, sums, numbers)
 
     return finish
+
+
+def _make_stores(plan: PrefillGemmPlan, pitch: int, *, is_scaled: bool, by_codes: bool) -> tuple[Any, Any, Any]:
+    """Functions of a thread: the scales of its rows of x, where they are codes, and the stores of its two weight rows.
+
+    The scales stand at the fourth of the addresses next to the product.
+    """
+    if is_scaled and by_codes:
+        load = ptx_hopper.load_row_numbers(plan.rows)
+
+        @device_function
+        def load_scales(beside: Any, row: Any) -> Any:
+            return load(beside[3] + int64(row) * int64(4))
+
+        return load_scales, *(ptx_hopper.store_scaled_half(plan.rows, half, pitch) for half in (0, 1))
+    plain = [ptx_hopper.store_group_half(plan.rows, half, pitch, is_scaled=is_scaled) for half in (0, 1)]
+
+    @device_function
+    def load_nothing(_beside: Any, _row: Any) -> Any:
+        return None
+
+    def make_store(store: Any) -> Any:
+        @device_function
+        def store_plainly(address: Any, scale: Any, extra: Any, sums: Any, _numbers: Any) -> None:
+            store(address, scale, extra, sums)
+
+        return store_plainly
+
+    return load_nothing, make_store(plain[0]), make_store(plain[1])

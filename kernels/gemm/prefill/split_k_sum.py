@@ -21,6 +21,7 @@ def add_segments(
     *,
     partials: torch.Tensor,
     scales: torch.Tensor | None = None,
+    row_scales: torch.Tensor | None = None,
     bias: torch.Tensor | None,
     columns: torch.Tensor | None,
     out: torch.Tensor,
@@ -29,23 +30,35 @@ def add_segments(
 
     partials  [S, M, N]  float32
     scales    [N]        float32, in the partials' order, of which more may follow; None: ones
+    row_scales [M]       float32; None: ones
     bias      [N]        bf16, or None
     columns   [N / 8]    int32: the column of out at which eight columns of the partials begin; None: the same
-    out       [M, N]     float32, out: zero plus the segments one by one, times the scale, plus the bias, each rounded
+    out       [M, N]     float32, out: zero plus the segments one by one, times the scale, times the row's, plus the
+                         bias, each rounded
     Time: (S + 1) * M * N * 4 bytes over the L2's bandwidth. Captured: yes. Raises ShapeError for shapes that do not
     fit.
     """
     segments, rows, width = partials.shape
     check_shape("out", out, rows, width)
     blocks = -(-rows * (width // 4) // THREADS)
-    kernel = _make(width, segments, bias is not None, columns is not None, scales is not None)
+    kernel = _make(width, segments, bias is not None, columns is not None, scales is not None, row_scales is not None)
     beside = (0 if each is None else each for each in (scales, bias, columns))
     arguments = (partials, *beside, out, rows)
+    if row_scales is not None:
+        check_shape("row_scales", row_scales, rows)
+        arguments = (*arguments, row_scales)
     return [KernelCall(kernel, (blocks, 1, 1), arguments)]
 
 
 @cache
-def _make(width: int, segments: int, with_bias: bool, with_columns: bool, with_scales: bool = False) -> Kernel:
+def _make(
+    width: int,
+    segments: int,
+    with_bias: bool,
+    with_columns: bool,
+    with_scales: bool = False,
+    with_row_scales: bool = False,
+) -> Kernel:
     """A thread has four columns of a row."""
     chunks = width // 4
 
@@ -74,7 +87,8 @@ def _make(width: int, segments: int, with_bias: bool, with_columns: bool, with_s
             uint32(high & uint32(0xFFFF0000)),
         )  # fmt: skip
 
-    def sum_split_k(partials: Any, scales: Any, bias: Any, columns: Any, out: Any, rows: Any) -> None:
+    @device_function
+    def add_up(partials: Any, scales: Any, bias: Any, columns: Any, out: Any, rows: Any, row_scales: Any) -> None:
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         row = uint32(number // uint32(chunks))
         chunk = uint32(number - row * uint32(chunks))
@@ -88,6 +102,9 @@ def _make(width: int, segments: int, with_bias: bool, with_columns: bool, with_s
                 sums = add(sums, ptx.load_global_128(at + int64(segment) * int64(rows) * int64(4 * width)))
             if with_scales:
                 sums = scale(sums, ptx.load_global_128(scales + int64(column) * int64(4)))
+            if with_row_scales:
+                own = ptx.bits_of_float(ptx.load_global_f32(row_scales + int64(row) * int64(4)))
+                sums = scale(sums, (own, own, own, own))
             if with_bias:
                 low, high = ptx.load_global_64(bias + int64(column) * int64(2))
                 sums = add(sums, biases(low, high))
@@ -100,11 +117,24 @@ def _make(width: int, segments: int, with_bias: bool, with_columns: bool, with_s
                 ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d),
             )  # fmt: skip
 
+    def sum_split_k(partials: Any, scales: Any, bias: Any, columns: Any, out: Any, rows: Any) -> None:
+        add_up(partials, scales, bias, columns, out, rows, int64(0))
+
+    def sum_coded_split_k(
+        partials: Any, scales: Any, bias: Any, columns: Any, out: Any, rows: Any, row_scales: Any
+    ) -> None:
+        add_up(partials, scales, bias, columns, out, rows, row_scales)
+
     beside = f"{'bias' if with_bias else 'plain'}_{'columns' if with_columns else 'inplace'}"
-    beside += "_scaled" if with_scales else ""
-    return Kernel(f"wide_add_{width}x{segments}_{beside}", sum_split_k, (types.int64,) * 6, THREADS)
+    beside += ("_scaled" if with_scales else "") + ("_rows" if with_row_scales else "")
+    function, count = (sum_coded_split_k, 7) if with_row_scales else (sum_split_k, 6)
+    return Kernel(f"wide_add_{width}x{segments}_{beside}", function, (types.int64,) * count, THREADS)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(6144, 5, True, True), _make(4096, 8, False, False, with_scales=True)]
+    return [
+        _make(6144, 5, True, True),
+        _make(4096, 8, False, False, with_scales=True),
+        _make(4096, 2, False, False, with_scales=True, with_row_scales=True),
+    ]

@@ -4,8 +4,10 @@ import itertools
 
 import torch
 
+from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
 from lowlat.kernels.reference.collectives.cuts import bounds, tree_sum
+from lowlat.kernels.reference.gemm.coded_rows import code_rows
 from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK, linear_block
 from lowlat.kernels.reference.gemm.packed import PackedWeight
 from lowlat.kernels.reference.row_blocks import tanh
@@ -30,6 +32,7 @@ def linear(
     num_parts: int = 1,
     unit: int = 1,
     softcap: float | None = None,
+    activations: str | None = None,
 ) -> None:
     """x @ weight.T + bias in float32.
 
@@ -39,10 +42,20 @@ def linear(
                first, and they are added by `all_reduce.cuts.tree_sum`. Given, even as 1, kernels sum in that order,
                too: a part's bits are then the same on any rank
     softcap    c: results r become c tanh(r / c); None: they stay
-    Raises ShapeError on the host for shapes that do not fit.
+    activations  "fp8": rows are rounded to e4m3 codes with a scale each, see `code_rows`; sums of codes are multiplied
+               by it. In one part of K. None: rows are taken as they are
+    Raises ShapeError on the host for shapes that do not fit, another kind of activations, or parts of coded rows.
     """
     weight = weight if x.is_cuda else weight.float()
     check_shape("out", out, x.shape[0], weight.shape[0])
+    if activations is not None:
+        if activations != "fp8" or num_parts != 1:
+            raise ShapeError(f"activations are 'fp8' or None, in one part of K; got {activations!r} in {num_parts}")
+        codes, scales = code_rows(x)
+        _multiply(codes, weight.float(), out, row_block)
+        out *= scales
+        _finish(bias, softcap, out)
+        return
     if num_parts == 1:
         _multiply(x, weight, out, row_block)
         _finish(bias, softcap, out)

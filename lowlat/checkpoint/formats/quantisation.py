@@ -3,7 +3,6 @@
 Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts.
 """
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,17 +56,24 @@ class Names:
         """Whether a linear layer of this name is among them."""
         if self.whole:
             return True
-        literal, others = self._by_kind  # configs list hundreds of names, and models have tens of thousands of layers
+        literal, lengths, others = self._by_kind  # configs list hundreds of names, models tens of thousands of layers
         parts = module.split(".")
-        runs = itertools.combinations(range(len(parts) + 1), 2)
-        named = bool(literal) and any(".".join(parts[start:end]) in literal for start, end in runs)
-        return named or any(_matches(pattern, module) for pattern in others)
+        for start, first in enumerate(parts):
+            for length in lengths.get(first, ()):
+                if ".".join(parts[start : start + length]) in literal:
+                    return True
+        return any(_matches(pattern, module) for pattern in others)
 
     @cached_property
-    def _by_kind(self) -> tuple[frozenset[str], tuple[str, ...]]:
-        """Names of whole parts between dots, and patterns that are matched one by one."""
+    def _by_kind(self) -> tuple[frozenset[str], Mapping[str, frozenset[int]], tuple[str, ...]]:
+        """Names of whole parts between dots; numbers of parts by a name's first; patterns that are matched singly."""
         others = tuple(name for name in self.patterns if name.startswith("re:") or "*" in name or "?" in name)
-        return frozenset(self.patterns).difference(others), others
+        literal = frozenset(self.patterns).difference(others)
+        lengths: dict[str, frozenset[int]] = {}
+        for name in literal:
+            parts = name.split(".")
+            lengths[parts[0]] = lengths.get(parts[0], frozenset()) | {len(parts)}
+        return literal, lengths, others
 
 
 def _check_expression(label: str, name: str) -> None:

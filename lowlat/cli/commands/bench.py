@@ -34,8 +34,8 @@ SPECULATION = tuple(
 )
 RUNNING = (
     *("device", "dtype", "executor", "device_loop", "perf_mode", "max_prefill_chunks"),
-    *("quantize", "quantize_lm_head", "kv_cache_dtype", "tensor_parallel_size", "check", "on_failed_check"),
-    "count_tiles",
+    *("quantize", "quantize_lm_head", "kv_cache_dtype", "activations", "tensor_parallel_size"),
+    *("check", "on_failed_check", "count_tiles"),
 )
 
 

@@ -1,4 +1,4 @@
-"""`lowlat doctor`: the environment, and whether a draft model's capture boundaries are the right ones."""
+"""`lowlat doctor`: the environment, a draft model's capture boundaries, and the proof of exactness and fidelity."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -8,7 +8,7 @@ import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.options import as_json, bundled, draft_model_option, record_options
-from lowlat.cli.paths import FILE, MODEL
+from lowlat.cli.paths import FILE, MODEL, NEW_FILE
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = ["command"]
 @click.option(
     "--exactness", is_flag=True, help="Compare answers with plain decoding, in every way that drafts are made."
 )
+@click.option("--fidelity", is_flag=True, help="Compare with transformers: which is closer to float32?")
 @click.option(
     "-S",
     "--num-speculative-tokens",
@@ -40,8 +41,9 @@ __all__ = ["command"]
     type=click.IntRange(1, MAX_SPECULATIVE_TOKENS),
     default=3,
     show_default=True,
-    help="With --exactness: the longest draft length.",
+    help="With these two: the longest draft length.",
 )
+@click.option("--out", type=NEW_FILE, metavar="FILE", help="With these two: add the report to a JSON file.")
 @record_options(RuntimeConfig, "device", filled=True)
 @click.option("--environment-only", is_flag=True, help="Load no model.")
 @as_json
@@ -53,18 +55,24 @@ def command(
     max_tokens: int,
     chat: bool,
     exactness: bool,
+    fidelity: bool,
     depth: int,
+    out: Path | None,
     device: str,
     environment_only: bool,
     json_output: bool,
 ) -> None:
     """Check this machine, and measure how often the first draft is accepted under shifted capture boundaries.
 
-    Exit code 1 when another shift than 0 is best: the draft model then reads the wrong residual streams. With
-    --exactness, in place of it: exit code 1 when an answer differs from plain decoding.
+    Exit code 1 when another shift than 0 is best: the draft model then reads the wrong residual streams. In place of
+    it, with --exactness: exit code 1 when an answer differs from plain decoding; with --fidelity: when distributions
+    are not shown to be as close to float32 as those of transformers in bfloat16.
     """
     if target is None and head is not None:
         raise click.UsageError("--draft-model goes with its --target")
+    proves = exactness or fidelity
+    if out is not None and not proves:
+        raise click.UsageError("--out goes with --exactness or --fidelity")
 
     from lowlat.cli.reports.environment import environment
 
@@ -81,17 +89,18 @@ def command(
         head = bundled("head") if target is None else head
         draft_model = None if head is None else local_draft_model(head, directory)
         taken = read_prompts(prompts or bundled("prompts.json"), num_prompts)
-    if exactness and not environment_only:
-        from lowlat.cli.reports.exactness import check_exactness, print_sweep
+    if proves and not environment_only:
+        from lowlat.cli.reports.exactness import Proof
 
-        shown = None if json_output else print_sweep
-        found = check_exactness(
-            directory, draft_model, taken, depth, shown, max_tokens=max_tokens, chat=chat, device=device
-        )
-        report["exactness"] = found.to_dict()
-        report["verdict"], healthy = found.verdict, found.exact
-        if not json_output:
-            click.echo(found.verdict)
+        options: dict[str, Any] = {"max_tokens": max_tokens, "chat": chat, "device": device, "out": out}
+        proof = Proof(directory, draft_model, taken, depth, **options)
+        if exactness:
+            proof.check_exactness(shown=not json_output)
+        if fidelity:
+            proof.check_fidelity(shown=not json_output)
+        report |= proof.to_dict()
+        healthy = proof.holds
+        proof.write(report)
     elif not environment_only:
         from lowlat.cli.reports.shifts import measure_shifts, unshifted_is_best
 
@@ -178,6 +187,8 @@ def _verdict(results: "list[ShiftResult]", healthy: bool) -> str:
     measured = {shift: rate for shift, rate in rates.items() if rate is not None}
     if rates[0] is None:
         return "no draft was verified: nothing can be said; take more prompts or tokens"
+    if healthy and not results[0].boundaries:
+        return f"the draft model reads tokens alone: {rates[0]:.1%} of the first drafts are accepted"
     if healthy:
         return f"the capture boundaries are right: no shift accepts more than {rates[0]:.1%} of the first drafts"
     best = max(measured, key=lambda shift: measured[shift])

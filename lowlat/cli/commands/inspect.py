@@ -67,7 +67,7 @@ def command() -> None:
 )
 @click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
 @click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
-@record_options(RuntimeConfig, "dtype", "device", "tensor_parallel_size", filled=True)
+@record_options(RuntimeConfig, "dtype", "device", "tensor_parallel_size", "activations", filled=True)
 @click.option("--buffers", is_flag=True, help="List the buffers of the step for --batch slots at depth -S.")
 @as_json
 def model(
@@ -77,6 +77,7 @@ def model(
     dtype: str,
     device: str,
     tensor_parallel_size: int,
+    activations: str | None,
     buffers: bool,
     json_output: bool,
     **values: Any,
@@ -101,6 +102,7 @@ def model(
                 "dtype": dtype,
                 "device": device,
                 "tensor_parallel_size": tensor_parallel_size,
+                "activations": activations,
             },
             buffers=buffers,
         )

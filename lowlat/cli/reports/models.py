@@ -16,6 +16,7 @@ from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
 from lowlat.graphs import Paging
 from lowlat.graphs.program import Program
+from lowlat.models.activations import codable_matrices
 from lowlat.models.advice import read_advice
 from lowlat.models.geometry import Decoder, DraftConfig, ModelConfig
 from lowlat.models.hf_config import read_config
@@ -143,9 +144,19 @@ def _geometry(config: ModelConfig | DraftConfig) -> dict[str, Any]:
     del values["quantisation"], values["quantiser"], values["shard"]
     values |= {"num_layers": config.num_layers, "windows": list(config.windows), "layers": _layer_kinds(config)}
     values.pop("coded_kv", None)
+    values.pop("coded_rows", None)
+    values |= {"activations": _activations(config)} if isinstance(config, ModelConfig) else {}
     names = set() if config.quantisation is None else set(config.quantisation.format_names)
     names |= set() if config.quantiser is None else {config.quantiser.packed.name}
     return {**values, "layer_formats": sorted(names)} if names else values
+
+
+def _activations(config: ModelConfig) -> str:
+    """How layers' inputs are multiplied, and for how many matrices prompts' rows can be FP8."""
+    if config.coded_rows:
+        return f"{config.dtype}; of prompts fp8, for {len(config.coded_rows)} matrices"
+    possible = len(codable_matrices(config))
+    return config.dtype + (f"; of prompts fp8 for {possible} matrices, with activations 'fp8'" if possible else "")
 
 
 def _layer_kinds(config: Decoder) -> list[dict[str, Any]]:
@@ -171,7 +182,7 @@ def draft_report(directory: Path, target: Path, capture_layers: tuple[int, ...] 
     speculative = SpeculativeConfig(
         method=method, model=directory, capture_layers=capture_layers, num_speculative_tokens=1
     )
-    speculator = plan_speculator(speculative, target_config)
+    speculator = plan_speculator(speculative, target_config, target)
     head, notes = speculator.draft_config, tuple[str, ...]()
     if head is None:
         raise ConfigError(f"{directory}: method {method!r} has no draft model")
@@ -210,6 +221,8 @@ def _convention(directory: Path, head: DraftConfig, *, overridden: bool) -> dict
     """Which ids the config names, where, and what they mean (see `lowlat.speculators.eagle3.capture`)."""
     place, ids = _named_ids(read_config(directory))
     boundaries = list(head.capture_boundaries)
+    if not boundaries:
+        return {"ids": None, "ids_from": None, "convention": "none: it reads tokens alone"}
     if overridden:
         meaning = "boundaries, from --capture-layers"
     elif isinstance(head, Eagle3Config) and head.final_hidden:

@@ -47,6 +47,7 @@ def print_quality(report: dict[str, Any]) -> None:
         ["directory", *(each["model"] for _, each in columns)],
         ["quantised layers", *(", ".join(each["formats"]) or "none" for _, each in columns)],
         ["KV cache", *(each["kv_cache"] for _, each in columns)],
+        ["activations", *(each["activations"] for _, each in columns)],
         ["compute dtype", *(each["dtype"] for _, each in columns)],
         ["log loss, nats a token", *(f"{each['mean_log_loss']:.4f}" for _, each in columns)],
         ["perplexity", *(f"{each['perplexity']:.3f}" for _, each in columns)],

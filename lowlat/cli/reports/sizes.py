@@ -14,11 +14,13 @@ from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.graphs.program import Program
-from lowlat.kernels.formats import matrix_parts, numbers_an_entry
+from lowlat.kernels.formats import numbers_an_entry
+from lowlat.models.activations import code_activations
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding, target_groups
-from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.model_names import display_name
+from lowlat.speculators.base import weight_shapes
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -139,22 +141,17 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), str(target))
     if options.kv_cache_dtype == "fp8":
         config = coded(config)
-    weights = _without_content(weight_plan(config))
-    if config.tie_embeddings and not matrix_parts("lm_head.weight", weights):
-        weights["lm_head.weight"] = weights["embed.weight"]
-    made_bytes = rounding_bytes(weights) if options.quantize is not None else 0
+    if options.activations is not None:
+        config = code_activations(config, display_name(target))
+    made_bytes = rounding_bytes(weight_shapes(config, None)) if options.quantize is not None else 0
     speculator = None
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is not None:
         speculator, topologies = plan_speculator(speculative, config, target), make_topologies(speculative)
-        weights.update(_without_content(speculator.weight_plan(config.dtype)))
+    weights = weight_shapes(config, speculator)
     geometry = make_geometry(config, speculator, topologies, options, speculative)
     ranks = tuple(rank_geometries(geometry, options, speculative))
     return Plan(geometry, ranks, topologies, weights, ahead_bytes(target_groups(config)), made_bytes)
-
-
-def _without_content(plan: WeightPlan) -> dict[str, torch.Tensor]:
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
 
 
 def buffer_dict(spec: BufferSpec) -> dict[str, Any]:

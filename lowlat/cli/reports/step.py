@@ -18,7 +18,7 @@ from lowlat.graphs.program import Op, Program
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.lower import FUSIONS, LoweredGroup
 from lowlat.models.geometry import ModelConfig
-from lowlat.tools.bench.step_bytes import cache_bytes, part_sizes, weight_bytes, weight_sizes
+from lowlat.tools.bench.step_bytes import cache_bytes, weight_bytes, weight_sizes
 from lowlat.tools.planned_step import LoweredProgram, PlannedStep
 
 __all__ = ["step_report"]
@@ -72,9 +72,7 @@ def step_report(
     full                with every group of operations and every buffer
     """
     config, speculator, gpu = planned.geometry.config, planned.speculator, planned.gpu
-    sizes = weight_sizes(config, planned.rank)
-    if speculator is not None:
-        sizes |= part_sizes(speculator.weight_plan(config.dtype), planned.rank)
+    sizes = weight_sizes(config, speculator, planned.rank)
     rate = gpu.facts.read_gb_s
     step = [each for part in planned.step for each in _counted(planned, part, sizes, lengths)]
     prefill = _counted(planned, planned.prefill, sizes, lengths[:1])

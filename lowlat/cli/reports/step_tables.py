@@ -9,7 +9,9 @@ from lowlat.cli.console import format_bytes, print_table
 
 __all__ = ["print_step"]
 
-METHODS = {"eagle3": "EAGLE3", "mtp": "MTP", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark"}
+METHODS = {"eagle3": "EAGLE3", "mtp": "MTP", "peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark"} | {
+    "draft_model": "a draft model"
+}
 MOST_FUSIONS = 8  # of the short form
 KERNELS_WIDTH = 60  # characters of a line of kernels
 BYTES = ("weights_bytes", "kv_read_bytes", "kv_written_bytes", "activations_bytes")

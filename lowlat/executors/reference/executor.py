@@ -240,7 +240,9 @@ class ReferenceExecutor:
 
 
 def _is_decode_gemm(op: Op) -> bool:
-    return op.kind == "linear" and op.params.get("row_block", ROW_BLOCK) == ROW_BLOCK
+    """Whether a GEMM has a step's rows, as they are: prefill's blocks are larger, or its rows may be codes."""
+    is_small = op.params.get("row_block", ROW_BLOCK) == ROW_BLOCK
+    return op.kind == "linear" and is_small and op.params.get("activations") is None
 
 
 def _packs(programs: Iterable[Program], weights: Mapping[str, torch.Tensor]) -> dict[str, PackedWeight]:

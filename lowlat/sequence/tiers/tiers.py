@@ -27,7 +27,7 @@ logger = logging.getLogger("lowlat.sequence.tiers")
 
 NUM_READERS = 8  # a core digests about 1 GB/s, and a disk gives several
 READ_AHEAD = 24  # contents of a prompt that are read from files at a time
-BATCH_BYTES = 128 << 20  # of copies to the device that are started at a time; two such are under way
+BATCH_BYTES = 64 << 20  # of copies to the device that are started at a time; two such are under way
 TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
 Value = TypeVar("Value")
 Job = Callable[[], None]

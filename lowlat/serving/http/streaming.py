@@ -15,7 +15,18 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError, api_error
 from lowlat.serving.http.exchange import Exchange, exchange_of
 
-__all__ = ["DONE", "MAX_BODY_BYTES", "Answer", "Caller", "EventStream", "event", "read_body", "respond"]
+__all__ = [
+    "BODY_TIMEOUT_S",
+    "CLIENT_GONE",
+    "DONE",
+    "MAX_BODY_BYTES",
+    "Answer",
+    "Caller",
+    "EventStream",
+    "event",
+    "read_body",
+    "respond",
+]
 
 MAX_BODY_BYTES = 4 << 20
 BODY_TIMEOUT_S = 30.0

@@ -7,7 +7,9 @@
     deepspec     see `lowlat.speculators.dspark`  target_layer_ids, as z-lab's; -1 is      the top level
                                                   boundary 0
 
-Source: z-lab/dflash, and vllm-project/speculators' `models/dflash`.
+DFlash2's are of these forms, too, with four sizes more: `conv_kernel_size`, `conv_group_size`, `selector_rank` and
+`selector_top_k`.
+Source: z-lab/dflash, and vllm-project/speculators' `models/dflash` and `models/dflash2`.
 """
 
 from collections.abc import Callable
@@ -22,20 +24,23 @@ from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS
 from lowlat.models.geometry import DraftLayout, ModelConfig
-from lowlat.models.hf_config import check_architecture, read_config, refuse_windows
-from lowlat.speculators.dflash.geometry import DflashConfig
+from lowlat.models.hf_config import check_architecture, read_config
+from lowlat.speculators.dflash.geometry import DflashConfig, LocalConv, Selector
 from lowlat.speculators.draft_layers import layer_style, with_layer_defaults
 from lowlat.speculators.eagle3.sizes import GATES, check_target, size_fields, vocabulary_fields
 from lowlat.speculators.eagle3.tensors import DraftTensors
+from lowlat.speculators.eagle3.windows import draft_windows
 
-__all__ = ["BlockFile", "BlockKind", "parse_block_model", "parse_dflash"]
+__all__ = ["TYPES", "BlockFile", "BlockKind", "parse_block_model", "parse_dflash"]
 
-ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator")
-MAX_LAYERS, MAX_FEATURES, MAX_BLOCK = 16, 5, 64
+SECOND = "DFlash2DraftModel"
+ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", SECOND)
+TYPES = {"dflash2": "dflash"}  # of speculators' models, those that are a form of another
+MAX_LAYERS, MAX_FEATURES, MAX_BLOCK, MAX_RANKS = 16, 8, 64, 32
 OVERRIDE = "give capture_layers, the boundaries themselves"
 HARMLESS_DRAFT_KEYS = HARMLESS_KEYS | {
     *("auto_map", "dtype", "torch_dtype", "speculators_config", "speculators_version", "num_anchors", "max_anchors"),
-    *("loss_decay_gamma", "sliding_window_non_causal", "target_model_type", "target_text_model_type"),
+    *("loss_decay_gamma", "target_model_type", "target_text_model_type"),
 }
 
 
@@ -84,7 +89,7 @@ def _places(fields: Fields, kind: BlockKind) -> BlockFile:
     nested = fields.optional_object("transformer_layer_config")
     if found is None:
         return kind.plain(fields)
-    if found != kind.method:
+    if TYPES.get(found, found) != kind.method:
         raise ConfigError(f"{fields.label}: speculators_model_type must be {kind.method!r}, found {found!r}")
     if nested is None:
         raise ConfigError(f"{fields.label}: transformer_layer_config is missing; speculators' draft models have it")
@@ -93,7 +98,8 @@ def _places(fields: Fields, kind: BlockKind) -> BlockFile:
 
 def _refuse_unimplemented(file: BlockFile, kind: BlockKind) -> None:
     check_architecture(file.top, kind.architectures)
-    file.own.refuse_unless("causal", (False,), "attention that sees the whole block")
+    for place in (file.own, file.top):
+        place.refuse_unless("output_multiplier", (1, 1.0), "logits as the LM head makes them")
     file.own.refuse_unless("projector_type", (), "DFlash without a projector (Domino, DSpark)")
     file.own.refuse_unless("attention_mode", ("gqa", "mha"), "grouped-query attention")
 
@@ -105,10 +111,55 @@ def _layer_fields(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: 
         return style.read(file.layer, sizes, target)
     file.layer.refuse_unless("model_type", ("qwen3", "llama"), "Qwen3- and Llama-style layers, and Gemma 4's")
     file.layer.refuse_unless("hidden_act", GATES, "SiLU and GELU gates")
-    refuse_windows(file.layer, off_by_default=file.layer.values.get("model_type") == "qwen3")
+    windows = draft_windows(file.layer, sizes.num_layers, [])
     biased = {part: tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkvo"}
     biases = (biased["q"] or biased["k"] or biased["v"], biased["o"], False)
-    return size_fields(file.layer, tensors, sizes, target, windows=(None,) * sizes.num_layers, biases=biases)
+    return {
+        **size_fields(file.layer, tensors, sizes, target, windows=windows, biases=biases),
+        "causal": _causal(file, windows),
+        "embedding_scale": file.own.optional_number("input_embedding_scale", 1e-6, 1e6),
+        "logit_softcap": _softcap(file),
+    }
+
+
+def _causal(file: BlockFile, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
+    """Of each layer, whether a row of the block sees no later one. Raises ConfigError for a contradiction.
+
+    z-lab's say it for all layers, `is_causal`; where they do not, those that slide are causal. Speculators' say it of
+    those that slide, `sliding_window_non_causal`, and are causal nowhere where they do not.
+    """
+    if file.layout == "speculators":
+        slides = file.top.optional_boolean("sliding_window_non_causal") is False
+        return tuple(slides and window is not None for window in windows)
+    stated = {place.optional_boolean(key) for place, key in ((file.top, "is_causal"), (file.own, "causal"))} - {None}
+    if len(stated) > 1:
+        raise ConfigError(f"{file.top.label}: is_causal and dflash_config's causal are contradictory")
+    always = next(iter(stated), None)
+    return tuple(window is not None if always is None else always for window in windows)
+
+
+def _dflash2(file: BlockFile, hidden_size: int) -> dict[str, Any]:
+    """The convolution and the selector of DFlash2; nothing for the first DFlash. Raises ConfigError."""
+    most = {"conv_kernel_size": 8, "conv_group_size": 1 << 12, "selector_rank": 1 << 12, "selector_top_k": MAX_RANKS}
+    sizes = {key: file.own.optional_integer(key, 1, limit) for key, limit in most.items()}
+    named = SECOND in (file.top.optional_strings("architectures", max_count=16) or ())
+    file.own.refuse_unless("draft_ffn_type", ("dense",), "dense FFNs")
+    missing = [key for key, size in sizes.items() if size is None]
+    if missing and (named or len(missing) < len(sizes)):
+        raise ConfigError(f"{file.own.label}: {missing[0]} is missing; a DFlash2 draft model needs it")
+    taps, group, rank, top_k = sizes.values()
+    if taps is None or group is None or rank is None or top_k is None:
+        return {}
+    if hidden_size % group:
+        raise ConfigError(f"{file.own.label}: conv_group_size {group} does not divide hidden_size {hidden_size}")
+    return {"conv": LocalConv(taps, group), "selector": Selector(rank, top_k)}
+
+
+def _softcap(file: BlockFile) -> float | None:
+    """The cap of logits, from wherever it stands."""
+    places = {id(place): place for place in (file.own, file.layer, file.top)}.values()
+    found = (place.optional_number("final_logit_softcapping", 0, 1e6) for place in places)
+    return next((cap for cap in found if cap), None)
 
 
 def _open(directory: Path, name: str) -> DraftTensors:
@@ -190,8 +241,7 @@ def parse_block_model(
     """A draft model's geometry, and its tensors by name without `model.`; of the weights only headers are read.
 
     capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is none of
-    the kind, was made for another target, or asks for what is not implemented: sliding windows, attention that is
-    causal inside the block, projectors.
+    the kind, was made for another target, or asks for what is not implemented, such as projectors.
     """
     fields = with_layer_defaults(read_config(directory))
     file, tensors = _places(fields, kind), _open(directory, kind.name)
@@ -214,6 +264,7 @@ def parse_block_model(
         block_size=_block_size(file),
         anchor_drafts=file.own.boolean("sample_from_anchor", kind.anchor_drafts),
         **kind.own(file),
+        **_dflash2(file, sizes.hidden_size),
         quantisation=read_quantisation(file.top, directory) or read_quantisation(file.layer, directory),
         **_layer_fields(file, tensors, sizes, target),
         **_vocabulary(file, tensors, sizes, target),

@@ -2,10 +2,12 @@
 
 Keys and values of every position that the target has run are made of its features alone: the norm of fc of captured
 residual streams, projected for all layers at once, stored at the position. Queries come from a block of rows: the last
-known token, followed by mask tokens, each at its position. Every row of the block attends to all stored positions and
-to the whole block, later rows included; the next step overwrites the block's keys and values. The row at a position
-drafts the token that stands there.
+known token, followed by mask tokens, each at its position. Every row of the block attends to all stored positions, or
+to those of a window, and to the whole block, later rows included unless a layer is causal; the next step overwrites the
+block's keys and values. The row at a position drafts the token that stands there.
 """
+
+from dataclasses import replace
 
 import torch
 
@@ -25,8 +27,8 @@ from lowlat.models.walk import (
 )
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import PrefillScope, Scope, StepScope
-from lowlat.speculators.dflash.geometry import DflashConfig
-from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
+from lowlat.speculators.dflash.geometry import DflashConfig, Selector
+from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows, seen_before
 from lowlat.speculators.tree.dynamic import DynamicTree
 from lowlat.speculators.tree.growth import rank_drafts
 
@@ -53,9 +55,8 @@ class DflashEmitter:
     def __init__(self, scope: Scope, draft: DflashConfig, tables: Tables) -> None:
         self.scope, self.draft, self.tables = scope, draft, tables
         self.builder, self.dtype = scope.builder, scope.dtype
-        self.layers = [
-            layer_of(draft, number, f"head.layers.{number}", _caches(number)) for number in range(draft.num_layers)
-        ]
+        each = [layer_of(draft, number, f"head.layers.{number}", _caches(number)) for number in range(draft.num_layers)]
+        self.layers = [replace(layer, kv_window=None) for layer in each]  # windows bound what is seen, not what is kept
 
     def emit_prefill(self, scope: PrefillScope) -> None:
         """Keys and values of a program's positions; the boundaries must have been computed."""
@@ -110,7 +111,7 @@ class DflashEmitter:
         level, tokens = self._block(scope, scope.topology.depth + self.first_row)
         table, scale = "head.embed.weight", draft.embedding_scale
         if not draft.own_embedding:  # it was trained with the target's embedding as the target has it, scaled
-            table, scale = "embed.weight", scope.config.embedding_scale
+            table, scale = "embed.weight", scope.config.embedding_scale if scale is None else scale
         stream = level.embed(tokens, table, draft.hidden_size, "embedded", scale=scale)
         for number in range(draft.num_layers):
             stream = self._emit_layer(level, stream, number)
@@ -134,13 +135,17 @@ class DflashEmitter:
         return 0 if self.draft.anchor_drafts else 1
 
     def emit_choice(self, scope: StepScope, level: Emitter, tokens: str, normed: str, logits: str) -> None:
-        """Each node takes the token that its rank has in the row of its depth, whatever its parent took.
+        """Each node takes the token that its rank has in the row of its depth, whatever its parent took; a selector
+        walks through the likeliest of a chain's.
 
         tokens  [B, R] the block's
         normed  [B * R, H] what the LM head reads
         logits  [B * R, Vd]
         """
-        topology = scope.tree
+        topology, selector = scope.tree, self.draft.selector
+        if selector is not None and topology.is_chain:
+            self._emit_walk(level, tokens, normed, logits, selector)
+            return
         nodes = range(1, topology.num_nodes)
         drafted = self.emit_ranks(level, logits, max(topology.max_rank_by_level) + 1)
         rows = [topology.depths[node] - 1 + self.first_row for node in nodes]
@@ -184,12 +189,71 @@ class DflashEmitter:
         layer = self.layers[number]
         level.stage = Stage.DRAFT_ATTENTION_FMHA
         normed = level.norm(stream, f"{layer.name}.attn_norm.weight", layer.eps, "input.normed")
+        normed, kernels = self._emit_conv_in(level, normed, f"{layer.name}.attn_conv")
         letters, name = layer.attention.projected, f"layers.{number}.residual"
         product = emit_projection(level, layer, normed, letters, "qkv")
         query = emit_heads(level, layer, product, letters, self.tables)["q"]
-        output = emit_output(level, layer, emit_attended(level, layer, query))
+        output = emit_output(level, layer, self._emit_attended(level, query, number))
+        output = self._emit_conv_out(level, output, f"{layer.name}.attn_conv", kernels)
         middle = level.add(stream, emit_sandwich(level, layer, output, "post_attn"), f"{name}.middle")
         level.stage = Stage.DRAFT_FFN
         inner = level.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
-        total = level.add(middle, emit_sandwich(level, layer, emit_ffn(level, layer, inner), "post_ffn"), f"{name}.out")
+        inner, kernels = self._emit_conv_in(level, inner, f"{layer.name}.ffn_conv")
+        output = self._emit_conv_out(level, emit_ffn(level, layer, inner), f"{layer.name}.ffn_conv", kernels)
+        total = level.add(middle, emit_sandwich(level, layer, output, "post_ffn"), f"{name}.out")
         return emit_layer_scale(level, layer, total, f"{name}.scaled") if layer.spec.scaled else total
+
+    def _emit_attended(self, level: Emitter, query: str, number: int) -> str:
+        """Attention of the block's rows in a layer, [M, H * D].
+
+        A window is a row's own where later rows are not seen. Where they are, all rows see the anchor's: the operation
+        counts from the last row, so its window is as many rows wider.
+        """
+        layer = self.layers[number]
+        window = layer.attention.window
+        batch, count = self.builder.spec("draft.0.tokens").shape
+        if not (self.draft.causal and self.draft.causal[number]):
+            wide = None if window is None else window + count - 1
+            return emit_attended(level, layer, query, window=wide)
+        masks = self.builder.constant("draft.0.seen_before", seen_before(batch, count))
+        rows = replace(level.rows, attention={**level.rows.attention, "row_masks": masks})
+        return emit_attended(replace(level, rows=rows), layer, query, window=window)
+
+    def _emit_conv_in(self, level: Emitter, normed: str, name: str) -> tuple[str, str]:
+        """A sublayer's input after its convolution, [M, H], and the coefficients of both sides; else as it is."""
+        conv = self.draft.conv
+        if conv is None:
+            return normed, ""
+        width = 2 * conv.taps * (self.draft.hidden_size // conv.group)
+        kernels = level.linear(normed, f"{name}.project", width, "conv.coefficients")
+        out = level.scratch("conv.input", level.rows.count, self.draft.hidden_size)
+        self._emit_conv(level, normed, name, kernels, out, side=0, group=conv.group)
+        return out, kernels
+
+    def _emit_conv_out(self, level: Emitter, output: str, name: str, kernels: str) -> str:
+        """A sublayer's output after its convolution, [M, H] float32; as it is without one."""
+        conv = self.draft.conv
+        if conv is None:
+            return output
+        out = level.scratch("conv.output", level.rows.count, self.draft.hidden_size, dtype=torch.float32)
+        self._emit_conv(level, output, name, kernels, out, side=1, group=conv.group)
+        return out
+
+    @staticmethod
+    def _emit_conv(level: Emitter, x: str, name: str, kernels: str, out: str, **params: int) -> None:
+        reads = {"x": x, "coefficients": kernels, **level.live()}
+        level.emit("local_conv", reads, {"out": out}, weights={"weight": f"{name}.base"}, **params)
+
+    def _emit_walk(self, level: Emitter, tokens: str, normed: str, logits: str, selector: Selector) -> None:
+        """The chain through the likeliest tokens of the block's rows."""
+        listed = rank_drafts(level, logits, min(selector.top_k, self.draft.draft_vocab_size))
+        hidden = level.linear(normed, "head.selector.project", selector.rank, "selector")
+        reads = {"candidates": listed["top_tokens"], "scores": listed["top_logprobs"]}
+        weights = {f"{part}s": f"head.selector.{part}s" for part in ("predecessor", "successor")}
+        level.emit(
+            "walk_candidates",
+            {**reads, "hidden": hidden, "tokens": tokens},
+            {"draft_nodes": "draft_nodes"},
+            weights=weights,
+            first_row=self.first_row,
+        )

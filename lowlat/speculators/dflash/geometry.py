@@ -5,7 +5,31 @@ from typing import ClassVar
 
 from lowlat.models.geometry import DraftConfig
 
-__all__ = ["DflashConfig"]
+__all__ = ["DflashConfig", "LocalConv", "Selector"]
+
+
+@dataclass(frozen=True)
+class LocalConv:
+    """The convolution along a block, before and after each layer's attention and FFN.
+
+    taps   rows that a row is made of: its own and those before it
+    group  columns that share a coefficient
+    """
+
+    taps: int
+    group: int
+
+
+@dataclass(frozen=True)
+class Selector:
+    """The choice of a chain among the candidates of a block's rows.
+
+    rank   of the score that a candidate gets by the token before it
+    top_k  candidates of a row
+    """
+
+    rank: int
+    top_k: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,12 +39,17 @@ class DflashConfig(DraftConfig):
     mask_token     of rows whose token is not known
     block_size     rows of a block, the last known token's included
     anchor_drafts  whether the last known token's row drafts, and each row the token after its own
+    causal         of each layer, whether a row of the block sees no later one, [L]; (): all see all
+    conv, selector  of DFlash2; None: there is none
     """
 
     method: ClassVar[str] = "dflash"
     mask_token: int
     block_size: int
     anchor_drafts: bool = False
+    causal: tuple[bool, ...] = ()
+    conv: LocalConv | None = None
+    selector: Selector | None = None
 
     @property
     def context(self) -> str:

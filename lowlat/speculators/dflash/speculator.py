@@ -4,7 +4,7 @@ Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -71,8 +71,8 @@ class DflashSpeculator(Speculator):
 
     @property
     def attends_everything(self) -> bool:
-        """Always: its layers have no windows."""
-        return True
+        """Where a layer has no window."""
+        return None in self.config.windows
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...]:
@@ -95,6 +95,8 @@ class DflashSpeculator(Speculator):
             **vocabulary_report(self.config),
             "draft_layers": self.config.num_layers,
             "draft_block_size": self.config.block_size,
+            **({} if self.config.selector is None else {"selector": asdict(self.config.selector)}),
+            **({} if self.config.conv is None else {"convolution": asdict(self.config.conv)}),
         }
 
     def emit_prefill(self, scope: PrefillScope) -> None:

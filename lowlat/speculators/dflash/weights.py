@@ -50,6 +50,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
             columns=hidden,
             norms=norms,
         )
+    made += _dflash2(config, dtype)
     made += [
         _context(config, dtype, "weight", hidden),
         *([_context(config, dtype, "bias")] if config.attention.qkv_bias else []),
@@ -59,6 +60,25 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     if config.own_lm_head and not config.is_cut:
         made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
     return made if config.quantisation is None else config.quantisation.apply(made)
+
+
+def _dflash2(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
+    """The convolutions of layers and the selector; nothing where there are none."""
+    hidden, made = config.hidden_size, list[Recipe]()
+    if config.conv is not None:
+        taps, wide = config.conv.taps, 2 * config.conv.taps * (hidden // config.conv.group)
+        for layer in range(config.num_layers):
+            for part, stored in (("attn_conv", "attention_conv"), ("ffn_conv", "mlp_conv")):
+                name, own = f"head.layers.{layer}.{part}", f"layers.{layer}.{stored}"
+                made.append(one_piece(f"{name}.base", f"{own}.base_kernel", dtype, 2, taps, hidden))
+                made.append(one_piece(f"{name}.project.weight", f"{own}.kernel_projection.weight", dtype, wide, hidden))
+    if config.selector is not None:
+        rank, own = config.selector.rank, "candidate_selector"
+        shape, table = (rank, hidden), (config.vocab_size, rank)
+        made.append(one_piece("head.selector.project.weight", f"{own}.hidden_projection.weight", dtype, *shape))
+        for part in ("predecessor", "successor"):
+            made.append(one_piece(f"head.selector.{part}s", f"{own}.{part}_codebook", dtype, *table))
+    return made
 
 
 def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -> Recipe:

@@ -167,7 +167,7 @@ def _windows(file: DraftFile, tensors: DraftTensors, sizes: Sizes) -> tuple[int 
     """The window of each layer."""
     count = file.layer.integer("num_hidden_layers", 1, MAX_DRAFT_LAYERS)
     tensors.check_layers(count, sizes.hidden_size, file.layer.label)
-    return draft_windows(file, count)
+    return draft_windows(file.layer, count, file.notes)
 
 
 def _layer_fields(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:

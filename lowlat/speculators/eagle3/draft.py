@@ -14,7 +14,7 @@ import torch
 from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows
 from lowlat.speculators.base import StepScope
-from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows
+from lowlat.speculators.draft_parts import BY_SLOT, assign_drafts, emit_accepted_rows, seen_before
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
 
 __all__ = ["Drafter"]
@@ -52,8 +52,7 @@ class Drafter:
         """
         if self.draft_config.num_layers == 1:
             return {}  # keys and values alone are made of them
-        seen = torch.tensor([(2 << row) - 1 for row in range(count)], dtype=torch.int64)
-        masks = self.builder.constant(name, seen.repeat(self.batch, 1))
+        masks = self.builder.constant(name, seen_before(self.batch, count))
         return {**BY_SLOT, "dense_lens": "head.write_lens", "row_masks": masks}
 
     def _features(self, emitter: Emitter) -> str:

@@ -106,7 +106,10 @@ def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
         hint = "" if "layers.0.hidden_norm.weight" in names else ": EAGLE-1 and EAGLE-2 are not EAGLE3"
         raise refuse("fc.bias", f"a bias on fc is not implemented{hint}")
     if "layers.0.hidden_norm.weight" not in names:
-        raise ConfigError(f"{directory}: tensor 'hidden_norm.weight' is missing: EAGLE-1 and EAGLE-2 are not EAGLE3")
+        raise ConfigError(
+            f"{directory}: tensor 'hidden_norm.weight' is missing: EAGLE-1 and EAGLE-2 are not EAGLE3 (a whole model "
+            "drafts by method 'draft_model')"
+        )
 
 
 def open_draft_model(directory: Path) -> DraftTensors:

@@ -11,9 +11,9 @@ layers have one is told by, in this order:
 keeps its first rows in sight as attention sinks; one that was trained with a window never saw them, and does not.
 """
 
+from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig
-from lowlat.speculators.eagle3.draft_file import DraftFile
 
 __all__ = ["check_draft_window", "draft_kv_windows", "draft_windows", "effective_window"]
 
@@ -21,9 +21,11 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 KEEPS_FIRST = 4
 
 
-def draft_windows(file: DraftFile, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, None for full attention. Raises ConfigError for what is contradictory or incomplete."""
-    fields = file.layer
+def draft_windows(fields: Fields, num_layers: int, notes: list[str]) -> tuple[int | None, ...]:
+    """The window of each layer, None for full attention. Raises ConfigError for what is contradictory or incomplete.
+
+    notes  what the model's user should know is added
+    """
     uses = fields.optional_boolean("use_sliding_window")
     size = fields.optional_integer("sliding_window", 0, 1 << 30) or None
     kinds = fields.optional_strings("layer_types", max_count=4096) or ()
@@ -42,12 +44,12 @@ def draft_windows(file: DraftFile, num_layers: int) -> tuple[int | None, ...]:
         first = fields.integer("max_window_layers", 0, 1 << 16, default=0)
         windowed = [layer >= first for layer in range(num_layers)]
         if not any(windowed):
-            file.notes.append(f"use_sliding_window is true, but max_window_layers is {first}: no layer has a window")
+            notes.append(f"use_sliding_window is true, but max_window_layers is {first}: no layer has a window")
     else:
         family = fields.values.get("model_type")
         windowed = [size is not None and uses is None and family not in ("qwen2", "qwen3")] * num_layers
         if windowed[0] and family != "mistral":
-            file.notes.append(f"sliding_window {size} without layer_types or use_sliding_window: taken for every layer")
+            notes.append(f"sliding_window {size} without layer_types or use_sliding_window: taken for every layer")
     if any(windowed) and size is None:
         raise ConfigError(f"{fields.label}: sliding_window is missing; expected the window of the layers that slide")
     return tuple(size if slides else None for slides in windowed)

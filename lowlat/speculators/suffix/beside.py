@@ -96,6 +96,11 @@ class TextBeside(Speculator):
         """The model's."""
         return self.model.kv_windows
 
+    @property
+    def runs_over_rows(self) -> bool:
+        """Whether the model does."""
+        return self.model.runs_over_rows
+
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """The model's, and by slot the last proposals and the acceptance probabilities."""
         batch, ints = sizes.max_batch, torch.int32
@@ -108,6 +113,11 @@ class TextBeside(Speculator):
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """The model's."""
         return self.model.weight_plan(dtype)
+
+    @property
+    def shared_weights(self) -> Mapping[str, str]:
+        """The model's."""
+        return self.model.shared_weights
 
     def report(self) -> dict[str, Any]:
         """The model's, and the text's under `text_drafts`."""

@@ -160,6 +160,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     simulated               what was not measured on real weights, prompts or acceptance
     distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
     quantize                to what the target's weights were rounded at load; empty: not at all
+    activations             to what prompts' rows were rounded; empty: not at all
     max_prefill_chunks      chunks of a prompt that ran at once; None: the file is older than that
     """
 
@@ -185,6 +186,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     perf_mode: str = "default"
     quantize: str = ""
     kv_cache_dtype: str = "auto"
+    activations: str = ""
     tensor_parallel_size: int = 1
     max_prefill_chunks: int | None = None
 

@@ -14,11 +14,12 @@ import torch
 from lowlat.engine.runtime import Runtime
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Op, Program
-from lowlat.kernels.formats import matrix_name, matrix_parts
+from lowlat.kernels.formats import matrix_name
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rank_weights import rank_weights
-from lowlat.models.weight_plan import WeightPlan, weight_plan
+from lowlat.models.weight_plan import WeightPlan
+from lowlat.speculators.base import Speculator, weight_shapes
 
 __all__ = [
     "attended",
@@ -43,9 +44,7 @@ def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], disti
     distinct_experts  a layer, of an MoE layer
     """
     config, speculator = runtime.model_config, runtime.speculator
-    sizes = weight_sizes(config, runtime.rank_config)
-    if speculator is not None:
-        sizes |= part_sizes(speculator.weight_plan(config.dtype), runtime.rank_config)
+    sizes = weight_sizes(config, speculator, runtime.rank_config)
     share = 1.0 if config.experts is None else config.experts.share_read(distinct_experts or 0.0)
     return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
 
@@ -119,25 +118,23 @@ def _cache_bytes(program: Program, op: Op, positions: Sequence[float]) -> float:
     return total
 
 
-def weight_sizes(config: ModelConfig, rank: ModelConfig | None = None) -> dict[str, int]:
-    """Bytes of a target's weights as operations name them: of a quantised matrix those of all its parts.
+def weight_sizes(
+    config: ModelConfig, speculator: Speculator | None = None, rank: ModelConfig | None = None
+) -> dict[str, int]:
+    """Bytes of a target's weights and a speculator's, as operations name them: of a quantised matrix those of all its
+    parts.
 
     rank  the geometry of a rank that has a part of them; None: they are whole
     """
-    plan = dict(weight_plan(config))
-    if not matrix_parts("lm_head.weight", plan):
-        plan["lm_head.weight"] = plan["embed.weight"]  # tied
-    return plan_sizes(plan if rank is None else _part(plan, rank))
+    whole = weight_shapes(config, speculator)
+    parts = whole if rank is None else rank_weights(whole, rank)
+    return plan_sizes({name: (tuple(part.shape), part.dtype) for name, part in parts.items()})
 
 
 def part_sizes(plan: WeightPlan, rank: ModelConfig) -> dict[str, int]:
     """Bytes of a rank's part of planned weights, as operations name them."""
-    return plan_sizes(_part(plan, rank))
-
-
-def _part(plan: WeightPlan, rank: ModelConfig) -> WeightPlan:
     whole = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
-    return {name: (tuple(part.shape), part.dtype) for name, part in rank_weights(whole, rank).items()}
+    return plan_sizes({name: (tuple(part.shape), part.dtype) for name, part in rank_weights(whole, rank).items()})
 
 
 def plan_sizes(plan: WeightPlan) -> dict[str, int]:

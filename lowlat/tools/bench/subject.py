@@ -40,7 +40,7 @@ class Subject:
 
     speculation  fields of SpeculativeConfig but the depth; None: nothing to draft with
     options      fields of RuntimeConfig: device, dtype, executor, device_loop, perf_mode, max_prefill_chunks,
-                 quantize, quantize_lm_head, kv_cache_dtype, tensor_parallel_size
+                 quantize, quantize_lm_head, kv_cache_dtype, activations, tensor_parallel_size
     prompts      that are decoded
     temperature  of sampling; 0: greedy
     """
@@ -121,6 +121,7 @@ class Subject:
             perf_mode=str(self.options.get("perf_mode", "default")),
             quantize=self._quantize(),
             kv_cache_dtype=str(self.options.get("kv_cache_dtype", "auto")),
+            activations=str(self.options.get("activations") or ""),
             tensor_parallel_size=int(self.options.get("tensor_parallel_size", 1)),
             max_prefill_chunks=self.options.get("max_prefill_chunks", RuntimeConfig.max_prefill_chunks),
         )

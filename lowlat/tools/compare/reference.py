@@ -1,7 +1,6 @@
 """The other implementation of a comparison: transformers for the target, plain torch for the draft model.
 
-transformers is optional: it is imported when it is asked for, and its absence is a ConfigError that says how to get
-it. It runs the recorded tokens in one pass without a cache, on the CPU.
+transformers runs the recorded tokens in one pass without a cache, on the CPU.
 """
 
 from pathlib import Path
@@ -18,6 +17,7 @@ from lowlat.speculators.peagle.config import PEAGLE
 from lowlat.speculators.peagle.geometry import PeagleConfig
 from lowlat.tools.compare.draft_model import PlainDraftModel
 from lowlat.tools.compare.recording import Recording
+from lowlat.tools.transformers_model import open_transformers
 
 __all__ = ["expected_recording"]
 
@@ -51,32 +51,9 @@ def _kind(head: str | Path) -> DraftKind:
     return PEAGLE if draft_method(head) == PeagleConfig.method else EAGLE3
 
 
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "comparing a target needs transformers, which is not installed: pip install 'transformers>=5', "
-            "or compare with a recording (--against FILE)"
-        ) from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    return transformers
-
-
 @torch.no_grad()
 def _target_stages(found: Recording, target: Path, dtype: torch.dtype, stored: StoredFormat) -> dict[str, torch.Tensor]:
-    transformers = _transformers()
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "eager", "local_files_only": True}
-    if stored.transformers_config is not None:
-        options["quantization_config"] = getattr(transformers, stored.transformers_config)(dequantize=True)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(target, **options).to(dtype).eval()
-    except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
-        raise ConfigError(
-            f"transformers cannot load {target}: {error}; a quantised target can be compared with its plain original "
-            "(--against MODEL)"
-        ) from error
+    model = open_transformers(target, dtype, stored, attention="eager")
     rows: dict[str, torch.Tensor] = {}
 
     def keep(stage: str) -> Any:

@@ -23,7 +23,6 @@ from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.attention.limits import INVARIANT_HEADS, finely_split
-from lowlat.kernels.formats import matrix_parts
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.step.publish import LoopControl
@@ -33,12 +32,13 @@ from lowlat.lowering.covers import uncovered
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
+from lowlat.models.activations import code_activations
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
-from lowlat.models.weight_plan import weight_plan
 from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.speculators import base
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
@@ -151,15 +151,17 @@ def random_pair(name: str, directory: Path, method: str = "eagle3") -> Pair:
 
 def rounded_pair(pair: Pair, options: RuntimeConfig, draft: Literal["fp8", "int4"] | None = None) -> Pair:
     """The pair with linear layers rounded at load, as `quantize`, `quantize_lm_head` and `draft_quantize` ask for, and
-    with a cache of codes where `kv_cache_dtype` does.
+    with a cache of codes where `kv_cache_dtype` does, and prompts' rows of codes where `activations` does.
 
-    Raises ConfigError for weights that are quantised already.
+    Raises ConfigError for weights that are quantised already, and as `code_activations` does.
     """
     config, speculator = pair.config, pair.speculator
     if options.quantize is not None:
         config = rounding(config, Quantiser(options.quantize, options.quantize_lm_head), pair.name)
     if options.kv_cache_dtype == "fp8":
         config = coded(config)
+    if options.activations is not None:
+        config = code_activations(config, pair.name)
     return replace(
         pair, config=config, speculator=None if speculator is None else rounded_speculator(speculator, draft)
     )
@@ -200,12 +202,7 @@ def _reading_from(layer: LayerSpec, place_of: Callable[[LayerSpec], int], config
 
 def weight_shapes(pair: Pair) -> dict[str, torch.Tensor]:
     """The canonical weights of a pair, whole, without memory."""
-    config, speculator = pair.config, pair.speculator
-    plan = dict(weight_plan(config)) | dict({} if speculator is None else speculator.weight_plan(config.dtype))
-    found = {name: torch.empty(shape, dtype=dtype, device=META) for name, (shape, dtype) in plan.items()}
-    if config.tie_embeddings and not matrix_parts("lm_head.weight", found):
-        found["lm_head.weight"] = found["embed.weight"]
-    return found
+    return base.weight_shapes(pair.config, pair.speculator)
 
 
 class LoweredPrograms:

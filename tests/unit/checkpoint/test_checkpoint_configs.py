@@ -222,7 +222,7 @@ def mutate(draw: Any, value: Any) -> Any:
     return draw(VALUES)
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4"])
 @given(data=st.data())
 @pytest.mark.second

@@ -467,7 +467,7 @@ def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
     refused(tmp_path, "pytorch_model.bin", "pickles are never read")
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("layout", ["modelopt", "speculators"])
 @pytest.mark.second

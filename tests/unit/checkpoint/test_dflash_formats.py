@@ -69,24 +69,29 @@ def test_places_and_names_that_differ(target: tuple[Any, Any], tmp_path: Path) -
 
 
 ZLAB: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+CONV = {"conv_kernel_size": 2, "conv_group_size": 16}
+SELECTOR = {"selector_rank": 8, "selector_top_k": 4}
 
 
 @pytest.mark.parametrize(
     ("layout", "changes", "parts"),
     [
-        ("z-lab", {"architectures": ["DFlash2DraftModel"]}, ["'DFlash2DraftModel' is not implemented"]),
+        ("z-lab", {"architectures": ["DFlash2DraftModel"]}, ["conv_kernel_size is missing; a DFlash2"]),
+        ("z-lab", {"dflash_config": {**ZLAB, **CONV, **SELECTOR}}, ["base_kernel' is missing"]),
+        ("z-lab", {"dflash_config": {**ZLAB, **CONV}}, ["selector_rank is missing; a DFlash2"]),
+        ("z-lab", {"dflash_config": {**ZLAB, **CONV, **SELECTOR, "conv_group_size": 5}}, ["5 does not divide"]),
+        ("z-lab", {"dflash_config": {**ZLAB, "output_multiplier": 0.5}}, ["output_multiplier = 0.5"]),
         ("z-lab", {"dflash_config": ...}, ["dflash_config is missing: this is no DFlash draft model"]),
-        ("z-lab", {"dflash_config": {**ZLAB, "causal": True}}, ["causal = True", "sees the whole block"]),
+        ("z-lab", {"is_causal": False, "dflash_config": {**ZLAB, "causal": True}}, ["contradictory"]),
         ("z-lab", {"dflash_config": {**ZLAB, "projector_type": "domino"}}, ["projector_type = 'domino'"]),
         ("z-lab", {"dflash_config": {**ZLAB, "attention_mode": "mla"}}, ["attention_mode = 'mla'"]),
-        ("z-lab", {"dflash_config": {**ZLAB, "conv_kernel_size": 2}}, ["'conv_kernel_size' = 2"]),
         ("z-lab", {"dflash_config": {**ZLAB, "target_layer_ids": [0, 2]}}, ["layer 2 is the target's last"]),
         ("z-lab", {"dflash_config": {**ZLAB, "target_layer_ids": [1]}}, ["expected 2 boundaries", "found [2]"]),
         ("z-lab", {"dflash_config": {"target_layer_ids": [0, 1]}}, ["mask_token_id is missing"]),
         ("z-lab", {"dflash_config": {**ZLAB, "block_size": 4}}, ["expected one block_size, found [4, 8]"]),
         ("z-lab", {"block_size": ...}, ["expected one block_size, found none"]),
-        ("z-lab", {"layer_types": ["sliding_attention"] * 2}, ["'sliding_attention' is not implemented here"]),
-        ("z-lab", {"use_sliding_window": True, "sliding_window": 64}, ["sliding window attention"]),
+        ("z-lab", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window is missing"]),
+        ("z-lab", {"layer_types": ["sliding_attention"], "sliding_window": 9}, ["has 1 entries for 2 draft layers"]),
         ("z-lab", {"num_target_layers": 36}, ["num_target_layers 36 is not the target's 3"]),
         ("z-lab", {"num_hidden_layers": 1}, ["of draft layer 1", "num_hidden_layers is 1"]),
         ("z-lab", {"num_hidden_layers": 3}, ["'layers.2.input_layernorm.weight' is missing"]),
@@ -171,7 +176,7 @@ def test_what_is_no_dspark_is_refused_by_name(
     [
         ("fc.weight", None, ["'fc.weight' is missing: this is no DFlash draft model"]),
         ("hidden_norm.weight", None, ["'hidden_norm.weight' is missing"]),
-        ("fc.weight", (32, 50), ["expected columns 1 to 5 times the target's hidden_size", "found [32, 50]"]),
+        ("fc.weight", (32, 50), ["expected columns 1 to 8 times the target's hidden_size", "found [32, 50]"]),
         ("layers.0.mlp.up_proj.weight", (40, 31), ["expected shape [40, 32], found [40, 31]"]),
         ("markov_head.markov_w1.weight", (97, 4), ["unexpected tensor 'markov_head.markov_w1.weight'"]),
     ],

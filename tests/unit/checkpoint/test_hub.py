@@ -65,6 +65,7 @@ def test_a_directory_wins_over_a_repository(tmp_path: Path, monkeypatch: pytest.
     assert find_repository("some/target") is None and fetch("some/target") == Path("some/target")
 
 
+@pytest.mark.second
 def test_a_pair_is_fetched_once_and_then_needs_no_network(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -288,6 +289,7 @@ def test_an_outline_has_headers_and_no_weights(hub: Hub) -> None:
         assert found.download is None and open_target(found.directory).weights.loaded()
 
 
+@pytest.mark.wide
 def test_the_variables_of_huggingface_hub_hold(hub: Hub, tmp_path: Path) -> None:
     hub.token = "secret"
     program = "from lowlat.checkpoint.hub import fetch; print(fetch('some/head'))"

@@ -63,6 +63,7 @@ def test_a_terminal_shows_the_rest_dim(model: Path, monkeypatch: pytest.MonkeyPa
     assert (dim, plain) == ("think", "\n\nsay")
 
 
+@pytest.mark.second
 def test_json_has_the_channels_beside_the_text(model: Path) -> None:
     common = ("generate", model, "--prompt", "hello", "--max-tokens", 24, "--temperature", 1.5, "--seed", 3)
     found = answer(*common, "--chat", "--json")

@@ -34,12 +34,18 @@ def served(folder: Path, model: Path, **options: Any) -> Server:
     return Server(make_engine, codec, f"ipc://{folder / 's'}")
 
 
-@pytest.fixture
-def endpoint(talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server of a model with a chat template, where the default endpoint leads."""
-    with served(tmp_path, talker) as server:
-        monkeypatch.setenv("LOWLAT_ENDPOINT", server.endpoint)
+@pytest.fixture(scope="module")
+def running(talker: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of a model with a chat template."""
+    with served(tmp_path_factory.mktemp("run"), talker) as server:
         yield server.endpoint
+
+
+@pytest.fixture
+def endpoint(running: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """That server, where the default endpoint leads."""
+    monkeypatch.setenv("LOWLAT_ENDPOINT", running)
+    return running
 
 
 @pytest.fixture
@@ -229,7 +235,16 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
     assert "[cancelled]" in capsys.readouterr().err
 
 
-def test_top_shows_a_snapshot_as_a_page_and_as_json(endpoint: str) -> None:
+def test_top_shows_a_snapshot_as_a_page_and_as_json(
+    talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path, talker) as server:
+        monkeypatch.setenv("LOWLAT_ENDPOINT", server.endpoint)
+        check_top(server.endpoint)
+
+
+def check_top(endpoint: str) -> None:
+    """A server that has answered nobody yet is asked once."""
     answer("generate", "--connect", endpoint, "--prompt", "the quick", "--max-tokens", 6, "--json")
     found = answer("top", "--once", "--json")
     assert found["endpoint"] == endpoint and found["num_requests"] == 1 and found["ends"] == {"length": 1}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cli_calls import answer, lowlat, refusal
-from stages import later
+from stages import later, wide
 from tiny_dflash import MASK, dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_target
 from tiny_mtp import add_mtp
@@ -49,17 +49,33 @@ def test_doctor_measures_the_shifts(pair: PairPaths, tmp_path: Path) -> None:
 def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: Path) -> None:
     (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
     files = ("--target", pair.target, "--head", pair.head, "--prompts", tmp_path / "prompts.json")
-    asked = ("doctor", "--exactness", *files, "-S", 1, "--max-tokens", 6)
-    found = json.loads(lowlat(*asked, "--json").stdout)
+    asked, out = ("doctor", "--exactness", *files, "-S", 1, "--max-tokens", 6), tmp_path / "exactness.json"
+    found = json.loads(lowlat(*asked, "--json", "--out", out).stdout)
     names = [sweep["name"] for sweep in found["exactness"]["sweeps"]]
     assert names[:3] == ["draft length 0", "draft length 1", "with neighbours"] and found["exactness"]["exact"]
     assert found["healthy"] and found["verdict"] == found["exactness"]["verdict"] and "capture_shifts" not in found
-    shown = lowlat(*asked)
-    assert (
-        shown.exit_code == 0 and "draft length 1: 4 answers, 24 tokens" in shown.stdout and "exact: all" in shown.stdout
-    )
+    shown = lowlat(*asked, "--out", out)
+    assert shown.exit_code == 0
+    assert "draft length 1: 4 answers, 24 tokens" in shown.stdout and "exact: all" in shown.stdout
+    (report,) = json.loads(out.read_text())  # the second in place of the first
+    assert report["exactness"]["exact"] and report["holds"] and report["num_speculative_tokens"] == 1
+    out.write_text("{}")
+    assert "is no file of reports" in refusal(*asked, "--out", out)
+    assert "--out goes with --exactness" in refusal("doctor", "--out", out)
+    assert "computed in float32" in refusal("doctor", "--fidelity", *files)
 
 
+@pytest.mark.second
+def test_doctor_compares_distributions_with_transformers(tmp_path: Path) -> None:
+    out = tmp_path / "fidelity.json"
+    shown = lowlat("doctor", "--fidelity", "--num-prompts", 3, "--max-tokens", 48, "-S", 2, "--out", out)
+    assert shown.exit_code == 0, shown.output
+    assert "fidelity of prompts: " in shown.stdout and "as close to FP32 as transformers in bfloat16" in shown.stdout
+    (report,) = json.loads(out.read_text())
+    assert report["holds"] and report["fidelity"]["faithful"] and "exactness" not in report
+
+
+@pytest.mark.second
 def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_path: Path) -> None:
     """It reads the final hidden state, after which no boundary is."""
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
@@ -76,7 +92,7 @@ def test_inspect_and_doctor_take_a_draft_model_of_layers_without_features(tmp_pa
     assert shifts[2]["drafted"] is None and shifts[0]["drafted"] > 0 and shifts[1]["accepted"] > 0
 
 
-@pytest.mark.parametrize("method", [later("peagle"), later("dflash"), "dspark"])
+@pytest.mark.parametrize("method", [wide("peagle"), wide("dflash"), later("dspark")])
 def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", "llama", gain=0.45, num_hidden_layers=2)
     if method == "peagle":
@@ -95,6 +111,29 @@ def test_inspect_and_doctor_know_the_method_of_a_draft_model(method: str, tmp_pa
     assert [entry["shift"] for entry in shifts] == [-1, 0, 1] and shifts[1]["accepted"] > 0
 
 
+@pytest.mark.second
+def test_inspect_and_doctor_take_a_whole_model(tmp_path: Path) -> None:
+    """It reads no boundary, so that nothing can be shifted: acceptance alone is told, of the method that is found."""
+    make_target(tmp_path / "target", "qwen3", gain=0.45, num_hidden_layers=2)
+    make_target(tmp_path / "draft", "llama", num_hidden_layers=1, tie_word_embeddings=True)
+    files = ("--target", tmp_path / "target")
+    found = answer("inspect", "draft-model", tmp_path / "draft", *files, "--json")
+    assert (found["method"], found["layout"], found["geometry"]["family"]) == ("draft_model", "whole", "llama")
+    assert found["capture"]["convention"] == "none: it reads tokens alone" and not found["capture"]["boundaries"]
+    assert found["draft_vocabulary"]["share"] == 1 and found["flags"]["tie_embeddings"] is True
+    planned = ("--draft-model", tmp_path / "draft", "--method", "draft_model", "-S", 3, "--json")
+    whole = answer("inspect", "model", tmp_path / "target", *planned)
+    assert whole["kv"]["head_bytes_per_token"] == 2 * 2 * 8 * 4 and "head_parts" in whole
+    step = answer("inspect", "step", tmp_path / "target", *planned)
+    assert step["method"] == "draft_model" and step["step"]["operations"] > 90
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    options = ("--draft-model", tmp_path / "target", "--prompts", tmp_path / "prompts.json", "--max-tokens", 24)
+    told = json.loads(lowlat("doctor", *files, *options, "--json").stdout)
+    assert told["verdict"] == "the draft model reads tokens alone: 100.0% of the first drafts are accepted"
+    assert [entry["drafted"] is None for entry in told["capture_shifts"]] == [True, False, True]
+
+
+@pytest.mark.second
 def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text("[[5, 6, 7]]")
@@ -116,7 +155,7 @@ def test_a_wrong_shift_is_seen() -> None:
     assert not unshifted_is_best([ShiftResult(0, (1,), 0, 0)])
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_inspect_and_doctor_take_the_targets_own_mtp_layer(tmp_path: Path) -> None:
     """Without a draft model; no boundary is after the one that it reads."""
     make_target(tmp_path, "qwen3_5_text", gain=0.3)
@@ -131,7 +170,7 @@ def test_inspect_and_doctor_take_the_targets_own_mtp_layer(tmp_path: Path) -> No
     assert report["capture_shifts"][1]["accepted"] > 0
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_doctor_finds_a_head_that_is_off_by_one(tmp_path: Path) -> None:
     head = tmp_path / "head"
     shutil.copytree(bundled("head"), head)
@@ -213,7 +252,7 @@ def test_damaged_prompt_files_are_refused(tmp_path: Path, content: str) -> None:
         read_prompts(path, 4)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_demo_compares_tokens() -> None:
     start = time.perf_counter()
     result = lowlat("demo", "--json", "--max-tokens", 24)
@@ -229,7 +268,7 @@ def test_demo_compares_tokens() -> None:
     assert "running on cpu" in result.stderr
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
     arguments = ("demo", "--prompt", "The sea was", "--max-tokens", 16, "--temperature", 0.7, "--seed", 3, "-S", 2)
     first, second = lowlat(*arguments), lowlat(*arguments)
@@ -239,6 +278,7 @@ def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
     assert found["identical"] is True and found["num_speculative_tokens"] == 2
 
 
+@pytest.mark.second
 def test_demo_exits_with_1_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowlat.cli.reports.compared.Row.identical", property(lambda row: False))
     arguments = ("demo", "--prompt", "The sea was", "--max-tokens", 4)
@@ -247,6 +287,7 @@ def test_demo_exits_with_1_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 1 and "The tokens DIFFER from those" in result.stdout
 
 
+@pytest.mark.second
 def test_demo_without_a_gpu_says_what_computed_it_and_shows_no_speeds() -> None:
     found = lowlat("demo", "--prompt", "The sea was", "--max-tokens", 8)
     assert found.exit_code == 0, found.output

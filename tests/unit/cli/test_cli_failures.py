@@ -158,6 +158,7 @@ def test_a_reader_that_leaves_and_a_closed_stdout_are_no_news() -> None:
     assert closed.returncode == 0 and closed.stderr == ""
 
 
+@pytest.mark.second
 def test_the_newline_at_a_prompts_end_is_not_of_it(talker: Path, tmp_path: Path) -> None:
     def num_tokens(text: bytes) -> int:
         file = tmp_path / "prompt"

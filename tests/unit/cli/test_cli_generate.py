@@ -99,6 +99,7 @@ def test_chat_goes_through_the_template(talker: Path) -> None:
     assert found["token_ids"] == answer(*common, "--token-ids", ",".join(map(str, ids)))["token_ids"]
 
 
+@pytest.mark.second
 def test_a_tree_gives_the_same_tokens_and_its_own_depth(pair: PairPaths, tmp_path: Path) -> None:
     tree = tmp_path / "tree.yaml"
     tree.write_text("[[0], [1], [0, 0], [0, 1]]")
@@ -143,6 +144,7 @@ def test_traces_go_to_stderr_only_when_asked(pair: PairPaths) -> None:
         assert part in traced.stderr and part not in plain.stderr
 
 
+@pytest.mark.second
 def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = ",".join(str(token % 97) for token in range(600))
     arguments = ("generate", bundled("target"), "--token-ids", prompt, "--max-tokens", 2, "--max-context", 640)

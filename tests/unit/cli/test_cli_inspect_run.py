@@ -26,6 +26,7 @@ CASES: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
+@pytest.mark.second
 def test_the_bundled_pair_speculates() -> None:
     report = answer("inspect", "run", "--json", *SHORT, "-S", 2)
     found = msgspec.convert(report, Activity)

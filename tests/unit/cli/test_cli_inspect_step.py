@@ -56,6 +56,7 @@ def test_a_preset_has_its_draft_model_and_its_published_size() -> None:
     assert plain["step"]["operations"] < total["operations"]
 
 
+@pytest.mark.second
 def test_method_auto_of_a_preset_is_its_mtp_layer_or_its_first_draft_model() -> None:
     for preset, method in (("qwen3.5-9b", "mtp"), ("llama-8b", "eagle3")):
         found = answer("inspect", "step", preset, "--method", "auto", "-S", 1, "--json")
@@ -70,6 +71,7 @@ def test_any_described_gpu(gpu: str) -> None:
     assert found["gpu"]["tuned"] is (gpu == "h100")
 
 
+@pytest.mark.second
 def test_experts_and_chosen_widths() -> None:
     experts = answer("inspect", "step", "tiny-experts", "--dtype", "bfloat16", "-S", 0, "--json")
     row = next(row for row in experts["step"]["stages"] if row["times"] == 2)  # a windowed layer and a full one
@@ -78,6 +80,7 @@ def test_experts_and_chosen_widths() -> None:
     assert chosen["bucket"]["num_speculative_tokens"] == 7 and chosen["step"]["operations"] > 100
 
 
+@pytest.mark.second
 def test_several_gpus_share_a_model_and_text_drafts_beside_it() -> None:
     whole = answer("inspect", "step", "llama-8b", "-S", 2, "--text-drafts", "suffix", "--json")
     assert (whole["method"], whole["text_drafts"], whole["gpu"]["count"]) == ("eagle3", "suffix", 1)

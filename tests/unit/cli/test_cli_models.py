@@ -21,6 +21,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield hub
 
 
+@pytest.mark.second
 def test_a_download_is_inspected_before_it_is_made_and_then_used(hub: Hub, tmp_path: Path) -> None:
     planned = answer("inspect", *PAIR, "--json")
     files = [file for part in ("target", "head") for file in (DEMO / part).glob("*.safetensors")]

@@ -95,6 +95,7 @@ def test_tables_show_stages_kernels_and_idle_time(gpu: dict[str, Any]) -> None:
     assert (gpu["executor"], gpu["dtype"], gpu["max_batch"]) == ("graph", "auto", 1)
 
 
+@pytest.mark.second
 def test_json_is_the_whole_profile(gpu: dict[str, Any]) -> None:
     found = answer(*SMALL, "--batch", 2, "-S", 1, "--executor", "eager", "--json")
     assert (found["model"], found["card"], found["executor"]) == ("target", "A GPU", "eager")
@@ -122,6 +123,7 @@ def test_of_several_gpus_each_tells_what_it_all_reduces(gpu: dict[str, Any]) -> 
     assert found["cards"][0]["all_reduce_us"] == pytest.approx(found["all_reduce"]["time_us"])
 
 
+@pytest.mark.second
 def test_trace_is_written(gpu: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     shown = lowlat(*SMALL, bundled("target"), "--trace", path)
@@ -147,6 +149,7 @@ def test_a_long_context_is_shortened_and_said(gpu: dict[str, Any]) -> None:
     assert 1800 < json.loads(shown.stdout)["contexts"][0] < 2048
 
 
+@pytest.mark.second
 def test_a_recording_that_is_not_whole_is_an_error(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     sites_of = sites.call_sites
     monkeypatch.setattr(profiling, "call_sites", lambda *arguments: sites_of(*arguments)[:-1])

@@ -36,6 +36,7 @@ def log_probabilities(model: torch.nn.Module, windows: list[list[int]]) -> torch
     return torch.cat(rows).double().log_softmax(-1)
 
 
+@pytest.mark.second
 def test_figures_are_those_of_the_logits() -> None:
     from transformers import AutoModelForCausalLM
 
@@ -65,6 +66,7 @@ def test_figures_are_those_of_the_logits() -> None:
     assert shown.log_loss_increase == pytest.approx(losses[0] - losses[1], abs=1e-4)
 
 
+@pytest.mark.second
 def test_a_target_is_itself_and_reports_have_two_forms(tmp_path: Path) -> None:
     short = (*COMMAND[:-1], 40)
     result = lowlat(*short, "--against", bundled("target"), "--json", tmp_path / "x.json")

@@ -77,7 +77,7 @@ def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder:
     assert not Path(server.endpoint.removeprefix("ipc://")).exists()
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_two_ranks_answer_as_one_does(folder: Path) -> None:
     """Requests side by side, sampled and greedy, one bound to a choice; and the figures of all ranks."""
     asked: list[dict[str, Any]] = [
@@ -100,7 +100,7 @@ def test_two_ranks_answer_as_one_does(folder: Path) -> None:
     assert found[0] == found[1] and all(found[0]) and found[0][2] in asked[2]["choice"]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_cache_that_others_may_read_is_no_obstacle(folder: Path, talker: Path) -> None:
     (folder / "lowlat").mkdir(mode=0o755)
     environment = serving_environment(folder)
@@ -126,7 +126,7 @@ def test_a_cache_that_others_may_read_is_no_obstacle(folder: Path, talker: Path)
         assert process.wait(30) == 0
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
     endpoint = f"ipc://{folder}/it's.sock"
     command = [sys.executable, "-P", "-m", "lowlat.cli", "serve", "--model", str(talker), "--max-context", "512"]

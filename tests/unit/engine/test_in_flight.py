@@ -160,7 +160,7 @@ class Driven(RuleBasedStateMachine):
             assert not self.in_flight.under_way and not self.device
 
 
-Driven.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+Driven.TestCase.settings = settings(stateful_step_count=30)
 TestInFlight = Driven.TestCase
 
 

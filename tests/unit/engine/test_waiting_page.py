@@ -9,6 +9,7 @@ import pytest
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.second
 def test_the_blocks_run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repository)
     blocks = BLOCK.findall((repository / "lowlat" / "engine" / "README.md").read_text())

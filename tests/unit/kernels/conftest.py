@@ -36,4 +36,5 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             shutil.rmtree(older, ignore_errors=True)
     chosen = str(request.config.getoption("markexpr"))
     later = [stage for stage in ("second", "wide") if stage in chosen]
-    return Compiled(kept / source_digest(), run, ("first", *later) if later else ())
+    names = str(request.config.getoption("--kernels"))
+    return Compiled(kept / source_digest(), run, ("first", *later) if later else (), names)

@@ -15,6 +15,8 @@ from lowlat.kernels.collectives import shares as row_shares
 from lowlat.kernels.collectives.peers.words import HOST_GAVE_UP, awaited_code
 from lowlat.kernels.step import forward_commands
 
+pytestmark = pytest.mark.second
+
 F32 = torch.float32
 PEERS = ("collectives.peers.chunk", "collectives.peers.words")
 NAMES = ("common.norm_math", "common.norm_row", *PEERS, "elementwise.norm", "collectives.all_reduce")

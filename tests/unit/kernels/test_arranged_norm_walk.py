@@ -11,6 +11,8 @@ from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged
 from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 
+pytestmark = pytest.mark.second
+
 COMMON = ("common.norm_math", "common.norm_row")
 NAMES = (*COMMON, "gemm.prefill.activation_layout", "elementwise.norm", "elementwise.arranged_norm")
 # rows, width, whether rows are dead

@@ -10,6 +10,7 @@ import torch
 from attention_cases import Case, chain, tree
 from kernel_inventory import GPUS
 from kernel_walk import Walker, walkable
+from stages import wide
 
 from lowlat.kernels.attention.launch_plan import (
     STATIC_BYTES,
@@ -62,11 +63,11 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None, num_blocks: int) -
 @pytest.mark.parametrize(
     ("lengths", "masks", "options"),
     [
-        ([290, 70], chain(2), {}),
+        wide([290, 70], chain(2), {}),
         ([70], tree(4, 2), {"group": 5}),
         ([60], tree(4, 4), {"window": 100, "group": 5, "live": [1, 1, 0, 1]}),
-        ([330], chain(3), {"window": 65, "keep_first": 70, "first": 1}),
-        ([300], tree(2, 1), {"window": 257, "tail": 8}),
+        wide([330], chain(3), {"window": 65, "keep_first": 70, "first": 1}),
+        wide([300], tree(2, 1), {"window": 257, "tail": 8}),
     ],
     ids=str,
 )

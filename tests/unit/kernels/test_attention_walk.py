@@ -39,7 +39,7 @@ def run(case: Case, late: bool, **options: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("lengths", "rows", "late"),
-    [([200], "one", False), ([0, 130], "chain", True), later([191], "tree", False), ([64, 40], "dead", True)],
+    [later([200], "one", False), ([0, 130], "chain", True), later([191], "tree", False), ([64, 40], "dead", True)],
 )
 def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: bool) -> None:
     """Windows of three and four tiles, of one, and of none; rows that begin elsewhere; a dead row among live ones."""
@@ -53,7 +53,7 @@ def test_a_short_window_is_the_reference_s(lengths: list[int], rows: str, late: 
     check(run(case, late, num_blocks=3 if rows == "one" else 2), case.expected())  # one block more than there are items
 
 
-@pytest.mark.parametrize(("rows", "late", "window"), [("dead", True, None), ("chain", True, 128)])
+@pytest.mark.parametrize(("rows", "late", "window"), [wide("dead", True, None), ("chain", True, 128)])
 def test_rows_that_are_made_late_are_read_behind_the_wait(rows: str, late: bool, window: int | None) -> None:
     """Whole tiles before the rows are copied before; splits of 128."""
     masks = {"chain": chain(2), "tree": tree(3, 2), "dead": chain(2)}[rows]
@@ -70,8 +70,8 @@ SCALES = torch.tensor([[0.5, 0.04], [1.0, 0.75]]).bfloat16().float()
 @pytest.mark.parametrize(
     ("head_dim", "lengths", "window", "late", "gpu"),
     [
-        (64, [10], None, True, H200),
-        later(64, [10], None, False, Gpu(108, 163 * 1024, (8, 0))),
+        later(64, [10], None, True, H200),
+        wide(64, [10], None, False, Gpu(108, 163 * 1024, (8, 0))),
         wide(64, [70], 128, False, H200),
     ],
 )
@@ -97,7 +97,7 @@ def test_codes_are_the_reference_s(head_dim: int, lengths: list[int], window: in
     assert found[2].isnan().all() and expected[2].isnan().any()
 
 
-@pytest.mark.parametrize(("rows", "late"), [("chain", True), later("tree", False)])
+@pytest.mark.parametrize(("rows", "late"), [later("chain", True), ("tree", False)])
 def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None:
     """Two splits, and one; a slot's pipeline begins while another's ends; a tree's rows one after the other."""
     lengths, masks, kv_heads = ([290, 70], chain(2), 2) if rows == "chain" else ([290], tree(3, 2), 1)
@@ -108,8 +108,8 @@ def test_splits_and_their_sum_are_the_reference_s(rows: str, late: bool) -> None
 @pytest.mark.parametrize(
     ("lengths", "rows", "window", "coded", "gpu"),
     [
-        ([70], "one", None, False, H200),
-        later([130], "dead", None, False, SMALL),
+        later([70], "one", None, False, H200),
+        wide([130], "dead", None, False, SMALL),
         wide([300], "chain", 100, False, H200),
         wide([70], "one", None, True, Gpu(108, 163 * 1024, (8, 0))),
     ],
@@ -130,11 +130,11 @@ def test_heads_of_256_are_the_reference_s(
 @pytest.mark.parametrize(
     ("lengths", "rows", "window", "coded", "softcap", "gpu"),
     [
-        ([70], "one", None, False, None, H200),
+        later([70], "one", None, False, None, H200),
         wide([70, 0], "tree", None, False, None, H200),
         wide([300], "chain", 100, False, 2.0, H200),
         wide([150], "tree", None, True, 2.0, H200),
-        later([70], "one", None, False, None, SMALL),
+        wide([70], "one", None, False, None, SMALL),
         wide([150], "tree", None, False, None, SMALL),
         wide([70], "one", None, True, None, SMALL),
     ],
@@ -163,7 +163,7 @@ def test_heads_of_512_are_the_reference_s(
         assert torch.equal(broken[:2], found[:2]) and broken[2].isnan().all()
 
 
-@pytest.mark.parametrize(("head_dim", "coded"), [(64, False), wide(128, True)])
+@pytest.mark.parametrize(("head_dim", "coded"), [later(64, False), wide(128, True)])
 def test_scores_are_capped(head_dim: int, coded: bool) -> None:
     """Scores far above the cap, of both signs, and small ones."""
     scales = SCALES[:, :1].contiguous() if coded else None

@@ -4,16 +4,18 @@ GPU has, wide accesses and tensor cores where they count, and only the instructi
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from compiled_examples import EXAMPLES, WIDE_EXAMPLES, Compiled, staged
+from compiled_examples import CAPABILITIES, FOLDERS, Compiled, daily, stage_of, widely
 from kernel_inventory import GPUS, examples, factories, family, fingerprint, modules, offers_calls
 from moe_cases import make_moe, make_topk_routing
 from stages import later, wide
 
 from lowlat.kernels.moe.decode.mlp import experts_mlp
-from lowlat.kernels.toolchain.compiler import compile_kernel
+from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.kernels.toolchain.link_checks import count_opcodes, whole_instructions
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, target_of
@@ -26,20 +28,18 @@ REGISTERS_A_THREAD, NO_REGISTER = 255, 255
 # of shared memory, by the system, next to what a block may have; for 9.0 the linker counts them as the kernel's
 RESERVED_BYTES = {HOPPER: 1024}
 CASES = [
-    pytest.param(
-        capability,
-        kernel,
-        id=f"{capability[0]}.{capability[1]}-{kernel.name}",
-        marks=staged(capability, kernel),
-    )
-    for capability, made in EXAMPLES.items()
-    for _, kernel in (*made, *WIDE_EXAMPLES[capability])
+    ("first", HOPPER, "elementwise"),
+    ("first", HOPPER, "sampling"),
+    ("first", HOPPER, "attention"),
+    *(later("second", HOPPER, folder) for folder in FOLDERS),
+    *(later("second", capability, None) for capability in CAPABILITIES if capability != HOPPER),
+    *(wide("wide", capability, folder) for capability in CAPABILITIES for folder in FOLDERS),
 ]
 WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(
     r"accept|advance_states|argmax|begin_step|check_|place_table|finite|publish|assign_drafts|forward_commands|all_gather|"
-    r"(mask_row|parent_token|waiting_row)s|(ngram|suffix)_draft|draft_from_texts|open_proposals|"
+    r"(mask_row|parent_token|token_row|waiting_row)s|(ngram|suffix)_draft|draft_from_texts|open_proposals|"
     r"choose_(drafts|nodes|draft_length|blocks)|grow_block_tree|hand_over_tree|(join|learn_draft)_lengths|list_lens|"
     r"route_top_k|keep_prompt_logprobs|advance_states|"
     r"\w+_97(_|$)"
@@ -54,11 +54,33 @@ SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144|prefill_gated_del
 DOUBLES = re.compile(r"sample_")
 
 
-@pytest.mark.parametrize(("capability", "kernel"), CASES)
-def test_a_kernel_fits_its_gpu_and_has_the_instructions_that_were_meant(
-    capability: tuple[int, int], kernel: Kernel, compiled: Compiled
+@pytest.mark.parametrize(("stage", "capability", "folder"), CASES)
+def test_kernels_fit_their_gpu_and_have_the_instructions_that_were_meant(
+    stage: str, capability: tuple[int, int], folder: str | None, compiled: Compiled
 ) -> None:
-    made, ptx = compiled.of(capability, kernel)
+    """All examples of a stage, of one folder or of all."""
+    for module, kernel in (*daily(capability), *(widely(capability) if stage == "wide" else ())):
+        if (
+            folder in (None, module.partition(".")[0])
+            and stage_of(capability, kernel) == stage
+            and compiled.takes(kernel)
+        ):
+            with named(f"{capability} {kernel.name}"):
+                check_kernel(capability, kernel, *compiled.of(capability, kernel))
+
+
+@contextmanager
+def named(name: str) -> Iterator[None]:
+    """Let a failed check say what was checked."""
+    try:
+        yield
+    except AssertionError as error:
+        error.add_note(name)
+        raise
+
+
+def check_kernel(capability: tuple[int, int], kernel: Kernel, made: CompiledKernel, ptx: str) -> None:
+    """Its instructions, and what it takes of a GPU."""
     check_instructions(capability, kernel, ptx)
     assert ".local" not in ptx
     if not kernel.linked:
@@ -75,11 +97,11 @@ def test_a_kernel_fits_its_gpu_and_has_the_instructions_that_were_meant(
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("capability", EXAMPLES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_what_is_done_once_for_all_capabilities_is_what_each_would_get(
     capability: tuple[int, int], compiled: Compiled
 ) -> None:
-    kernel = next(kernel for _, kernel in EXAMPLES[capability] if re.match("argmax|embed_norm", kernel.name))
+    kernel = next(kernel for _, kernel in daily(capability) if re.match("argmax|embed_norm", kernel.name))
     bounds = (kernel.threads, kernel.min_blocks)
     alone, _ = compile_ptx(kernel.function, kernel.signature, capability, bounds)
     assert unnamed(alone) == unnamed(compiled.of(capability, kernel)[1])
@@ -133,7 +155,7 @@ def test_a_moe_in_parts_of_one_step_finds_the_next_unit() -> None:
     assert compile_kernel(call.kernel, HOPPER).is_cubin  # checked when it is linked
 
 
-@pytest.mark.parametrize("capability", [later(each) if each == HOPPER else wide(each) for each in EXAMPLES])
+@pytest.mark.parametrize("capability", [later(each) if each == HOPPER else wide(each) for each in CAPABILITIES])
 def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[int, int], compiled: Compiled) -> None:
     """A launch that would spin for ever fails, so that the host hears of it and the process can end.
 
@@ -141,7 +163,7 @@ def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[in
     and read past the first cache what other ranks wrote.
     """
     waiting = set()
-    for _, kernel in EXAMPLES[capability] + (WIDE_EXAMPLES[capability] if capability != HOPPER else []):
+    for _, kernel in (*daily(capability), *(widely(capability) if capability != HOPPER else ())):
         _, ptx = compiled.of(capability, kernel)
         if "ld.relaxed.sys" in ptx:
             assert "ld.acquire.sys" in ptx, f"{capability}: {kernel.name}"
@@ -153,7 +175,7 @@ def test_whoever_waits_for_another_block_gives_up_some_time(capability: tuple[in
 
 @pytest.mark.second
 def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
-    for _, kernel in EXAMPLES[HOPPER]:
+    for _, kernel in daily(HOPPER):
         if kernel.name.startswith("stream_read"):
             _, ptx = compiled.of(HOPPER, kernel)
             assert "ld.global.nc.L1::no_allocate.L2::128B.v4.u32" in ptx
@@ -162,7 +184,7 @@ def test_streams_are_read_past_the_first_cache(compiled: Compiled) -> None:
 @pytest.mark.second
 def test_a_moe_lets_the_next_kernel_start_only_when_the_one_before_has_ended(compiled: Compiled) -> None:
     """In both kinds of its warps, and whether or not it began to read before."""
-    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith("experts_mlp")]
+    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.name.startswith("experts_mlp")]
     assert kernels
     for kernel in kernels:
         ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
@@ -172,7 +194,7 @@ def test_a_moe_lets_the_next_kernel_start_only_when_the_one_before_has_ended(com
 
 @pytest.mark.second
 def test_a_kernel_that_settles_lets_the_next_one_start_behind_its_wait(compiled: Compiled) -> None:
-    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.settles]
+    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.settles]
     assert {"embed", "norms", "draft", "take", "rotate", "mask"} <= {kernel.name.split("_")[0] for kernel in kernels}
     for kernel in kernels:
         ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
@@ -183,18 +205,15 @@ def test_a_kernel_that_settles_lets_the_next_one_start_behind_its_wait(compiled:
 @pytest.mark.second
 def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
     """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
-    group, multiply, shared = (
-        0x9C5,
-        0xDF0,
-        0x9F0,
-    )  # to begin or await products of a warpgroup; one; one of shared memory
+    # to begin or await products of a warpgroup; one, of bf16 and of codes; one of shared memory
+    group, multiply, shared = 0x9C5, (0xDF0, 0xDF3), 0x9F0
     load, loaded = 0x184, {6: 4, 5: 2}  # registers by the load's size; else one
     # whatever form of operands they have: registers that are loaded, moved and selected; results of arithmetic
     moves, selections, products = (0x002, 0x005), (0x007, 0x008, 0x009), (0x020, 0x021, 0x023, 0x031, 0x032)
     integers = (0x010, 0x011, 0x012, 0x016, 0x019, 0x024, 0x036)
     writers = dict.fromkeys((load, *moves, *selections, *products, *integers, 0x03E, 0x108), 1) | {0x025: 2}
     names = ("prefill_gemm", "prefill_flash", "experts_warpgroups")
-    kernels = [kernel for _, kernel in EXAMPLES[HOPPER] if kernel.name.startswith(names)]
+    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.name.startswith(names)]
     assert {name for name in names if any(kernel.name.startswith(name) for kernel in kernels)} == set(names)
     for kernel in kernels:
         code, ptx = compiled.of(HOPPER, kernel)
@@ -203,7 +222,7 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
         for low, high in whole_instructions(code.code):
             opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
             sums = 4 * ((low >> 53 & 0x3F) + 1)  # of eighths of the second matrix's rows, less one
-            if opcode == multiply:
+            if opcode in multiply:
                 steps[-1] |= {*range(target, target + sums), *range(first, first + 4)}
             elif opcode == shared:
                 scores |= set(range(target, target + sums))
@@ -218,13 +237,14 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
                 assert not scores.union(*steps) & written, f"{kernel.name}: {low:#x}"
         found = count_opcodes(code.code)
         assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
-        assert found[multiply] + found[shared] == ptx.count("wgmma.mma_async") > 0
+        assert sum(found[each] for each in (*multiply, shared)) == ptx.count("wgmma.mma_async") > 0
 
 
 def test_no_module_with_kernels_is_forgotten() -> None:
     makers = defaultdict(set)
     for _, kernel in examples(H200):
         makers[kernel.function.__module__.removeprefix("lowlat.kernels.")].add(kernel)
+    assert {name.partition(".")[0] for name, _ in daily(HOPPER)} <= {*FOLDERS}
     for name, module in modules().items():
         if name != "toolchain.kernel" and offers_calls(module):
             assert hasattr(module, "examples"), f"{name} offers {offers_calls(module)} and has no examples()"
@@ -241,10 +261,4 @@ def test_a_name_stands_for_one_specialisation() -> None:
             known = names.setdefault(kernel.name, fingerprint(kernel))
             assert known == fingerprint(kernel), f"two kernels are called {kernel.name} for {gpu.capability}"
         assert len(names) == len(made)
-
-
-def test_fingerprints_see_constants_in_whatever_a_kernel_calls() -> None:
-    made = [kernel for _, kernel in examples(H200)]
-    prints = {fingerprint(kernel) for kernel in made}
-    assert len(prints) >= len({kernel.name for kernel in made})
-    assert all(fingerprint(kernel) in prints for kernel in made)
+        assert len(set(names.values())) == len(names)  # fingerprints see constants in whatever a kernel calls

@@ -24,6 +24,8 @@ from lowlat.kernels.reference.speculation.markov import bias_rows
 from lowlat.kernels.sampling.select import BROKEN, FINITE, INFINITY
 from lowlat.tools.tune.loopback import looped
 
+pytestmark = pytest.mark.second
+
 
 @pytest.mark.parametrize(
     ("ranks", "rows", "width", "changes"),

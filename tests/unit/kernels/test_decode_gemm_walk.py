@@ -14,7 +14,7 @@ from kernel_walk import Walker
 from quantised_layers import random_parts
 from rowwise_cases import canonical_norm, check, flags, weights
 from selection_cases import best_of
-from stages import wide
+from stages import later, wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import FP8, MATRIX_FORMATS
@@ -38,12 +38,12 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
     ("late", "rows", "width", "depth", "changes"),
     [
         (True, 1, 80, 600, {}),
-        (False, 1, 48, 1096, {"stages": 1, "weight_tiles": 1}),
+        later(False, 1, 48, 1096, {"stages": 1, "weight_tiles": 1}),
         wide(True, 2, 100, 200, {"stages": 3, "areas": 1}),
         (False, 3, 80, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}),
         (True, 8, 48, 136, {"stages": 2}),
-        (False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
-        (True, 19, 33, 128, {"stages": 1}),
+        later(False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
+        later(True, 19, 33, 128, {"stages": 1}),
     ],
 )
 def test_a_product_is_torch_s(late: bool, rows: int, width: int, depth: int, changes: dict[str, int]) -> None:
@@ -68,7 +68,7 @@ def fp8_weight(width: int, depth: int) -> tuple[dict[str, torch.Tensor], torch.T
 @pytest.mark.parametrize(
     ("late", "rows", "width", "depth", "changes"),
     [
-        (False, 1, 16, 72, {"stages": 2}),
+        later(False, 1, 16, 72, {"stages": 2}),
         wide(False, 9, 112, 64, {"weight_tiles": 4, "stages": 2, "areas": 1, "num_blocks": 1}),
     ],
 )
@@ -102,7 +102,9 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
         wide("int4_128", False, 2, 256, {"stages": 2}),
         wide("int4_128", True, 1, 1024, {"weight_tiles": 2, "stages": 2, "span": 2}),
         wide("int4_64_zeros", False, 1, 2048, {"weight_tiles": 1, "stages": 1, "span": 4}),
-        ("int4_64", True, 1, 1408, {"weight_tiles": 1, "stages": 2, "span": 2}),  # the last pair of some is one step
+        later(
+            "int4_64", True, 1, 1408, {"weight_tiles": 1, "stages": 2, "span": 2}
+        ),  # the last pair of some is one step
         wide("fp8_block", False, 2, 1216, {"weight_tiles": 2, "stages": 1, "span": 4}),  # or three of four lack
         ("int4_32_zeros", True, 3, 96, {"weight_tiles": 1, "areas": 1}),
         wide("fp8_block", True, 9, 200, {"weight_tiles": 2, "num_blocks": 1}),
@@ -139,7 +141,7 @@ def test_every_byte_of_the_weights_is_read_once(kind: str) -> None:
     assert walker.bytes_copied == packed.tiles.nbytes + 7 * x.numel() * 2  # and the row once for each tile
 
 
-@pytest.mark.parametrize("rows", [1, 5, 12])
+@pytest.mark.parametrize("rows", [wide(1), 5, wide(12)])
 def test_residuals_and_activations(rows: int) -> None:
     weight, residual = random(64, 96, scale=0.1), random(rows, 64)
     x, live = random(rows, 96), torch.ones(rows, dtype=torch.uint8)
@@ -157,7 +159,7 @@ def test_residuals_and_activations(rows: int) -> None:
     torch.testing.assert_close(act.double(), want, rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [wide(1), 3])
 def test_gates_may_have_another_activation_and_logits_a_cap(rows: int) -> None:
     """As `silu_mul` and `linear` have them, also where values are far from zero; best pairs are of what is capped."""
     x, weight, bias = random(rows, 96), random(48, 96, scale=0.4), random(48)
@@ -176,7 +178,7 @@ def test_gates_may_have_another_activation_and_logits_a_cap(rows: int) -> None:
     check("gelu", {"out": act}, {"out": want})
 
 
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [wide(1), 5])
 def test_a_product_is_the_gate_of_a_layer_s_inputs(rows: int) -> None:
     """Which lie among those of all layers; as `per_layer_gate` has it."""
     weight, inputs, x = random(24, 96, scale=0.3), random(rows, 3 * 24), random(rows, 96)
@@ -226,7 +228,7 @@ def test_a_gate_stands_alone() -> None:
             decode_gemm(**given, **more, out=out)
 
 
-@pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), ("bf16", 4), wide("fp8", 3), wide("codes", 1)])
+@pytest.mark.parametrize(("kind", "rows"), [("bf16", 1), wide("bf16", 4), wide("fp8", 3), wide("codes", 1)])
 def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: int) -> None:
     """Two slots of the other order, a dead row; what nobody writes stays."""
     queries, groups, dim, depth, block, batch = 4, 2, 32, 64, 16, 2
@@ -302,11 +304,11 @@ def test_a_row_has_the_same_bits_in_any_company() -> None:
 @pytest.mark.parametrize(
     ("late", "rows", "width", "depth", "changes", "dtype"),
     [
-        (True, 1, 40, 136, {}, torch.bfloat16),
+        later(True, 1, 40, 136, {}, torch.bfloat16),
         (False, 3, 32, 200, {"stages": 1}, torch.float32),
-        (False, 2, 33, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}, torch.bfloat16),
+        later(False, 2, 33, 72, {"weight_tiles": 2, "stages": 2, "num_blocks": 2}, torch.bfloat16),
         (True, 5, 16, 64, {"areas": 1}, torch.bfloat16),
-        (True, 1, 16, 4096 + 72, {}, torch.float32),
+        later(True, 1, 16, 4096 + 72, {}, torch.float32),
     ],
 )
 def test_rows_are_normed_in_every_block(

@@ -32,7 +32,7 @@ def random_blocks(*shape: int, low: int = 1, high: int = MAX_SCALE) -> dict[str,
     return {"blocks": blocks, "scales": torch.randint(low, high + 1, shape, dtype=torch.uint8)}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 7), st.booleans())
 def test_unpacking_gives_mxfp4_back(experts: int, rows: int, width: int, ordered: bool) -> None:
     made = random_blocks(experts, rows, width)
@@ -50,7 +50,7 @@ def test_unpacking_gives_mxfp4_back(experts: int, rows: int, width: int, ordered
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 3), st.integers(1, 70), st.integers(1, 150), st.booleans())
 def test_unpacking_gives_bf16_back(experts: int, rows: int, columns: int, ordered: bool) -> None:
     weight = torch.randn(experts, rows, columns).bfloat16()

@@ -23,6 +23,8 @@ from lowlat.kernels.moe.router import router, router_workspace
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 
+pytestmark = pytest.mark.second
+
 ROUTER = (
     *(f"common.{part}" for part in ("norm_row", "norm_math", "sentinels")),
     *("sampling.select", "moe.topk_routing", "moe.router_kernel", "moe.router"),

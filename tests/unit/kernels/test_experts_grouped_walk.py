@@ -34,6 +34,8 @@ from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
 from lowlat.kernels.moe.topk_sum import add_topk
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
+pytestmark = pytest.mark.second
+
 NAMES = ("common.activation", "common.norm_math", "common.norm_row", "elementwise.norm", *FRAGMENTS, "moe.plan")
 PARTS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm"))
 KERNELS = (*PARTS, "moe.topk_sum")

@@ -23,6 +23,8 @@ from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.tools.tune.loopback import looped
 
+pytestmark = pytest.mark.second
+
 
 @pytest.mark.parametrize(
     ("late", "kind", "rows", "top_k", "quantised", "hidden", "inner", "blocks"),

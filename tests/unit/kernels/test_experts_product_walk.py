@@ -14,6 +14,8 @@ from moe_walk import small_gpu, walk
 
 from lowlat.kernels.moe.topk_routing import TopKRouting
 
+pytestmark = pytest.mark.second
+
 MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)  # of codes
 STEP_BYTES = {True: 544, False: 2048}  # of a tile of 16 rows by 64 columns, by whether it is quantised
 

@@ -15,6 +15,8 @@ from walked_groups import walkable_groups
 from lowlat.kernels.moe.prefill.warpgroup_plan import num_places, warpgroup_workspaces
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
+pytestmark = pytest.mark.second
+
 SHARED = ("common.pipeline", "common.activation", "common.norm_math", "common.norm_row", "elementwise.norm")
 GEMM = tuple(f"gemm.prefill.{part}" for part in ("activation_layout", "weight_steps"))
 PARTS = (

@@ -21,6 +21,8 @@ from lowlat.kernels.moe.packing import PackedExperts, pack_experts
 from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.reference.moe.experts import experts_down as reference
 
+pytestmark = pytest.mark.second
+
 DECODE = (*ALONE[:-1], "gemm.k_parts", "moe.decode.topk_parts", *ALONE[-1:])
 COMMON = (
     "common.activation",

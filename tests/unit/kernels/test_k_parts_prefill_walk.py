@@ -23,6 +23,8 @@ from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, cut_of, plans_of, 
 from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
+pytestmark = pytest.mark.second
+
 PARTS = ("activation_layout", "split_k_sum", "parts_sum", "weight_steps", "plan", "mainloop", "half_steps")
 ENDS = ("gated_epilogue", "gemm")
 NAMES = (

@@ -23,6 +23,8 @@ from lowlat.kernels.gemm.packing import PackedMatrix, pack
 from lowlat.kernels.reference.collectives.cuts import bounds
 from lowlat.kernels.toolchain.kernel import Gpu
 
+pytestmark = pytest.mark.second
+
 SHARED = ("activation", "pipeline", "kv_codes", "norm_math", "norm_row")
 PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
 DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stages import wide
 
 from lowlat import Runtime, SamplingParams
 from lowlat.executors.reference import executor
@@ -21,7 +22,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
 
 
-@pytest.mark.parametrize(("width", "depth"), [(512, 576), (24, 320), (1001, 300)])
+@pytest.mark.parametrize(("width", "depth"), [wide(512, 576), (24, 320), (1001, 300)])
 def test_packed_rows_have_the_bits_of_blocks(width: int, depth: int) -> None:
     weight, x = drawn(width, depth), drawn(19, depth, seed=1)
     if (packed := pack(weight)) is None:
@@ -40,7 +41,7 @@ def test_a_weight_of_other_bits_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) 
     assert pack(weight) is None
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_packing_leaves_the_number_of_torch_threads() -> None:
     code = (
         "import torch; torch.set_num_threads(1); from lowlat.kernels.reference.gemm.packed import pack\n"

@@ -16,6 +16,8 @@ from lowlat.kernels.attention.prefill.gathered_rows import gathered_rows, tiles_
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
+pytestmark = pytest.mark.second
+
 PARTS = ("gather_kv", "softmax", "flash")
 NAMES = ("common.memory", "common.kv_codes", "common.pipeline", *(f"attention.prefill.{part}" for part in PARTS))
 SMALL = Shape(64, 2, 1, 64, 16, 500)

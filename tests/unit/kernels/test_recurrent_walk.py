@@ -16,6 +16,8 @@ from lowlat.kernels.recurrent.delta_norm import delta_norm
 from lowlat.kernels.recurrent.delta_rule import check_heads, gated_delta, snapshot_pairs
 from lowlat.kernels.recurrent.delta_step import HeadSizes
 
+pytestmark = pytest.mark.second
+
 COMMON = ("common.activation", "common.memory", "common.norm_math", "common.norm_row")
 CPU = torch.device("cpu")
 HEADS = [

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from compiled_examples import Compiled, examples_of, staged_cases
+from compiled_examples import Compiled
+from stages import later, wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise import arranged_norm, elementwise, embed, norm, norm_add, per_layer, qk_norm, rotate
@@ -15,12 +16,9 @@ from lowlat.kernels.elementwise.limits import MAX_WIDTH
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.moe import router
 from lowlat.kernels.speculation import draft_input as draft_input
-from lowlat.kernels.toolchain.kernel import Kernel
 
 BF16 = torch.bfloat16
-KERNELS = examples_of(
-    arranged_norm, elementwise, embed, draft_input, norm, norm_add, per_layer, qk_norm, rotate, wide=True
-)
+MODULES = (arranged_norm, elementwise, embed, draft_input, norm, norm_add, per_layer, qk_norm, rotate)
 
 
 def tensor(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -31,16 +29,17 @@ def ints(*shape: int) -> torch.Tensor:
     return tensor(*shape, dtype=torch.int32)
 
 
-@pytest.mark.parametrize("kernel", staged_cases(KERNELS))
-def test_registers_stack_and_wide_loads(kernel: Kernel, compiled: Compiled) -> None:
-    made, ptx = compiled.of((9, 0), kernel)
-    assert made.stack_bytes == 0
-    assert made.registers * kernel.threads <= 64 * 512  # two such blocks on an SM, and room for the next kernel's
-    assert ".local" not in ptx
-    assert "ld.global.v4" in ptx or "ld.global.nc.L1::no_allocate.L2::128B.v4" in ptx
-    before, after = ptx.split("griddepcontrol.wait;")
-    assert "st.global" not in before
-    assert "griddepcontrol.launch_dependents;" in after
+@pytest.mark.parametrize("stage", ["first", later("second"), wide("wide")])
+def test_registers_stack_and_wide_loads(stage: str, compiled: Compiled) -> None:
+    for kernel, made, ptx in compiled.each(stage, *MODULES):
+        assert made.stack_bytes == 0, kernel.name
+        # two such blocks on an SM, and room for the next kernel's
+        assert made.registers * kernel.threads <= 64 * 512, kernel.name
+        assert ".local" not in ptx, kernel.name
+        assert "ld.global.v4" in ptx or "ld.global.nc.L1::no_allocate.L2::128B.v4" in ptx, kernel.name
+        before, after = ptx.split("griddepcontrol.wait;")
+        assert "st.global" not in before, kernel.name
+        assert "griddepcontrol.launch_dependents;" in after, kernel.name
 
 
 def test_one_launch_each() -> None:
@@ -147,7 +146,7 @@ def test_rotate_refuses_what_does_not_go_together() -> None:
         rotate.rotate(qkv, positions, table, table, q=tensor(3, 2, 12))
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @pytest.mark.timeout(600)
 def test_results_in_the_simulator(repository: Path) -> None:
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(repository / "tests")}

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from stages import later
+from stages import later, wide
 from unit.kernels.sampling import World
 
 from lowlat.kernels.reference.sampling.random import philox
@@ -29,7 +29,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
     "options",
     [
         {"temperature": 1.0},
-        later({"temperature": 0.6, "top_k": 11}),
+        wide({"temperature": 0.6, "top_k": 11}),
         later({"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.03}),
     ],
 )
@@ -77,7 +77,7 @@ def test_many_noise_vectors_draw_a_steep_softmax() -> None:
     assert p_value(torch.bincount(tokens, minlength=8), torch.softmax(logits.double(), 0)) > 1e-3
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_neighbouring_positions_and_seeds_draw_independently() -> None:
     world, logits = World(4, 1), torch.zeros(ROWS, 4)
     pairs = torch.zeros(2, 16, dtype=torch.int64)

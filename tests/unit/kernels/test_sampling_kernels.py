@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_examples import Compiled, examples_of, staged_cases
+from compiled_examples import Compiled
 from selection_cases import Memory, draw_scores
+from stages import later, wide
 from unit.kernels.sampling import World
 
 from lowlat.errors import ShapeError
@@ -16,34 +17,26 @@ from lowlat.kernels.sampling import sample as sample_kernels
 from lowlat.kernels.sampling.logprobs import prompt as prompt_kernels
 from lowlat.kernels.sampling.logprobs import tokens as logprob_kernels
 from lowlat.kernels.speculation import draft_topk as draft_kernels
-from lowlat.kernels.toolchain.kernel import Kernel
 
-KERNELS = examples_of(
-    argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels, wide=True
-)
-HOPPER = (9, 0)
+MODULES = (argmax_kernels, draft_kernels, logprob_kernels, pair_kernels, sample_kernels, prompt_kernels)
 REGISTERS = 128  # two blocks of 256 threads and more fit on an SM
 
 
-@pytest.mark.parametrize("kernel", staged_cases(KERNELS))
-def test_resources(kernel: Kernel, compiled: Compiled) -> None:
-    code, _ = compiled.of(HOPPER, kernel)
-    assert code.stack_bytes == 0
-    assert 0 < code.registers <= REGISTERS
-    assert code.shared_bytes <= 48 * 1024
-
-
 LEFT_OUT = ("argmax", "finite", "take_prompt", "token_ranks", "keep_prompt")  # they read few, or nothing but rows
-READING = [kernel for kernel in KERNELS if "_97" not in kernel.name and not kernel.name.startswith(LEFT_OUT)]
 
 
-@pytest.mark.parametrize("kernel", staged_cases(READING))
-def test_wide_rows_are_read_by_16_bytes_and_divided_exactly(kernel: Kernel, compiled: Compiled) -> None:
-    _, ptx = compiled.of(HOPPER, kernel)
-    copied = ptx.count("cp.async.cg.shared.global") >= 4 and "ld.shared.v4.u32" in ptx
-    assert copied or ptx.count("ld.global.v4.u32") >= 4  # each thread's own words
-    assert "approx.f32" not in ptx.replace("ex2.approx.ftz.f32", "").replace("ex2.approx.f32", "")
-    assert "div.full" not in ptx
+@pytest.mark.parametrize("stage", ["first", later("second"), wide("wide")])
+def test_resources_and_wide_rows_are_read_by_16_bytes_and_divided_exactly(stage: str, compiled: Compiled) -> None:
+    for kernel, code, ptx in compiled.each(stage, *MODULES):
+        assert code.stack_bytes == 0, kernel.name
+        assert 0 < code.registers <= REGISTERS, kernel.name
+        assert code.shared_bytes <= 48 * 1024, kernel.name
+        if "_97" in kernel.name or kernel.name.startswith(LEFT_OUT):
+            continue
+        copied = ptx.count("cp.async.cg.shared.global") >= 4 and "ld.shared.v4.u32" in ptx
+        assert copied or ptx.count("ld.global.v4.u32") >= 4, kernel.name  # each thread's own words
+        assert "approx.f32" not in ptx.replace("ex2.approx.ftz.f32", "").replace("ex2.approx.f32", ""), kernel.name
+        assert "div.full" not in ptx, kernel.name
 
 
 def ints(*shape: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @pytest.mark.timeout(600)
 def test_integer_kernels_in_the_simulator(repository: Path) -> None:
     environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1"}

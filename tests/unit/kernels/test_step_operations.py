@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kernel_cases import Arrays, meant, poisoned
+from stages import wide
 
 from lowlat.errors import DeviceError
 from lowlat.kernels.reference import OPERATIONS
@@ -50,7 +51,6 @@ def run_accept(
     return outs["accepted_tokens"][0, :count].tolist(), outs["accepted_nodes"][0, :count].tolist(), count
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_acceptance_is_the_greedy_walk(data: st.DataObject) -> None:
     """Against the walk itself: from the root, while some live child equals the draw."""
@@ -83,7 +83,7 @@ def test_a_dead_slot_accepts_nothing() -> None:
     assert outs["best_path"].tolist() == [-1]
 
 
-@pytest.mark.parametrize(("probability", "mean"), [(0.0, 1.0), (0.607, 2.2), (0.75, 2.734), (1.0, 4.0)])
+@pytest.mark.parametrize(("probability", "mean"), [wide(0.0, 1.0), (0.607, 2.2), wide(0.75, 2.734), wide(1.0, 4.0)])
 def test_simulated_acceptance_has_the_mean_asked_for(probability: float, mean: float) -> None:
     total, rounds = 0, 600
     for position in range(rounds):

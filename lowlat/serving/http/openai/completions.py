@@ -8,34 +8,42 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lowlat.ipc.client import AsyncGeneration, Chunk
+from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.logprobs import Lists, prompt_logprobs
-from lowlat.serving.http.openai.schema import MAX_CHOICES, CompletionRequest, decode, unsupported
+from lowlat.serving.http.openai.schema import (
+    MAX_CHOICES,
+    CompletionRequest,
+    GrowingCompletionRequest,
+    check_growing,
+    decode,
+    unsupported,
+)
 from lowlat.serving.http.openai.structured import structured_options
 from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
+from lowlat.serving.http.uploads import Lines, feed, is_lines
 
 __all__ = ["completions"]
 
 MAX_COMPLETIONS = 4096  # of one request; MAX_AT_ONCE are under way
 DEFAULT_TOKENS = 16  # OpenAI's
 _DECODER = msgspec.json.Decoder(CompletionRequest)
+_GROWING_DECODER = msgspec.json.Decoder(GrowingCompletionRequest)
 
 
 async def completions(request: Request) -> Response:
-    """Continue prompts."""
+    """Continue prompts, or one that is still being written."""
     session = session_of(request)
+    if is_lines(request):
+        return await _continue_growing(request, session)
     asked = decode(_DECODER, await read_body(request))
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
-    sampling = asked.sampling(server.advice) | structured_options(asked.structured_outputs)
-    # a prompt alone takes a step, too, whose token is not shown
-    sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens or 1
-    if asked.logprobs is not None:
-        sampling["logprobs"] = asked.logprobs
+    sampling = _sampling(asked, server)
     prompts = _prompts(asked.prompt, server.vocab_size)
     num = _num_made(asked)
     if num > (asked.n or 1):
@@ -54,6 +62,38 @@ async def completions(request: Request) -> Response:
 
     answer = _Completion(asked, fingerprint(server), prompts, prompt_ids, num)
     return await respond(request, Choices(start, len(prompts) * num), answer, stream=bool(asked.stream))
+
+
+async def _continue_growing(request: Request, session: str) -> Response:
+    """Continue a prompt whose pieces come line by line; the answer begins when the body has ended."""
+    lines = Lines(request)
+    asked = decode(_GROWING_DECODER, await lines.first())
+    check_growing(asked)
+    for name, given in (("best_of", asked.best_of not in (None, 1)), ("echo", bool(asked.echo))):
+        if given:
+            raise unsupported(name, "the prompt is still being written")
+    gateway = await gateways_of(request).of(asked.model)
+    server = await gateway.serving(asked.model)
+    prompts = _prompts(asked.prompt, server.vocab_size) if asked.prompt else [""]
+    if len(prompts) > 1:
+        raise invalid("prompt", f"prompt: {len(prompts)} prompts; one can be written at a time")
+    options = _sampling(asked, server)
+    prompt = gateway.client.open_prompt(
+        cache_salt=asked.cache_salt or "", session=session, max_prompt_tokens=asked.max_prompt_tokens, **options
+    )
+    generation = await feed(prompt, lines, prompts[0])
+    answer = _Completion(asked, fingerprint(server), prompts, (), 1)
+    return await respond(request, Choices(lambda _: generation), answer, stream=bool(asked.stream))
+
+
+def _sampling(asked: CompletionRequest, server: Welcome) -> dict[str, Any]:
+    """The options of a completion's generations. Raises ApiError."""
+    sampling = asked.sampling(server.advice) | structured_options(asked.structured_outputs)
+    # a prompt alone takes a step, too, whose token is not shown
+    sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens or 1
+    if asked.logprobs is not None:
+        sampling["logprobs"] = asked.logprobs
+    return sampling
 
 
 def _num_made(asked: CompletionRequest) -> int:

@@ -129,6 +129,7 @@ def _conditions(environment: Environment) -> str:
     e = environment
     strict = ", strict" if e.perf_mode == "strict" else ""
     strict += f", weights rounded to {e.quantize}" if e.quantize else ""
+    strict += f", prompts' rows rounded to {e.activations}" if e.activations else ""
     machine = f"{e.gpu}, driver {e.driver}, CUDA {e.cuda}" if e.gpu else f"{e.processor}, {e.threads} threads"
     parts = [
         f"{e.model}, {e.dtype}" + (f", drafts by {e.speculator}" if e.speculator else ""),

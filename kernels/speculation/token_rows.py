@@ -1,0 +1,77 @@
+"""The rows of a draft model that reads tokens alone, in one launch."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowlat.errors import ShapeError
+from lowlat.kernels.common.memory import byte_at, int_at, set_byte, set_int
+from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
+
+__all__ = ["examples", "token_rows"]
+
+THREADS = 64  # the most rows of a slot
+
+
+def token_rows(
+    given: torch.Tensor,
+    live: torch.Tensor,
+    lens: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    *,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    row_live: torch.Tensor,
+    write_lens: torch.Tensor,
+    column: int,
+    ahead: int,
+) -> list[KernelCall]:
+    """`token_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
+    (batch, columns), rows = given.shape, tokens.shape[1]
+    for array in (live, lens, write_lens, *(() if counts is None else (counts,))):
+        check_shape("live, lens, counts and write_lens", array, batch)
+    for array in (tokens, positions, row_live):
+        check_shape("tokens, positions and row_live", array, batch, rows)
+    if not 1 <= rows <= THREADS or not 0 <= column <= columns - rows:
+        raise ShapeError(
+            f"token_rows: {rows} rows from column {column} of {columns}, of which 1 to {THREADS} are taken"
+        )
+    kernel = _make(columns, rows, column, ahead, counts is not None)
+    counted = lens if counts is None else counts
+    return [KernelCall(kernel, (batch, 1, 1), (given, live, lens, counted, tokens, positions, row_live, write_lens))]
+
+
+@cache
+def _make(columns: int, rows: int, column: int, ahead: int, counted: bool) -> Kernel:
+    """A block a slot, a thread a row: grid (B,)."""
+
+    def kernel(
+        given: Any, live: Any, lens: Any, counts: Any, tokens: Any, positions: Any, row_live: Any, write_lens: Any
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        owner, row = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        going = byte_at(live, owner) != 0
+        first = int_at(lens, owner) + ahead if going else int64(0)
+        if row == 0:
+            set_int(write_lens, owner, first)
+        if row < rows:
+            place, token = owner * rows + row, int_at(given, owner * columns + column + row)
+            alive = going and token >= 0
+            if counted:
+                alive = alive and row < int_at(counts, owner)
+            set_int(tokens, place, token if alive else int64(-1))
+            set_int(positions, place, first + row if alive else int64(0))
+            set_byte(row_live, place, 1 if alive else 0)
+
+    name = f"token_rows_{columns}_{rows}_{column}_{ahead}{'_counted' if counted else ''}"
+    return Kernel(name, kernel, (types.int64,) * 8, THREADS, settles=True)
+
+
+def examples() -> list[Kernel]:
+    """Specialisations that CI compiles."""
+    return [_make(8, 8, 0, 1, True), _make(8, 1, 3, 2, False)]

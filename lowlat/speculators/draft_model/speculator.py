@@ -1,0 +1,118 @@
+"""The speculator of method "draft_model": a whole, smaller model of the target's vocabulary drafts a chain.
+
+Source: speculative decoding, arXiv 2211.17192 and 2302.01318.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from lowlat.graphs import BufferSpec
+from lowlat.models.geometry import DraftConfig, ModelConfig
+from lowlat.options.config import SpeculativeConfig
+from lowlat.sequence.paged_kv import decoder_cache_specs
+from lowlat.speculators.base import (
+    LoadedSpeculator,
+    PrefillScope,
+    Speculator,
+    StateSizes,
+    StepScope,
+    draft_model_of,
+)
+from lowlat.speculators.draft_model.config import parse_whole
+from lowlat.speculators.draft_model.drafter import WholeDrafter
+from lowlat.speculators.draft_model.geometry import OWNER, WholeDraftConfig
+from lowlat.speculators.draft_model.weights import load_whole, whole_weight_plan
+from lowlat.speculators.draft_parts import vocabulary_report
+
+__all__ = ["DraftModelSpeculator"]
+
+
+@dataclass(frozen=True)
+class DraftModelSpeculator(Speculator):
+    """Drafts with a whole model, whose geometry is `config`."""
+
+    method: ClassVar[str] = WholeDraftConfig.method
+    config: WholeDraftConfig
+
+    @classmethod
+    def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
+        """The geometry alone, from the model's config and headers. Raises ConfigError."""
+        return cls(parse_whole(Path(draft_model_of(options)), target, directory))
+
+    @classmethod
+    def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
+        """The model with its weights, read whole. Raises ConfigError."""
+        own = Path(draft_model_of(options))
+        config = parse_whole(own, target, directory)
+        return LoadedSpeculator(cls(config), load_whole(own, config, target), own)
+
+    @property
+    def draft_config(self) -> WholeDraftConfig:
+        """The draft model's geometry."""
+        return self.config
+
+    def with_config(self, config: DraftConfig) -> Self:
+        """The same with another geometry: layers rounded at load, or a rank's part."""
+        if not isinstance(config, WholeDraftConfig):
+            raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
+        return replace(self, config=config)
+
+    @property
+    def attends_everything(self) -> bool:
+        """Where a layer has no window."""
+        return None in self.config.windows
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Those of its layers."""
+        return self.config.windows
+
+    @property
+    def waiting_boundaries(self) -> tuple[int, ...]:
+        """None: its rows are made of tokens alone."""
+        return ()
+
+    @property
+    def runs_over_rows(self) -> bool:
+        """Always: each accepted token has keys and values."""
+        return True
+
+    def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
+        """KV caches of the draft model's layers."""
+        pools = (sizes.num_blocks, sizes.windows)
+        return decoder_cache_specs(self.config, sizes.block_size, sizes.kv_dtype, pools, OWNER)
+
+    def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The draft model's weights, embedding and LM head included."""
+        return whole_weight_plan(self.config)
+
+    @property
+    def shared_weights(self) -> Mapping[str, str]:
+        """The LM head, where it is the embedding."""
+        shares = self.config.shares_head and self.config.quantiser is None
+        return {f"{OWNER}lm_head.weight": f"{OWNER}embed.weight"} if shares else {}
+
+    def report(self) -> dict[str, Any]:
+        """The method, the model's family and layers, and the size of its vocabulary."""
+        return {
+            "method": self.method,
+            "draft_family": self.config.family,
+            "draft_layers": self.config.num_layers,
+            **vocabulary_report(self.config),
+        }
+
+    def emit_prefill(self, scope: PrefillScope) -> None:
+        """Keys and values of the draft model for a prompt's positions."""
+        WholeDrafter(scope, self.config).emit_prefill(scope)
+
+    def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
+        """The accepted rows; returns the residual stream after the last layer."""
+        return (WholeDrafter(scope, self.config).emit_extend(scope),)
+
+    def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
+        """The chain, a row a draft."""
+        return WholeDrafter(scope, self.config).emit_draft(scope, *extended)

@@ -1,0 +1,10 @@
+"""The proof on a user's own pair and device: answers are those of plain decoding, and as close to FP32 as can be asked.
+
+`measure_exactness` compares answers token for token, `measure_fidelity` distributions with those of transformers.
+"""
+
+from lowlat.tools.exactness.fidelity import Fidelity, Rows, measure_fidelity
+from lowlat.tools.exactness.measure import measure_exactness
+from lowlat.tools.exactness.report import Difference, Exactness, Sweep
+
+__all__ = ["Difference", "Exactness", "Fidelity", "Rows", "Sweep", "measure_exactness", "measure_fidelity"]

@@ -1,0 +1,282 @@
+"""The fidelity of a target: how far its distributions lie from FP32, next to how far transformers' in bfloat16 do.
+
+Rows come from the runtime's own work: of prompts, every position that prefill computes, over the whole vocabulary; of
+answers, every step of a runtime that speculates, over the likeliest tokens and the sum of the rest. transformers reads
+the same tokens in float32, which is the truth here, and in bfloat16. Both must be met: the KL divergence from FP32,
+and the error of each token's own logprob, are no larger than transformers', by the upper bound of a bootstrap.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowlat.checkpoint.formats import STORED_FORMATS
+from lowlat.errors import ConfigError
+from lowlat.models.target import read_model_config
+from lowlat.options.config import SpeculativeConfig
+from lowlat.options.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
+from lowlat.tools.bootstrap import block_sums, bootstrap
+from lowlat.tools.exactness.decode import decode
+from lowlat.tools.exactness.measure import BATCH, Load
+from lowlat.tools.exactness.requests import Request, prompt_ids
+from lowlat.tools.quality import OPTIONS, prompt_logits
+from lowlat.tools.transformers_model import open_transformers
+
+__all__ = ["Compared", "Fidelity", "Rows", "compared", "measure_fidelity"]
+
+WINDOW = 256  # tokens of a prompt that is read
+MAX_WINDOWS = 16
+BLOCK = 16  # neighbouring positions that a bootstrap draws together
+LEAST_BLOCKS = 8
+PROMPTS, STEPS = "prompts", "steps"
+Tokens = list[int]
+Scored = Callable[[Tokens], torch.Tensor]  # tokens [n] to logprobs [n, V] of what follows each
+
+
+@dataclass(frozen=True)
+class Compared:
+    """An error of lowlat's and of transformers' in bfloat16, both from float32; the mean over positions.
+
+    ratio         lowlat's over transformers'
+    lower, upper  its 95 % interval
+    """
+
+    lowlat: float
+    transformers: float
+    ratio: float
+    lower: float
+    upper: float
+
+    @property
+    def met(self) -> bool:
+        """Whether lowlat's error is no larger."""
+        return self.upper <= 1.0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One kind of rows.
+
+    name       `prompts` or `steps`
+    kl         KL divergence of the distributions from float32's, nats a position
+    nll_error  distance of the following token's logprob from float32's, nats
+    nll        nats a token: of float32, transformers, lowlat
+    """
+
+    name: str
+    positions: int
+    kl: Compared
+    nll_error: Compared
+    nll: tuple[float, float, float]
+
+
+@dataclass
+class Fidelity:
+    """The report of `lowlat doctor --fidelity`."""
+
+    device: str
+    executor: str
+    numerics: str
+    dtype: str
+    transformers: str
+    rows: list[Rows] = field(default_factory=list)
+
+    @property
+    def faithful(self) -> bool:
+        """Whether both errors of all rows are no larger than those of transformers."""
+        return bool(self.rows) and all(each.kl.met and each.nll_error.met for each in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        missed = [
+            (f"{name} over {each.name} {found.ratio:.3g} x, {found.lower:.3g} to {found.upper:.3g}", found.lower > 1)
+            for each in self.rows
+            for name, found in (("KL", each.kl), ("the error of logprobs", each.nll_error))
+            if not found.met
+        ]
+        if worse := [text for text, is_worse in missed if is_worse]:
+            return f"farther from FP32 than transformers in {self.dtype}: {'; '.join(worse)}"
+        if missed:
+            texts = "; ".join(text for text, _ in missed)
+            return f"undecided whether as close to FP32 as transformers in {self.dtype}, take more prompts: {texts}"
+        upper = max(max(each.kl.upper, each.nll_error.upper) for each in self.rows)
+        return f"as close to FP32 as transformers in {self.dtype}: errors are at most {upper:.2f} x its own"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {**asdict(self), "faithful": self.faithful, "verdict": self.verdict}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A prompt and its answer, with what the runtime said of each of its tokens."""
+
+    tokens: Tokens
+    num_prompt: int
+    logprobs: list[TokenLogprobs]
+
+
+def measure_fidelity(
+    target: Path,
+    speculative: SpeculativeConfig | None,
+    prompts: Sequence[Sequence[int] | str],
+    *,
+    max_tokens: int,
+    load: Load,
+    report: Callable[[Rows], None] | None = None,
+    **options: Any,
+) -> Fidelity:
+    """Compare a target's distributions with those of transformers in float32 and bfloat16, on the same device.
+
+    speculative  the answers' drafts; None: they have none
+    prompts      texts, or lists of token ids
+    max_tokens   of an answer, which is sampled at temperature 1
+    The other arguments are those of `measure_exactness`. What a runtime rounds (`quantize`, an FP8 cache) counts as
+    its error. Raises ConfigError for a target that transformers cannot load, or that is computed in float32, and where
+    there are too few positions.
+    """
+    with load(target, speculative, None, max_batch=BATCH, **options) as runtime:
+        dtype, choice = runtime.model_config.dtype, runtime.device_choice
+        if dtype == "float32":
+            raise ConfigError("fidelity is that of a target in bfloat16; this one is computed in float32 (dtype)")
+        found = Fidelity(str(choice.device), choice.executor, runtime.numerics, dtype, version("transformers"))
+        ids = [prompt_ids(runtime, prompt) for prompt in prompts]
+        answers = list(_answers(runtime, ids, max_tokens))
+        windows = list(_windows(ids, min(WINDOW, runtime.config.max_context - 1)))
+    _release()
+    truth, parts = _truth(target, torch.float32, choice.device), []
+    with torch.no_grad():
+        whole = [truth(window).float().cpu() for window in windows]
+        listed = [_listed(truth, answer) for answer in answers]
+        del truth
+        _release()
+        other = _truth(target, getattr(torch, dtype), choice.device)
+        parts += [_errors(right, other(window), window) for right, window in zip(whole, windows, strict=True)]
+        others = [_listed(other, answer) for answer in answers]
+        del other
+        _release()
+    with load(target, None, None, **{**options, **OPTIONS}) as runtime:
+        own = [
+            _errors(right, torch.cat([rows.log_softmax(-1) for rows in prompt_logits(runtime, window)]), window)
+            for right, window in zip(whole, windows, strict=True)
+        ]
+    steps = [_step_errors(right, _said(answer)) for right, answer in zip(listed, answers, strict=True)]
+    other_steps = [_step_errors(right, said) for right, said in zip(listed, others, strict=True)]
+    for name, mine, theirs in ((PROMPTS, own, parts), (STEPS, steps, other_steps)):
+        found.rows.append(_rows(name, torch.cat(mine, 1), torch.cat(theirs, 1)))
+        if report is not None:
+            report(found.rows[-1])
+    return found
+
+
+def compared(own: torch.Tensor, other: torch.Tensor) -> Compared:
+    """Errors [n] of both by position, compared over blocks of neighbours. Raises ConfigError for too few."""
+    mine, theirs = block_sums(own, BLOCK), block_sums(other, BLOCK)
+    if len(mine) < LEAST_BLOCKS:
+        raise ConfigError(f"{len(own)} positions say too little; give prompts and tokens for {LEAST_BLOCKS * BLOCK}")
+    lower, upper = bootstrap(len(mine), lambda drawn: mine[drawn].sum(1) / theirs[drawn].sum(1))
+    means = float(own.mean()), float(other.mean())
+    return Compared(*means, means[0] / means[1], lower, upper)
+
+
+def _rows(name: str, own: torch.Tensor, other: torch.Tensor) -> Rows:
+    """The rows of errors [3, n]: KL divergence, and the logprob of the token that follows, here and in float32."""
+    right, mine, theirs = own[2], own[1], other[1]
+    return Rows(
+        name,
+        own.shape[1],
+        compared(own[0], other[0]),
+        compared((mine - right).abs(), (theirs - right).abs()),
+        (-float(right.mean()), -float(theirs.mean()), -float(mine.mean())),
+    )
+
+
+def _answers(runtime: Any, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> Iterator[_Answer]:
+    """The answers to prompts, decoded in groups."""
+    settings: dict[str, Any] = {"ignore_eos": True, "temperature": 1.0, "logprobs": MAX_LOGPROBS}
+    requests = [
+        Request(str(place), ids, SamplingParams(max_tokens=max_tokens, seed=place, **settings))
+        for place, ids in enumerate(prompts)
+    ]
+    for place in range(0, len(requests), BATCH):
+        group, logprobs = requests[place : place + BATCH], dict[str, list[TokenLogprobs]]()
+        answers = decode(runtime, STEPS, group, logprobs=logprobs)
+        for request, (name, tokens) in zip(group, answers.items(), strict=True):
+            yield _Answer([*request.prompt, *tokens], len(request.prompt), logprobs[name])
+
+
+def _windows(prompts: Sequence[tuple[int, ...]], size: int) -> Iterator[Tokens]:
+    """All prompts one after the other, in windows."""
+    tokens = [token for ids in prompts for token in ids]
+    for start in range(0, min(len(tokens), size * MAX_WINDOWS), size):
+        window = tokens[start : start + size]
+        if len(window) > 1:
+            yield window
+
+
+def _truth(target: Path, dtype: torch.dtype, device: torch.device) -> Scored:
+    """transformers' logprobs of tokens, in a dtype."""
+    config = read_model_config(target)
+    stored = STORED_FORMATS["bf16" if config.experts is None else config.experts.weight_format]
+    model = open_transformers(target, dtype, stored, device=device)
+
+    def scored(tokens: Tokens) -> torch.Tensor:
+        logits = model(torch.tensor([tokens], device=device), use_cache=False).logits[0]
+        rows: torch.Tensor = logits.float().log_softmax(-1)
+        return rows
+
+    return scored
+
+
+def _errors(right: torch.Tensor, found: torch.Tensor, window: Tokens) -> torch.Tensor:
+    """KL divergence, the next token's logprob, and that of float32, [3, n - 1], of logprobs [n, V]."""
+    following = torch.tensor(window[1:])[:, None]
+    kl = []
+    for rows, others in zip(right[:-1].split(32), found[:-1].cpu().split(32), strict=True):
+        rows, others = rows.double(), others.double()
+        kl.append((rows.exp() * (rows - others)).sum(-1))
+    logprobs = [rows[:-1].cpu().gather(1, following)[:, 0].double() for rows in (found, right)]
+    return torch.stack([torch.cat(kl).clamp_min(0.0), *logprobs])
+
+
+def _ids(answer: _Answer) -> torch.Tensor:
+    """For each token of an answer the token itself and the likeliest ones at its place, [n, 1 + k]."""
+    return torch.tensor([[each.token_id, *(token for token, _ in each.top)] for each in answer.logprobs])
+
+
+def _listed(scored: Scored, answer: _Answer) -> torch.Tensor:
+    """Logprobs of those tokens, [n, 1 + k] float64."""
+    rows = scored(answer.tokens[:-1])[answer.num_prompt - 1 :]
+    return rows.gather(1, _ids(answer).to(rows.device)).double().cpu()
+
+
+def _said(answer: _Answer) -> torch.Tensor:
+    """The same as the runtime said it."""
+    rows = [[each.logprob, *(logprob for _, logprob in each.top)] for each in answer.logprobs]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _step_errors(right: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    """As `_errors`, of logprobs [n, 1 + k]; the KL divergence is over the k tokens and the sum of all others."""
+
+    def whole(listed: torch.Tensor) -> torch.Tensor:
+        rest = (1.0 - listed.exp().sum(-1, keepdim=True)).clamp_min(math.ulp(1.0))
+        return torch.cat([listed, rest.log()], 1)
+
+    rows, others = whole(right[:, 1:]), whole(found[:, 1:])
+    kl = (rows.exp() * (rows - others)).sum(-1).clamp_min(0.0)
+    return torch.stack([kl, found[:, 0], right[:, 0]])
+
+
+def _release() -> None:
+    """Give memory of models that are no longer needed back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,281 @@
+"""Prompts that are uploaded while they are being written, and the model's answers to them over both doors."""
+
+import http.client
+import json
+import random
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from fake_engine import FakeCodec, FakeEngine, expected_tokens
+from gateway import KEY, RunningGateway, gateway_at, running_gateway
+from served import Served, eventually
+from served_model import alone, load_bundled, served_model
+from unit.test_open_prompts import PIECES, codec_of, cut
+from unit.test_text_special import BOS, TEMPLATES, like
+
+from lowlat.errors import RequestError
+from lowlat.ipc import Client
+from lowlat.ipc.client import Generation
+from lowlat.ipc.limits import Limits
+from lowlat.serving.codec import ServingCodec
+from lowlat.text import TextCodec
+
+HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/x-ndjson"}
+TRIAL = {"finish": "speculative"}
+TEXT = "The President shall be Commander in Chief of the Army and Navy, when called into the actual Service. " * 2
+SAMPLED: dict[str, Any] = {"max_tokens": 8, "temperature": 0.9, "seed": 5, "ignore_eos": True}
+
+
+def upload(
+    url: str, first: dict[str, Any], pieces: Sequence[Any], pause_s: float = 0.0, path: str = "completions"
+) -> httpx2.Response:
+    """Send a first line and pieces, each by itself."""
+
+    def lines() -> Iterator[bytes]:
+        for line in ({"model": "fake", **first}, *pieces):
+            yield json.dumps(line).encode() + b"\n"
+            time.sleep(pause_s)
+
+    return httpx2.post(f"{url}/{path}", headers=HEADERS, content=lines(), timeout=30.0)
+
+
+def first_token_s(answer: Generation) -> float:
+    """The server's own time to the first token."""
+    (*_, end) = answer
+    assert end.metrics is not None
+    found: float = end.metrics["server"]["time_to_first_token_s"]
+    return found
+
+
+def served_of(gateway: RunningGateway) -> Served:
+    """The server after a gateway of these tests."""
+    assert gateway.served is not None
+    return gateway.served
+
+
+def on_trial(pieces: Sequence[Any], source: random.Random) -> list[Any]:
+    """The pieces, after some of which the prompt seems to end."""
+    return [line for piece in pieces for line in (piece, TRIAL)[: 1 + (source.random() < 0.25)]]
+
+
+@pytest.mark.parametrize("kind", ["llama3", "qwen", "gemma", "words"])
+def test_lines_have_the_answer_of_the_whole(kind: str, tmp_path: Path) -> None:
+    codec, source = codec_of(kind), random.Random(kind)
+    engine = FakeEngine(text=True, tokenizer="a hash", tokens_per_step=8)
+    with running_gateway(tmp_path, engine, codec=ServingCodec(codec)) as gateway:  # type: ignore[arg-type]
+        for number in range(8):
+            text = "".join(source.choice(PIECES) for _ in range(source.randint(1, 30)))
+            try:
+                expected = expected_tokens(codec.encode(text), 8, number)
+            except RequestError:
+                continue
+            pieces = cut(text, source, 9)
+            first = {"max_tokens": 8, "seed": number, "lowlat": True, "prompt": pieces.pop(0)}
+            answer = upload(gateway.url, first, on_trial(pieces, source))
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert tuple(choice["lowlat"]["token_ids"]) == expected, text
+        assert not engine.opened and not engine.tried
+
+
+@pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
+def test_a_chats_last_message_may_grow(kind: str, tmp_path: Path) -> None:
+    """Over both doors, with a message's beginning and without; every template's own borders are kept."""
+    source, named = random.Random(kind), {"bos_token": BOS[kind], "eos_token": "</s>"}
+    codec = TextCodec(like(kind), special_tokens=named, templates={"default": TEMPLATES[kind]})
+    engine = FakeEngine(text=True, tokenizer="a hash", tokens_per_step=8)
+    system = {"role": "system", "content": "Be brief."}
+    with (
+        running_gateway(tmp_path, engine, codec=ServingCodec(codec)) as gateway,  # type: ignore[arg-type]
+        Client(served_of(gateway).server.endpoint) as client,
+    ):
+        for number in range(5):
+            pieces = cut("".join(source.choice(PIECES) for _ in range(source.randint(2, 30))), source, 9)
+            whole = codec.encode_chat([system, {"role": "user", "content": "".join(pieces)}])
+            expected = expected_tokens(whole, 8, number)
+            messages = [system, {"role": "user", "content": pieces.pop(0) if number % 2 else ""}]
+            first = {"max_tokens": 8, "seed": number, "lowlat": True, "messages": messages}
+            answer = upload(gateway.url, first, on_trial(pieces, source), path="chat/completions")
+            assert answer.status_code == 200, answer.text
+            assert tuple(answer.json()["choices"][0]["lowlat"]["token_ids"]) == expected, pieces
+            prompt = client.open_prompt(messages, max_tokens=8, seed=number)
+            for piece in pieces:
+                prompt.append(piece)
+            assert tuple(token for chunk in prompt.finish() for token in chunk.token_ids) == expected
+        for own, pieces, words in (
+            ({}, [], "max_tokens"),
+            ({"max_tokens": 8}, [[5]], "token ids go with a plain prompt"),
+        ):
+            answer = upload(gateway.url, {"messages": [system], **own}, pieces, path="chat/completions")
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    codec.close()
+
+
+def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
+    """Over both doors: with drafts and prefix reuse, on trial, in sessions and under a grammar; nothing is left."""
+    source = random.Random(1)
+    runtime = load_bundled(prefill_chunk=16, block_size=8)
+    assert runtime.codec is not None
+    texts = [TEXT[start : start + source.randint(1, 100)] for start in (0, 30, 60, 0)]
+    variants: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"choice": ("yes", "no", "perhaps")}, {"priority": 2}]
+    asked = [(text, SAMPLED | own) for text, own in zip(texts, variants, strict=True)]
+    wanted = [alone(runtime, runtime.codec.encode(text), **options) for text, options in asked]
+    with (
+        served_model(tmp_path, runtime, ServingCodec(runtime.codec)) as (server, engine),
+        gateway_at(server.endpoint) as address,
+        Client(server.endpoint) as client,
+    ):
+        for turn in range(2):
+            opened = [
+                (client.open_prompt(session=f"s{place}", **options), cut(text, source, 40))
+                for place, (text, options) in enumerate(asked)
+            ]
+            other = client.generate(texts[0], **SAMPLED)
+            while left := [each for each in opened if each[1]]:
+                prompt, pieces = source.choice(left)
+                prompt.append(pieces.pop(0))
+                if source.random() < 0.3:
+                    prompt.finish(speculative=True)
+                if source.random() < 0.3:
+                    time.sleep(0.02)
+            found = [tuple(token for chunk in prompt.finish() for token in chunk.token_ids) for prompt, _ in opened]
+            assert found == wanted, turn
+            assert tuple(token for chunk in other for token in chunk.token_ids) == wanted[0]
+            for place in (0, 3):
+                text, options = asked[place]
+                first = {**options, "model": client.server.model, "lowlat": True}
+                answer = upload(f"{address.url()}/v1", first, on_trial(cut(text, source, 40), source), pause_s=0.02)
+                assert answer.status_code == 200, answer.text
+                assert tuple(answer.json()["choices"][0]["lowlat"]["token_ids"]) == wanted[place]
+        left_open = client.open_prompt(**SAMPLED)
+        left_open.append(TEXT)
+        left_open.finish(speculative=True)
+        left_open.cancel()
+        eventually(lambda: client.health().num_running == 0)
+        assert engine.runtime.kvcache.stats().num_used == 0
+
+
+def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before was read before: however long the prompt, two chunks of text at most are left."""
+    runtime = load_bundled(prefill_chunk=16, block_size=8, prefix_reuse=False)
+    assert runtime.codec is not None
+    sizes: list[int] = []
+    prefill = runtime.executor.prefill
+
+    def counted(size: int, *others: Any) -> None:
+        sizes.append(size)
+        prefill(size, *others)
+
+    monkeypatch.setattr(runtime.executor, "prefill", counted)
+    text = "the people of the several states " * 30
+    with (
+        served_model(tmp_path, runtime, ServingCodec(runtime.codec)) as (server, engine),
+        Client(server.endpoint) as client,
+    ):
+        times: dict[str, list[float]] = {"whole": [], "growing": []}
+        for _ in range(2):
+            times["whole"].append(first_token_s(client.generate(text, max_tokens=1)))
+            read = sum(sizes)
+            sizes.clear()
+            prompt = client.open_prompt(max_tokens=1)
+            for word in text.split(" "):
+                prompt.append(word + " ")
+            eventually(lambda least=read - 32: sum(sizes) >= least and not engine.busy)  # type: ignore[misc]
+            sizes.clear()
+            times["growing"].append(first_token_s(prompt.finish()))
+            assert 1 <= sum(sizes) <= 32, sizes
+            sizes.clear()
+        assert read > 160 and min(times["growing"]) < min(times["whole"]) / 2, times
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunningGateway, FakeEngine]]:
+    engine = FakeEngine(text=True, max_running=2, max_context=200)
+    limits = Limits(prompt_idle_s=1.0)
+    with running_gateway(tmp_path_factory.mktemp("growing"), engine, limits, FakeCodec()) as gateway:
+        yield gateway, engine
+
+
+def test_any_client_of_http_can_send_them(growing: tuple[RunningGateway, FakeEngine]) -> None:
+    """httpx and http.client piece by piece, curl from its standard input; answers whole and as a stream."""
+    gateway, engine = growing
+    expected = expected_tokens(b"Hello world", 4)
+    text = "".join(f"t{token} " for token in expected)
+    first = {"model": "fake", "max_tokens": 4}
+    lines = [json.dumps(line).encode() + b"\n" for line in (first, "Hello", TRIAL, " wor", "ld")]
+    assert upload(gateway.url, first, ["Hello", " world"]).json()["choices"][0]["text"] == text
+    connection = http.client.HTTPConnection(gateway.address.host, gateway.address.port, timeout=30)
+    connection.request("POST", "/v1/completions", iter(lines), HEADERS, encode_chunked=True)
+    assert json.loads(connection.getresponse().read())["choices"][0]["text"] == text
+    whole = b"\n".join(lines).removesuffix(
+        b"\n"
+    )  # at once, of a known length, with an empty line, and without the last
+    assert gateway.ask("/v1/completions", whole, headers=HEADERS)[1]["choices"][0]["text"] == text
+    connection.request(
+        "POST", "/v1/completions", iter([b'{"model": "fake", "max_tokens": 4, "stream": true}\n', *lines[1:]]), HEADERS
+    )
+    answer = connection.getresponse()
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: {")]
+    assert "".join(choice["text"] for event in events for choice in json.loads(event)["choices"]) == text
+    connection.close()
+    if (curl := shutil.which("curl")) is not None:
+        headers = [part for name, value in HEADERS.items() for part in ("-H", f"{name}: {value}")]
+        command = [curl, "-sN", "-X", "POST", "-T", "-", *headers, f"{gateway.url}/completions"]
+        done = subprocess.run(command, input=b"".join(lines), capture_output=True, timeout=30, check=True)
+        assert json.loads(done.stdout)["choices"][0]["text"] == text
+    assert not engine.opened and not engine.tried
+
+
+def test_refusals(growing: tuple[RunningGateway, FakeEngine]) -> None:
+    gateway, engine = growing
+    for first, pieces, status, param, words in (
+        ({"max_tokens": 50}, ["x" * 100, "x" * 100], 400, "prompt", "exceed 200 (max_context)"),
+        ({"n": 2}, ["x"], 400, "n", "one answer"),
+        ({"echo": True}, ["x"], 400, "echo", "still being written"),
+        ({"prompt": ["a", "b"]}, [], 400, "prompt", "2 prompts"),
+        ({"max_prompt_tokens": 3}, ["xxxx"], 400, "max_prompt_tokens", "exceeds 3"),
+        ({"nonsense": 1}, [], 400, "nonsense", "nonsense"),
+        ({"model": "other"}, ["x"], 404, "model", "does not exist"),
+        ({}, [], 400, None, "a prompt of 0 tokens"),
+        ({}, ["x", 5], 400, "prompt", "line 3 of the body"),
+        ({}, ["x", {"finish": "now"}], 400, "finish", "line 3"),
+        ({}, [[5000]], 400, None, "prompt token 0 is 5000"),
+    ):
+        answer = upload(gateway.url, first, pieces, pause_s=0.005)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (status, param), error
+        assert words in error["message"], error
+    refused = httpx2.post(
+        f"{gateway.url}/completions", headers=HEADERS | {"authorization": "Bearer no"}, content=iter([b"{"])
+    )
+    assert refused.status_code == 401
+    eventually(lambda: not engine.opened and not engine.busy)
+
+
+def test_who_leaves_or_falls_silent_cancels(growing: tuple[RunningGateway, FakeEngine]) -> None:
+    gateway, engine = growing
+
+    def begin() -> socket.socket:
+        made = socket.create_connection((gateway.address.host, gateway.address.port), timeout=20)
+        head = ["POST /v1/completions HTTP/1.1", "host: localhost", "transfer-encoding: chunked"]
+        head += [f"{name}: {value}" for name, value in HEADERS.items()]
+        lines = b'{"model": "fake"}\n"Hello"\n'
+        made.sendall("\r\n".join([*head, "", ""]).encode() + b"%x\r\n%b\r\n" % (len(lines), lines))
+        return made
+
+    gone, silent = begin(), begin()
+    eventually(lambda: len(engine.opened) == 2)
+    gone.close()
+    eventually(lambda: len(engine.opened) == 1)
+    with silent:
+        answer = b"".join(iter(lambda: silent.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 408") and b"prompt_idle_s" in answer and b"connection: close" in answer.lower()
+    eventually(lambda: not engine.opened and not engine.busy)

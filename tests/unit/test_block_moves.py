@@ -1,0 +1,108 @@
+"""Copies of blocks to and from host memory: what they move, in how many copies, and how many of these are under way."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowlat.errors import DeviceError
+from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.bus_copies import CALL_MOVES, MAX_CALLS, BusCopies, Moves, wait_for
+from lowlat.graphs import BufferSet, BufferSpec, Paging, Role
+from lowlat.sequence.tiers.key import ChunkKey, Load, Save
+
+PLACES = [(4, 5, 6, 7), (20, 21, 3, 30), (9, 8, 11, 10)]  # 1, 3 and 4 runs
+CPU = torch.device("cpu")
+
+
+def nothing() -> None:
+    return
+
+
+@pytest.fixture
+def state() -> BufferSet:
+    shapes = {"k_cache": (40, 8, 2, 4), "v_cache": (40, 8, 2, 4), "features": (40, 5)}
+    specs = [
+        BufferSpec(name, shape, torch.float32, Role.STATE, paging=next(iter(Paging))) for name, shape in shapes.items()
+    ]
+    buffers = BufferSet(specs, CPU)
+    for buffer in buffers.values():
+        buffer.copy_(torch.randn(buffer.shape))
+    return buffers
+
+
+def test_contents_of_several_sizes_go_to_their_places_and_back(state: BufferSet) -> None:
+    mover, places = BlockMover(state, CPU), [*PLACES, (15, 16), (1,)]
+    size = {count: mover.content_bytes("", count) for count in (1, 2, 4)}
+    contents = [torch.zeros(size[len(own)], dtype=torch.uint8) for own in places]
+    mover.start_out([Save(ChunkKey(b"", ""), own) for own in places], contents, nothing)()
+    for own, content in zip(places, contents, strict=True):
+        assert torch.equal(content, mover.read("", own)())
+    expected = {name: buffer.clone() for name, buffer in state.items()}
+    for buffer in state.values():
+        buffer[[block for own in places for block in own]] = -1.0
+    mover.start_in([Load("", *pair) for pair in zip(places, contents, strict=True)], nothing)()
+    assert all(torch.equal(buffer, expected[name]) for name, buffer in state.items())
+    with pytest.raises(ValueError, match="for 1 places of"):
+        mover.start_in([Load("", (3,), contents[0])], nothing)
+
+
+def test_places_that_follow_each_other_are_one_copy(state: BufferSet) -> None:
+    mover = BlockMover(state, CPU)
+    found: list[Moves] = []
+
+    def start(number: int, moves: Moves, after: Callable[[], None], *, to_device: bool) -> Callable[[], None]:
+        found.append(moves)
+        return nothing
+
+    mover.bus.start = start  # type: ignore[method-assign]
+    content = torch.zeros(mover.content_bytes("", 4), dtype=torch.uint8)
+    mover.start_in([Load("", own, content) for own in PLACES], nothing)
+    assert len(found[0].device) == (1 + 3 + 4) * len(state)
+    assert sum(found[0].num_bytes.tolist()) == sum(12 * buffer[0].numel() * 4 for buffer in state.values())
+
+
+class Event:
+    """An event that notes when it is waited for."""
+
+    def __init__(self, done: list[str], number: int) -> None:
+        self.done, self.number = done, number
+
+    def record(self, stream: object) -> None:
+        self.done.append(f"recorded {self.number}")
+
+    def synchronize(self) -> None:
+        self.done.append(f"waited {self.number}")
+
+
+def test_a_call_has_few_copies_and_few_calls_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    events = iter(range(100))
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(done, next(events)))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    bus, sizes = BusCopies(CPU, 0), list[int]()
+    stream: Any = object()
+    bus._streams = [stream]
+    monkeypatch.setattr(bus, "_launch", lambda stream, moves, to_device: sizes.append(len(moves.device)))
+    numbers = np.arange(4 * CALL_MOVES + 1, dtype=np.uint64)
+    wait = bus.start(0, Moves(numbers, numbers, numbers), lambda: done.append("after"), to_device=True)
+    assert sizes == [CALL_MOVES] * 4 + [1] and done[0] == "after"
+    recorded = [f"recorded {number}" for number in range(MAX_CALLS)]
+    assert done[1:] == [
+        *recorded,
+        *(f"{what} {k + at}" for k in range(3) for what, at in (("waited", 0), ("recorded", 2))),
+    ]
+    wait()
+    assert done[-1] == "waited 4"
+
+
+def test_a_device_that_fails_amid_a_copy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Event) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(Event, "synchronize", lost)
+    with pytest.raises(DeviceError, match=r"the device cpu failed amid copies.*unspecified launch failure"):
+        wait_for(Event([], 0), CPU)  # type: ignore[arg-type]
