@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 # before anything imports the libraries that read them
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -86,6 +87,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     import torch
 
     return None if torch.cuda.is_available() else True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let one worker have all tests of the gateway, for OpenAI's package takes 5 s to import; else a file at a time."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # which has no types
+        def _split_scope(self, nodeid: str) -> str:
+            return "http" if nodeid.startswith("tests/http/") else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -6,16 +6,13 @@ executor, and answers are checked by the types of OpenAI's package, which forbid
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benches import bench
 from gateway import RunningGateway, gateway_at
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response, ResponseStreamEvent
-from pydantic import TypeAdapter
 from served_model import served_model
 from tiny_chat import make_chat_model
 
@@ -23,7 +20,6 @@ from lowlat import Runtime
 from lowlat.serving.codec import ServingCodec
 
 CLIENTS = Path(__file__).parent / "clients"
-EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 ENDS = ("stop", "length", "tool_calls")
 MAX_TOKENS = 24  # of any request: what is cut there ends as what is cut later
@@ -99,6 +95,8 @@ def test_a_recorded_request_is_answered(chat_gateway: RunningGateway, request_: 
 
 def check_chat(body: dict[str, Any], answer: Any) -> None:
     """Content or calls, a reason, and usage."""
+    from openai.types.chat import ChatCompletion
+
     whole = ChatCompletion.model_validate(answer)
     assert whole.usage is not None and whole.usage.completion_tokens > 0 and len(whole.choices) == body.get("n", 1)
     for choice in whole.choices:
@@ -114,6 +112,8 @@ def check_chat(body: dict[str, Any], answer: Any) -> None:
 
 def check_chat_stream(body: dict[str, Any], answer: str) -> None:
     """A role first, parts, one reason, usage where it was asked for, and the end."""
+    from openai.types.chat import ChatCompletionChunk
+
     chunks = [ChatCompletionChunk.model_validate(data) for data in events_of(answer, done=True)]
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert choices[0].delta.role == "assistant" and {choice.index for choice in choices} == {0}
@@ -138,6 +138,8 @@ def check_chat_stream(body: dict[str, Any], answer: str) -> None:
 
 def check_completion(body: dict[str, Any], answer: Any) -> None:
     """A text a prompt, its logprobs, and usage."""
+    from openai.types import Completion
+
     if body.get("echo"):
         for choice in answer[
             "choices"
@@ -163,6 +165,8 @@ def check_completion(body: dict[str, Any], answer: Any) -> None:
 
 def check_completion_stream(body: dict[str, Any], answer: str) -> None:
     """Parts of every choice, and a reason for each."""
+    from openai.types import Completion
+
     parts = events_of(answer, done=True)
     usage = [part for part in parts if not part["choices"]]
     chunks = [Completion.model_validate(_with_reason(part)) for part in parts if part["choices"]]
@@ -182,6 +186,8 @@ def _with_reason(part: dict[str, Any]) -> dict[str, Any]:
 
 def check_response(body: dict[str, Any], answer: Any) -> None:
     """Items of calls or text, a status that says whether all is there, and usage in all its parts."""
+    from openai.types.responses import Response
+
     whole = Response.model_validate(answer)
     assert whole.status == ("incomplete" if whole.incomplete_details else "completed") and whole.output
     assert whole.usage is not None and whole.usage.output_tokens > 0
@@ -194,7 +200,7 @@ def check_response(body: dict[str, Any], answer: Any) -> None:
 def check_response_stream(body: dict[str, Any], answer: str) -> None:
     """Events in their order, of their types, and a last one that holds the whole."""
     sent = events_of(answer, done=False)
-    events = [EVENTS.validate_python(data) for data in sent]
+    events = [event_types().validate_python(data) for data in sent]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:3]] == [
         "response.created", "response.in_progress", "response.output_item.added",
@@ -203,6 +209,15 @@ def check_response_stream(body: dict[str, Any], answer: str) -> None:
     done = [event.item.id for event in events if event.type == "response.output_item.done"]
     assert done == [item.id for item in events[-1].response.output]
     check_response(body, sent[-1]["response"])
+
+
+@cache
+def event_types() -> Any:
+    """The validator of a stream's events, which costs a second to make."""
+    from openai.types.responses import ResponseStreamEvent
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(ResponseStreamEvent)
 
 
 def check_calls(body: dict[str, Any], calls: list[tuple[str, str, str]], reason: str | None) -> None:

@@ -1,5 +1,7 @@
 """The gateway itself: refusals by name, key and Host, health, metrics, who goes away, a server that is gone."""
 
+from __future__ import annotations  # OpenAI's package is imported at its first use
+
 import json
 import re
 import socket

@@ -1,5 +1,7 @@
 """OpenAI's own client against the gateway: chats, completions, responses, models; as streams and as wholes."""
 
+from __future__ import annotations  # OpenAI's package is imported at its first use
+
 import asyncio
 import json
 from pathlib import Path

@@ -18,6 +18,8 @@ import lowlat.serving.http
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.messages import Message, ToolCallDelta
 
+pytestmark = pytest.mark.second  # a browser's start, and seconds of waiting for it
+
 PAGE = Path(lowlat.serving.http.__file__).parent / "page"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 SIZES: dict[str, Any] = {

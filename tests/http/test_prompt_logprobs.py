@@ -1,5 +1,7 @@
 """The logprobs of prompts over HTTP: vLLM's field, and echo as OpenAI's completions have it."""
 
+from __future__ import annotations  # OpenAI's package is imported at its first use
+
 from typing import Any
 
 import openai

@@ -1,5 +1,7 @@
 """/v1/responses as OpenAI's client uses it: events and their accumulator, calls of functions, parsing, round trips."""
 
+from __future__ import annotations  # OpenAI's package is imported at its first use
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

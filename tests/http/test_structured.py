@@ -1,5 +1,7 @@
 """Structured output through OpenAI's own client: formats, tools, vLLM's field; refusals in OpenAI's shape."""
 
+from __future__ import annotations  # OpenAI's package is imported at its first use
+
 import json
 import re
 import threading

@@ -141,6 +141,7 @@ def test_figures_of_the_first_screen_are_their_pages_own(pages: dict[str, str]) 
     assert all(figure in pages["bench/notes/several-gpus.md"] for figure in figures)
 
 
+@pytest.mark.second
 def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) -> None:
     example = "\n".join(BLOCK.findall(pages["lowlat/USING.md"].split("## In a process")[1].split("\n## ")[0]))
     assert set(BLOCK.findall(pages["README.md"])) <= set(BLOCK.findall(pages["lowlat/USING.md"]))
@@ -151,6 +152,7 @@ def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) 
     assert "'eagle_speculation'" in done.stdout and len(done.stdout) > 200
 
 
+@pytest.mark.second
 def test_the_five_calls_of_sessions_run(repository: Path, pages: dict[str, str]) -> None:
     example = "\n".join(BLOCK.findall(pages["lowlat/SESSIONS.md"]))
     done = subprocess.run(
