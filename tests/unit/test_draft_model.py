@@ -115,9 +115,11 @@ def test_quantised_files_draft_as_they_run(layout: str, tmp_path: Path) -> None:
             assert drafted > 0 and (target == "plain" or accepted == drafted)
 
 
-def test_ranks_share_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, later(False)])
+def test_ranks_share_it(tied: bool, tmp_path: Path) -> None:
     """Layers and LM head are cut, tied or not, and the drafts are one rank's."""
-    make_target(tmp_path / "target", "qwen3", gain=0.4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    make_target(tmp_path / "target", "qwen3", gain=0.4, tie_word_embeddings=tied, **shape)
     prompt, found = prompt_of(13), []
     for size in (1, 2):
         options = {**OPTIONS, "tp_invariant": True, "tensor_parallel_size": size}
