@@ -3,6 +3,7 @@
     python -m bench.prompts --model llama-8b --out /tmp/prompts.json
     python -m bench.prompts --model 120b --prompt 100 8192 --at-once 1 4 --out /tmp/prompts.json
     python -m bench.prompts --model llama-8b-fp8 --prompt 2048 8192 --at-once 16
+    python -m bench.prompts --model llama-8b-fp8-rows --prompt 2048 8192 --at-once 16
     python -m bench.prompts --small --device cpu --prompt 50 200 --out /tmp/prompts.json
     python -m bench.prompts --prompt 8192 --at-once 16 --kernels 12
     python -m bench.prompts --model qwen3.5-27b --prompt 2048 8192 --at-once 16 --limit-s 300 --out /tmp/prompts.json
@@ -46,13 +47,15 @@ LLAMA, QWEN3_MOE = "llama-8b", "qwen3-30b-a3b"
 MODELS = {"120b": Model("gpt-oss-120b"), "20b": Model("gpt-oss-20b"), LLAMA: Model(LLAMA), QWEN3_MOE: Model(QWEN3_MOE)}
 MODELS |= {name: Model(name) for name in ("qwen3.6-35b-a3b", "qwen3.5-27b")}
 MODELS |= {f"{name}-{kind}": Model(name, kind) for name in (LLAMA, QWEN3_MOE) for kind in ("fp8", "int4")}
+MODELS[f"{LLAMA}-fp8-rows"] = Model(LLAMA, "fp8", activations="fp8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every prompt, print its row, and write the rows where that is asked for."""
     options = _options(arguments)
     device = torch.device(options.device)
-    model = Model("tiny", MODELS[options.model].weights) if options.small else MODELS[options.model]
+    model = MODELS[options.model]
+    model = Model("tiny", model.weights, activations=model.activations) if options.small else model
     shapes = model.shapes(Case(1, max(options.prompt), 0), max_prefill_chunks=max(options.at_once))
     prompts = Prompts(shapes, RandomParts(model.plan(drafts=False), model.config, device), [device])
     stamps, rows = stamps_of(device, options.commit), []

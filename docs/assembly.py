@@ -13,12 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from docs.drawing import drawn
 from docs.pages import GROUPS, PAGES, Page, Part
 
 __all__ = ["LostLinkError", "Site", "anchors_of", "outside_code", "sections_of", "tracked_files", "unused_sections"]
 
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^()\s]+)\)")
 HEADING = re.compile(r"^(#{1,6}) (.+)$", re.MULTILINE)
+DRAWING = re.compile(r"^```mermaid\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 SHOWN_AS_THEY_ARE = {".svg", ".png", ".json", ".html"}
 START = GROUPS[""][0]
@@ -145,7 +147,7 @@ class Site:
         folder.mkdir(parents=True, exist_ok=True)
         for page in PAGES:
             if page.parts and page is not START:
-                text = self.markdown(page).replace("```mermaid\n", "```text\n")
+                text = self._with_drawings(self.markdown(page), page.name, folder / "images")
                 (folder / f"{page.name}.md").write_text(text, encoding="utf-8")
         (folder / "index.md").write_text(self._index(), encoding="utf-8")
         copies = [(name, folder / "extra" / self._copy_of(name)) for name in self.copied]
@@ -156,6 +158,17 @@ class Site:
             place = folder / "extra" / SOURCE / name / "index.html"
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text(self._listing(name), encoding="utf-8")
+
+    def _with_drawings(self, text: str, name: str, folder: Path) -> str:
+        """A page whose flowcharts are pictures, which are written into a folder."""
+
+        def shown(match: re.Match[str]) -> str:
+            file = f"{name}-{match.start()}.svg"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text(drawn(match[1]), encoding="utf-8")
+            return f"![flowchart](images/{file})\n"
+
+        return DRAWING.sub(shown, text)
 
     def _index(self) -> str:
         """The start page is the index; a tree of all pages stands at its end."""

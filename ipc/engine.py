@@ -233,6 +233,11 @@ class Codec(Protocol):
     def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> Growing:
         """Begin a plain prompt that is still being written; its pieces have the token ids of their whole."""
 
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> Growing:
+        """Begin a chat of whose last message the content is still being written, and comes in pieces of text."""
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included."""
 

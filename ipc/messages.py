@@ -234,8 +234,9 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
 
-    Of one that is open the prompt is still being written: text or body are its beginning, neither need be there, and
-    APPEND brings more, to max_prompt_tokens at most (None: all that the context has room for next to max_tokens).
+    Of one that is open the prompt is still being written: text or body are its beginning, of messages the last one's
+    content is, none need be there, and APPEND brings more, to max_prompt_tokens at most (None: all that the context has
+    room for next to max_tokens).
 
     fit_context lowers max_tokens to what the context has room for next to the prompt; without max_tokens it is as much,
     and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens

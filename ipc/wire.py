@@ -60,14 +60,14 @@ would have had. Each is answered by one PAUSED, in order: when it is done, when 
 code and problem when it is refused, and then the request runs on: `busy` where the server has no space for what it
 holds, `invalid` for an open prompt. One that is paused for too long ends with an error of the code `deadline`.
 
-A SUBMIT that is `open` begins a prompt that is still being written; it is read while it grows. APPEND adds text or
-token ids, and FINISH ends it: from then on it is a request like any other. FINISH with `speculative` begins the answer
-on trial: TOKENS are kept back until FINISH comes again without it, and an APPEND before that withdraws the answer. A
-client may send pieces while its balance of bytes (UTF-8, or 4 a token) is positive: `append_credit` of WELCOME, and
-what TAKEN adds to it; a piece without credit ends the request. So does a prompt that is too long, with ERROR and the
-code `invalid`, and one of which nothing comes for `prompt_idle_s`, with END and `deadline`. CANCEL abandons it. APPEND
-and FINISH are ignored for a request that has ended, and wrong after its FINISH. `deadline_ms` and times of END count
-from there. An open prompt cannot be paused.
+A SUBMIT that is `open` begins a prompt that is still being written; it is read while it grows. APPEND adds text (of
+`messages` to the last one's content) or token ids, and FINISH ends it: from then on it is a request like any other.
+FINISH with `speculative` begins the answer on trial: TOKENS are kept back until FINISH comes again without it, and an
+APPEND before that withdraws the answer. A client may send pieces while its balance of bytes (UTF-8, or 4 a token) is
+positive: `append_credit` of WELCOME, and what TAKEN adds to it; a piece without credit ends the request. So does a
+prompt that is too long, with ERROR and the code `invalid`, and one of which nothing comes for `prompt_idle_s`, with END
+and `deadline`. CANCEL abandons it. APPEND and FINISH are ignored for a request that has ended, and wrong after its
+FINISH. `deadline_ms` and times of END count from there. An open prompt cannot be paused.
 
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
@@ -395,8 +395,7 @@ def _check_open(submit: Submit) -> None:
         if submit.max_prompt_tokens is not None:
             raise WireError("max_prompt_tokens is for an open prompt; others have the tokens that they have", "$.open")
         return
-    refused = {"messages": submit.messages is not None, "fit_context": submit.fit_context}
-    refused["result"] = submit.result != "completion"
+    refused = {"fit_context": submit.fit_context, "result": submit.result != "completion"}
     for name, is_given in refused.items():
         if is_given:
             raise WireError(f"{name} needs a whole prompt, and this one is open", f"$.{name}")

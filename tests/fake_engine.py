@@ -129,6 +129,13 @@ class FakeCodec:
     def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> "FakeGrowing":
         return FakeGrowing(self, max_context)
 
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> "FakeGrowing":
+        growing = FakeGrowing(self, max_context)
+        growing.held = self.encode_chat([*messages[:-1], Message(messages[-1].role)], options)
+        return growing
+
     def encode_chat(self, messages: Sequence[Message], options: Mapping[str, Any], **how: Any) -> list[int]:
         if options.get("fail"):
             raise RequestError("the template does not know the option 'fail'")

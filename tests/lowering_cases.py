@@ -45,7 +45,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "several_layers": {"num_hidden_layers": 3, "windows": (None, 96, 96)},
     "parallel": {"mask_token": 5, "num_hidden_layers": 2},
     "dflash": {"layout": "z-lab", "captures": (1,)},
-    "dflash_windows": {"layout": "z-lab", "captures": (1, 1, 2, 1, 2, 2), "windows": (96, None)},
+    "dflash_windows": {"layout": "z-lab", "captures": (1,) * 6, "windows": (96, None)},
     "dflash2": {"layout": "z-lab", "captures": (1,), "windows": (96, 96), "causal": False}
     | {"conv": (2, 16), "selector": (16, 8)},
     "dflash_alone": {"layout": "speculators", "own_embedding": True, "own_lm_head": True, "attention_bias": True},

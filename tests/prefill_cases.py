@@ -1,12 +1,13 @@
 """One chunk of prefill by its launches on a GPU next to the reference: whole programs of small models."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lowered import Pair
-from tiny_models import make_pair, mxfp4_target
+from quantised_layers import quantise_target
+from tiny_models import make_pair, make_target, mxfp4_target
 
 from lowlat.executors.allocation import STATE_ROLES, pinned_names
 from lowlat.executors.launcher import Launcher
@@ -18,19 +19,38 @@ from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.lower import lower
+from lowlat.models.activations import code_activations
 from lowlat.step.prefill import build_prefill
 
-NAMES = ("llama", "gpt_oss", "mxfp4")
+NAMES = ("llama", "llama_rows", "gpt_oss", "mxfp4")
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+CODED_SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
 
 
 def make_named(name: str, directory: Path) -> Pair:
-    """A pair, or for "mxfp4" a target alone, of whose experts each row chooses four of nine."""
+    """A pair, or a target alone: "mxfp4", of whose experts each row chooses four of nine, and "llama_rows"."""
     if name == "mxfp4":
         mxfp4_target(directory, gain=0.45, num_local_experts=9, num_experts_per_tok=4, **SIZES)
         return Pair(directory)
+    if name == "llama_rows":
+        return coded_pair(directory)
     made = make_pair(directory, name, **SIZES)
     return Pair(made.target, made.head)
+
+
+def fp8_target(directory: Path, layout: str = "fp8-channel", **sizes: Any) -> Path:
+    """A target in FP8, of sizes that prompts' codes are multiplied by."""
+    make_target(directory, "llama", num_hidden_layers=2, **{**CODED_SIZES, **sizes})
+    quantise_target(directory, layout, None)
+    return directory
+
+
+def coded_pair(directory: Path, *, fuse: bool = True, **sizes: Any) -> Pair:
+    """Such a target alone, its prompts' rows coded, in chunks of 64."""
+    made = Pair(fp8_target(directory, **sizes), fuse=fuse)
+    made.target = replace(made.target, config=code_activations(made.target.config, "a test"))
+    made.geometry = replace(made.geometry, prefill_chunk=64)
+    return made
 
 
 def _fill(buffers: Any, vocab_size: int, live: int) -> None:

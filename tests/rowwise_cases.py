@@ -17,6 +17,7 @@ from lowlat.kernels.moe import router
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.speculation import draft_block, markov
 from lowlat.kernels.speculation import draft_input as draft_input
+from lowlat.kernels.speculation import local_conv as local_conv
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 BF16 = torch.bfloat16
@@ -420,3 +421,49 @@ def check_masks(lab: Lab, batch: int, count: int, table: torch.Tensor, weight: t
         found = lab.launch(draft_block.mask_input, outs, **reads, **given)
         check("mask_input", found, want)
         assert same_bits(found["out"], want["out"]) and same_bits(found["normed"], want["normed"])
+
+
+def check_local_conv(lab: Lab, rows: int, width: int, group: int, taps: int) -> None:
+    """Both sides of a sublayer, of blocks in which some are dead, to the bit of the reference."""
+    batch = 3
+    live = torch.ones(batch, rows, dtype=torch.uint8)
+    live[1] = 0
+    options = {
+        "coefficients": torch.randn(batch * rows, 2 * taps * (width // group)),
+        "row_live": live,
+        "weight": torch.randn(2, taps, width).to(BF16),
+        "group": group,
+    }
+    for side, dtype in ((0, BF16), (1, torch.float32)):
+        x = (torch.randn(batch * rows, width) * 9).to(dtype)
+        outs = {"out": poison(batch * rows, width, dtype=dtype)}
+        found = lab.both("local_conv", local_conv.local_conv, outs, x=x, side=side, **options)
+        expected = torch.empty(batch * rows, width, dtype=dtype)
+        OPERATIONS["local_conv"](x=x, side=side, out=expected, **options)
+        assert same_bits(found["out"].cpu(), expected) and not found["out"].cpu().view(batch, rows, -1)[1].any()
+
+
+def check_walk(lab: Lab, rows: int, ranks: int, rank: int, first_row: int) -> None:
+    """The chains of the reference, that of a slot that is dead, and one that a row without candidates ends."""
+    batch, vocabulary, nodes = 4, 67, 20
+    candidates = torch.stack([torch.randperm(vocabulary)[:ranks] for _ in range(batch * rows)]).int()
+    tokens = torch.randint(0, vocabulary, (batch, rows)).int()
+    tokens[1] = -1
+    candidates.view(batch, rows, ranks)[1] = -1
+    candidates.view(batch, rows, ranks)[2, first_row + 1] = -1
+    reads = {
+        "candidates": candidates,
+        "scores": -8 * torch.rand(batch * rows, ranks),
+        "hidden": torch.randn(batch * rows, rank),
+        "tokens": tokens,
+        "predecessors": torch.randn(vocabulary, rank).to(BF16),
+        "successors": torch.randn(vocabulary, rank).to(BF16),
+        "first_row": first_row,
+    }
+    expected = torch.full((batch, nodes), 7, dtype=torch.int32)
+    outs = {"draft_nodes": expected.clone()}
+    OPERATIONS["walk_candidates"](**reads, draft_nodes=expected)
+    found = lab.launch(local_conv.walk_candidates, outs, **reads)["draft_nodes"].cpu()
+    assert torch.equal(found, expected)
+    drafted = expected[:, 1 : rows - first_row + 1]
+    assert (drafted[1] == -1).all() and drafted[2, 0] >= 0 and (drafted[2, 1:] == -1).all() and (drafted[0] >= 0).all()

@@ -14,6 +14,7 @@ from bench.lib.subjects import known_geometry
 from bench.lib.weights import Plan, planned
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.graphs import Bucket
+from lowlat.models.activations import code_activations
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import coded, rounding
 from lowlat.models.weight_plan import weight_plan
@@ -46,6 +47,7 @@ class Model:
     method                   that drafts, where a case does
     draft_vocab_size         of the draft model, whose LM head is the target's where it has none; None: the geometry's
     num_layers               of the target, the first ones; None: all
+    activations              of prompts' rows: "bf16", or "fp8", with such weights
     """
 
     name: str
@@ -56,6 +58,7 @@ class Model:
     method: str = "eagle3"
     draft_vocab_size: int | None = None
     num_layers: int | None = None
+    activations: str = "bf16"
 
     @cached_property
     def geometry(self) -> Geometry:
@@ -74,6 +77,9 @@ class Model:
         """The target's geometry."""
         plain = _plain_config(self.name)
         plain = replace(plain, layers=plain.layers[: self.num_layers])
+        if self.activations == "fp8":
+            rounded = rounding(plain, Quantiser("fp8"), self.name)
+            plain = replace(plain, coded_rows=code_activations(rounded, self.name).coded_rows)
         return coded(plain) if self.kv == "fp8" else plain
 
     @cached_property

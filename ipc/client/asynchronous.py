@@ -274,8 +274,10 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
 
     def open_prompt(
         self,
+        prompt: Prompt | None = None,
         *,
         deadline_s: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
         allow_special: bool = False,
         cache_salt: str = "",
         session: str = "",
@@ -289,13 +291,15 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         Raises LowlatError outside an event loop.
         """
         request = make_request(
-            None,
+            prompt,
             sampling,
             deadline_s=deadline_s,
+            template_options=template_options,
             allow_special=allow_special,
             cache_salt=cache_salt,
             session=session,
             add_special_tokens=add_special_tokens,
+            is_open=True,
             max_prompt_tokens=max_prompt_tokens,
         )
         return AsyncOpenPrompt(self._send(request, None))

@@ -187,8 +187,10 @@ class Client(BaseClient[Connection, "threading.Lock"]):
 
     def open_prompt(
         self,
+        prompt: Prompt | None = None,
         *,
         deadline_s: float | None = None,
+        template_options: Mapping[str, Any] | None = None,
         allow_special: bool = False,
         cache_salt: str = "",
         session: str = "",
@@ -199,6 +201,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         """Send a request whose prompt is still being written: `append` pieces of it, then read what `finish` gives.
 
         The server reads the prompt as it comes, so that after its last word a chunk at most is left to read.
+        prompt              its beginning: text, token ids, or chat messages, of which the last one's content goes on
         deadline_s          after so long from its end, the server cancels
         add_special_tokens  put around a text what the tokenizer does
         max_prompt_tokens   tokens of the prompt at most, for which memory is reserved; None: all that the context has
@@ -207,13 +210,15 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         prompt_idle_s is ended; it holds a slot meanwhile, which a request of higher priority may take.
         """
         request = make_request(
-            None,
+            prompt,
             sampling,
             deadline_s=deadline_s,
+            template_options=template_options,
             allow_special=allow_special,
             cache_salt=cache_salt,
             session=session,
             add_special_tokens=add_special_tokens,
+            is_open=True,
             max_prompt_tokens=max_prompt_tokens,
         )
         return OpenPrompt(self._send(request, None))

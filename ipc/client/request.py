@@ -58,9 +58,10 @@ def make_request(
     session: str = "",
     result: Result = "completion",
     add_special_tokens: bool = True,
+    is_open: bool = False,
     max_prompt_tokens: int | None = None,
 ) -> Request:
-    """Check a prompt (text, token ids, or chat messages; None: it is open) and the options by name.
+    """Check a prompt (text, token ids, or chat messages; None: of an open one nothing yet) and the options by name.
 
     Raises RequestError.
     """
@@ -109,7 +110,7 @@ def make_request(
         result=result,
         add_special_tokens=add_special_tokens,
         session=session,
-        open=prompt is None,
+        open=is_open,
         max_prompt_tokens=_max_prompt(max_prompt_tokens),
     )
     try:

@@ -4,16 +4,30 @@ written whole.
 
 import json
 import os
+import re
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
 from lowlat.errors import ConfigError
 
-__all__ = ["decode_text", "find_bytes", "find_text", "read_bytes", "read_json", "read_text", "written_whole"]
+__all__ = [
+    "decode_text",
+    "find_bytes",
+    "find_text",
+    "read_bytes",
+    "read_json",
+    "read_text",
+    "take_out_unfinished",
+    "written_whole",
+]
+
+STALE_S = 60.0  # a file that was last written to so long ago, by a process that is gone, is nobody's
 
 
 def find_bytes(path: Path, max_bytes: int) -> bytes | None:
@@ -79,10 +93,10 @@ def read_json(path: Path, max_bytes: int) -> Any:
 def written_whole(path: Path, prefix: str) -> Iterator[IO[bytes]]:
     """A file of its owner's alone (mode 600), which takes the place of `path` when all of it is written, or never.
 
-    prefix  of its name until then, next to `path`
-    Raises OSError.
+    prefix  of its name until then, next to `path`, before the number of this process
+    A process that is killed meanwhile leaves such a file: see `take_out_unfinished`. Raises OSError.
     """
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, delete=False) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{prefix}{os.getpid()}-", delete=False) as file:
         try:
             yield file
             file.flush()
@@ -90,3 +104,13 @@ def written_whole(path: Path, prefix: str) -> Iterator[IO[bytes]]:
         except BaseException:
             os.unlink(file.name)
             raise
+
+
+def take_out_unfinished(folder: Path, prefix: str) -> None:
+    """Take out what processes were writing by `written_whole` when they were killed. Raises OSError."""
+    for path in folder.glob(f"{escape(prefix)}*"):
+        found = re.fullmatch(r"(\d+)-[^-]+", path.name.removeprefix(prefix))
+        with suppress(FileNotFoundError):
+            is_stale = time.time() - path.stat().st_mtime > STALE_S
+            if is_stale and found is not None and not Path(f"/proc/{found[1]}").exists():
+                path.unlink()

@@ -1,12 +1,18 @@
 """The host memory for requests that have left their slot: what one takes there, and whether it fits."""
 
-from collections.abc import Mapping
+import logging
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lowlat.errors import CapacityError
 from lowlat.sequence.book import MovedOut
 
 __all__ = ["HostSpace"]
+
+logger = logging.getLogger("lowlat.engine.host_space")
+
+REFUSED_S = 10.0  # a host that has refused memory is asked again after so long
 
 
 @dataclass
@@ -16,39 +22,72 @@ class HostSpace:
     max_bytes    for all requests
     slot_bytes   of a slot's rows, which every request takes that has left its slot
     block_bytes  of a block, or row, by pool: of those that a request takes whose blocks have left the device, too
+    obtain       has the host give the memory of a slot's rows, or of so many blocks by pool. Raises CapacityError
     """
 
     max_bytes: int
     slot_bytes: int = 0
     block_bytes: Mapping[str, int] = field(default_factory=dict)
+    obtain: Callable[[Mapping[str, int] | None], None] = lambda counts: None
     held: dict[str, int] = field(default_factory=dict)
+    _refusal: str = ""
+    _refused_until: float = 0.0
 
     @property
     def num_bytes(self) -> int:
         """Bytes that requests take."""
         return sum(self.held.values())
 
-    def bytes_of(self, moved: MovedOut) -> int:
-        """Bytes that a request's blocks take."""
-        return sum(len(places) * self.block_bytes.get(pool, 0) for pool, places in moved.places.items())
+    def has_slot(self) -> bool:
+        """Whether a slot's rows fit, as far as is known."""
+        return self._has(self.slot_bytes)
+
+    def take_slot(self, request_id: str) -> None:
+        """Take the bytes of a slot's rows for a request.
+
+        Raises CapacityError where they do not fit, or the host refuses memory.
+        """
+        if not self._fits(self.slot_bytes):
+            raise CapacityError(
+                f"request {request_id} takes {self.slot_bytes} bytes of host memory while it is paused; "
+                f"{self.num_bytes} of {self.max_bytes} are taken (pause_gib)"
+            )
+        if not self._obtains(None):
+            raise CapacityError(f"request {request_id} takes host memory while it is paused, and {self._refusal}")
+        self.held[request_id] = self.held.get(request_id, 0) + self.slot_bytes
 
     def has_blocks(self, counts: Mapping[str, int]) -> bool:
-        """Whether so many more blocks, by pool, fit."""
-        return self.has(sum(count * self.block_bytes.get(pool, 0) for pool, count in counts.items()))
+        """Whether so many more blocks, by pool, fit, and the host has given their memory."""
+        return self._has(self._bytes_of(counts)) and self._obtains(counts)
 
-    def has(self, num_bytes: int) -> bool:
-        """Whether so many more bytes fit."""
-        return self.num_bytes + num_bytes <= self.max_bytes
-
-    def take(self, request_id: str, num_bytes: int) -> None:
-        """Take bytes for a request. Raises CapacityError where they do not fit."""
-        if not self.has(num_bytes):
-            raise CapacityError(
-                f"request {request_id} takes {num_bytes} bytes of host memory while it is paused; {self.num_bytes} of "
-                f"{self.max_bytes} are taken (pause_gib)"
-            )
+    def take_blocks(self, request_id: str, moved: MovedOut) -> None:
+        """Take the bytes of a request's blocks, after `has_blocks` of as many."""
+        num_bytes = self._bytes_of({pool: len(places) for pool, places in moved.places.items()})
         self.held[request_id] = self.held.get(request_id, 0) + num_bytes
 
     def release(self, request_id: str) -> None:
         """Give back what a request takes, if it takes any."""
         self.held.pop(request_id, None)
+
+    def _bytes_of(self, counts: Mapping[str, int]) -> int:
+        return sum(count * self.block_bytes.get(pool, 0) for pool, count in counts.items())
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.num_bytes + num_bytes <= self.max_bytes
+
+    def _has(self, num_bytes: int) -> bool:
+        return self._fits(num_bytes) and time.monotonic() >= self._refused_until
+
+    def _obtains(self, counts: Mapping[str, int] | None) -> bool:
+        """Whether the host gives memory; after a refusal it is not asked for a while."""
+        if time.monotonic() < self._refused_until:
+            return False
+        try:
+            self.obtain(counts)
+        except CapacityError as error:
+            if not self._refusal:
+                logger.warning("requests keep their slots where they would leave them: %s", error)
+            self._refusal, self._refused_until = str(error), time.monotonic() + REFUSED_S
+            return False
+        self._refusal = ""
+        return True

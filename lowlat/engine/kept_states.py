@@ -19,12 +19,26 @@ GIB = 1 << 30
 Content = Callable[[], torch.Tensor]  # waits until it has been read
 
 
-def host_space(executor: Executor, pause_gib: float) -> HostSpace:
-    """The host memory for requests without a slot, and what they take there, of all ranks together."""
+def host_space(executor: Executor, pause_gib: float, per_part: int) -> HostSpace:
+    """The host memory for requests without a slot, and what they take there, of all ranks together.
+
+    per_part  blocks that are copied at once
+    """
     movers = executor.movers
     pools = {spec.pool for spec in executor.state.specs.values() if spec.paging is not None}
     blocks = {pool: sum(mover.block_bytes(pool) for mover in movers) for pool in pools}
-    return HostSpace(int(pause_gib * GIB), sum(mover.slot_bytes for mover in movers), blocks)
+
+    def obtain(counts: Mapping[str, int] | None) -> None:
+        """Hold all that is to be read at once: what is given back then stays with torch's cache of pinned memory."""
+        held = []
+        for mover in movers:
+            sizes = [mover.slot_bytes] if counts is None else []
+            for pool, count in (counts or {}).items():
+                parts = (min(per_part, count - first) for first in range(0, count, per_part))
+                sizes += [mover.content_bytes(pool, part) for part in parts]
+            held += [mover.allocate(size, "pause_gib") for size in sizes]
+
+    return HostSpace(int(pause_gib * GIB), sum(mover.slot_bytes for mover in movers), blocks, obtain)
 
 
 class Part(NamedTuple):

@@ -50,8 +50,9 @@ class Request:
 
     `committed` holds prompt and completion, `num_written` bounds the KV certainly written, and `first_entry` is the
     first entry of the ring that can be about it. `failed_checks` are the kinds of its checks that failed, and `drafts`
-    is false after one that it survived. `draft_texts` are those that it drafts from next to its own, -1 after each. The prompt of an open request is a list that grows; `opening` says more of it.
-    `withheld` has the outputs of one that was finished on trial, and `has_left` says that it has ended with them.
+    is false after one that it survived. `draft_texts` are those that it drafts from next to its own, -1 after each. The
+    prompt of an open request is a list that grows; `opening` says more of it. `withheld` has the outputs of one that
+    was finished on trial, and `has_left` says that it has ended with them.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self._num_steps = 0
         self._num_cached = 0
+        self._most_cached: int | None = None  # where what was read of its prompt before was its own
         self._stats = SpeculativeDecodingStats(simulated=simulated)
         self._submitted = time.monotonic()
         self._placed: float | None = None
@@ -114,7 +116,8 @@ class Request:
 
     def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:
         """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
-        self.slot, self.table, self._num_cached = slot, table, num_cached
+        self.slot, self.table = slot, table
+        self._num_cached = num_cached if self._most_cached is None else min(num_cached, self._most_cached)
         self._placed = time.monotonic()
 
     def continues(self, other: "Request") -> None:
@@ -123,6 +126,11 @@ class Request:
         self._placed = None if other._placed is None else self._submitted
         self._prompt_parts, self._prompt_texts = other._prompt_parts, other._prompt_texts
         self.commands = other.commands
+
+    def takes_back(self, other: "Request") -> None:
+        """Take the place of a request that was finished on trial: of what that has read nothing counts as cached."""
+        self.session = other.session
+        self._most_cached = other._most_cached if other._placed is None else other._num_cached
 
     def displace(self, *, decoded: bool) -> None:
         """It has no slot any more; one that did not decode reads its prompt again."""

@@ -147,8 +147,8 @@ class RequestChecks:
             return
         if not self.num_text_tokens:
             raise RequestError(
-                "draft_texts: this runtime drafts from no texts that requests name; load it with drafts from text (method "
-                "or text_drafts 'suffix') and draft_text_tokens"
+                "draft_texts: this runtime drafts from no texts that requests name; load it with draft_text_tokens and "
+                "drafts from text (method or text_drafts 'suffix')"
             )
         if not self.has_text and any(isinstance(text, str) for text in params.draft_texts):
             raise RequestError("draft_texts need tokenizer.json in the model directory; give token ids")

@@ -175,7 +175,7 @@ class Requests(Mapping[str, Request]):
         again = self._made(request.request_id, ids, request.params, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
-        again.session = request.session
+        again.takes_back(request)
         self._live[again.request_id] = again
         return again, scheduled
 
@@ -272,9 +272,10 @@ class Requests(Mapping[str, Request]):
         return outputs
 
     def describe(self) -> list[dict[str, Any]]:
-        """The requests that have a slot, by slot, as JSON."""
-        phase = self._scheduler.phase
-        return [request.describe(str(phase(request.request_id))) for _, request in sorted(self.slots.items())]
+        """The requests that have a slot, by slot, as JSON; the phase of one whose prompt is still to come is "open"."""
+        scheduler, names = self._scheduler, [(each, each.request_id) for _, each in sorted(self.slots.items())]
+        phases = ["open" if scheduler.is_open(name) else str(scheduler.phase(name)) for _, name in names]
+        return [request.describe(phase) for (request, _), phase in zip(names, phases, strict=True)]
 
     def close(self) -> None:
         """Drop every live request; figures of those that have ended stay."""

@@ -83,7 +83,7 @@ class Runtime:
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
         self._tiers = make_tiers(loaded, config, self.numerics)
-        space = host_space(self.executor, config.pause_gib)
+        space = host_space(self.executor, config.pause_gib, self.geometry.prefill_chunk // self.geometry.block_size)
         self.scheduler = make_scheduler(self.ladder, self.geometry, config, self._tiers, space)
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)

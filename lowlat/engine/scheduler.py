@@ -555,13 +555,16 @@ class Scheduler:
         victim = self._victim(head)
         if victim is None or not self._may_fit(head):
             return False
-        self._departed.append(self._depart(victim))
+        try:
+            self._departed.append(self._depart(victim))
+        except CapacityError:  # the host refuses memory: whoever has a slot keeps it
+            return False
         self._put(victim.request)
         return True
 
     def _victim(self, head: ScheduledRequest) -> _Slot | None:
         """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
-        may_leave = self.space.has(self.space.slot_bytes)
+        may_leave = self.space.has_slot()
         lower = [
             slot
             for slot in self._slots
@@ -587,7 +590,7 @@ class Scheduler:
         """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
         request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
         if decoded:
-            self.space.take(request_id, self.space.slot_bytes)
+            self.space.take_slot(request_id)
             self._kept[request_id] = _Kept(slot)
         else:
             self.kvcache.release(request_id)
@@ -600,7 +603,7 @@ class Scheduler:
         for name, kept in sorted(here, key=lambda each: (each[1].slot.request.priority, -self._arrivals[each[0]])):
             moved = self.kvcache.move_out(name, self.num_written(name), self.space.has_blocks)
             if moved is not None:
-                self.space.take(name, self.space.bytes_of(moved))
+                self.space.take_blocks(name, moved)
                 kept.moved = moved
                 self._moved_out.append((name, moved))
                 return True

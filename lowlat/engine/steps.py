@@ -27,7 +27,7 @@ from lowlat.engine.requests import Requests
 from lowlat.engine.run_ahead import Launches, loop_of
 from lowlat.engine.scheduler import Admission, Departure, Phase, PrefillChunk, ScheduledRequest, Scheduler
 from lowlat.engine.trace import Tracer
-from lowlat.errors import LowlatError, RequestError
+from lowlat.errors import CapacityError, LowlatError, RequestError
 from lowlat.graphs import Bucket
 from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import ErrorCode, FinishReason
@@ -375,7 +375,12 @@ class Steps:
             tiers.copy_out(apart, mover.mark())
         for save in saves:
             if save.holder is None:
-                tiers.put(save.key, mover.read(save.key.pool, save.places))
+                try:
+                    content = mover.read(save.key.pool, save.places)
+                except CapacityError as error:
+                    logger.warning("a part of the prefix cache is not kept: %s", error)
+                    continue
+                tiers.put(save.key, content)
 
     def _join(self, request: Request) -> None:
         max_length = len(request.prompt) + request.params.max_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowlat.engine.loading import Loaded
 from lowlat.engine.numerics import digest_of
-from lowlat.errors import ConfigError
+from lowlat.errors import CapacityError, ConfigError
 from lowlat.executors.block_moves import content_layout
 from lowlat.graphs import BufferSet
 from lowlat.options.config import RuntimeConfig
@@ -57,7 +57,11 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
         fingerprint = digest_of({"numerics": numerics, "model": facts.model, "layout": facts.layout})
         disk = DiskTier(Path(config.cache_dir), size, fingerprint, is_pinned)
         host_gib = max(host_gib, LEAST_HOST_GIB)
-    host = HostTier(HostArena(int(host_gib * GIB), mover.allocate), is_pinned)
+    try:
+        arena = HostArena(int(host_gib * GIB), lambda size: mover.allocate(size, "host_cache_gib"))
+    except CapacityError as error:
+        raise ConfigError(str(error)) from error
+    host = HostTier(arena, is_pinned)
     most = config.cache_copy_gb_per_s
     return CacheTiers(host, disk, mover, pins, max_bytes_per_s=None if most is None else most * 1e9)
 

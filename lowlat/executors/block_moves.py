@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowlat.errors import ConfigError
-from lowlat.executors.bus_copies import BusCopies, Moves
+from lowlat.errors import CapacityError
+from lowlat.executors.bus_copies import BusCopies, Moves, wait_for
 from lowlat.graphs import BufferSet
 from lowlat.sequence.tiers.key import Load, Mark, Save
 
@@ -75,19 +75,20 @@ class BlockMover:
         self._free: list[torch.cuda.Event] = []  # of each staging buffer: when it may be written again
         self._next = 0
         self._layouts: dict[tuple[str, int], tuple[tuple[Piece, ...], int]] = {}
-        self._addresses: dict[tuple[str, int], tuple[npt.NDArray[np.uint64], ...]] = {}
+        self._places: dict[tuple[str, int], tuple[npt.NDArray[np.uint64], ...]] = {}
 
-    def allocate(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int, knob: str) -> torch.Tensor:
         """Host memory of so many bytes, [n] uint8, from which the device copies.
 
-        Raises ConfigError where the system refuses it.
+        knob  the option that lowers what is asked for
+        Raises CapacityError where the system refuses it.
         """
         try:
             return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
         except RuntimeError as error:
-            raise ConfigError(
-                f"the host refuses {size / 2**30:.2f} GiB of pinned memory ({error!s:.200}): lower host_cache_gib, or "
-                "raise the limit of locked memory (ulimit -l)"
+            raise CapacityError(
+                f"the host refuses {size / 2**30:.3f} GiB of pinned memory ({error!s:.200}): lower {knob}, or raise "
+                "the limit of locked memory (ulimit -l)"
             ) from error
 
     def mark(self) -> Mark:
@@ -148,14 +149,16 @@ class BlockMover:
         )
 
     def _rows(self, pool: str, count: int) -> tuple[npt.NDArray[np.uint64], ...]:
-        """Of each piece of a content: its buffer's address, the bytes of a place there, and where the piece begins."""
-        if (pool, count) not in self._addresses:
-            pieces, _ = self._layout(pool, count)
-            buffers = [self._state[piece.name] for piece in pieces]
-            found = [(each.data_ptr(), each.stride(0) * each.element_size()) for each in buffers]
-            own = [(*each, piece.start) for each, piece in zip(found, pieces, strict=True)]
-            self._addresses[pool, count] = tuple(np.array(own, np.uint64).reshape(-1, 3).T.copy())
-        return self._addresses[pool, count]
+        """Of each piece of a content: its buffer's address, the bytes of a place there, and where the piece begins.
+
+        Only addresses are asked for each time: memory that leaves a CPU and comes back has others.
+        """
+        pieces, _ = self._layout(pool, count)
+        buffers = [self._state[piece.name] for piece in pieces]
+        if (pool, count) not in self._places:
+            rows = np.array([each.stride(0) * each.element_size() for each in buffers], np.uint64)
+            self._places[pool, count] = rows, np.array([piece.start for piece in pieces], np.uint64)
+        return np.array([each.data_ptr() for each in buffers], np.uint64), *self._places[pool, count]
 
     @torch.inference_mode()
     def read(self, pool: str, places: Sequence[int]) -> Callable[[], torch.Tensor]:
@@ -174,12 +177,12 @@ class BlockMover:
                 self._gather(pieces, places, staging)
             self._copies.wait_stream(self._stream)
             with torch.cuda.stream(self._copies):
-                host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                host = self.allocate(size, "pause_gib or host_cache_gib")
                 host.copy_(staging, non_blocking=True)
                 done = self._free[number] = self._copies.record_event()
 
         def wait() -> torch.Tensor:
-            done.synchronize()
+            wait_for(done, self._device)
             return host
 
         return wait
@@ -219,7 +222,7 @@ class BlockMover:
         The copies run on the executor's stream: what is launched later may write to the rows.
         """
         pieces, size = slot_layout(self._state)
-        host = self.allocate(size)
+        host = self.allocate(size, "pause_gib")
         for piece, own in self._on_stream(pieces):
             _view(host, piece).copy_(own[slot], non_blocking=True)
         if self._stream is None:
@@ -227,7 +230,7 @@ class BlockMover:
         done = self._stream.record_event()
 
         def wait() -> torch.Tensor:
-            done.synchronize()
+            wait_for(done, self._device)
             return host
 
         return wait

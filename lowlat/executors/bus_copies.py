@@ -12,6 +12,7 @@ under way: a call that finds a stream's queue full waits in the driver, and whoe
 import ctypes
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 
 from lowlat.errors import DeviceError
 
-__all__ = ["CALL_MOVES", "BusCopies", "Moves"]
+__all__ = ["CALL_MOVES", "BusCopies", "Moves", "wait_for"]
 
 BATCH = "cuMemcpyBatchAsync"  # of CUDA 12.8 on
 ONE_WAY = {True: "cuMemcpyHtoDAsync_v2", False: "cuMemcpyDtoHAsync_v2"}
@@ -94,11 +95,11 @@ class BusCopies:
             after()
             for first in range(0, len(moves.device), self.call_moves):
                 if len(calls) == MAX_CALLS:
-                    calls.popleft().synchronize()
+                    wait_for(calls.popleft(), self._device)
                 self._launch(stream, moves.part(first, first + self.call_moves), to_device)
                 calls.append(torch.cuda.Event(blocking=True))
                 calls[-1].record(stream)
-        return calls[-1].synchronize if calls else _nothing
+        return partial(wait_for, calls[-1], self._device) if calls else _nothing
 
     def _launch(self, stream: "torch.cuda.Stream", moves: Moves, to_device: bool) -> None:
         handle = ctypes.c_void_p(stream.cuda_stream)
@@ -127,6 +128,14 @@ class BusCopies:
     def _check(self, code: int, name: str) -> None:
         if code:
             raise DeviceError(f"{self._device}: {name} of the prefix cache's copies failed with code {code}")
+
+
+def wait_for(event: "torch.cuda.Event", device: torch.device) -> None:
+    """Wait for copies. Raises DeviceError, which names the device, where it has failed."""
+    try:
+        event.synchronize()
+    except RuntimeError as error:
+        raise DeviceError(f"the device {device} failed amid copies to or from host memory: {error!s:.300}") from error
 
 
 def _nothing() -> None:

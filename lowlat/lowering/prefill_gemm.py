@@ -11,7 +11,7 @@ GEMM of gates and ups. Else a launch arranges them. Where an operation asks for 
 them of the arranged rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -20,6 +20,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op, Stage
 from lowlat.kernels.attention.prefill.flash import has_prefill_flash
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
+from lowlat.kernels.elementwise.coded_norm import coded_add_norm, coded_rms_norm
 from lowlat.kernels.elementwise.elementwise import silu_mul, soft_cap
 from lowlat.kernels.elementwise.norm import add_norm, rms_norm
 from lowlat.kernels.gemm.k_parts import KParts
@@ -86,6 +87,16 @@ def _coded(binding: Binding, op: Op, arranged: torch.Tensor) -> tuple[Sequence[C
         return (), arranged
     codes = _code_memory(binding, arranged.shape[1], binding.weights.matrix(op.weights["weight"]).columns)
     return code_arranged(arranged=arranged, out=codes), codes
+
+
+def _given_rows(binding: Binding, op: Op) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
+    """The call that arranges an operation's rows, or codes them, and what its GEMM then reads."""
+    rows = binding.arguments(op)["x"]
+    if _codes_rows(op):
+        codes = _code_memory(binding, *rows.shape)
+        return code_rows(x=rows, out=codes), codes
+    arranged = _arranged_rows(binding, op)
+    return arrange(x=rows, out=arranged), arranged
 
 
 def _code_memory(binding: Binding, rows: int, width: int) -> CodedRows:
@@ -211,6 +222,7 @@ def _attends_for(run: Run, gpu: Gpu) -> bool:
     rows, width = run.shape(attention.writes["out"])
     return (
         linear.reads["x"] == attention.writes["out"]
+        and not _codes_rows(linear)
         and attention.stage is Stage.PREFILL
         and has_prefill_flash(gpu, run.shape(attention.reads["k_cache"])[-1])
         and _is_one_gemm(rows, width, linear, gpu)
@@ -243,6 +255,15 @@ def _norms_and_feeds(run: Run, gpu: Gpu) -> bool:
     return _norms_for(run, gpu) and _feeds(run, gpu)
 
 
+def _with_codes(applies: Callable[[Run, Gpu], bool], *, coded: bool) -> Callable[[Run, Gpu], bool]:
+    """The precondition, and that a FFN's GEMMs ask for codes of rows, one of them at least; or that none does."""
+
+    def holds(run: Run, gpu: Gpu) -> bool:
+        return any(map(_codes_rows, run.all("linear"))) == coded and applies(run, gpu)
+
+    return holds
+
+
 def _normed(run: Run) -> list[str]:
     added = [] if run.find("add") is None else added_hides(_until_norm(run))
     return [*added, _norm_of(run).writes["out"]]
@@ -264,63 +285,90 @@ def _gates_first(run: Run) -> dict[str, torch.Tensor]:
     return {run.op("linear").weights["weight"]: gate_up_permutation(run.shape(run.op("silu_mul").writes["out"])[1])}
 
 
-def _norm(binding: Binding, run: Run, arranged: torch.Tensor | None = None) -> Sequence[Call]:
-    """The norm, with the residual sum before it where the run has one, and what that adds normed; as rows where they
-    are not to be arranged."""
-    if len(run.all("rms_norm")) > 1 or run.find("scale") is not None:
-        return add_normed(binding, _until_norm(run), arranged)
+# a norm alone and one after a sum, by what their rows are left in
+NORMS: Mapping[type, tuple[Callable[..., Sequence[Call]], Callable[..., Sequence[Call]]]] = {
+    type(None): (rms_norm, add_norm),
+    torch.Tensor: (arranged_rms_norm, arranged_add_norm),
+    CodedRows: (coded_rms_norm, coded_add_norm),
+}
+
+
+def _norm(binding: Binding, run: Run, left: torch.Tensor | CodedRows | None = None) -> Sequence[Call]:
+    """The norm, with the residual sum before it where the run has one; its rows go arranged or coded where they are to
+    be left so, else to its buffer."""
     norm, added = run.op("rms_norm"), run.find("add")
     given = {**binding.arguments(norm), **binding.vectors(norm)}
-    if arranged is not None:
-        given["out"] = arranged
+    if left is not None:
+        given["out"] = left
+    alone, after_sum = NORMS[type(left)]
     if added is None:
-        return rms_norm(**given) if arranged is None else arranged_rms_norm(**given)
+        return alone(**given)
     del given["x"]
     parts = binding.arguments(added)
-    add = add_norm if arranged is None else arranged_add_norm
-    return add(parts["a"], parts["b"], total=parts["out"], **given)
+    return after_sum(parts["a"], parts["b"], total=parts["out"], **given)
 
 
-def _arranged_rows(binding: Binding, op: Op, weight: PackedMatrix) -> torch.Tensor:
+def _is_sandwich(run: Run) -> bool:
+    """Whether what is added is normed, too, or the sum scaled."""
+    return len(run.all("rms_norm")) > 1 or run.find("scale") is not None
+
+
+def _normed_rows(binding: Binding, run: Run, op: Op) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
+    """The run's norm, and its rows as the GEMM of an operation reads them."""
+    if not _codes_rows(op):
+        arranged = _arranged_rows(binding, op)
+        if _is_sandwich(run):
+            return add_normed(binding, _until_norm(run), arranged), arranged
+        return _norm(binding, run, arranged), arranged
+    if _is_sandwich(run):
+        arranged = _arranged_rows(binding, op)
+        coding, codes = _coded(binding, op, arranged)
+        return [*add_normed(binding, _until_norm(run), arranged), *coding], codes
+    coded = _code_memory(binding, *binding.buffers[op.reads["x"]].shape)
+    return _norm(binding, run, coded), coded
+
+
+def _plain_norm(binding: Binding, run: Run) -> Sequence[Call]:
+    """The run's norm, row by row."""
+    return add_normed(binding, _until_norm(run)) if _is_sandwich(run) else _norm(binding, run)
+
+
+def _arranged_rows(binding: Binding, op: Op) -> torch.Tensor:
     """The workspace of a GEMM's arranged rows."""
-    rows = binding.buffers[op.reads["x"]].shape[0]
+    weight, rows = binding.weights.matrix(op.weights["weight"]), binding.buffers[op.reads["x"]].shape[0]
     return binding.workspace(*gemm_workspaces(rows, weight.rows, weight.columns)[0])
 
 
-def _of_arranged(
-    binding: Binding, op: Op, gemm: ArrangedGemm, weight: PackedMatrix, arranged: torch.Tensor
-) -> Sequence[Call]:
-    """The calls of `linear` over rows that are arranged, which one GEMM takes."""
-    out, parts = binding.buffers[op.writes["out"]], _parts_of(binding, op, weight)
+def _multiply(binding: Binding, op: Op, gemm: ArrangedGemm, x: torch.Tensor | CodedRows) -> Sequence[Call]:
+    """The calls of `linear` over rows that are arranged, or coded, which one GEMM takes."""
+    weight, out = binding.weights.matrix(op.weights["weight"]), binding.buffers[op.writes["out"]]
+    parts = _parts_of(binding, op, weight)
     partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
-    coding, x = _coded(binding, op, arranged)
     product = gemm.multiply(
         arranged=x, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
         partials=partials, out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
-    return [*coding, *product, *_capped(binding, op)]
+    return [*product, *_capped(binding, op)]
 
 
 def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """The norm leaves its rows as the GEMM reads them."""
     linear = run.op("linear")
-    weight = binding.weights.matrix(linear.weights["weight"])
     gemm = _gemm_of(binding, linear)
     if gemm is None:
-        return [*_norm(binding, run), *_linear(binding, linear)]
-    arranged = _arranged_rows(binding, linear, weight)
-    return [*_norm(binding, run, arranged), *_of_arranged(binding, linear, gemm, weight, arranged)]
+        return [*_plain_norm(binding, run), *_linear(binding, linear)]
+    norm, x = _normed_rows(binding, run, linear)
+    return [*norm, *_multiply(binding, linear, gemm, x)]
 
 
 def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """Attention leaves its rows as the GEMM reads them."""
     attention, linear = run.ops
-    weight = binding.weights.matrix(linear.weights["weight"])
     gemm = _gemm_of(binding, linear)
     if gemm is None:
         return [*prefill_attention(binding, attention), *_linear(binding, linear)]
-    arranged = _arranged_rows(binding, linear, weight)
-    return [*prefill_attention(binding, attention, arranged), *_of_arranged(binding, linear, gemm, weight, arranged)]
+    arranged = _arranged_rows(binding, linear)
+    return [*prefill_attention(binding, attention, arranged), *_multiply(binding, linear, gemm, arranged)]
 
 
 def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
@@ -330,24 +378,23 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
     activation, normed = binding.arguments(silu), run.find("rms_norm") is not None
     gemm, next_gemm = _gemm_of(binding, gate_up), _gemm_of(binding, down)
     if gemm is None:
-        before = _norm(binding, run) if normed else ()
+        before = _plain_norm(binding, run) if normed else ()
         return [*before, *_linear(binding, gate_up), *silu_mul(**activation), *_linear(binding, down)]
-    arranged = _arranged_rows(binding, gate_up, first)
-    before = _norm(binding, run, arranged) if normed else arrange(x=binding.arguments(gate_up)["x"], out=arranged)
+    before, x = _normed_rows(binding, run, gate_up) if normed else _given_rows(binding, gate_up)
     if next_gemm is None:
-        product = _of_arranged(binding, gate_up, gemm, first, arranged)
+        product = _multiply(binding, gate_up, gemm, x)
         return [*before, *product, *silu_mul(**activation), *_linear(binding, down)]
     activated = binding.workspace(*activation_workspace(activation["out"].shape[0], second.columns))
-    coding, x = _coded(binding, gate_up, arranged)
+    coding, next_x = _coded(binding, down, activated)
     return [
         *before,
-        *coding,
         *gemm.multiply_gated(
             arranged=x, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
             activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
             parts=_parts_of(binding, gate_up, first),
         ),
-        *_of_arranged(binding, down, next_gemm, second, activated),
+        *coding,
+        *_multiply(binding, down, next_gemm, next_x),
     ]  # fmt: skip
 
 
@@ -408,22 +455,32 @@ PROMPT_LINEAR = (
 )
 
 ADDED = ("cast? rms_norm add scale? rms_norm", "add scale rms_norm")
-PREFILL_FUSIONS = (
-    *(
+
+
+def _ffn_fusions(*, coded: bool) -> tuple[Fusion, ...]:
+    """Fusions of FFNs; where rows are coded, a launch does so between the two GEMMs, and after a norm with a sum."""
+    both, feeds = (_with_codes(applies, coded=coded) for applies in (_norms_and_feeds, _feeds))
+    end, fewer = (" by codes", 1) if coded else ("", 0)
+    return (
+        *(
+            Fusion(
+                f"norm+add+gated ffn{end}", f"{added} linear silu_mul linear", 4 - 2 * fewer, _gated_ffn, both,
+                _normed_and_fed, _gates_first,
+            )
+            for added in ADDED
+        ),
         Fusion(
-            "norm+add+gated ffn", f"{added} linear silu_mul linear", 4, _gated_ffn, _norms_and_feeds, _normed_and_fed,
-            _gates_first,
-        )
-        for added in ADDED
-    ),
-    Fusion(
-        "norm+gated ffn", "add? rms_norm linear silu_mul linear", 3, _gated_ffn, _norms_and_feeds, _normed_and_fed,
-        _gates_first,
-    ),
-    Fusion("gated ffn", "linear silu_mul linear", 2, _gated_ffn, _feeds, _fed, _gates_first),
-    *(
-        Fusion("norm+add+prefill gemm", f"{added} linear", 2, _normed_linear, _norms_for, _normed) for added in ADDED
-    ),
+            f"norm+gated ffn{end}", "add? rms_norm linear silu_mul linear", 3 - fewer, _gated_ffn, both,
+            _normed_and_fed, _gates_first,
+        ),
+        Fusion(f"gated ffn{end}", "linear silu_mul linear", 2 - fewer, _gated_ffn, feeds, _fed, _gates_first),
+    )  # fmt: skip
+
+
+PREFILL_FUSIONS = (
+    *_ffn_fusions(coded=False),
+    *_ffn_fusions(coded=True),
+    *(Fusion("norm+add+prefill gemm", f"{added} linear", 2, _normed_linear, _norms_for, _normed) for added in ADDED),
     Fusion("norm+prefill gemm", "add? rms_norm linear", 1, _normed_linear, _norms_for, _normed),
     Fusion("attention+prefill gemm", "prefill_attention linear", 1, _attended_linear, _attends_for, _attended),
-)  # fmt: skip
+)

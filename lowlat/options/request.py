@@ -145,8 +145,8 @@ class SamplingParams:
 
     draft_texts: tuple[str | tuple[int, ...], ...] = declare(
         (),
-        "Texts, or token ids, that the answer may copy from, such as a file that is edited: drafts are looked for there, "
-        f"too, and no token changes; at most {MAX_DRAFT_TEXTS} of them.",
+        "Texts, or token ids, that the answer may copy from, such as a file that is edited: drafts are looked for "
+        f"there, too, and no token changes; at most {MAX_DRAFT_TEXTS} of them.",
         python_only=True,
     )
 
@@ -176,9 +176,8 @@ class SamplingParams:
         for text in texts:
             ids = text if isinstance(text, str) else _as_tuple("a text of draft_texts", text)
             if not 1 <= len(ids) <= MAX_DRAFT_TEXT_CHARACTERS:
-                raise RequestError(
-                    f"draft_texts: a text must have 1 to {MAX_DRAFT_TEXT_CHARACTERS} characters or tokens, got {len(ids)}"
-                )
+                most = MAX_DRAFT_TEXT_CHARACTERS
+                raise RequestError(f"draft_texts: a text must have 1 to {most} characters or tokens, got {len(ids)}")
             if not isinstance(ids, str):
                 for token in ids:
                     check_integer("draft_texts", token, 0, MAX_INT32, RequestError)

@@ -7,7 +7,8 @@ from lowlat.errors import RequestError
 from lowlat.ipc.wire import Message
 from lowlat.text import TextCodec
 from lowlat.text.growing import GrowingPrompt
-from lowlat.text.templates.messages import encode_messages
+from lowlat.text.growing_chat import GrowingChat
+from lowlat.text.templates.messages import encode_messages, grow_messages
 
 __all__ = ["ServingCodec"]
 
@@ -57,6 +58,14 @@ class ServingCodec:
             allow_special=allow_special,
             add_special_tokens=add_special_tokens,
         )
+
+    def grow_chat(
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+    ) -> GrowingChat | GrowingPrompt:
+        """Begin a chat of whose last message the content is still being written; its pieces may be refused."""
+        if self._bound is None:
+            return self.grow(allow_special=allow_special, add_special_tokens=False, max_context=max_context)
+        return grow_messages(self._bound, messages, options, allow_special=allow_special, max_context=max_context)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ids outside the vocabulary have none."""

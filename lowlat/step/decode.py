@@ -20,9 +20,9 @@ from lowlat.models.decoder import emit_decoder, emit_lm_head
 from lowlat.models.layers import Rows, table_of
 from lowlat.speculators.base import StepScope, WaitedRows
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
+from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.checks import CheckEmitter
 from lowlat.step.state import StepGeometry, declare_state, declare_tables
-from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.variants import FIRST_TOKEN, PROPOSED, WIDE
 
 __all__ = ["StepBuilder", "build_step"]

@@ -77,7 +77,7 @@ class StepLadder:
         return self._wide.choose(num_active, self._wide_length, WIDE)
 
     def choose_proposed(self, num_active: int, most_rows: int) -> Bucket | None:
-        """The bucket of the most rows, at most so many, that verifies proposals of `num_active` slots; None: none does."""
+        """The bucket of the most rows, at most so many, that verifies proposals of so many slots; None: none does."""
         for rows, ladder in reversed(self._proposed.items()):
             fitting = [bucket for bucket in ladder if bucket.batch >= num_active]
             if rows <= most_rows and fitting:

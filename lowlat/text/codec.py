@@ -215,17 +215,37 @@ class TextCodec:
         max_context, max_tokens   as in `encode`
         Raises what `apply_chat_template` and `encode` raise.
         """
+        limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
+        return self.chat_ids(self.chat_text(messages, **limits, **variables), **limits)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        allow_special: bool = False,
+        max_context: int | None = None,
+        max_tokens: int = 1,
+        **variables: Any,
+    ) -> str:
+        """Write messages for `chat_ids`: the template's own special tokens are told from those that messages spell.
+
+        Arguments and errors are those of `encode_chat`.
+        """
         if allow_special:
-            text = self.apply_chat_template(messages, **variables)
-            return self.encode(
-                text, add_special_tokens=False, allow_special=True, max_context=max_context, max_tokens=max_tokens
-            )
-        values, mark = self._literal.marked({"messages": _checked_messages(messages), **variables})
-        text, with_placeholders = self._literal.template_tokens(self.apply_chat_template(**values), mark)
+            text = with_placeholders = self.apply_chat_template(messages, **variables)
+        else:
+            values, mark = self._literal.marked({"messages": _checked_messages(messages), **variables})
+            text, with_placeholders = self._literal.template_tokens(self.apply_chat_template(**values), mark)
+            if mark:
+                self._literal.check(text)
         self._check_text(text, max_context, max_tokens)
-        if mark:
-            self._literal.check(text)
-        return self._ids(with_placeholders, False, False, max_context, max_tokens)
+        return with_placeholders
+
+    def chat_ids(
+        self, text: str, *, allow_special: bool = False, max_context: int | None = None, max_tokens: int = 1
+    ) -> list[int]:
+        """Return the token ids of a chat's text, or of a part of it, as `chat_text` gives it."""
+        return self._ids(text, False, allow_special, max_context, max_tokens)
 
     def _with_edges(self, ids: list[int], bare: Callable[[], list[int]]) -> list[int]:
         """Correct what tokenizer.json puts around a text; bare gives its token ids without that."""

@@ -103,7 +103,11 @@ class GrowingText:
 
     def rest(self) -> list[int]:
         """The token ids of what is held back, if the text ends here; more may be appended all the same."""
-        return self._part(self._held, ends=True) if self._held or (self._is_first and self._is_start) else []
+        return self.rest_as(self._held)
+
+    def rest_as(self, text: str) -> list[int]:
+        """The same of a text that ends otherwise: with this in place of what is held back."""
+        return self._part(text, ends=True) if text or (self._is_first and self._is_start) else []
 
     def _part(self, text: str, *, ends: bool) -> list[int]:
         bare = self._bare(text) if self._is_first else self._after(text)

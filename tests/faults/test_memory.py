@@ -1,10 +1,15 @@
 """Memory that leaves and files that are written, amid failures: each ends in a state of its own, and nothing is wrong.
 
 killed amid a save        files that were complete are read, what was half written is taken out
-the disk is full          answers go on, with one warning; models' states are written when there is space again
+killed amid a copy        the same, and answers have the same tokens
+the disk is full          answers go on, with one warning; models' states are written when there is space again; a file
+                          of a session stays as it was (SessionError)
 the device fails          amid a wake: clients are told "device", the server ends with 1
 killed amid a wake        the supervisor starts the process again, and the others go on (tests/http/test_models.py)
-host memory is refused    the model stays awake, and says why (tests/ipc/test_residence.py, tests/unit/test_sleep.py)
+host memory is refused    the model stays awake, and says why (tests/ipc/test_residence.py, tests/unit/test_sleep.py); a
+                          request keeps its slot (CapacityError, tests/unit/test_pause.py); a session is not saved
+                          (CapacityError), and goes on; at the start a ConfigError
+the device fails          amid a copy: DeviceError, which names it (tests/unit/test_block_moves.py)
 """
 
 import logging
@@ -26,7 +31,8 @@ from served import eventually
 from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams
-from lowlat.errors import ServerGone
+from lowlat.errors import CapacityError, ConfigError, ServerGone, SessionError
+from lowlat.executors.block_moves import BlockMover
 from lowlat.ipc import Client
 from lowlat.ipc.server import Server
 from lowlat.sequence.tiers.disk import DiskTier
@@ -79,6 +85,96 @@ def test_a_process_that_is_killed_amid_a_save_leaves_whole_files_alone(tmp_path:
     os.utime(root / ".writing-1-another", (1, 1))
     DiskTier(tmp_path / "cache", 1 << 40, FINGERPRINT)
     assert [path.name for path in root.glob(".writing-*")] == [".writing-1-another"]  # its process lives
+
+
+SAVES = """
+import os, sys, time
+from pathlib import Path
+from lowlat import Runtime, SamplingParams
+target, folder, prompt, options = Path(sys.argv[1]), Path(sys.argv[2]), *map(eval, sys.argv[3:])
+runtime = Runtime.load(target, host_cache_gib=0.1, cache_dir=folder / "cache", **options)
+def ask(tokens, session=None):
+    runtime.submit(tokens, SamplingParams(max_tokens=9, temperature=0.8, seed=3), session=session)
+    while runtime.busy:
+        runtime.step()
+session = runtime.session("kept")
+ask(prompt, session)
+session.save(folder / "kept")
+runtime.kvcache.tiers.flush()
+runtime.kvcache.tiers.max_bytes_per_s = 1000.0  # copies take for ever from here on
+ask([*prompt[::-1], *prompt])
+ask([*session.token_ids, 1], session)
+def stop(descriptor):
+    print("amid", runtime.kvcache.tiers.stats()["copies_under_way"], flush=True)
+    time.sleep(99)
+os.fsync = stop
+session.save(folder / "kept")
+"""
+
+
+def test_a_process_that_is_killed_amid_copies_and_a_save_loses_nothing_that_was_whole(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    make_target(tmp_path / "target", "llama")
+    prompt, params = prompt_of(90), SamplingParams(max_tokens=9, temperature=0.8, seed=3)
+    given = [str(tmp_path / "target"), str(tmp_path), repr(prompt), repr(OPTIONS)]
+    with Runtime.load(tmp_path / "target", prefix_reuse=False, **OPTIONS) as runtime:
+        name = runtime.submit(prompt, params)
+        answer = run_all(runtime)[name]
+        name = runtime.submit([*prompt, *answer, 1], params)
+        expected = run_all(runtime)[name]
+    with subprocess.Popen([sys.executable, "-c", SAVES, *given], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline().split()
+        process.kill()
+    assert said[0] == b"amid" and int(said[1]) > 0
+    left = list(tmp_path.glob(".kept-*"))
+    assert len(left) == 1
+    with Runtime.load(tmp_path / "target", host_cache_gib=0.1, cache_dir=tmp_path / "cache", **OPTIONS) as runtime:
+        session = runtime.load_session(tmp_path / "kept")
+        assert session.token_ids == (*prompt, *answer)
+        before = runtime.kvcache.stats().hit_tokens
+        name = runtime.submit([*session.token_ids, 1], params, session=session)
+        assert run_all(runtime)[name] == expected and runtime.kvcache.stats().hit_tokens - before == 80
+        session.save(tmp_path / "kept")
+        assert list(tmp_path.glob(".kept-*")) == left  # it may be written to by a process of another machine
+        os.utime(left[0], (1, 1))
+        session.save(tmp_path / "kept")
+        assert list(tmp_path.glob(".kept-*")) == []
+
+
+def test_a_session_that_cannot_be_saved_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_target(tmp_path / "target", "llama")
+    with Runtime.load(tmp_path / "target", **OPTIONS) as runtime:
+        session = runtime.session("kept")
+        runtime.submit(prompt_of(90), SamplingParams(max_tokens=9), session=session)
+        run_all(runtime)
+        session.save(tmp_path / "kept")
+        before = (tmp_path / "kept").read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+            with pytest.raises(SessionError, match="cannot be written: No space left"):
+                session.save(tmp_path / "kept")
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", refused)
+            with pytest.raises(CapacityError, match="the host refuses"):
+                session.save(tmp_path / "kept")
+        assert (tmp_path / "kept").read_bytes() == before and list(tmp_path.glob(".kept-*")) == []
+        runtime.kvcache.invariants()
+        assert session.save(tmp_path / "kept") == len(before)
+        with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"the host refuses.*host_cache_gib"):
+            patch.setattr(BlockMover, "allocate", lambda mover, size, knob: refuse(f"the host refuses; lower {knob}"))
+            Runtime.load(tmp_path / "target", host_cache_gib=0.1, **OPTIONS)
+
+
+def refuse(words: str) -> torch.Tensor:
+    raise CapacityError(words)
+
+
+def refused(*shape: Any, **options: Any) -> torch.Tensor:
+    """Memory, of which a system refuses the host's that devices copy from."""
+    if "pin_memory" in options:
+        raise RuntimeError("out of memory")
+    return torch.zeros(*shape, **options)
 
 
 def test_a_full_disk_changes_no_token(

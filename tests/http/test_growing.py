@@ -15,15 +15,17 @@ import httpx2
 import pytest
 from fake_engine import FakeCodec, FakeEngine, expected_tokens
 from gateway import KEY, RunningGateway, gateway_at, running_gateway
-from served import eventually
+from served import Served, eventually
 from served_model import alone, load_bundled, served_model
 from unit.test_open_prompts import PIECES, codec_of, cut
+from unit.test_text_special import BOS, TEMPLATES, like
 
 from lowlat.errors import RequestError
 from lowlat.ipc import Client
 from lowlat.ipc.client import Generation
 from lowlat.ipc.limits import Limits
 from lowlat.serving.codec import ServingCodec
+from lowlat.text import TextCodec
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/x-ndjson"}
 TRIAL = {"finish": "speculative"}
@@ -31,7 +33,9 @@ TEXT = "The President shall be Commander in Chief of the Army and Navy, when cal
 SAMPLED: dict[str, Any] = {"max_tokens": 8, "temperature": 0.9, "seed": 5, "ignore_eos": True}
 
 
-def upload(url: str, first: dict[str, Any], pieces: Sequence[Any], pause_s: float = 0.0) -> httpx2.Response:
+def upload(
+    url: str, first: dict[str, Any], pieces: Sequence[Any], pause_s: float = 0.0, path: str = "completions"
+) -> httpx2.Response:
     """Send a first line and pieces, each by itself."""
 
     def lines() -> Iterator[bytes]:
@@ -39,7 +43,7 @@ def upload(url: str, first: dict[str, Any], pieces: Sequence[Any], pause_s: floa
             yield json.dumps(line).encode() + b"\n"
             time.sleep(pause_s)
 
-    return httpx2.post(f"{url}/completions", headers=HEADERS, content=lines(), timeout=30.0)
+    return httpx2.post(f"{url}/{path}", headers=HEADERS, content=lines(), timeout=30.0)
 
 
 def first_token_s(answer: Generation) -> float:
@@ -48,6 +52,12 @@ def first_token_s(answer: Generation) -> float:
     assert end.metrics is not None
     found: float = end.metrics["server"]["time_to_first_token_s"]
     return found
+
+
+def served_of(gateway: RunningGateway) -> Served:
+    """The server after a gateway of these tests."""
+    assert gateway.served is not None
+    return gateway.served
 
 
 def on_trial(pieces: Sequence[Any], source: random.Random) -> list[Any]:
@@ -73,6 +83,39 @@ def test_lines_have_the_answer_of_the_whole(kind: str, tmp_path: Path) -> None:
             (choice,) = answer.json()["choices"]
             assert tuple(choice["lowlat"]["token_ids"]) == expected, text
         assert not engine.opened and not engine.tried
+
+
+@pytest.mark.parametrize("kind", ["llama3", "sentencepiece"])
+def test_a_chats_last_message_may_grow(kind: str, tmp_path: Path) -> None:
+    """Over both doors, with a message's beginning and without; every template's own borders are kept."""
+    source, named = random.Random(kind), {"bos_token": BOS[kind], "eos_token": "</s>"}
+    codec = TextCodec(like(kind), special_tokens=named, templates={"default": TEMPLATES[kind]})
+    engine = FakeEngine(text=True, tokenizer="a hash", tokens_per_step=8)
+    system = {"role": "system", "content": "Be brief."}
+    with (
+        running_gateway(tmp_path, engine, codec=ServingCodec(codec)) as gateway,  # type: ignore[arg-type]
+        Client(served_of(gateway).server.endpoint) as client,
+    ):
+        for number in range(5):
+            pieces = cut("".join(source.choice(PIECES) for _ in range(source.randint(2, 30))), source, 9)
+            whole = codec.encode_chat([system, {"role": "user", "content": "".join(pieces)}])
+            expected = expected_tokens(whole, 8, number)
+            messages = [system, {"role": "user", "content": pieces.pop(0) if number % 2 else ""}]
+            first = {"max_tokens": 8, "seed": number, "lowlat": True, "messages": messages}
+            answer = upload(gateway.url, first, on_trial(pieces, source), path="chat/completions")
+            assert answer.status_code == 200, answer.text
+            assert tuple(answer.json()["choices"][0]["lowlat"]["token_ids"]) == expected, pieces
+            prompt = client.open_prompt(messages, max_tokens=8, seed=number)
+            for piece in pieces:
+                prompt.append(piece)
+            assert tuple(token for chunk in prompt.finish() for token in chunk.token_ids) == expected
+        for own, pieces, words in (
+            ({}, [], "max_tokens"),
+            ({"max_tokens": 8}, [[5]], "token ids go with a plain prompt"),
+        ):
+            answer = upload(gateway.url, {"messages": [system], **own}, pieces, path="chat/completions")
+            assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+    codec.close()
 
 
 def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
@@ -196,7 +239,7 @@ def test_refusals(growing: tuple[RunningGateway, FakeEngine]) -> None:
     for first, pieces, status, param, words in (
         ({"max_tokens": 50}, ["x" * 100, "x" * 100], 400, "prompt", "exceed 200 (max_context)"),
         ({"n": 2}, ["x"], 400, "n", "one answer"),
-        ({"echo": True}, ["x"], 400, "echo", "does not keep"),
+        ({"echo": True}, ["x"], 400, "echo", "still being written"),
         ({"prompt": ["a", "b"]}, [], 400, "prompt", "2 prompts"),
         ({"max_prompt_tokens": 3}, ["xxxx"], 400, "max_prompt_tokens", "exceeds 3"),
         ({"nonsense": 1}, [], 400, "nonsense", "nonsense"),

@@ -98,12 +98,12 @@ def test_both_clients(asynchronous: bool, serve: Serve) -> None:
 
 def test_refusals_name_value_limit_and_knob(serve: Serve) -> None:
     served = serve(FakeEngine(max_running=1, max_context=50), codec=FakeCodec(), prompt_idle_s=0.3, max_queue=0)
+    too_long: list[tuple[dict[str, Any], str]] = [
+        ({}, r"prompt of 41 tokens and max_tokens 10 exceed 50 \(max_context\)"),
+        ({"max_prompt_tokens": 12}, "max_prompt_tokens: a prompt of 13 tokens exceeds 12"),
+    ]
     with Client(served.server.endpoint) as client:
-        own: dict[str, Any]
-        for own, match in (
-            ({}, r"prompt of 41 tokens and max_tokens 10 exceed 50 \(max_context\)"),
-            ({"max_prompt_tokens": 12}, "max_prompt_tokens: a prompt of 13 tokens exceeds 12"),
-        ):
+        for own, match in too_long:
             prompt = client.open_prompt(max_tokens=10, **own)
             with pytest.raises(RequestError, match=match):
                 for _ in range(100):

@@ -27,6 +27,7 @@ def test_compaction(seed: int) -> None:
 def test_features_last_rows_and_boundaries() -> None:
     check_features(BENCH, 1, width=24, num_sources=3)
     check_features(BENCH, 2, width=8, num_sources=5)
+    check_features(BENCH, 3, width=8, num_sources=7)
     check_last(BENCH, 3, widths=(16, 8))
     check_last(BENCH, 4, widths=(8,))
     check_boundary(BENCH, 5, width=16)

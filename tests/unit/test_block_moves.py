@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lowlat.errors import DeviceError
 from lowlat.executors.block_moves import BlockMover
-from lowlat.executors.bus_copies import CALL_MOVES, MAX_CALLS, BusCopies, Moves
+from lowlat.executors.bus_copies import CALL_MOVES, MAX_CALLS, BusCopies, Moves, wait_for
 from lowlat.graphs import BufferSet, BufferSpec, Paging, Role
 from lowlat.sequence.tiers.key import ChunkKey, Load, Save
 
@@ -96,3 +97,12 @@ def test_a_call_has_few_copies_and_few_calls_are_under_way(monkeypatch: pytest.M
     ]
     wait()
     assert done[-1] == "waited 4"
+
+
+def test_a_device_that_fails_amid_a_copy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Event) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(Event, "synchronize", lost)
+    with pytest.raises(DeviceError, match=r"the device cpu failed amid copies.*unspecified launch failure"):
+        wait_for(Event([], 0), CPU)  # type: ignore[arg-type]

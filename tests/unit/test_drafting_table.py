@@ -106,10 +106,10 @@ class Run:
         self.runtime, self.case = runtime, case
         self.answers: dict[str, Answer] = defaultdict(lambda: ([], []))
         self.last: dict[str, StepOutput] = {}
+        self.growing: list[tuple[OpenPrompt, list[list[int]]]] = []
         if case["prefix"] == "reused":
             self._run([submit(runtime, case, PROMPTS[0][:20], 9, max_tokens=2)])
         extra = ["waits"] * 3 if case["event"] == "full" else []  # more than there are slots
-        self.growing: list[tuple[OpenPrompt, list[list[int]]]] = []
         enter = self._open if case["prompt"] == "growing" else partial(submit, runtime, case)
         self.names = [enter(prompt, number) for number, prompt in enumerate(PROMPTS)]
         self._run([*self.names, *(submit(runtime, case, PROMPTS[1], 5 + n) for n, _ in enumerate(extra))])
@@ -199,8 +199,9 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
     cached = runtime.metrics(run.names[0]).cached_prompt_tokens
     assert (cached > 0) == (case["prefix"] == "reused")
     if case["method"] != "none":
-        # a draft length that is chosen is often 0, and P-EAGLE's random drafts are right by chance alone
-        rarely = case["method"] in (*TEXT, "peagle", "mtp") or case["shape"] in ADAPTIVE
+        # a draft length that is chosen is often 0; P-EAGLE's random drafts, and those for random experts, are right by
+        # chance alone
+        rarely = case["method"] in (*TEXT, "peagle", "mtp") or case["shape"] in ADAPTIVE or case["weights"] == "mxfp4"
         stats = runtime.summary().get("eagle_speculation", {})  # absent where nothing was drafted
         assert stats.get("num_drafts", 0) > 0 or case["shape"] in ADAPTIVE
         assert stats.get("total_accepted_tokens", 0) > 0 or rarely  # else the case would try little

@@ -18,9 +18,11 @@ from unit.test_text_special import BOS, TEMPLATES, like
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
+from lowlat.ipc.messages import Message
 from lowlat.options.request import StepOutput
 from lowlat.text import TextCodec
 from lowlat.text.growing import GrowingText
+from lowlat.text.templates.messages import encode_messages, grow_messages
 
 CHUNK = 8
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 160, "block_size": 4, "prefill_chunk": CHUNK} | {
@@ -78,6 +80,42 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(kind: str, allow_special: 
         num_held, num_characters = num_held + growing.num_held, num_characters + len(text)
         assert found + growing.rest() == whole, text
     assert num_held < num_characters / 2 or kind in ("word_piece", "words")
+
+
+@pytest.mark.parametrize("allow_special", [False, later(True)])
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_chat_in_pieces_has_the_tokens_of_the_whole(kind: str, allow_special: bool) -> None:
+    """Its last message grows; templates that leave spaces out, or write a message twice, are among those tried."""
+    source, num_certain, num_all = random.Random(kind), 0, 0
+    named = {"bos_token": BOS[kind], "eos_token": "</s>"} if kind in BOS else {}
+    twice = "{% for m in messages %}{{ m['content'] | length }} {{ m['content'] }} {{ m['content'] }}{% endfor %}"
+    for template in (TEMPLATES[kind], twice):
+        codec = TextCodec(like(kind), special_tokens=named, templates={"default": template})
+        try:
+            for number in range(25):
+                content = "".join(
+                    source.choice(PIECES) + " " * source.randrange(2) for _ in range(source.randrange(30))
+                )
+                before = [Message("system", "Be brief. <|im_end|>"), Message("user", None)]
+                how: dict[str, Any] = {"allow_special": allow_special, "max_context": 4000}
+                growing = grow_messages(codec, before, {}, **how)
+                found: list[int] = []
+                try:
+                    whole = encode_messages(codec, [before[0], Message("user", content)], {}, max_tokens=1, **how)
+                except RequestError:
+                    continue
+                for piece in cut(content, source, 9):
+                    found += growing.append(piece)
+                    if source.random() < 0.2:
+                        growing.rest()
+                if template != twice:
+                    num_certain, num_all = num_certain + len(found), num_all + len(whole)
+                assert found + growing.rest() == whole, (number, content)
+        finally:
+            codec.close()
+    assert num_certain > 0.4 * num_all
+    with pytest.raises(RequestError, match="token ids go with a plain prompt"):
+        growing.append([1])
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from unit.test_specpv import LOSSLESS, SPECPV
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import CapacityError, RequestError
+from lowlat.executors.block_moves import BlockMover
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
     "dtype": "float32",
@@ -176,6 +177,35 @@ def test_what_has_no_space_is_refused_and_nobody_waits_for_ever(pairs: dict[str,
         with pytest.raises(RequestError, match="is not paused"):
             runtime.resume(fourth)
         assert len(run_all(runtime)[fourth]) == 18
+
+
+def test_where_the_host_refuses_memory_requests_keep_their_slots(
+    pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    requests = [(PROMPTS[1], sampling("sampled", ignore_eos=True)), (PROMPTS[0], sampling("greedy", priority=3))]
+    with Runtime.load(pairs["llama"].target, **{**CPU, "max_batch": 1}) as runtime:
+        expected = alone(runtime, requests)
+
+        def refused(*_: object) -> None:
+            raise CapacityError("the host refuses 1 GiB of pinned memory")
+
+        monkeypatch.setattr(BlockMover, "allocate", refused)
+        low = runtime.submit(*requests[0])
+        tokens = [token for _ in range(3) for output in runtime.step() for token in output.token_ids]
+        for _ in range(2):
+            with pytest.raises(CapacityError, match="while it is paused, and the host refuses 1 GiB"):
+                runtime.pause(low)
+        high = runtime.submit(*requests[1])
+        ran = run_all(runtime)
+        assert [tokens + ran[low], ran[high]] == expected
+        assert len(caplog.records) == 1 and "keep their slots" in caplog.text
+        monkeypatch.undo()
+        runtime.scheduler.space._refused_until = 0.0  # it is asked again after a while
+        low = runtime.submit(*requests[0])
+        tokens = [token for _ in range(3) for output in runtime.step() for token in output.token_ids]
+        assert runtime.pause(low)
+        runtime.resume(low)
+        assert tokens + run_all(runtime)[low] == expected[0]
 
 
 def test_a_pause_ends_at_its_deadline(pairs: dict[str, PairPaths]) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from benches import docs
@@ -90,6 +91,23 @@ def test_docstrings_become_definitions() -> None:
     assert reference.reformatted(["    lowlat serve"]) == ["::", "", "    lowlat serve", ""]
 
 
+def test_a_flowchart_is_drawn_layer_by_layer() -> None:
+    source = "flowchart TB\n  a[one, two] --> b\n  c --> b\n  b -- there & --> d[end]\n  d -- back --> b"
+    chart = docs("drawing").Chart.parse(source)
+    assert chart.layers() == {"a": 0, "c": 0, "b": 1, "d": 2} and chart.columns() == {
+        "a": 0,
+        "c": 1,
+        "b": 0.5,
+        "d": 0.5,
+    }
+    svg = ElementTree.fromstring(docs("drawing").drawn(source))
+    assert ["".join(each.itertext()) for each in svg.iter() if each.tag.endswith("text")] == [
+        *("there &", "back", "one, two", "b", "c", "end"),
+    ]
+    with pytest.raises(ValueError, match="flowchart TB"):
+        docs("drawing").drawn("graph LR\n a --> b")
+
+
 @pytest.mark.second
 def test_the_site_is_built_without_a_warning(repository: Path, tmp_path: Path) -> None:
     done = subprocess.run(
@@ -106,6 +124,7 @@ def test_the_site_is_built_without_a_warning(repository: Path, tmp_path: Path) -
     api = (tmp_path / "api.html").read_text()
     assert 'id="lowlat.Runtime.generate"' in api and 'id="lowlat.ipc.Client"' in api
     assert (tmp_path / "source" / "lowlat" / "engine" / "runtime.py.txt").is_file()
+    assert "<img" in (tmp_path / "tour.html").read_text() and list((tmp_path / "_images").glob("tour-*.svg"))
     commands = (tmp_path / "commands.html").read_text()
     assert "lowlat bench gates" in commands and "--simulated-acceptance" in commands
     hosts = {

@@ -2,9 +2,9 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
-from lowlat.ipc.engine import Codec
+from lowlat.ipc.engine import Codec, Growing
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.prepare import TextThreads
 from lowlat.ipc.server.generations.streams import Opening, Phase, Stream
@@ -67,13 +67,7 @@ class OpenPrompts:
 
     def open(self, stream: Stream, submit: Submit) -> None:
         """Make a stream's prompt an open one."""
-        text = None
-        if self._codec is not None:
-            text = self._codec.grow(
-                allow_special=submit.allow_special,
-                add_special_tokens=submit.add_special_tokens,
-                max_context=self._max_context,
-            )
+        text = None if self._codec is None else self._grow(self._codec, submit)
         most = self._max_context - submit.sampling.token_limit
         asked = submit.max_prompt_tokens
         opening = Opening(text, asked, most if asked is None else min(most, asked), self._limits.append_credit)
@@ -81,10 +75,17 @@ class OpenPrompts:
         stream.opening = opening
         self._wait_for_more(stream, opening)
 
+    def _grow(self, codec: Codec, submit: Submit) -> Growing:
+        how: dict[str, Any] = {"allow_special": submit.allow_special, "max_context": self._max_context}
+        if submit.messages is None:
+            return codec.grow(add_special_tokens=submit.add_special_tokens, **how)
+        return codec.grow_chat(submit.messages, submit.template_options or {}, **how)
+
     def begin(self, stream: Stream, submit: Submit, body: bytes) -> None:
         """Take the piece that came with a SUBMIT."""
-        if submit.text is not None or body:
-            self._text_threads.grow(Grow(stream, body or submit.text))
+        text = submit.text if submit.messages is None else submit.messages[-1].content
+        if text or body:
+            self._text_threads.grow(Grow(stream, body or text))
 
     def append(self, stream: Stream, piece: str | bytes) -> None:
         """Take a piece of an open prompt."""

@@ -30,24 +30,6 @@ def _live(places: Any, after: Any) -> Any:
     return live
 
 
-def _make_row_scales(weights: TileFormat) -> Any:
-    """A function of a thread: the scales of its two rows of x in a run, so many rows after the first; ones of bf16."""
-    if not weights.by_codes:
-
-        @device_function
-        def ones(_places: Any, _after: Any) -> Any:
-            return float32(1), float32(1)
-
-        return ones
-
-    @device_function
-    def load_scales(places: Any, after: Any) -> Any:
-        first, second = ptx.load_global_64(places[5] + int64(4 * after))
-        return ptx.float_of_bits(first), ptx.float_of_bits(second)
-
-    return load_scales
-
-
 def _make_store_run(weights: TileFormat, activation: str) -> Any:
     """A function of a thread: store its channel of its two rows of x in a run.
 
@@ -57,7 +39,6 @@ def _make_store_run(weights: TileFormat, activation: str) -> Any:
     """
 
     gated, is_scaled, by_codes = gated_activation(activation), weights.row_scales, weights.by_codes
-    scales_of = _make_row_scales(weights)
 
     @device_function
     def number_of(sum_: Any, scale: Any, bias: Any, own: Any) -> Any:
@@ -71,8 +52,7 @@ def _make_store_run(weights: TileFormat, activation: str) -> Any:
         return ptx.bf16_bits(gated(number_of(gate, gate_scale, gate_bias, own), number_of(up, up_scale, up_bias, own)))
 
     @device_function
-    def store_run(places: Any, after: Any, live: Any, gates: Any, ups: Any, beside: Any) -> None:
-        own = scales_of(places, after)
+    def store_run(places: Any, after: Any, live: Any, gates: Any, ups: Any, beside: Any, own: Any) -> None:
         first, second = activated(gates[0], ups[0], beside, own[0]), activated(gates[1], ups[1], beside, own[1])
         at = int64(after * STEP_ROW_BYTES)
         ptx.store_global_u16(places[0] + at, first if (live & uint32(0xFF)) != uint32(0) else uint32(0))
@@ -85,16 +65,17 @@ def _make_store_runs(count: int, begin: int, weights: TileFormat, activation: st
     """A function of a thread: four runs of eight rows of x, of each two gates and two ups, from sum `begin` on."""
     store_run = _make_store_run(weights, activation)
     take, after = ptx_hopper.take_sums(count, begin, AT_ONCE), 2 * begin
+    take_scales = _make_take_scales(weights, count, begin)
 
     @device_function
-    def store(all_sums: Any, places: Any, beside: Any) -> None:
-        sums = take(all_sums)
+    def store(all_sums: Any, places: Any, beside: Any, row_scales: Any) -> None:
+        sums, own = take(all_sums), take_scales(row_scales)
         a, b = _live(places, after), _live(places, after + RUN)
         c, d = _live(places, after + 2 * RUN), _live(places, after + 3 * RUN)
-        store_run(places, after, a, (sums[0], sums[1]), (sums[2], sums[3]), beside)
-        store_run(places, after + RUN, b, (sums[4], sums[5]), (sums[6], sums[7]), beside)
-        store_run(places, after + 2 * RUN, c, (sums[8], sums[9]), (sums[10], sums[11]), beside)
-        store_run(places, after + 3 * RUN, d, (sums[12], sums[13]), (sums[14], sums[15]), beside)
+        store_run(places, after, a, (sums[0], sums[1]), (sums[2], sums[3]), beside, (own[0], own[1]))
+        store_run(places, after + RUN, b, (sums[4], sums[5]), (sums[6], sums[7]), beside, (own[2], own[3]))
+        store_run(places, after + 2 * RUN, c, (sums[8], sums[9]), (sums[10], sums[11]), beside, (own[4], own[5]))
+        store_run(places, after + 3 * RUN, d, (sums[12], sums[13]), (sums[14], sums[15]), beside, (own[6], own[7]))
 
     return store
 
@@ -107,28 +88,42 @@ def _make_store_up_to(count: int, end: int, weights: TileFormat, activation: str
     before = _make_store_up_to(count, end - AT_ONCE, weights, activation)
 
     @device_function
-    def store(sums: Any, places: Any, beside: Any) -> None:
-        before(sums, places, beside)
-        last(sums, places, beside)
+    def store(sums: Any, places: Any, beside: Any, row_scales: Any) -> None:
+        before(sums, places, beside, row_scales)
+        last(sums, places, beside, row_scales)
 
     return store
 
 
-def _make_place_scales(weights: TileFormat) -> Any:
-    """A function of a thread: its places, and where rows are codes that of the scale of its first one after them."""
-    if not weights.by_codes:
+def _make_row_scales(weights: TileFormat, rows: int) -> Any:
+    """A function of a thread: the scales of its rows of x, by the fourth address next to the product; ones of bf16."""
+    if weights.by_codes:
+        load = ptx_hopper.load_row_numbers(rows)
 
         @device_function
-        def places_alone(places: Any, _beside: Any, _row: Any) -> Any:
-            return places
+        def load_scales(beside: Any, row: Any) -> Any:
+            return load(beside[3] + int64(row) * int64(4))
 
-        return places_alone
+        return load_scales
 
     @device_function
-    def with_scales(places: Any, beside: Any, row: Any) -> Any:
-        return (*places, beside[3] + int64(row) * int64(4))
+    def nothing(_beside: Any, _row: Any) -> Any:
+        return None
 
-    return with_scales
+    return nothing
+
+
+def _make_take_scales(weights: TileFormat, sums: int, begin: int) -> Any:
+    """A function of a thread: the scales of its rows of four runs, from sum `begin` of so many on; ones of bf16."""
+    if weights.by_codes:
+        return ptx_hopper.take_sums(sums // 2, begin // 2, AT_ONCE // 2)
+
+    @device_function
+    def ones(_row_scales: Any) -> Any:
+        one = float32(1)
+        return one, one, one, one, one, one, one, one
+
+    return ones
 
 
 def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, activation: str) -> Any:
@@ -140,7 +135,7 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, activati
     weight_rows, block_tiles, x_rows = cut.weight_rows, BLOCK_ROWS // TILE_ROWS, plan.rows
     is_scaled = cut.weights.row_scales
     store_all = _make_store_up_to(plan.sums, plan.sums, cut.weights, activation)
-    place_scales = _make_place_scales(cut.weights)
+    load_scales = _make_row_scales(cut.weights, plan.rows)
 
     @device_function
     def beside_of(bias: Any, scales: Any, tile: Any, channel: Any) -> Any:
@@ -173,6 +168,6 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, activati
         upper = target + int64(uint32(piece ^ within) * uint32(16))
         lower = target + int64(uint32(uint32(piece ^ uint32(within + uint32(1))) * uint32(16) + uint32(STEP_ROW_BYTES)))
         places = (upper, lower, row_live + int64(row), row_live != int64(0), has_channels)
-        store_all(sums, place_scales(places, beside, row), numbers)
+        store_all(sums, places, numbers, load_scales(beside, row))
 
     return finish

@@ -148,5 +148,3 @@ def check_texts(
         raise ShapeError(
             f"draft_texts must have {tokens.shape[0]} rows of 2 to {MAX_TEXT} tokens, got {list(draft_texts.shape)}"
         )
-
-

@@ -92,15 +92,15 @@ def command(
     if proves and not environment_only:
         from lowlat.cli.reports.exactness import Proof
 
-        proof = Proof(directory, draft_model, taken, depth, max_tokens=max_tokens, chat=chat, device=device)
+        options: dict[str, Any] = {"max_tokens": max_tokens, "chat": chat, "device": device, "out": out}
+        proof = Proof(directory, draft_model, taken, depth, **options)
         if exactness:
             proof.check_exactness(shown=not json_output)
         if fidelity:
             proof.check_fidelity(shown=not json_output)
         report |= proof.to_dict()
         healthy = proof.holds
-        if out is not None:
-            proof.add_to(out, report)
+        proof.write(report)
     elif not environment_only:
         from lowlat.cli.reports.shifts import measure_shifts, unshifted_is_best
 

@@ -29,6 +29,7 @@ class Proof:
     draft_model  None: the target's own MTP layer
     depth        the longest draft length
     chat         texts are messages of the target's chat template
+    out          a file of reports, to which `write` adds this one; read first, so that another file is refused at once
     Raises ConfigError and LowlatError as `measure_exactness` does.
     """
 
@@ -42,7 +43,9 @@ class Proof:
         max_tokens: int,
         chat: bool,
         device: str,
+        out: Path | None = None,
     ) -> None:
+        self._out, self._reports = out, _reports(out) if out is not None and out.exists() else []
         speculative = SpeculativeConfig(model=draft_model, method=AUTO_METHOD, num_speculative_tokens=depth)
         if chat:
             codec = TextCodec.load(target)
@@ -79,13 +82,14 @@ class Proof:
         }
         return {**found, "verdict": "; ".join(each["verdict"] for each in found.values())}
 
-    def add_to(self, path: Path, environment: dict[str, Any]) -> None:
-        """Add this pair's report to a file of them, in place of an earlier one of the same pair.
+    def write(self, environment: dict[str, Any]) -> None:
+        """Add this pair's report to the file, in place of an earlier one of the same pair.
 
         environment  of the machine, as `lowlat doctor --json` has it
-        Raises ConfigError for a file that holds something else or cannot be written.
+        Raises ConfigError where the file cannot be written.
         """
-        reports = _reports(path) if path.exists() else []
+        if self._out is None:
+            return
         _, speculative, prompts = self._pair
         devices = environment["gpu"]["devices"]
         entry = {
@@ -101,11 +105,11 @@ class Proof:
             **self.to_dict(),
             "holds": self.holds,
         }
-        kept = [each for each in reports if any(each.get(name) != entry[name] for name in self._names)]
+        kept = [each for each in self._reports if any(each.get(name) != entry[name] for name in self._names)]
         try:
-            path.write_text(json.dumps([*kept, entry], indent=1) + "\n", encoding="utf-8")
+            self._out.write_text(json.dumps([*kept, entry], indent=1) + "\n", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
+            raise ConfigError(f"{self._out}: cannot be written: {error.strerror}") from error
 
 
 def _name(directory: Path) -> str:

@@ -43,7 +43,6 @@ class SessionRecord:
         self.deadline = 0.0
         self.num_requests = 0
 
-
     def answers_beside(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The earlier answers of a request with this prompt; () where it goes on from the last one."""
         size = len(self.token_ids)

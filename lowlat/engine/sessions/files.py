@@ -19,9 +19,9 @@ import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from lowlat.checkpoint.files import written_whole
+from lowlat.checkpoint.files import take_out_unfinished, written_whole
 from lowlat.engine.sessions.book import MAX_NAME, SessionRecord
-from lowlat.errors import RequestError, SessionError
+from lowlat.errors import CapacityError, RequestError, SessionError
 from lowlat.sequence.tiers.key import ChunkKey, Save
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def write_session(runtime: "Runtime", record: SessionRecord, path: Path) -> int:
         def pieces() -> Iterator[bytes | memoryview]:
             yield _encoded(header)
             yield _packed(token_ids)
-            buffer = mover.allocate(max(sizes, default=0))
+            buffer = mover.allocate(max(sizes, default=0), "prefill_chunk")
             for (_, save), size in zip(apart, sizes, strict=True):
                 mover.start_out([save], [buffer[:size]], mark)()
                 yield _view(buffer[:size])
@@ -121,10 +121,15 @@ def _held(
         owned.fill_blocks()
         if not ready:
             return None
-        owned.sessions.num_files += 1
         apart = [(k, save) for k, save in saves if save.holder is not None]
         read = owned.executor.mover.read
-        return apart, [(k, save.key.pool, read(save.key.pool, save.places)) for k, save in saves if not save.holder]
+        try:
+            rest = [(k, save.key.pool, read(save.key.pool, save.places)) for k, save in saves if not save.holder]
+        except CapacityError:
+            owned.kvcache.let_go([save.holder for _, save in apart])
+            raise
+        owned.sessions.num_files += 1
+        return apart, rest
 
     while (found := runtime.owned_call(hold)) is None:
         time.sleep(POLL_S)
@@ -157,6 +162,7 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
     """Write pieces and their digest, under another name until they are whole. Raises SessionError."""
     digest, size = hashlib.blake2b(digest_size=DIGEST_BYTES), DIGEST_BYTES
     try:
+        take_out_unfinished(path.parent, f".{path.name}-")
         with written_whole(path, f".{path.name}-") as file:
             for piece in pieces:
                 digest.update(piece)

@@ -11,7 +11,6 @@ import logging
 import os
 import stat
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from io import RawIOBase
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from lowlat.checkpoint.files import written_whole
+from lowlat.checkpoint.files import take_out_unfinished, written_whole
 from lowlat.errors import ConfigError
 from lowlat.sequence.tiers.key import ChunkKey
 
@@ -29,7 +28,6 @@ logger = logging.getLogger("lowlat.sequence.tiers")
 
 SUFFIX = ".chunk"
 WRITING = ".writing-"  # before the number of the process that writes
-STALE_S = 60.0  # a file that was last written to so long ago, by a process that is gone, is nobody's
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 4096
 VERSION = 1
@@ -67,7 +65,7 @@ class DiskTier:
             for folder in (directory, self.root):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 _check_owner(folder)
-            self._take_out_unfinished()
+            take_out_unfinished(self.root, WRITING)
             self._count()
         except OSError as error:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
@@ -122,7 +120,7 @@ class DiskTier:
             if not self._make_space(size):
                 return False
             path = self._path(key)
-            with written_whole(path, f"{WRITING}{os.getpid()}-") as file:
+            with written_whole(path, WRITING) as file:
                 file.write(head)
                 file.write(view)
                 file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
@@ -155,15 +153,6 @@ class DiskTier:
                 continue
             found.append((facts.st_mtime, facts.st_size, path))
         return sorted(found)
-
-    def _take_out_unfinished(self) -> None:
-        """Take out what processes were writing when they were killed."""
-        for path in self.root.glob(f"{WRITING}*"):
-            writer = path.name.removeprefix(WRITING).partition("-")[0]
-            with suppress(FileNotFoundError):
-                is_stale = time.time() - path.stat().st_mtime > STALE_S
-                if is_stale and writer.isdigit() and not Path(f"/proc/{writer}").exists():
-                    path.unlink()
 
     def _count(self) -> list[tuple[float, int, Path]]:
         """Count all files, other processes', too; returns them, the oldest first."""

@@ -61,9 +61,11 @@ Mark = Callable[[], None]
 class Copier(Protocol):
     """Copies between blocks of the device and host memory that steps do not wait for."""
 
-    def allocate(self, size: int) -> torch.Tensor:
-        """Host memory of so many bytes, [n] uint8, from which the device copies. Raises ConfigError where it is
-        refused."""
+    def allocate(self, size: int, knob: str) -> torch.Tensor:
+        """Host memory of so many bytes, [n] uint8, from which the device copies; `knob` lowers what is asked for.
+
+        Raises CapacityError where it is refused.
+        """
 
     def mark(self) -> Mark:
         """All that was launched until now, for copies to come after it."""

@@ -1,22 +1,23 @@
 """Bodies of lines that come while they are written: a request first, then the pieces of its prompt, in JSON.
 
-    {"model": "...", "stream": true}      the request, as it is sent at once; its prompt may hold a beginning
+    {"model": "...", "stream": true}      the request, as it is sent at once; its prompt, or a chat's last message, may
+                                          hold a beginning
     "What people say "                    text, whose tokens are those of all text lines together
-    [5, 6, 7]                             token ids
+    [5, 6, 7]                             token ids; not of a chat
     {"finish": "speculative"}             perhaps this is all: the answer begins, and the next piece withdraws it
 
 The end of the body is the end of the prompt. A body that breaks off cancels the request.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 
 from lowlat.errors import StreamError
-from lowlat.ipc.client import AsyncOpenPrompt
+from lowlat.ipc.client import AsyncGeneration, AsyncOpenPrompt
 from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.streaming import BODY_TIMEOUT_S, CLIENT_GONE, MAX_BODY_BYTES
 
@@ -89,21 +90,25 @@ class Lines:
         self._lines += [line for line in whole if line.strip()]
 
 
-async def feed(lines: Lines, prompt: AsyncOpenPrompt) -> None:
-    """Send a prompt's pieces as they come, until the body has ended; it is not finished by this.
+async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[int] = "") -> AsyncGeneration:
+    """Send a prompt's pieces as they come, finish it with the body's end, and return its answer.
 
-    Raises ApiError for a line that is none, and what ends the request meanwhile, also while nothing comes.
+    Raises ApiError for a line that is none, and what ends the request meanwhile, also while nothing comes; the prompt
+    is abandoned then.
     """
     place = 1
     try:
-        while (pieces := await prompt.while_open(lines.more())) is not None:
-            for piece in pieces:
-                place += 1
-                found = _piece(piece, place)
-                if isinstance(found, Trial):
-                    await prompt.finish(speculative=True)
-                else:
-                    await prompt.append(found)
+        async with prompt:
+            await prompt.append(beginning)
+            while (pieces := await prompt.while_open(lines.more())) is not None:
+                for piece in pieces:
+                    place += 1
+                    found = _piece(piece, place)
+                    if isinstance(found, Trial):
+                        await prompt.finish(speculative=True)
+                    else:
+                        await prompt.append(found)
+            return await prompt.finish()
     except StreamError as error:
         if error.code != "deadline":
             raise

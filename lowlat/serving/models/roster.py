@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from lowlat.checkpoint.files import written_whole
+from lowlat.checkpoint.files import take_out_unfinished, written_whole
 from lowlat.errors import ServerGone
 from lowlat.ipc.endpoint import parse_endpoint
 
@@ -46,6 +46,7 @@ class Roster(msgspec.Struct, frozen=True):
 
     def write(self, path: Path) -> None:
         """Replace the file. Raises OSError."""
+        take_out_unfinished(path.parent, ".models-")
         with written_whole(path, ".models-") as file:
             file.write(msgspec.json.encode(self))
 

@@ -91,7 +91,7 @@ class SuffixSpeculator(Speculator):
         lengths = scope.builder.scratch("match_lens", shape[:1], torch.int32)
         reads = scope.reads("tokens", "slots", "draft_live", "draft_lens")
         writes = {"draft_nodes": nodes, "draft_shares": shares, "match_lens": lengths}
-        by = {"max_depth": self.max_depth, "max_spec_factor": self.max_spec_factor}
+        by: dict[str, Any] = {"max_depth": self.max_depth, "max_spec_factor": self.max_spec_factor}
         scope.builder.emit("suffix_draft", stage, reads=reads, writes=writes, **by, min_token_prob=self.min_token_prob)
         if self.text_tokens:
             reads |= {name: name for name in ("draft_texts", "draft_text_lens")}

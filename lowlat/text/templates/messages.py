@@ -1,7 +1,8 @@
 """Chat messages as a model's template reads them, and their token ids."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import msgspec
@@ -9,8 +10,9 @@ import msgspec
 from lowlat.errors import ConfigError, RequestError
 from lowlat.ipc.messages import Message
 from lowlat.text.codec import TextCodec
+from lowlat.text.growing_chat import GrowingChat
 
-__all__ = ["call_values", "encode_messages"]
+__all__ = ["call_values", "encode_messages", "grow_messages"]
 
 TAKEN = ("self", "messages", "allow_special", "max_context", "max_tokens")
 
@@ -29,16 +31,53 @@ def encode_messages(
     options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
     Raises RequestError without a template, when it fails on these messages, and for too many tokens.
     """
-    values = [_for_template(message, codec) for message in messages]
+    values = _values(codec, messages, options)
+    how = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens, **options}
+    with _as_refusal():
+        return codec.encode_chat(values, **how)
+
+
+def grow_messages(
+    codec: TextCodec,
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    *,
+    allow_special: bool,
+    max_context: int,
+) -> GrowingChat:
+    """A chat of whose last message the content is still to come; the arguments are those of `encode_messages`.
+
+    Nothing is refused before its first piece.
+    """
+
+    def write(content: str) -> str:
+        whole = [*messages[:-1], msgspec.structs.replace(messages[-1], content=content)]
+        values = _values(codec, whole, options)
+        with _as_refusal():
+            return codec.chat_text(values, allow_special=allow_special, max_context=max_context, **options)
+
+    def encode(text: str) -> list[int]:
+        return codec.chat_ids(text, allow_special=allow_special, max_context=max_context)
+
+    return GrowingChat(lambda: codec.cuts, write, encode)
+
+
+def _values(codec: TextCodec, messages: Sequence[Message], options: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Messages as the template reads them. Raises RequestError for options that it may not have."""
     for name in TAKEN:
         if name in options:
             raise RequestError(f"template_options may not hold {name!r}")
     if not isinstance(options.get("add_generation_prompt", True), bool):
         raise RequestError("template_options: add_generation_prompt must be true or false")
-    how = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens, **options}
+    return [_for_template(message, codec) for message in messages]
+
+
+@contextmanager
+def _as_refusal() -> Iterator[None]:
+    """A template that uses too much is about this request: others go on."""
     try:
-        return codec.encode_chat(values, **how)
-    except ConfigError as error:  # the template uses too much, which is about this request: others go on
+        yield
+    except ConfigError as error:
         raise RequestError(str(error)) from error
 
 

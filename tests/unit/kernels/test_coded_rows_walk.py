@@ -29,6 +29,10 @@ PARTS = (
 COMMON = ("common.pipeline", "common.activation", "common.norm_math", "formats.fragment")
 NAMES = (*COMMON, *(f"gemm.prefill.{part}" for part in PARTS))
 CODING = ("common.norm_math", "gemm.prefill.activation_layout", "gemm.prefill.coded_rows")
+NORMS = (
+    *("common.norm_math", "common.norm_row", "gemm.prefill.activation_layout", "elementwise.norm"),
+    *("gemm.prefill.coded_rows", "elementwise.coded_norm"),
+)
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
@@ -159,3 +163,25 @@ def test_what_codes_are_not_multiplied_by_is_refused() -> None:
     with pytest.raises(ShapeError, match="memory must have shape"):
         coding.CodedRows(held.memory, rows, 128)
     assert plans_of(64, 256, 128, H200, CODED_ROWS_TILES)[0].tile_bytes == 2048
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"), [(3, 128, None), (3, 256, torch.float32), (2, 4224, torch.bfloat16)]
+)
+def test_norms_leave_the_codes_of_their_rows(rows: int, width: int, dtype: torch.dtype | None) -> None:
+    """Alone and after a sum, which stays; a dead row has codes of zeros."""
+    a, weight, live = torch.randn(rows, width).bfloat16() * 3, torch.randn(width).bfloat16(), torch.ones(rows).byte()
+    live[1] = 0
+    b = None if dtype is None else torch.randn(rows, width).to(dtype)
+    sums, normed = [torch.empty(rows, width).bfloat16() for _ in range(2)], torch.empty(rows, width).bfloat16()
+    found = torch.full(coding.coded_shape(rows, width), 0x55, dtype=torch.uint8)
+    with walkable(walker := Walker(), *NORMS) as (*_, norm, codes, coded):
+        out = codes.CodedRows(found, rows, width)
+        if b is None:
+            walker.run(*norm.rms_norm(a, weight, live, out=normed, eps=1e-5))
+            walker.run(*coded.coded_rms_norm(a, weight, live, out=out, eps=1e-5))
+        else:
+            walker.run(*norm.add_norm(a, b, weight, live, total=sums[0], out=normed, eps=1e-5))
+            walker.run(*coded.coded_add_norm(a, b, weight, live, total=sums[1], out=out, eps=1e-5))
+            assert torch.equal(*sums)
+    assert torch.equal(found, coded_by_hand(normed).memory) and normed[0].any() and not normed[1].any()

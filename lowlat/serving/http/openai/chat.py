@@ -19,23 +19,28 @@ from lowlat.serving.http.openai.schema import (
     ChatRequest,
     ContentPart,
     FunctionCall,
+    GrowingChatRequest,
+    check_growing,
     decode,
     unsupported,
 )
 from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
 from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
+from lowlat.serving.http.uploads import Lines, feed, is_lines
 
 __all__ = ["call_of", "chat_completions", "chat_messages", "check_template", "text_of"]
 
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 _DECODER = msgspec.json.Decoder(ChatRequest)
+_GROWING = msgspec.json.Decoder(GrowingChatRequest)
 
 
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
     session = session_of(request)
-    asked = decode(_DECODER, await read_body(request))
+    lines = Lines(request) if is_lines(request) else None
+    asked = decode(_DECODER, await read_body(request)) if lines is None else decode(_GROWING, await lines.first())
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     check_template(server)
@@ -51,21 +56,32 @@ async def chat_completions(request: Request) -> Response:
     messages = chat_messages(asked.messages)
     options = _template_options(asked, calling)
     prompt_ids: list[tuple[int, ...]] = []
-    if asked.needs_prompt_ids:
-        prompt_ids.append(await gateway.client.tokenize(messages, template_options=options))
+    shared: dict[str, Any] = {
+        "template_options": options,
+        "cache_salt": asked.cache_salt or "",
+        "session": session,
+    }
+    if lines is not None and isinstance(asked, GrowingChatRequest):
+        check_growing(asked)
+        if "max_tokens" not in sampling:
+            message = (
+                "max_tokens: a chat that is still being written needs it, for the server keeps space for the answer"
+            )
+            raise ApiError(400, message, param="max_tokens", code="missing_required_parameter")
+        prompt = gateway.client.open_prompt(messages, max_prompt_tokens=asked.max_prompt_tokens, **shared, **sampling)
+        generation = await feed(prompt, lines)
+        choices = Choices(lambda _: generation)
+    else:
+        if asked.needs_prompt_ids:
+            prompt_ids.append(await gateway.client.tokenize(messages, template_options=options))
 
-    def start(place: int) -> AsyncGeneration:
-        return gateway.client.generate(
-            messages,
-            template_options=options,
-            fit_context="max_tokens" not in sampling,
-            cache_salt=asked.cache_salt or "",
-            session=session,
-            **seeded(sampling, place),
-        )
+        def start(place: int) -> AsyncGeneration:
+            fits = "max_tokens" not in sampling
+            return gateway.client.generate(messages, fit_context=fits, **shared, **seeded(sampling, place))
 
+        choices = Choices(start, asked.n or 1)
     answer = _Chat(asked, calling, fingerprint(server), prompt_ids)
-    return await respond(request, Choices(start, asked.n or 1), answer, stream=bool(asked.stream))
+    return await respond(request, choices, answer, stream=bool(asked.stream))
 
 
 def check_template(server: Welcome) -> None:

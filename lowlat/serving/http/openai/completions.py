@@ -18,6 +18,7 @@ from lowlat.serving.http.openai.schema import (
     MAX_CHOICES,
     CompletionRequest,
     GrowingCompletionRequest,
+    check_growing,
     decode,
     unsupported,
 )
@@ -67,27 +68,20 @@ async def _continue_growing(request: Request, session: str) -> Response:
     """Continue a prompt whose pieces come line by line; the answer begins when the body has ended."""
     lines = Lines(request)
     asked = decode(_GROWING_DECODER, await lines.first())
-    for name, given in (("n", asked.n not in (None, 1)), ("best_of", asked.best_of not in (None, 1))):
+    check_growing(asked)
+    for name, given in (("best_of", asked.best_of not in (None, 1)), ("echo", bool(asked.echo))):
         if given:
-            raise unsupported(name, "a prompt that is still being written has one answer")
-    for name, given in (
-        ("echo", bool(asked.echo)),
-        ("return_token_ids or continuous_usage_stats", asked.needs_prompt_ids),
-    ):
-        if given:
-            raise unsupported(name, "the gateway does not keep a prompt that is still being written")
+            raise unsupported(name, "the prompt is still being written")
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     prompts = _prompts(asked.prompt, server.vocab_size) if asked.prompt else [""]
     if len(prompts) > 1:
         raise invalid("prompt", f"prompt: {len(prompts)} prompts; one can be written at a time")
     options = _sampling(asked, server)
-    async with gateway.client.open_prompt(
+    prompt = gateway.client.open_prompt(
         cache_salt=asked.cache_salt or "", session=session, max_prompt_tokens=asked.max_prompt_tokens, **options
-    ) as prompt:
-        await prompt.append(prompts[0])
-        await feed(lines, prompt)
-        generation = await prompt.finish()
+    )
+    generation = await feed(prompt, lines, prompts[0])
     answer = _Completion(asked, fingerprint(server), prompts, (), 1)
     return await respond(request, Choices(lambda _: generation), answer, stream=bool(asked.stream))
 

@@ -24,6 +24,7 @@ __all__ = [
     "ContentPart",
     "FunctionCall",
     "Generating",
+    "GrowingChatRequest",
     "GrowingCompletionRequest",
     "JsonSchema",
     "NamedTool",
@@ -33,6 +34,7 @@ __all__ = [
     "StructuredOutputs",
     "Tool",
     "ToolCall",
+    "check_growing",
     "decode",
     "unsupported",
 ]
@@ -321,6 +323,15 @@ class CompletionRequest(Choosing, kw_only=True):
     suffix: None = None
 
 
+class GrowingChatRequest(ChatRequest, kw_only=True):
+    """The first line of a chat whose last message is still being written; its content may hold a beginning.
+
+    max_prompt_tokens  of the whole prompt at most, as in `Client.open_prompt`
+    """
+
+    max_prompt_tokens: int | None = None
+
+
 class GrowingCompletionRequest(CompletionRequest, kw_only=True):
     """The first line of a completion whose prompt is still being written.
 
@@ -342,6 +353,15 @@ def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
         raise _refusal(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ApiError(400, f"the body is no JSON: {error!s:.200}", code="json") from None
+
+
+def check_growing(asked: Choosing) -> None:
+    """Refuse what cannot be asked of a prompt that is still being written. Raises ApiError."""
+    if asked.n not in (None, 1):
+        raise unsupported("n", "a prompt that is still being written has one answer")
+    if asked.needs_prompt_ids:
+        name = "return_token_ids" if asked.return_token_ids else "stream_options.continuous_usage_stats"
+        raise unsupported(name, "the gateway does not keep a prompt that is still being written")
 
 
 def unsupported(param: str, why: str = "") -> ApiError:
