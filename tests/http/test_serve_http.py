@@ -67,22 +67,13 @@ def test_a_server_opens_a_gateway_and_outlives_it(tmp_path: Path, repository: Pa
         section = (repository / "lowlat" / "USING.md").read_text().split("## Over HTTP")[1].split("\n## ")[0]
         (asked,) = re.findall(r"^curl .*?\'$", section, re.MULTILINE | re.DOTALL)
         (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-        growing = (repository / "lowlat" / "serving" / "http" / "GROWING.md").read_text()
-        piped, uploads = (re.findall(rf"```{kind}\n(.*?)```", growing, re.DOTALL)[0] for kind in ("", "python"))
-        uploads = uploads.replace("import httpx", "import httpx2 as httpx")  # which lowlat needs itself
         environment = {**server.environment, "LOWLAT_API_KEY": facts["key"]}
         said = []
-        programs = [
-            ["sh", "-c", asked],
-            [sys.executable, "-c", example],
-            ["sh", "-c", piped],
-            [sys.executable, "-c", uploads],
-        ]
-        for command in programs:
+        for command in (["sh", "-c", asked], [sys.executable, "-c", example]):
             command[-1] = command[-1].replace("http://127.0.0.1:8000", facts["url"])
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
             said.append(done.stdout)
-        assert all(text.endswith("data: [DONE]\n\n") for text in (said[0], said[2])) and len(said[3].strip()) > 20
+        assert said[0].endswith("data: [DONE]\n\n")
         greedy = {"model": MODEL, "prompt": "The President shall", "max_tokens": 32, "temperature": 0}
         answer = json.loads(curl(f"{facts['url']}/v1/completions", facts["key"], greedy))
         assert said[1] == answer["choices"][0]["text"] + "\n" and answer["usage"]["completion_tokens"] > 2
