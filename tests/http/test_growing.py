@@ -123,6 +123,7 @@ def test_a_chats_last_message_may_grow(kind: str, tmp_path: Path) -> None:
     codec.close()
 
 
+@pytest.mark.second
 def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
     """Over both doors: with drafts and prefix reuse, on trial, in sessions and under a grammar; nothing is left."""
     source = random.Random(1)
