@@ -21,7 +21,7 @@ from lowlat.errors import RequestError
 from lowlat.ipc.messages import Message
 from lowlat.options.request import StepOutput
 from lowlat.text import TextCodec
-from lowlat.text.growing import GrowingText
+from lowlat.text.growing import GrowingPrompt, GrowingText
 from lowlat.text.templates.messages import encode_messages, grow_messages
 
 CHUNK = 8
@@ -116,6 +116,19 @@ def test_a_chat_in_pieces_has_the_tokens_of_the_whole(kind: str, allow_special: 
     assert num_certain > 0.4 * num_all
     with pytest.raises(RequestError, match="token ids go with a plain prompt"):
         growing.append([1])
+
+
+@pytest.mark.parametrize("kind", ["qwen", "smollm"])
+def test_what_is_held_back_is_bounded(kind: str) -> None:
+    """A word without an end, and spaces that begin a message, are refused when no context has room for them."""
+    codec = TextCodec(codec_of(kind)._tokenizer, templates={"default": TEMPLATES["qwen"]})
+    plain = GrowingPrompt(codec, max_context=200, allow_special=False)
+    chat = grow_messages(codec, [Message("user", None)], {}, allow_special=False, max_context=200)
+    for growing, piece in ((plain, "x" * 10_000), (chat, " " * 10_000)):
+        with pytest.raises(RequestError, match=r"exceed 200 \(max_context\)"):
+            for _ in range(200):
+                growing.append(piece)
+    codec.close()
 
 
 @pytest.fixture(scope="module")
