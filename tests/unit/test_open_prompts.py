@@ -215,6 +215,28 @@ def test_one_of_higher_priority_takes_a_slot_and_pins_nothing(pairs: dict[str, P
         assert runtime.kvcache.stats().num_pinned == 0 < runtime.kvcache.stats().num_evictable
 
 
+def test_an_open_prompt_goes_on_with_a_session(pairs: dict[str, PairPaths]) -> None:
+    """Its prefix stays, of what was withdrawn nothing does, and no chunk of its own counts as cached."""
+    with Runtime.load(pairs["llama"].target, **OPTIONS) as runtime:
+        for turn in range(2):
+            session = runtime.session("agent")
+            prompt = [*session.token_ids, *prompt_of(3 * CHUNK, seed=turn)]
+            handle = runtime.open_prompt(SAMPLED, session="agent")
+            handle.append(prompt[:-2])
+            handle.finish(speculative=True)
+            for _ in range(20):
+                assert not runtime.step()
+            handle.append(prompt[-2:])
+            handle.finish()
+            answer = run_all(runtime)[handle.request_id]
+            assert list(session.token_ids) == [*prompt, *answer]
+            assert (runtime.metrics(handle.request_id).cached_prompt_tokens >= 3 * CHUNK) == bool(turn)
+            assert runtime.kvcache.stats().num_pinned > 0
+        session.close()
+        assert runtime.kvcache.stats().num_pinned == 0
+        check_invariants(runtime)
+
+
 def test_text_is_read_up_to_the_last_word(pairs: dict[str, PairPaths], tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", "llama", vocab_size=400) and tmp_path / "target"
     write_directory(target, byte_level(), eos_token="</s>")
