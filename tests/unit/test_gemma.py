@@ -119,7 +119,12 @@ def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_pa
     """As z-lab's of Gemma 4: Qwen3's layers, four of five with windows, six captured streams, capped logits."""
     target, prompt = make_target(tmp_path / "target", "gemma4_text", num_hidden_layers=4), prompt_of(60)
     window = target.config.sliding_window
-    form = {"windows": (window, window, None), "num_hidden_layers": 3, "softcap": 30.0, "captures": (1, 1, 2, 2, 3, 3)}
+    form: dict[str, Any] = {
+        "windows": (window, window, None),
+        "num_hidden_layers": 3,
+        "softcap": 30.0,
+        "captures": (1, 1, 2, 2, 3, 3),
+    }
     dflash_draft_model(tmp_path / "draft", target, **form)
     with Runtime.load(tmp_path / "target", **OPTIONS) as runtime:
         tokens = run_one(runtime, prompt, SAMPLED)
