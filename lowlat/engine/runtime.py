@@ -552,6 +552,7 @@ class Runtime:
             "numerics": self.numerics,
             "paused": self._paused_summary(),
             "memory": [each.to_dict() for each in self.memory],
+            **({"activations": "fp8"} if self.model_config.coded_rows else {}),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),
             **self._sleep.report(),
