@@ -44,6 +44,15 @@ def wide(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.wide)
 
 
-def staged(cases: Iterable[Any], first: Container[Any]) -> list[Any]:
-    """All cases, those that are not among the first marked for the second stage; a tuple is several parameters."""
-    return [case if case in first else later(*(case if isinstance(case, tuple) else (case,))) for case in cases]
+def staged(cases: Iterable[Any], first: Container[Any], second: Container[Any] | None = None) -> list[Any]:
+    """All cases, those that are not among the first marked for the second stage, or where the second's are given, for
+    wide runs; a tuple is several parameters.
+    """
+
+    def marked(case: Any) -> Any:
+        if case in first:
+            return case
+        mark = later if second is None or case in second else wide
+        return mark(*(case if isinstance(case, tuple) else (case,)))
+
+    return [marked(case) for case in cases]

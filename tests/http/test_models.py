@@ -184,7 +184,7 @@ def test_who_cannot_be_woken_in_time_is_told_when_to_come_again(
     assert sharing.tokens("two") == expected["two"][:8]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_first_streams_while_the_second_dies_and_loads_again(
     tmp_path: Path, targets: Path, expected: dict[str, list[int]]
 ) -> None:

@@ -427,8 +427,8 @@ def test_what_went_wrong_is_told(shown: Shown) -> None:
     assert "not finite" in shown.text(".error")
 
 
+@pytest.mark.wide
 @needs_browser
-@pytest.mark.second
 def test_server_and_gateway_may_go_and_come_back(shown: Shown, tmp_path: Path) -> None:
     page = shown.page
     own = tmp_path / "own"

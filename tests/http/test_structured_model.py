@@ -63,7 +63,7 @@ async def over_asyncio(endpoint: str) -> list[str]:
         return list(await asyncio.gather(*(ask(client, options) for options in ASKED)))
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_documents_are_the_same_through_every_gateway(tmp_path: Path) -> None:
     """Speculation is on, requests are next to each other, and each text is that of plain decoding."""
     tmp_path.chmod(0o700)

@@ -31,14 +31,19 @@ def test_there_are_enough_and_none_twice() -> None:
     assert len({entry["name"] for entry in TABLE}) == len(TABLE)
 
 
-@pytest.mark.parametrize("entry", TABLE, ids=lambda entry: entry["name"])
-def test_bad_frames_are_refused(entry: dict[str, Any]) -> None:
-    frames = [frame(parts) for parts in entry["frames"]]
-    with pytest.raises(WireError) as caught:
-        decode_client(frames)
-    assert entry["field"] in ("any", caught.value.field), str(caught.value)
-    assert entry["number"] in ("any", caught.value.number)
-    assert len(str(caught.value)) <= 400
+@pytest.mark.parametrize("kind", sorted({entry["name"].partition("-")[0] for entry in TABLE}))
+def test_bad_frames_are_refused(kind: str) -> None:
+    """All whose names begin with a word."""
+    for entry in TABLE:
+        name = entry["name"]
+        if name.partition("-")[0] != kind:
+            continue
+        with pytest.raises(WireError) as caught:
+            decode_client([frame(parts) for parts in entry["frames"]])
+            pytest.fail(f"{name} is taken")
+        assert entry["field"] in ("any", caught.value.field), f"{name}: {caught.value}"
+        assert entry["number"] in ("any", caught.value.number), f"{name}: {caught.value}"
+        assert len(str(caught.value)) <= 400, name
 
 
 def test_refusing_takes_no_memory_and_no_time() -> None:

@@ -62,6 +62,7 @@ def test_a_request_that_is_led_along_a_text_takes_it_and_along_its_own_has_the_b
     assert agreement.draw(whole, PROMPT, PARAMS).tokens == free.tokens
 
 
+@pytest.mark.second
 def test_a_budget_of_the_whole_context_differs_nowhere_and_a_small_one_does(pair: PairPaths, whole: Runtime) -> None:
     full = agreement.draw(whole, PROMPT, PARAMS)
     found = {}

@@ -193,7 +193,7 @@ def test_no_width_or_neighbour_changes_many_documents(
     played.play(way, [("submit", first), *moves])
 
 
-@pytest.mark.parametrize("way", staged(WAYS, first=["chain", "dynamic tree", "text next to"]))
+@pytest.mark.parametrize("way", staged(WAYS, first=["chain", "dynamic tree", "text next to"], second=[]))
 @pytest.mark.second
 def test_every_kind_of_grammar_meets_every_way_of_drafting(way: str, played: Played) -> None:
     """Three at a time, with some cancelled; drafts are accepted, and so is what is forced."""

@@ -26,7 +26,7 @@ from lowlat.speculators.methods import draft_method
 from lowlat.step import state
 
 MAX_TOKENS = 15
-OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
+OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
     "device": "cpu",
     "dtype": "float32",
 }
@@ -351,7 +351,7 @@ def test_no_neighbour_changes_anything(
     expected = [baseline(pair, *request) for request in wanted]
     depth = 3 if tree else 7
     shape = dynamic(3, 9) if tree == "dynamic" else TREES.get(tree or "")
-    with load(pair, depth, tree=shape, method=method, max_queue=16) as runtime:
+    with load(pair, depth, tree=shape, method=method, max_queue=16, max_batch=4) as runtime:
         crowd, recorder = Crowd(runtime, seed), Recorder(runtime)
         names: list[str] = []
         tokens: dict[str, list[int]] = {}
@@ -398,7 +398,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
     pair, sampling = pairs[family], params("sampled")
     prompts = [prompt_of(20 + k, seed=k % 3) for k in range(4)]
     expected = [baseline(pair, prompt, sampling)[0] for prompt in prompts]
-    with load(pair, 3, kv_blocks=36) as runtime:
+    with load(pair, 3, kv_blocks=36, max_batch=4) as runtime:
         names = [runtime.submit(prompt, sampling) for prompt in prompts]
         tokens = run_all(runtime)
     assert [tokens[name] for name in names] == expected

@@ -11,7 +11,7 @@ from fake_device import load_fake
 from hypothesis import given, settings
 from paused_requests import alone, moves, paused_each_step, play, random_moves
 from recording import prompt_of, run_all
-from stages import later
+from stages import later, wide
 from tiny_grammars import Automaton, submit_with
 from tiny_models import PairPaths, make_pair, make_target
 from tiny_mtp import add_mtp
@@ -79,7 +79,7 @@ def sampling(mode: str, seed: int = 7, **others: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize(("family", "method", "mode"), CASES)
-@pytest.mark.parametrize("few", [True, later(False)])
+@pytest.mark.parametrize("few", [True, wide(False)])
 def test_any_moves_change_no_token(family: str, method: str, mode: str, few: bool, pairs: dict[str, PairPaths]) -> None:
     pair, config = pairs[family], speculation(pairs[family], method)
     requests = [(prompt, sampling(mode, seed=seed, max_tokens=34)) for seed, prompt in enumerate(PROMPTS)]

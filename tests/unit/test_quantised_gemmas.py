@@ -9,7 +9,7 @@ from checkpoint_files import edit_json
 from quantised_layers import quantise_target
 from recording import prompt_of
 from safetensors.torch import load_file, save_file
-from stages import later
+from stages import later, wide
 from tiny_gemma import E4B, GEMMA_3_27B, GEMMA_31B, MOE
 from tiny_models import make_target, transformers_logits
 from unit.test_quantised_targets import OPTIONS, traced
@@ -74,10 +74,10 @@ def into_wrapper(directory: Path, model_type: str) -> None:
             ("26b", "fp8-channel", True),
             ("e4b", "w4a16-32", False),
         ),
-        *(later("31b", "fp8-channel", False), later("31b", "awq", True), later("31b", "gptq-v1", False)),
-        *(later("27b", "awq", False), later("27b", "nvfp4-modelopt", False), later("26b", "nvfp4", True)),
-        *(later("26b", "w4a16-32", False), later("e4b-gates", "fp8-block", True), later("e4b", "awq", False)),
-        later("26b", "gptq-symmetric", False),
+        *(wide("31b", "fp8-channel", False), later("31b", "awq", True), wide("31b", "gptq-v1", False)),
+        *(wide("27b", "awq", False), later("27b", "nvfp4-modelopt", False), later("26b", "nvfp4", True)),
+        *(wide("26b", "w4a16-32", False), later("e4b-gates", "fp8-block", True), wide("e4b", "awq", False)),
+        wide("26b", "gptq-symmetric", False),
     ],
 )
 def test_logits_are_those_of_the_dequantised_model(name: str, layout: str, wrapped: bool, tmp_path: Path) -> None:

@@ -91,11 +91,11 @@ def test_integer_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", INT_BOUNDS)
-@pytest.mark.parametrize("value", NO_INT, ids=repr)
-def test_no_integers(name: str, value: Any) -> None:
-    with pytest.raises(RequestError) as caught:
-        made(**{name: value})
-    assert str(caught.value) == f"{name} must be an integer, got {value!r}"
+def test_no_integers(name: str) -> None:
+    for value in NO_INT:
+        with pytest.raises(RequestError) as caught:
+            made(**{name: value})
+        assert str(caught.value) == f"{name} must be an integer, got {value!r}"
 
 
 @pytest.mark.parametrize("name", FLOAT_BOUNDS)
@@ -109,11 +109,11 @@ def test_float_bounds(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLOAT_BOUNDS)
-@pytest.mark.parametrize("value", NO_FLOAT, ids=repr)
-def test_no_finite_numbers(name: str, value: Any) -> None:
-    with pytest.raises(RequestError) as caught:
-        made(**{name: value})
-    assert str(caught.value) == f"{name} must be a finite number, got {value!r}"
+def test_no_finite_numbers(name: str) -> None:
+    for value in NO_FLOAT:
+        with pytest.raises(RequestError) as caught:
+            made(**{name: value})
+        assert str(caught.value) == f"{name} must be a finite number, got {value!r}"
 
 
 @pytest.mark.parametrize("name", [*INT_BOUNDS, *FLOAT_BOUNDS])

@@ -171,6 +171,7 @@ def test_launches_of_a_pair_are_met_by_their_stages(shapes: list[Shape], program
     assert any("N=4096 K=320 epilogue=float32 normed=1 argmax=1" in key for key in keys)
 
 
+@pytest.mark.second
 def test_a_launch_has_a_kernel_for_each_of_its_plans(shapes: list[Shape]) -> None:
     calls = calls_by_plan(shapes, H200, 3)
     for shape in shapes:

@@ -201,7 +201,7 @@ def load(paths: PairPaths, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Lau
     return loaded
 
 
-@pytest.mark.parametrize("invariant", [later(False), wide(True)], ids=["", "invariant"])
+@pytest.mark.parametrize("invariant", [wide(False), wide(True)], ids=["", "invariant"])
 def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     invariant: bool, paths: PairPaths, load: Callable[..., LaunchCounts]
 ) -> None:
@@ -226,7 +226,7 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     assert lacking.untuned == (("decode_gemm", key),) and lacking.planned - lacking.tuned > 0
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_strict_mode_refuses_ranks_by_the_entries_of_a_whole_model(
     paths: PairPaths, load: Callable[..., LaunchCounts]
 ) -> None:

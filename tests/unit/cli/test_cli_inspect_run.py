@@ -42,8 +42,8 @@ def test_the_bundled_pair_speculates() -> None:
     assert all(str(text.prompt) in shown and str(text.answer) in shown for text in found.texts)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("code", staged(CASES, first=["refused", "few_drafts", "no_drafts"]))
-@pytest.mark.second
 def test_a_pair_that_does_not_speculate_says_why(code: str) -> None:
     arguments, text = CASES[code]
     found = msgspec.convert(answer("inspect", "run", "--json", *arguments, code=3), Activity)
@@ -60,7 +60,7 @@ def test_ngram_drafts_nothing_where_no_text_repeats_itself(tmp_path: Path) -> No
     assert reason["code"] == "no_drafts" and "repeats itself" in reason["text"]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_draft_model_that_only_guesses_is_not_active(tmp_path: Path) -> None:
     """Its LM head's rows belong to other ids."""
     head = tmp_path / "head"

@@ -38,6 +38,7 @@ def report() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.second
 def test_models_have_their_published_sizes_and_formats(report: dict[str, Any]) -> None:
     assert report["families"] == list(FAMILIES) and len(report["models"]) == len(PUBLISHED)
     by_name = {each["model"].rpartition("/")[2]: each for each in report["models"]}
@@ -48,17 +49,20 @@ def test_models_have_their_published_sizes_and_formats(report: dict[str, Any]) -
     assert by_name["gpt-oss-20b"]["bytes"].keys() == {"stored"}, "it is quantised already"
 
 
+@pytest.mark.second
 def test_kernels_run_all_of_them_and_their_quantised_files_are_known(report: dict[str, Any]) -> None:
     assert {each["model"]: each["reason"] for each in report["models"] if each["executor"] != "kernels"} == {}
     assert {"compressed-tensors", "fp8", "awq", "gptq", "modelopt", "mxfp4"} <= set(report["quant_methods"])
 
 
+@pytest.mark.second
 def test_what_fits_is_smaller_than_free_memory(report: dict[str, Any]) -> None:
     for each in report["models"]:
         sizes = each["bytes"]
         assert each["fits"] == [kind for kind in sizes if sizes[kind] < report["free_bytes"]]
 
 
+@pytest.mark.second
 def test_the_page_of_targets_has_the_table(report: dict[str, Any], repository: Path) -> None:
     assert markdown(report) in (repository / "lowlat" / "models" / "README.md").read_text(), (
         "lowlat models --markdown prints it"

@@ -93,6 +93,7 @@ def test_simulated_acceptance_has_the_mean_asked_for(probability: float, mean: f
     assert abs(expected_accept_length(probability, 3) - mean) < 0.001
 
 
+@pytest.mark.second
 def test_a_shorter_run_of_drafts_accepts_those_of_the_longer_one() -> None:
     for position in range(100):
         longest = simulate_acceptance(0.7, position, 7)
