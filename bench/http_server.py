@@ -77,7 +77,7 @@ class StampingEngine:
         """See Engine."""
         self._engine.cancel(request_id)
 
-    def pause(self, request_id: str) -> object:
+    def pause(self, request_id: str) -> bool:
         """See Engine."""
         return self._engine.pause(request_id)
 

@@ -115,7 +115,7 @@ class _Bench:
                 del plain
             for name, rate, calls in kinds:
                 tiers.max_bytes_per_s = rate
-                runtime.executor.mover.bus.call_moves = calls
+                runtime.executor.movers[0].bus.call_moves = calls
                 copies = TierCopies(runtime, tiers, prompts)
                 self._add_steps(name, runtime, text, copies, {"throttle": rate and rate / 1e9, "call_moves": calls})
 

@@ -27,7 +27,8 @@ def build(out: Path) -> int:
         write_commands(pages)
         extra = f"html_extra_path={pages / 'extra'}"
         where = ["-c", str(Path(__file__).parent), "-d", str(Path(scratch) / "doctrees"), "-D", extra]
-        return build_main(["-q", "-W", "--keep-going", "-b", "html", *where, str(pages), str(out)])
+        status: int = build_main(["-q", "-W", "--keep-going", "-b", "html", *where, str(pages), str(out)])
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

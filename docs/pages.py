@@ -49,6 +49,7 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         _page("embed", "In a process", USING, "In a process"),
         Page("serve", "Serving", (Part(USING, ("From other processes", "Over HTTP")),)),
         _page("http", None, "lowlat/serving/http/README.md"),
+        _page("growing", None, "lowlat/serving/http/GROWING.md"),
         Page("sockets", None, (Part("ipc/README.md"), Part("ipc/WIRE.md"))),
         _page("several-models", None, "lowlat/serving/models/README.md"),
         _page("deploy", None, "lowlat/serving/deploy/README.md"),

@@ -26,6 +26,7 @@ HYBRID: dict[str, Any] = SIZES | {
 CUT: dict[str, Any] = {"intermediate_size": 64, "num_hidden_layers": 2}
 STORED = {"awq": "awq", "nvfp4": "nvfp4"}  # of weight formats, the layout that holds them
 GAIN = 0.45
+SECOND = ("bfloat16", "int4", "nvfp4")  # weights of targets before which DFlash's draft model is DFlash2's
 
 
 class DraftingModels:
@@ -54,7 +55,8 @@ class DraftingModels:
         itself, or of experts in MXFP4 this very one."""
         if method == "draft_model":
             return self.target(weights if weights == "mxfp4" else "float32")
-        path = self.target(weights).parent / method
+        second = {"conv": (2, 16), "selector": (8, 6)} if method == "dflash" and weights in SECOND else {}
+        path = self.target(weights).parent / (f"{method}2" if second else method)
         if not path.exists():
             model = self._made(weights)[1]
             own = {"draft_vocab_size": 80, **CUT}
@@ -64,7 +66,7 @@ class DraftingModels:
                 copying_draft_model(path, model, heads=8, mask_token=5, **own)
             else:
                 markov = {} if method == "dflash" else {"markov_rank": 8}
-                shape = {"num_attention_heads": 8, "layout": "speculators", **CUT, **markov}
+                shape = {"num_attention_heads": 8, "layout": "speculators", **CUT, **markov, **second}
                 dflash_draft_model(path, model, copies=True, **shape)
         return path
 

@@ -15,6 +15,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "method": ("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix", "beside", "none"),
     "shape": ("chain", "static", "dynamic", "adaptive"),
     "partial": ("whole", "lossy", "lossless"),
+    "rows": ("usual", "wide"),  # wide steps that copies are verified by, with texts that requests name
     "weights": ("float32", "bfloat16", "fp8", "int4", "awq", "nvfp4", "mxfp4"),
     "drafts": ("plain", "fp8"),  # the draft model's weights
     "cache": ("plain", "fp8"),
@@ -57,7 +58,14 @@ class Rule:
             yield {**SIMPLEST, **dict(zip(self.values, values, strict=True))}
 
 
+UNCOPIED = tuple(method for method in FACTORS["method"] if method not in ("suffix", "beside"))
+
 RULES = (
+    Rule({"rows": ("wide",), "method": UNCOPIED[:-1]}, "wide_rows is an option of method 'suffix'"),
+    Rule({"rows": ("wide",), "method": UNCOPIED[-1:]}, None),
+    # with method "suffix", too, of whose options it is: see test_wide_steps.py
+    Rule({"rows": ("wide",), "shape": FACTORS["shape"][1:]}, "wide_rows is an option of method 'suffix'"),
+    Rule({"rows": ("wide",), "partial": ("lossy", "lossless")}, "wide_rows is an option of method 'suffix'"),
     Rule({"method": ("none",), "shape": FACTORS["shape"][1:]}, None),
     Rule({"method": ("none",), "partial": ("lossy", "lossless")}, None),
     Rule({"method": ("none",), "drafts": ("fp8",)}, None),

@@ -17,7 +17,7 @@ from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
 from lowlat.engine.loading import load
 from lowlat.errors import DeviceError
 from lowlat.executors import OpHook, chosen_body
-from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.block_moves import BlockMover, ContentMover
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Program, Stage
@@ -65,7 +65,7 @@ class FakeDevice:
         return any(budget is not None for _, budget in self._queue)
 
     @property
-    def mover(self) -> BlockMover:
+    def mover(self) -> ContentMover:
         """The inner executor's."""
         return self.inner.mover
 

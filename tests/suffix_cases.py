@@ -79,11 +79,18 @@ def arguments(texts: list[list[int]], rows: int, context: int) -> Arrays:
 
 
 def check_suffix_draft(
-    bench: Bench, seed: int, *, context: int, lengths: list[int], options: Options, calls: Any = kernel
+    bench: Bench,
+    seed: int,
+    *,
+    context: int,
+    lengths: list[int],
+    options: Options,
+    calls: Any = kernel,
+    rows: int | None = None,
 ) -> int:
     """Texts of these lengths, after them a dead slot and a pad, against the reference. Returns the drafts' number."""
     source = random.Random(seed)
-    rows = 1 + source.randint(1, 7)
+    rows = 1 + source.randint(1, 7) if rows is None else rows
     texts = [random_text(source, length) for length in (*lengths, 9, 9)]
     if seed % 2:  # many places, most of which are left out
         texts[-3] = [source.choice((1, 1, 1, 2)) for _ in texts[-3]]

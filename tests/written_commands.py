@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import benches  # noqa: F401  bench/ and docs/ are found
 import click
@@ -164,7 +165,7 @@ def _check_values(
             continue
         for one in value if isinstance(value, list) else [value]:
             if isinstance(each.type, NUMBERS) and isinstance(one, str) and not PLACEHOLDER.fullmatch(one):
-                each.type.convert(one, each, context)
+                each.type(one, each, context)
             if each.name == "given" or "--set" in each.opts:
                 name = str(one).partition("=")[0]
                 if name not in _keys():
@@ -193,8 +194,8 @@ def _check_python(words: Sequence[str], *, whole: bool) -> None:
 def _run_parser(name: str, arguments: list[str], *, is_module: bool) -> None:
     parse = argparse.ArgumentParser.parse_args
 
-    def only(self: argparse.ArgumentParser, *given: object, **options: object) -> None:
-        parse(self, *given, **options)  # type: ignore[call-overload]
+    def only(self: argparse.ArgumentParser, *given: Any, **options: Any) -> None:
+        parse(self, *given, **options)
         raise _Parsed
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

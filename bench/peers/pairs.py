@@ -30,7 +30,8 @@ def schedule(jobs: Sequence[Job], pairs: int) -> Iterator[tuple[Job, str, int]]:
         asked = {job.engine: job for job in jobs if job.case == case}
         own = asked.pop(OWN, None)
         if own is None or not asked:
-            yield from ((job, "", number) for number in range(pairs) for job in (asked or {OWN: own}).values() if job)
+            alone = list(asked.values()) if own is None else [own]
+            yield from ((job, "", number) for number in range(pairs) for job in alone)
             continue
         for name, other in asked.items():
             for number in range(pairs):

@@ -244,5 +244,9 @@ def _make(context: int, rows: int, depth: int, factor: int, least: int) -> Kerne
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that CI compiles: the default options, and the longest endings over an odd context."""
-    return [_make(131072, 5, 24, *fractions(1.0, 0.1)), _make(8191, 8, 32, *fractions(2.5, 0.0))]
+    """Specialisations that CI compiles: the default options, the longest endings in an odd context, and a wide step."""
+    return [
+        _make(131072, 5, 24, *fractions(1.0, 0.1)),
+        _make(8191, 8, 32, *fractions(2.5, 0.0)),
+        _make(131072, 32, 32, *fractions(4.0, 0.1)),
+    ]

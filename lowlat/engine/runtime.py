@@ -376,7 +376,7 @@ class Runtime:
     def content_facts(self) -> ContentFacts:
         """The facts that decide what the contents of chunks are, next to `numerics`."""
         if self._content_facts is None:
-            self._content_facts = content_facts(self.directory, self._draft_directory, self.executor.state)
+            self._content_facts = content_facts(self.directory, self._draft_directory, self.executor.mover.states)
         return self._content_facts
 
     @property
@@ -552,6 +552,7 @@ class Runtime:
             "numerics": self.numerics,
             "paused": self._paused_summary(),
             "memory": [each.to_dict() for each in self.memory],
+            **({"activations": "fp8"} if self.model_config.coded_rows else {}),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),
             **self._steps.report(totals.speculation),
             **self._sleep.report(),

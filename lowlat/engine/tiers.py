@@ -2,6 +2,7 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +39,6 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
         raise ConfigError("host_cache_gib and cache_dir keep what prefix_reuse shares, which is off; turn it on")
     if config.share_decoded:
         raise ConfigError("host_cache_gib and cache_dir keep what prefill wrote alone: leave share_decoded off")
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            "host_cache_gib and cache_dir are not implemented for several devices (tensor_parallel_size "
-            f"{config.tensor_parallel_size}); leave them out"
-        )
     pins = Counter[bytes]()
     disk, host_gib, mover = None, config.host_cache_gib, loaded.executor.mover
 
@@ -51,9 +47,7 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
 
     if config.cache_dir is not None:
         size, draft = int(config.cache_gib * GIB), loaded.speculator
-        facts = content_facts(
-            loaded.target.directory, None if draft is None else draft.directory, loaded.executor.state
-        )
+        facts = content_facts(loaded.target.directory, None if draft is None else draft.directory, mover.states)
         fingerprint = digest_of({"numerics": numerics, "model": facts.model, "layout": facts.layout})
         disk = DiskTier(Path(config.cache_dir), size, fingerprint, is_pinned)
         host_gib = max(host_gib, LEAST_HOST_GIB)
@@ -80,11 +74,14 @@ class ContentFacts:
     model_name: str
 
 
-def content_facts(target: Path, draft: Path | None, state: BufferSet) -> ContentFacts:
-    """The facts of a model's and a draft model's directories, and of the buffers of the state."""
-    pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})
+def content_facts(target: Path, draft: Path | None, states: Sequence[BufferSet]) -> ContentFacts:
+    """The facts of a model's and a draft model's directories, and of the buffers of each rank's state."""
+    layouts = []
+    for state in states:
+        pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})
+        layouts.append({pool: content_layout(state, pool, 1) for pool in pools})
     model = digest_of({"target": _files(target), "draft": _files(draft)})
-    layout = digest_of({"layout": {pool: content_layout(state, pool, 1) for pool in pools}})
+    layout = digest_of({"layout": layouts[0] if len(layouts) == 1 else layouts})
     return ContentFacts(model, layout, display_name(target))
 
 

@@ -51,6 +51,8 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
     problem = None
     if any(isinstance(topology, DynamicTree) for topology in topologies.values()):
         problem = "counts chains and static trees, and dynamic_tree_max_topk makes a dynamic one"
+    elif geometry.speculator is not None and geometry.speculator.wide_rows:
+        problem = "counts steps of the draft length asked for, and wide_rows verifies more"
     elif geometry.partial is not None:
         problem = "counts attention to all of the KV cache, and enable_specpv attends to a part of it"
     elif uncounted := {spec.head_dim for spec in geometry.config.attentions.values()} - set(TILE_BYTES):

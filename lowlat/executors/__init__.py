@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.block_moves import BlockMover, ContentMover
 from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Op, Program
@@ -69,12 +69,12 @@ class Executor(Protocol):
         """Write buffers of the state by name, of every rank, after what was started before."""
 
     @property
-    def mover(self) -> BlockMover:
-        """The copies of blocks and rows between the first rank's state and host memory."""
+    def mover(self) -> ContentMover:
+        """The copies of blocks between the state of all ranks and host memory."""
 
     @property
     def movers(self) -> Sequence[BlockMover]:
-        """The same of every rank, in order."""
+        """The copies of blocks and slots' rows of every rank, in order."""
 
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool that a failed request may have filled with NaN."""

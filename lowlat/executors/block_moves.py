@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,9 @@ import torch
 from lowlat.errors import CapacityError
 from lowlat.executors.bus_copies import BusCopies, Moves, wait_for
 from lowlat.graphs import BufferSet
-from lowlat.sequence.tiers.key import Load, Mark, Save
+from lowlat.sequence.tiers.key import Copier, Load, Mark, Save
 
-__all__ = ["BlockMover", "content_layout", "slot_layout"]
+__all__ = ["BlockMover", "ContentMover", "content_layout", "slot_layout"]
 
 NUM_STAGING = 4
 ALIGNMENT = 16
@@ -61,6 +62,20 @@ def slot_layout(state: BufferSet) -> tuple[tuple[Piece, ...], int]:
     return tuple(pieces), start
 
 
+class ContentMover(Copier, Protocol):
+    """Copies contents of blocks or rows of all ranks; see `BlockMover`, which does so for one."""
+
+    @property
+    def states(self) -> tuple[BufferSet, ...]:
+        """Each rank's state."""
+
+    def read(self, pool: str, places: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """Start to read blocks or rows, [n] uint8; returns a function that waits for them."""
+
+    def write(self, pool: str, places: Sequence[int], content: torch.Tensor) -> None:
+        """Write a content to blocks or rows, before what is launched later."""
+
+
 class BlockMover:
     """Reads and writes blocks and rows of one executor's state.
 
@@ -76,6 +91,11 @@ class BlockMover:
         self._next = 0
         self._layouts: dict[tuple[str, int], tuple[tuple[Piece, ...], int]] = {}
         self._places: dict[tuple[str, int], tuple[npt.NDArray[np.uint64], ...]] = {}
+
+    @property
+    def states(self) -> tuple[BufferSet, ...]:
+        """The only rank's state."""
+        return (self._state,)
 
     def allocate(self, size: int, knob: str) -> torch.Tensor:
         """Host memory of so many bytes, [n] uint8, from which the device copies.

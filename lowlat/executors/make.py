@@ -168,21 +168,17 @@ def make_executor(
     hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.distributed.watchdog`: for work on a device
     can_sleep  weights, paged state and scratch lie where they can leave the device
-    Raises ConfigError for a device loop where steps are not captured, and for several ranks that can sleep.
+    Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":
         raise ConfigError(
             f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
         )
-    if can_sleep and len(ranks) > 1:
-        raise ConfigError(
-            f"can_sleep is not implemented for several devices (tensor_parallel_size {len(ranks)}); leave it out"
-        )
-    if choice.executor == "reference" and len(ranks) > 1:
-        parts = [(rank.programs, rank.prefills) for rank in ranks]
-        return RankedReferenceExecutor(parts, weights, [rank.config for rank in ranks], choice.device, hooks=hooks)
     if choice.executor == "reference":
         own = StorageResidence(choice.device) if can_sleep else None
+        if len(ranks) > 1:
+            parts, configs = [(rank.programs, rank.prefills) for rank in ranks], [rank.config for rank in ranks]
+            return RankedReferenceExecutor(parts, weights, configs, choice.device, hooks=hooks, residence=own)
         return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks, residence=own)
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
@@ -194,7 +190,9 @@ def make_executor(
     from lowlat.executors.graph import GraphExecutor
 
     if len(ranks) > 1:
-        return _make_parallel(ranks, devices, weights, captured, looping=device_loop, fuse=fuse, watchdog=watchdog)
+        return _make_parallel(
+            ranks, devices, weights, captured, can_sleep=can_sleep, looping=device_loop, fuse=fuse, watchdog=watchdog
+        )
 
     def progress(_: Bucket, done: int, total: int) -> None:
         if captured is not None:
@@ -217,6 +215,8 @@ def _make_parallel(
     devices: Sequence[torch.device],
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None,
+    *,
+    can_sleep: bool,
     **options: Any,
 ) -> Executor:
     """A graph executor for each rank; the weights' files are read once."""
@@ -237,7 +237,8 @@ def _make_parallel(
 
         rank, place = ranks[number], RankPlace(number, peers, leader)
         return GraphExecutor(
-            rank.programs, rank.prefills, parts[number], devices[number], progress=progress, place=place, **options
-        )
+            rank.programs, rank.prefills, parts[number], devices[number], progress=progress, place=place,
+            residence=_mapped(devices[number]) if can_sleep else None, **options,
+        )  # fmt: skip
 
     return ParallelExecutor(make, peers)

@@ -174,7 +174,7 @@ class SamplingParams:
             raise RequestError(f"draft_texts holds {len(texts)} texts; at most {MAX_DRAFT_TEXTS}")
         checked: list[str | tuple[int, ...]] = []
         for text in texts:
-            ids = text if isinstance(text, str) else _as_tuple("a text of draft_texts", text)
+            ids = text if isinstance(text, str) else _as_tuple("draft_texts", text)
             if not 1 <= len(ids) <= MAX_DRAFT_TEXT_CHARACTERS:
                 most = MAX_DRAFT_TEXT_CHARACTERS
                 raise RequestError(f"draft_texts: a text must have 1 to {most} characters or tokens, got {len(ids)}")

@@ -17,6 +17,8 @@ from lowlat.step.variants import bodies_of
 
 __all__ = ["Costs", "StepCosts", "by_bytes", "cost_table"]
 
+FEW_ROWS = ("embed", "walk_candidates")  # operations that read some rows of a table
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -56,7 +58,7 @@ def by_bytes(programs: Mapping[Bucket, Program], bucket: Bucket, weights: Mappin
 
 
 def _weight_bytes(op: Op, weights: Mapping[str, torch.Tensor]) -> int:
-    if op.kind == "embed":
+    if op.kind in FEW_ROWS:
         return 0
     return sum(weights[part].nbytes for name in op.weights.values() for part in matrix_parts(name, weights).values())
 

@@ -3,6 +3,7 @@
 transformers is optional: it is imported when it is asked for, and its absence is a ConfigError that says how to get it.
 """
 
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,18 @@ import torch
 from lowlat.checkpoint.formats import StoredFormat
 from lowlat.errors import ConfigError
 
-__all__ = ["open_transformers"]
+__all__ = ["open_transformers", "transformers_version"]
+
+
+def transformers_version() -> str:
+    """The installed version. Raises ConfigError without transformers."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError as error:
+        raise ConfigError(
+            "comparing a target needs transformers, which is not installed: pip install 'transformers>=5', "
+            "or compare with a recording (lowlat compare --against FILE)"
+        ) from error
 
 
 def open_transformers(
@@ -28,13 +40,9 @@ def open_transformers(
     attention  its implementation; None: the one that transformers chooses
     Raises ConfigError without transformers, or where it cannot load the target.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "comparing a target needs transformers, which is not installed: pip install 'transformers>=5', "
-            "or compare with a recording (lowlat compare --against FILE)"
-        ) from error
+    transformers_version()
+    import transformers
+
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     options: dict[str, Any] = {"dtype": dtype, "local_files_only": True}

@@ -69,7 +69,7 @@ def test_sessions_come_back_beside_steps_with_the_tokens_of_requests_alone(batch
         other = prompt_of(100, seed=9)
         *expected, beside = (run_one(runtime, each, SAMPLED) for each in (*prompts, other))
     with Runtime.load(target, speculation(3), host_cache_gib=0.5, cache_copy_gb_per_s=5.0, **options) as runtime:
-        runtime.executor.mover.bus._has_batches &= batches
+        runtime.executor.movers[0].bus._has_batches &= batches
         for turn in range(4):
             decoding = runtime.submit(other, SAMPLED)
             for _ in range(3):

@@ -19,6 +19,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 384, "num_hidd
     "vocab_size": 512,
 }
 SMALL: dict[str, Any] = {**SIZES, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+WINDOW: dict[str, Any] = {"sliding_window": 64}
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 700, "block_size": 32, "prefill_chunk": 64} | {
     "dtype": "bfloat16"
 }
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_target(made / "small", "qwen3", gain=0.3, seed=1, tie_word_embeddings=True, **SMALL)
     make_target(made / "padded", "llama", gain=0.3, seed=2, tie_word_embeddings=True, **{**SMALL, "vocab_size": 480})
     make_target(made / "larger", "llama", gain=0.3, seed=3, **{**SMALL, "vocab_size": 640})
-    make_target(made / "windows", "gemma3_text", gain=0.3, seed=4, **{**SMALL, "sliding_window": 64})
+    make_target(made / "windows", "gemma3_text", gain=0.3, seed=4, **{**SMALL, "num_hidden_layers": 3, **WINDOW})
     make_target(made / "fp8", "llama", gain=0.3, seed=5, **SMALL)
     quantise_target(made / "fp8", "fp8-channel", None)
     (made / "ids.json").write_text(json.dumps(list(range(512)) + list(range(200)) * 3))
@@ -92,7 +93,7 @@ def test_a_model_is_always_right_about_itself(cache: Any, folder: Path) -> None:
             run_all(runtime)
         run_one(runtime, PROMPTS[2], GREEDY, lambda number: (0, 5, 2)[number % 3])
         counts = runtime.summary()["eagle_speculation"]
-        assert counts["total_accepted_tokens"] == counts["total_draft_tokens"] > 300
+        assert counts["total_accepted_tokens"] == counts["total_draft_tokens"] > 200
 
 
 def test_executors_draft_alike(folder: Path) -> None:

@@ -62,7 +62,7 @@ def test_random_weights_are_exact_and_no_farther_from_fp32(family: str, tmp_path
     file = tmp_path / "model.safetensors"
     save_file({name: tensor.bfloat16() for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     options: dict[str, Any] = {"load": load, "device": DEVICE, "dtype": "bfloat16", "max_context": 512}
-    sizes = {"prefill_chunk": 64, "block_size": 32}
+    sizes: dict[str, Any] = {"prefill_chunk": 64, "block_size": 32}
     found = measure_exactness(tmp_path, NGRAM, PROMPTS[:3], max_tokens=32, **options, **sizes)
     assert found.exact, found.verdict
     close = measure_fidelity(tmp_path, NGRAM, PROMPTS, max_tokens=48, **options, **sizes)

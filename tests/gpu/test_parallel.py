@@ -88,6 +88,34 @@ def decode_guided(automaton: type[Automaton] = Automaton, depth: int = 3, **opti
         return found
 
 
+def test_ranks_keep_prefixes_and_sessions_and_sleep_together(tmp_path: Path) -> None:
+    """In host memory, in files and in a session's file, with weights that leave the devices and come back."""
+    long = PROMPTS[0] * 40
+    two: dict[str, Any] = {"tensor_parallel_size": 2, "max_context": 512, "max_batch": 1, "prefill_chunk": 64}
+
+    def answer(runtime: lowlat.Runtime, **options: Any) -> list[list[int]]:
+        return run(runtime, [runtime.submit(long, sampling_of(1), **options)])
+
+    with load(prefix_reuse=False, **two) as runtime:
+        expected = answer(runtime)
+    with load(cache_dir=tmp_path / "cache", host_cache_gib=0.5, can_sleep=True, **two) as runtime:
+        assert answer(runtime, session="kept") == expected
+        runtime.session("kept").save(tmp_path / "kept")
+        free = torch.cuda.mem_get_info()[0]
+        for _ in range(2):
+            runtime.sleep()
+            assert torch.cuda.mem_get_info()[0] > free
+            runtime.wake()
+            before = runtime.kvcache.stats().hit_tokens
+            assert answer(runtime) == expected and runtime.kvcache.stats().hit_tokens - before >= 64
+        assert runtime.summary()["kv"]["tiers"]["bytes_in"] > 0
+    with load(cache_dir=tmp_path / "cache", **two) as runtime:
+        assert answer(runtime) == expected and runtime.kvcache.stats().hit_tokens >= 64
+    with load(**two) as runtime:
+        session = runtime.load_session(tmp_path / "kept")
+        assert answer(runtime, session=session) == expected and runtime.kvcache.stats().hit_tokens >= 64
+
+
 def test_ranks_agree_fused_or_not_in_steps_and_in_loops() -> None:
     two = decode(tensor_parallel_size=2)
     assert [len(tokens) for tokens in two] == [40] * 3

@@ -2,10 +2,13 @@
 
 import http.client
 import json
+import os
 import random
+import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +23,7 @@ from served_model import alone, load_bundled, served_model
 from unit.test_open_prompts import PIECES, codec_of, cut
 from unit.test_text_special import BOS, TEMPLATES, like
 
+import lowlat
 from lowlat.errors import RequestError
 from lowlat.ipc import Client
 from lowlat.ipc.client import Generation
@@ -28,6 +32,7 @@ from lowlat.serving.codec import ServingCodec
 from lowlat.text import TextCodec
 
 HEADERS = {"authorization": f"Bearer {KEY}", "content-type": "application/x-ndjson"}
+PAGE = Path(lowlat.__file__).parent / "serving" / "http" / "GROWING.md"
 TRIAL = {"finish": "speculative"}
 TEXT = "The President shall be Commander in Chief of the Army and Navy, when called into the actual Service. " * 2
 SAMPLED: dict[str, Any] = {"max_tokens": 8, "temperature": 0.9, "seed": 5, "ignore_eos": True}
@@ -229,10 +234,22 @@ def test_any_client_of_http_can_send_them(growing: tuple[RunningGateway, FakeEng
     connection.close()
     if (curl := shutil.which("curl")) is not None:
         headers = [part for name, value in HEADERS.items() for part in ("-H", f"{name}: {value}")]
-        command = [curl, "-sN", "-X", "POST", "-T", "-", *headers, f"{gateway.url}/completions"]
+        command = [curl, "-sN", "-X", "POST", "-T", ".", *headers, f"{gateway.url}/completions"]
         done = subprocess.run(command, input=b"".join(lines), capture_output=True, timeout=30, check=True)
         assert json.loads(done.stdout)["choices"][0]["text"] == text
     assert not engine.opened and not engine.tried
+
+
+def test_the_pages_example_runs(growing: tuple[RunningGateway, FakeEngine]) -> None:
+    gateway, _ = growing
+    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    example = example.replace("http://127.0.0.1:8000", gateway.address.url()).replace("lowlat-demo", "fake")
+    environment = {**os.environ, "LOWLAT_API_KEY": KEY}
+    done = subprocess.run(
+        [sys.executable, "-c", example], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"t{token} " for token in expected_tokens(b"The President shall", 32)) + "\n"
 
 
 def test_refusals(growing: tuple[RunningGateway, FakeEngine]) -> None:

@@ -154,7 +154,9 @@ def test_messages_at_a_wrong_time(serve: Serve) -> None:
     client.finish(first)
     client.say(Append(0, "x"))  # it has ended: the two may cross
     second = client.open(1, max_tokens=4000)
-    client.say(Pause(1))  # an open prompt goes on
+    client.say(Pause(1))
+    client.pong()
+    assert [answer.code for answer in client.paused] == ["invalid"]  # an open prompt goes on
     client.say(Append(1), pack_tokens([5]))
     client.say(Finish(1))
     client.say(Finish(1))

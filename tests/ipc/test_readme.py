@@ -13,7 +13,20 @@ import pytest
 from serving_process import Serving, serving
 
 from lowlat.cli import COMMANDS
-from lowlat.ipc.wire import Cancel, Credit, End, Hello, Sampling, Submit, Tokens, encode, pack_tokens
+from lowlat.ipc.wire import (
+    Append,
+    Cancel,
+    Credit,
+    End,
+    Finish,
+    Hello,
+    Sampling,
+    Submit,
+    Taken,
+    Tokens,
+    encode,
+    pack_tokens,
+)
 from lowlat.serving.config import ServeConfig
 
 README = Path(__file__).resolve().parents[2] / "lowlat" / "USING.md"
@@ -48,7 +61,7 @@ def run(
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(PYTHON) == 4 and len(SHELL) == 7
+    assert len(PYTHON) == 5 and len(SHELL) == 7
 
 
 @pytest.mark.second
@@ -114,5 +127,10 @@ def test_the_pages_bytes_are_the_codecs_own() -> None:
         Credit(0, 512),
         Cancel(0),
         End(0, 1, 2, "length"),
+        Submit(number=1, credit=1024, open=True),
+        Append(1, "Hi"),
+        Finish(1, speculative=True),
+        Finish(1),
+        Taken(1, 131072),
     ]
     assert [bytes.fromhex(row) for row in rows.values()] == [encode(message) for message in expected]

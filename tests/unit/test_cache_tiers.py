@@ -13,7 +13,7 @@ from recording import prompt_of, run_all
 from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, SessionError
 from lowlat.sequence.tiers.arena import HostArena
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
@@ -31,8 +31,11 @@ OPTIONS: dict[str, Any] = {
     "max_prefill_chunks": 4,
 }
 # full attention alone, with windows, with recurrent states
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gpt_oss": {"sliding_window": 24}, "qwen3_5_text": {"gain": 0.5}}
+CUT = {"linear_num_value_heads": 8, "linear_value_head_dim": 16, "num_attention_heads": 8, "head_dim": 16}  # in ranks
+FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gpt_oss": {"sliding_window": 24}}
+FAMILIES["qwen3_5_text"] = {"gain": 0.5, **CUT}
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+SAMPLED = SamplingParams(max_tokens=9, temperature=0.8, seed=3)
 KEY = ChunkKey(b"k" * 32, "")
 
 
@@ -72,6 +75,41 @@ def test_another_process_goes_on_from_the_files(
         assert answer(runtime, prompt, cache_salt="another") == (cold[0], CHUNK)
         tiers = runtime.summary()["kv"]["tiers"]
         assert tiers["read"] >= 6 and tiers["disk_bytes"] > 0 and tiers["misses"] == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_keep_their_contents_together(targets: dict[str, Path], family: str, tmp_path: Path) -> None:
+    """In files, in host memory, and in a session's file; those of another number of ranks are none."""
+    prompt, two = prompt_of(5 * CHUNK + 3), {**OPTIONS, "tensor_parallel_size": 2, "tp_invariant": True}
+    with Runtime.load(targets[family], prefix_reuse=False, **two) as runtime:
+        cold = answer(runtime, prompt)[0]
+        name = runtime.submit(prompt, SAMPLED)
+        alone = run_all(runtime)[name]
+        name = runtime.submit([*prompt, *alone, 1], SAMPLED)
+        later = run_all(runtime)[name]
+    two |= {"cache_dir": tmp_path / "cache"}
+    with Runtime.load(targets[family], can_sleep=True, **two) as runtime:
+        assert answer(runtime, prompt) == (cold, 0)
+        session = runtime.session("kept")
+        name = runtime.submit(prompt, SAMPLED, session=session)
+        assert run_all(runtime)[name] == alone
+        session.save(tmp_path / "kept")
+        for _ in range(2):
+            runtime.sleep()
+            assert runtime.summary()["sleep"]["asleep"]
+            runtime.wake()
+            assert answer(runtime, prompt) == (cold, 6 * CHUNK)
+    with Runtime.load(targets[family], **two) as runtime:
+        assert answer(runtime, prompt) == (cold, 6 * CHUNK)
+    del two["cache_dir"]
+    with Runtime.load(targets[family], **two) as runtime:
+        session = runtime.load_session(tmp_path / "kept")
+        name = runtime.submit([*session.token_ids, 1], SAMPLED, session=session)
+        assert run_all(runtime)[name] == later and runtime.kvcache.stats().hit_tokens == 5 * CHUNK
+    with Runtime.load(targets[family], **{**OPTIONS, "tp_invariant": True, "cache_dir": tmp_path / "cache"}) as runtime:
+        assert answer(runtime, prompt)[1] == 0
+        with pytest.raises(SessionError, match=r"another layout|numerics"):
+            runtime.load_session(tmp_path / "kept")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,8 +197,6 @@ def test_a_directory_that_lets_others_in_is_refused(targets: dict[str, Path], tm
         Runtime.load(targets["llama"], cache_dir=tmp_path, **OPTIONS)
     with pytest.raises(ConfigError, match="prefix_reuse"):
         Runtime.load(targets["llama"], host_cache_gib=1.0, prefix_reuse=False, **OPTIONS)
-    with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
-        Runtime.load(targets["llama"], host_cache_gib=1.0, tensor_parallel_size=2, **OPTIONS)
 
 
 def key(number: int) -> ChunkKey:

@@ -84,7 +84,7 @@ def test_every_option_is_covered_here() -> None:
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
     others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles"}
-    others |= {"kv_cache_dtype", "max_stall_ms", "devices", "tp_invariant", "state_cache_gib"}
+    others |= {"kv_cache_dtype", "activations", "max_stall_ms", "devices", "tp_invariant", "state_cache_gib"}
     others |= {"host_cache_gib", "cache_dir", "cache_gib", "cache_copy_gb_per_s", "session_ttl_s", "can_sleep"}
     others |= {"pause_gib", "pause_deadline_s"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from paused_requests import paused_each_step
 from quantised_layers import quantise_target
 from recording import prompt_of, run_all, run_one
 from stages import later, wide
@@ -115,9 +116,11 @@ def test_quantised_files_draft_as_they_run(layout: str, tmp_path: Path) -> None:
             assert drafted > 0 and (target == "plain" or accepted == drafted)
 
 
-def test_ranks_share_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [True, later(False)])
+def test_ranks_share_it(tied: bool, tmp_path: Path) -> None:
     """Layers and LM head are cut, tied or not, and the drafts are one rank's."""
-    make_target(tmp_path / "target", "qwen3", gain=0.4, num_attention_heads=8, num_key_value_heads=2, head_dim=16)
+    shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    make_target(tmp_path / "target", "qwen3", gain=0.4, tie_word_embeddings=tied, **shape)
     prompt, found = prompt_of(13), []
     for size in (1, 2):
         options = {**OPTIONS, "tp_invariant": True, "tensor_parallel_size": size}
@@ -127,6 +130,30 @@ def test_ranks_share_it(tmp_path: Path) -> None:
             assert accepted == drafted > 0
             assert runtime.executor.state["head.k_cache.0"].shape[1] == 2 // size
     assert found[0] == found[1]
+
+
+def test_rows_that_wait_for_it_are_run_over_in_time(tmp_path: Path) -> None:
+    """Steps without drafts leave them, more than one pass takes; where all lengths cost the same, drafts follow."""
+    make_target(tmp_path, "qwen3", gain=0.5)
+    long = SamplingParams(max_tokens=64)
+    expected = plain(tmp_path, prompt_of(9), long)
+    with Runtime.load(tmp_path, drafting(tmp_path, adaptive_width=True), **OPTIONS) as runtime:
+        costs = torch.zeros_like(runtime.executor.state["draft_length_costs"])
+        costs[:, 0] = 1
+        runtime.executor.write_state({"draft_length_costs": costs})
+        assert runtime.geometry.most_waiting == runtime.geometry.num_waiting == 32
+        assert run_one(runtime, prompt_of(9), long, lambda number: 0 if number < 50 else 5) == expected
+        accepted, drafted = totals(runtime)
+        assert accepted == drafted > 5
+
+
+def test_a_request_that_was_paused_keeps_the_draft_model_s_keys(tmp_path: Path) -> None:
+    """After each of its steps: what drafts it is as right as without."""
+    make_target(tmp_path, "qwen3", gain=0.5)
+    with Runtime.load(tmp_path, drafting(tmp_path), **OPTIONS) as runtime:
+        assert paused_each_step(runtime, (prompt_of(19), GREEDY)) == plain(tmp_path, prompt_of(19), GREEDY)
+        accepted, drafted = totals(runtime)
+        assert accepted == drafted > 10
 
 
 def test_weights_are_those_of_the_plan(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def speculation(case: Case, models: DraftingModels) -> SpeculativeConfig | None:
         own["model"] = models.draft_model(case["weights"], own["method"])
     if method == "beside":
         own["text_drafts"] = "suffix"
+    if case["rows"] == "wide":
+        own |= {"wide_rows": 32, "draft_text_tokens": 64}
     if case["drafts"] == "fp8":
         own["draft_quantize"] = "fp8"
     partial = {} if case["partial"] == "whole" else {**SPECPV, "specpv_lossless": case["partial"] == "lossless"}
@@ -93,7 +95,9 @@ def load(case: Case, models: DraftingModels) -> Runtime:
 
 
 def submit(runtime: Runtime, case: Case, prompt: list[int], number: int, **others: Any) -> str:
-    params = SamplingParams(**{"max_tokens": MAX_TOKENS, "seed": number, **SAMPLING[case["sampling"]], **others})
+    named = {"draft_texts": (tuple(PROMPTS[0]), (1, 2))} if case["rows"] == "wide" else {}
+    given = {"max_tokens": MAX_TOKENS, "seed": number, **SAMPLING[case["sampling"]], **named, **others}
+    params = SamplingParams(**given)
     if case["grammar"] == "bound":
         return submit_with(runtime, Automaton(EDGES), prompt, params)
     return runtime.submit(prompt, params)

@@ -23,7 +23,7 @@ from lowlat.tools.exactness import Difference, Exactness, Sweep, measure_exactne
 from lowlat.tools.exactness.requests import prefixes
 
 DEPTH = 2
-OPTIONS = {"device": "cpu", "prefill_chunk": 32, "block_size": 16, "max_context": 128}
+OPTIONS: dict[str, Any] = {"device": "cpu", "prefill_chunk": 32, "block_size": 16, "max_context": 128}
 PROMPTS = [list(range(5, 21)), [3, 9, 4]]
 
 
@@ -77,13 +77,23 @@ def clears(runtime: Runtime) -> None:
 def clears_with_cancelled(patch: pytest.MonkeyPatch) -> None:
     """What a cancelled request leaves is cleared, and its neighbours' with it."""
     cancel = Runtime.cancel
-    patch.setattr(Runtime, "cancel", lambda runtime, name: (cancel(runtime, name), clears(runtime)))
+
+    def wrong(runtime: Runtime, name: str) -> None:
+        cancel(runtime, name)
+        clears(runtime)
+
+    patch.setattr(Runtime, "cancel", wrong)
 
 
 def forgets_paused(patch: pytest.MonkeyPatch) -> None:
     """A request that was paused comes back without its keys and values."""
     resume = Runtime.resume
-    patch.setattr(Runtime, "resume", lambda runtime, name: (clears(runtime), resume(runtime, name)))
+
+    def wrong(runtime: Runtime, name: str) -> None:
+        clears(runtime)
+        resume(runtime, name)
+
+    patch.setattr(Runtime, "resume", wrong)
 
 
 def forks_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -167,7 +177,7 @@ def test_masks_that_forbid_too_much_after_drafts_are_seen(monkeypatch: pytest.Mo
     speculative = SpeculativeConfig(model=bundled("head"), num_speculative_tokens=1)
 
     def measured() -> Exactness:
-        options = {"device": "cpu", "max_context": 128}
+        options: dict[str, Any] = {"device": "cpu", "max_context": 128}
         return measure_exactness(bundled("target"), speculative, ["The"], max_tokens=6, load=load, **options)
 
     assert measured().exact

@@ -115,6 +115,27 @@ def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dic
             assert run_one(runtime, prompt, SAMPLED) == tokens
 
 
+def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_path: Path) -> None:
+    """As z-lab's of Gemma 4: Qwen3's layers, four of five with windows, six captured streams, capped logits."""
+    target, prompt = make_target(tmp_path / "target", "gemma4_text", num_hidden_layers=4), prompt_of(60)
+    window = target.config.sliding_window
+    form = {"windows": (window, window, None), "num_hidden_layers": 3, "softcap": 30.0, "captures": (1, 1, 2, 2, 3, 3)}
+    dflash_draft_model(tmp_path / "draft", target, **form)
+    with Runtime.load(tmp_path / "target", **OPTIONS) as runtime:
+        tokens = run_one(runtime, prompt, SAMPLED)
+    draft = SpeculativeConfig(tmp_path / "draft", "auto", num_speculative_tokens=5, strict=True)
+    with Runtime.load(tmp_path / "target", draft, **OPTIONS) as runtime:
+        assert run_one(runtime, prompt, SAMPLED) == tokens
+        assert runtime.speculator is not None and runtime.speculator.method == "dflash"
+        program = runtime.executor.program(runtime.ladder.choose(1, 5))
+        reads = [op.reads for op in program.ops if op.kind == "attention" and op.reads["k_cache"].startswith("head.")]
+        assert [each["block_table"] for each in reads] == ["block_table"] * 3
+        shapes = {program.buffers[each["k_cache"]].shape[0] for each in reads}
+        assert shapes == {runtime.geometry.num_blocks}
+        windows = [op.params["window"] for op in program.ops if op.kind == "attention"][-3:]
+        assert windows == [window, window, None]
+
+
 @pytest.mark.parametrize("options", [{"num_key_value_heads": 4}, later({**MOE, **CUT}), later({**E2B, **CUT})])
 def test_the_number_of_ranks_changes_no_bit(options: dict[str, Any], tmp_path: Path) -> None:
     """With keys as values, shared keys, and fewer of them than ranks; experts next to a dense FFN."""

@@ -34,10 +34,11 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
-from lowlat.step.variants import WIDE, first_token_bucket
+from lowlat.step.variants import PROPOSED, WIDE, first_token_bucket
 
 BATCHES = (1, 2, 4, 8)
 SPECPV: dict[str, Any] = {"enable_specpv": True, "specpv_n_retrieval_blocks": 4, "specpv_partial_threshold": 0}
+TEXTS = ["suffix_draft", "draft_from_texts"]
 # operations that write a part of their buffer and leave the rest
 # what calls reach through tables of addresses, made when the program was lowered
 BY_ADDRESS = {"kv_compact"}
@@ -460,6 +461,20 @@ def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
     assert geometry.max_rows == 32 and not any(op.kind == "partial_attention" for op in verifier.ops)
     assert not any(op.kind in ("kv_write", "prefill_kv_write") for op in program.ops)  # a refresh's
     assert not any(op.kind in ("partial_attention", "refresh_attention") for op in program.ops)
+
+
+@pytest.mark.parametrize(("method", "opening"), [({}, TEXTS[:1]), ({"draft_text_tokens": 64}, TEXTS)])
+def test_a_wide_step_opens_with_proposals(method: dict[str, Any], opening: list[str], lowered: LoweredPairs) -> None:
+    """They are launched alone; all after them as in a step of the usual length, with the draft model's rows alone."""
+    pair = lowered.pair("llama", text_drafts="suffix", wide_rows=32, **method)
+    for batch, rows in ((1, 32), (4, 16)):
+        program = build_step(pair.geometry, Bucket(batch, rows, 0, PROPOSED), TreeTopology.chain(0))
+        made = pair.lower_program(program)
+        check_cover(made)
+        names = kinds_of(made, Stage.ACTIVE_SLOTS)
+        assert [name for name in names if name in ("open_proposals", *TEXTS)] == ["open_proposals", *opening]
+        kinds = [op.kind for op in program.ops]
+        assert kinds.index("publish") < kinds.index("draft_rows") and "draft_topk" not in kinds
 
 
 def small_program(then: str) -> Program:

@@ -133,6 +133,8 @@ def test_a_full_gpu_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monke
 class StandIn:
     """An executor whose device fails, or never ends, when it is told to; its ring shows `published` steps."""
 
+    residence = None
+
     def __init__(self, number: int, log: list[str]) -> None:
         self.device, self.state, self.counts = torch.device("cuda", number), dict[str, Any](), None
         self.number, self.log, self.failed, self.problem = number, log, False, ""

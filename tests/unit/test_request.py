@@ -53,7 +53,7 @@ def test_defaults_are_valid_and_greedy() -> None:
 
 
 def test_every_parameter_is_covered_here() -> None:
-    others = {"logit_bias", "stop_token_ids", "stop", "ignore_eos", "parse", "tools"}
+    others = {"logit_bias", "stop_token_ids", "stop", "ignore_eos", "parse", "tools", "draft_texts"}
     covered = {*INT_BOUNDS, *FLOAT_BOUNDS, *others, *module.GRAMMAR_OPTIONS}  # the last in test_grammar_compiler.py
     assert {item.name for item in dataclasses.fields(SamplingParams)} == covered
 
@@ -64,6 +64,19 @@ def test_tools_are_json() -> None:
     for wrong in (3, {1, 2}, "", "x" * (module.MAX_GRAMMAR_BYTES + 1)):
         refused("tools must be a list", tools=wrong)
     refused("tools must be of JSON values", tools=[{"name": {1}}])
+
+
+def test_texts_to_draft_from_are_texts_or_token_ids() -> None:
+    assert made(draft_texts="one text").draft_texts == ("one text",)
+    assert made(draft_texts=["a", [1, 2]]).draft_texts == ("a", (1, 2))
+    assert made(draft_texts=("a",) * module.MAX_DRAFT_TEXTS).draft_texts == ("a",) * module.MAX_DRAFT_TEXTS
+    refused("draft_texts holds 17 texts; at most 16", draft_texts=["a"] * 17)
+    for wrong in ("", [""], [()], ["x" * (module.MAX_DRAFT_TEXT_CHARACTERS + 1)]):
+        refused("draft_texts: a text must have 1 to", draft_texts=wrong)
+    for wrong in (3, [3], [None], [{"a": 1}]):
+        refused("draft_texts must be a sequence", draft_texts=wrong)
+    for wrong in ([[-1]], [[1.0]], [[True]]):
+        refused("draft_texts must be", draft_texts=wrong)
 
 
 @pytest.mark.parametrize("name", INT_BOUNDS)

@@ -16,7 +16,7 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import CapacityError, LowlatError, RequestError
 from lowlat.ipc.engine import Codec, Engine
 from lowlat.ipc.wire import Message, Sampling
-from lowlat.options.request import MAX_CHOICES, MAX_GRAMMAR_BYTES
+from lowlat.options.request import MAX_CHOICES, MAX_DRAFT_TEXTS, MAX_GRAMMAR_BYTES
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.engine import RuntimeEngine, sampling_params
 from lowlat.text import TextCodec
@@ -56,6 +56,7 @@ EDGES: dict[str, tuple[list[Any], list[Any]]] = {
     "tools": (["[]", "x" * MAX_GRAMMAR_BYTES], ["", "x" * (MAX_GRAMMAR_BYTES + 1), 1]),
     "prompt_logprobs": ([0, 20], [-1, 21]),
     "priority": ([-1000, 1000], [-1001, 1001]),
+    "draft_texts": ([("x", (0, 1)), ("x",) * MAX_DRAFT_TEXTS], [("",), ((),), ((-1,),), ("x",) * 17, (1,)]),
 }
 
 

@@ -33,6 +33,7 @@ RUN_BY = {
     ("lowlat/engine/README.md", "python"): "tests/unit/engine/test_waiting_page.py",
     ("lowlat/serving/models/README.md", "python"): "tests/unit/test_served_models.py",
     ("lowlat/serving/models/README.md", "toml"): "tests/unit/test_served_models.py",
+    ("lowlat/serving/http/GROWING.md", "python"): "tests/http/test_growing.py",
     ("ipc/README.md", "python"): "tests/ipc/test_readme.py",
     ("ipc/README.md", "toml"): "tests/ipc/test_readme.py",
     ("ipc/WIRE.md", "python"): "tests/ipc/test_readme.py",

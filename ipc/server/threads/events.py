@@ -121,8 +121,8 @@ class ResidenceDone(Struct, frozen=True):
     problem: str = ""
 
 
-Event = Step | Refused | Prepared | Grown | EngineFigures | Failed | DrainAsked | PauseDone | ResidenceAsked
-Event |= ResidenceDone
+Residing = ResidenceAsked | ResidenceDone
+Event = Step | Refused | Prepared | Grown | EngineFigures | Failed | DrainAsked | PauseDone | Residing
 
 
 class DecodeSubmit(Struct, frozen=True):

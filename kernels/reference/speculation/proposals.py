@@ -103,7 +103,7 @@ def draft_from_texts(
             continue
         drafts = text[place : place + min(count, length * factor >> 16)].tolist()
         drafts = drafts[: drafts.index(-1)] if -1 in drafts else drafts
-        draft_nodes[index, 1:] = -1
+        draft_nodes[index] = -1
         draft_shares[index] = 0
         draft_nodes[index, 1 : len(drafts) + 1] = torch.tensor(drafts, dtype=torch.int32)
         draft_shares[index, 1 : len(drafts) + 1] = SHARE

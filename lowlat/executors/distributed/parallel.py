@@ -7,6 +7,7 @@ the host writes and reads the first one's, whose commands the others read as ran
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -15,9 +16,11 @@ from lowlat.errors import DeviceError
 from lowlat.executors import LaunchCounts, OpHook
 from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.distributed.peers import PeerMemory, planned_bytes
+from lowlat.executors.distributed.rank_moves import RankMover
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.kernel_executor import abandon
 from lowlat.executors.residence.base import Residence
+from lowlat.executors.residence.ranks import RankResidences
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Program
 
@@ -57,7 +60,6 @@ class ParallelExecutor:
 
     name = "graph"
     asynchronous = True
-    residence: Residence | None = None
 
     def __init__(self, make: Callable[[int, GraphExecutor | None], GraphExecutor], peers: PeerMemory) -> None:
         self.peers = peers
@@ -75,6 +77,8 @@ class ParallelExecutor:
         self._leader.look_at_others(self._look)
         self._abort = peers.abort.numpy()
         self.device, self.state = self._leader.device, self._leader.state
+        own = [(rank.device, rank.residence) for rank in self.ranks if rank.residence is not None]
+        self.residence: Residence | None = RankResidences(own) if own else None
 
     @property
     def counts(self) -> LaunchCounts:
@@ -160,10 +164,10 @@ class ParallelExecutor:
         with self._together():
             return self._leader.wait_loop(count)
 
-    @property
-    def mover(self) -> BlockMover:
-        """The first rank's; the tiers of the prefix cache are refused for several."""
-        return self.ranks[0].mover
+    @cached_property
+    def mover(self) -> RankMover:
+        """The copies of blocks of all ranks together."""
+        return RankMover(self.movers)
 
     @property
     def movers(self) -> Sequence[BlockMover]:

@@ -21,7 +21,7 @@ from lowlat.executors.allocation import (
     first_rows,
     release_cached_memory,
 )
-from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.block_moves import BlockMover, ContentMover
 from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Op, Program, Stage
@@ -189,14 +189,19 @@ class ReferenceExecutor:
             self.state[name].copy_(value)
 
     @cached_property
-    def mover(self) -> BlockMover:
+    def own_mover(self) -> BlockMover:
         """The copies of blocks between this executor's state and host memory."""
         return BlockMover(self.state, self.device, torch.cuda.current_stream() if self.device.type == "cuda" else None)
 
     @property
+    def mover(self) -> ContentMover:
+        """The copies of blocks of all ranks."""
+        return self.own_mover
+
+    @property
     def movers(self) -> Sequence[BlockMover]:
-        """The only one."""
-        return (self.mover,)
+        """Each rank's."""
+        return (self.own_mover,)
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:

@@ -5,14 +5,17 @@ reads what the first one publishes; all else each has for itself.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
-from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.block_moves import BlockMover, ContentMover
+from lowlat.executors.distributed.rank_moves import RankMover
 from lowlat.executors.reference.executor import Bound, ReferenceExecutor
+from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet, BufferSpec, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.reference.collectives.ranks import all_reduce_parts
@@ -32,6 +35,7 @@ class RankedReferenceExecutor(ReferenceExecutor):
     ranks    of each rank, in order: the step's programs, and those of prefill; alike but for extents and biases
     weights  canonical weights, whole: read once, and each rank keeps its part
     configs  the geometry of each rank
+    residence where all ranks' weights and paged state lie, see `ReferenceExecutor`
     A hook sees the first rank's arguments. Raises ConfigError for programs that are not alike.
     """
 
@@ -43,15 +47,16 @@ class RankedReferenceExecutor(ReferenceExecutor):
         device: torch.device,
         *,
         hooks: bool = True,
+        residence: Residence | None = None,
     ) -> None:
         parts = cut_weights(weights, configs, device)
         every = [program for own in ranks[0] for program in own.values()]
         specs = [spec for each in every for spec in each.specs(Role.COMMAND, Role.STATE) if _is_the_hosts(spec)]
         specs.sort(key=lambda spec: spec.num_bytes)
         commands = BufferSet({spec.name: spec for spec in specs}.values(), device)  # of each name the largest
-        super().__init__(*ranks[0], parts[0], device, hooks=hooks, given=commands)
+        super().__init__(*ranks[0], parts[0], device, hooks=hooks, given=commands, residence=residence)
         self._peers = [
-            ReferenceExecutor(*own, part, device, given=commands)
+            ReferenceExecutor(*own, part, device, given=commands, residence=residence)
             for own, part in zip(ranks[1:], parts[1:], strict=True)
         ]
 
@@ -69,10 +74,15 @@ class RankedReferenceExecutor(ReferenceExecutor):
             known = self._prepared[key] = own, together
         return known
 
+    @cached_property
+    def mover(self) -> ContentMover:
+        """The copies of blocks of all ranks together."""
+        return RankMover(self.movers)
+
     @property
     def movers(self) -> Sequence[BlockMover]:
         """Of each rank."""
-        return self.mover, *(peer.mover for peer in self._peers)
+        return self.own_mover, *(peer.own_mover for peer in self._peers)
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write into the state of every rank."""

@@ -23,7 +23,7 @@ class StorageResidence(Residence):
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """See Residence."""
         found = tensor.contiguous()
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and all(found is not own for own in self._kept):  # ranks share some
             self._kept.append(found)
             self._sizes.append(found.untyped_storage().nbytes())
         return found

@@ -35,7 +35,8 @@ __all__ = [
 
 LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
 EXPERT_OPS = ("experts_gate_up", "experts_down")
-FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs")  # operations that read some rows of a table
+# operations that read some rows of a table
+FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs", "walk_candidates")
 
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:

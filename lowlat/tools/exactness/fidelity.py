@@ -10,7 +10,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from lowlat.tools.exactness.decode import decode
 from lowlat.tools.exactness.measure import BATCH, Load
 from lowlat.tools.exactness.requests import Request, prompt_ids
 from lowlat.tools.quality import OPTIONS, prompt_logits
-from lowlat.tools.transformers_model import open_transformers
+from lowlat.tools.transformers_model import open_transformers, transformers_version
 
 __all__ = ["Compared", "Fidelity", "Rows", "compared", "measure_fidelity"]
 
@@ -36,7 +35,6 @@ BLOCK = 16  # neighbouring positions that a bootstrap draws together
 LEAST_BLOCKS = 8
 PROMPTS, STEPS = "prompts", "steps"
 Tokens = list[int]
-Scored = Callable[[Tokens], torch.Tensor]  # tokens [n] to logprobs [n, V] of what follows each
 
 
 @dataclass(frozen=True)
@@ -146,30 +144,22 @@ def measure_fidelity(
         dtype, choice = runtime.model_config.dtype, runtime.device_choice
         if dtype == "float32":
             raise ConfigError("fidelity is that of a target in bfloat16; this one is computed in float32 (dtype)")
-        found = Fidelity(str(choice.device), choice.executor, runtime.numerics, dtype, version("transformers"))
+        found = Fidelity(str(choice.device), choice.executor, runtime.numerics, dtype, transformers_version())
         ids = [prompt_ids(runtime, prompt) for prompt in prompts]
         answers = list(_answers(runtime, ids, max_tokens))
         windows = list(_windows(ids, min(WINDOW, runtime.config.max_context - 1)))
+    right = _read(target, torch.float32, choice.device, windows, answers)
+    other = _read(target, getattr(torch, dtype), choice.device, windows, answers)
     _release()
-    truth, parts = _truth(target, torch.float32, choice.device), []
-    with torch.no_grad():
-        whole = [truth(window).float().cpu() for window in windows]
-        listed = [_listed(truth, answer) for answer in answers]
-        del truth
-        _release()
-        other = _truth(target, getattr(torch, dtype), choice.device)
-        parts += [_errors(right, other(window), window) for right, window in zip(whole, windows, strict=True)]
-        others = [_listed(other, answer) for answer in answers]
-        del other
-        _release()
     with load(target, None, None, **{**options, **OPTIONS}) as runtime:
         own = [
-            _errors(right, torch.cat([rows.log_softmax(-1) for rows in prompt_logits(runtime, window)]), window)
-            for right, window in zip(whole, windows, strict=True)
+            _errors(rows, torch.cat([each.log_softmax(-1) for each in prompt_logits(runtime, window)]), window)
+            for rows, window in zip(right.windows, windows, strict=True)
         ]
-    steps = [_step_errors(right, _said(answer)) for right, answer in zip(listed, answers, strict=True)]
-    other_steps = [_step_errors(right, said) for right, said in zip(listed, others, strict=True)]
-    for name, mine, theirs in ((PROMPTS, own, parts), (STEPS, steps, other_steps)):
+    others = [_errors(*each) for each in zip(right.windows, other.windows, windows, strict=True)]
+    steps = [_step_errors(rows, _said(answer)) for rows, answer in zip(right.listed, answers, strict=True)]
+    other_steps = [_step_errors(*each) for each in zip(right.listed, other.listed, strict=True)]
+    for name, mine, theirs in ((PROMPTS, own, others), (STEPS, steps, other_steps)):
         found.rows.append(_rows(name, torch.cat(mine, 1), torch.cat(theirs, 1)))
         if report is not None:
             report(found.rows[-1])
@@ -221,18 +211,30 @@ def _windows(prompts: Sequence[tuple[int, ...]], size: int) -> Iterator[Tokens]:
             yield window
 
 
-def _truth(target: Path, dtype: torch.dtype, device: torch.device) -> Scored:
-    """transformers' logprobs of tokens, in a dtype."""
+@dataclass(frozen=True)
+class _Reading:
+    """The logprobs of a model: of windows [n, V], and of the tokens that answers list [n, 1 + k]; on the host."""
+
+    windows: list[torch.Tensor]
+    listed: list[torch.Tensor]
+
+
+@torch.no_grad()
+def _read(
+    target: Path, dtype: torch.dtype, device: torch.device, windows: Sequence[Tokens], answers: Sequence[_Answer]
+) -> _Reading:
+    """Read windows and answers by transformers in a dtype; its memory is free after that."""
     config = read_model_config(target)
     stored = STORED_FORMATS["bf16" if config.experts is None else config.experts.weight_format]
+    _release()
     model = open_transformers(target, dtype, stored, device=device)
 
     def scored(tokens: Tokens) -> torch.Tensor:
-        logits = model(torch.tensor([tokens], device=device), use_cache=False).logits[0]
-        rows: torch.Tensor = logits.float().log_softmax(-1)
-        return rows
+        logits: torch.Tensor = model(torch.tensor([tokens], device=device), use_cache=False).logits[0]
+        return logits.float().log_softmax(-1)
 
-    return scored
+    listed = [_listed(scored(each.tokens[:-1]), each) for each in answers]
+    return _Reading([scored(window).cpu() for window in windows], listed)
 
 
 def _errors(right: torch.Tensor, found: torch.Tensor, window: Tokens) -> torch.Tensor:
@@ -251,10 +253,10 @@ def _ids(answer: _Answer) -> torch.Tensor:
     return torch.tensor([[each.token_id, *(token for token, _ in each.top)] for each in answer.logprobs])
 
 
-def _listed(scored: Scored, answer: _Answer) -> torch.Tensor:
-    """Logprobs of those tokens, [n, 1 + k] float64."""
-    rows = scored(answer.tokens[:-1])[answer.num_prompt - 1 :]
-    return rows.gather(1, _ids(answer).to(rows.device)).double().cpu()
+def _listed(rows: torch.Tensor, answer: _Answer) -> torch.Tensor:
+    """Logprobs of those tokens, [n, 1 + k] float64, of the rows of prompt and answer."""
+    answered = rows[answer.num_prompt - 1 :]
+    return answered.gather(1, _ids(answer).to(rows.device)).double().cpu()
 
 
 def _said(answer: _Answer) -> torch.Tensor:

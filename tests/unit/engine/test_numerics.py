@@ -82,6 +82,10 @@ def test_what_decides_bits_is_in_it(options: dict[str, Any], pair: PairPaths, pl
     assert digest(pair.target, **options) != plain
 
 
+def test_activations_are_in_it(pair: PairPaths) -> None:
+    assert digest(pair.target, quantize="fp8") != digest(pair.target, quantize="fp8", activations="fp8")
+
+
 def test_another_geometry_and_lossy_or_imposed_results_are_in_it(pair: PairPaths, plain: str, tmp_path: Path) -> None:
     make_target(tmp_path, "llama", hidden_size=64, intermediate_size=64, head_dim=64, rms_norm_eps=1e-4)
     imposed = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, simulated_acceptance=0.5, strict=True)

@@ -39,7 +39,7 @@ WIDE = re.compile(r"(ld|st)\.(global|shared)[.\w:]*\.v4|cp\.async\.cg")
 # what moves a few words at a time: slots, tokens, counters, choices; or rows of a width that 16 bytes do not divide
 NARROW = re.compile(
     r"accept|advance_states|argmax|begin_step|check_|place_table|finite|publish|assign_drafts|forward_commands|all_gather|"
-    r"(mask_row|parent_token|token_row|waiting_row)s|(ngram|suffix)_draft|"
+    r"(mask_row|parent_token|token_row|waiting_row)s|(ngram|suffix)_draft|draft_from_texts|open_proposals|"
     r"choose_(drafts|nodes|draft_length|blocks)|grow_block_tree|hand_over_tree|(join|learn_draft)_lengths|list_lens|"
     r"route_top_k|keep_prompt_logprobs|advance_states|"
     r"\w+_97(_|$)"

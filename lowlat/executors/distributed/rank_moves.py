@@ -1,0 +1,101 @@
+"""Copies of blocks between the devices of several ranks and host memory, as if they were one.
+
+A content of some blocks is that of every rank, end to end, in order: each has its own part of the heads. Ranks' buses
+work next to each other.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+
+from lowlat.executors.block_moves import BlockMover
+from lowlat.graphs import BufferSet
+from lowlat.sequence.tiers.key import Load, Mark, Save
+
+__all__ = ["RankMover"]
+
+
+class RankMover:
+    """The movers of all ranks, in order, as one; see `lowlat.executors.block_moves.ContentMover`."""
+
+    def __init__(self, movers: Sequence[BlockMover]) -> None:
+        self._movers = tuple(movers)
+
+    @property
+    def states(self) -> tuple[BufferSet, ...]:
+        """Each rank's state."""
+        return tuple(state for mover in self._movers for state in mover.states)
+
+    def allocate(self, size: int, knob: str) -> torch.Tensor:
+        """See `BlockMover.allocate`: all devices copy from pinned memory."""
+        return self._movers[0].allocate(size, knob)
+
+    def mark(self) -> Mark:
+        """All that was launched until now, on every rank."""
+        return _Marks([mover.mark() for mover in self._movers])
+
+    def content_bytes(self, pool: str, count: int) -> int:
+        """The bytes of a content of so many blocks or rows of a pool, of all ranks together."""
+        return sum(mover.content_bytes(pool, count) for mover in self._movers)
+
+    def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
+        """See `BlockMover.start_in`; the function waits for all ranks."""
+        contents = [self._parts(load.pool, len(load.places), load.content) for load in loads]
+        return _together([
+            mover.start_in([load._replace(content=own[rank]) for load, own in zip(loads, contents, strict=True)], each)
+            for rank, (mover, each) in enumerate(zip(self._movers, _marks_of(mark), strict=True))
+        ])  # fmt: skip
+
+    def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
+        """See `BlockMover.start_out`; the function waits for all ranks."""
+        pairs = zip(saves, contents, strict=True)
+        parts = [self._parts(save.key.pool, len(save.places), content) for save, content in pairs]
+        return _together([
+            mover.start_out(saves, [own[rank] for own in parts], each)
+            for rank, (mover, each) in enumerate(zip(self._movers, _marks_of(mark), strict=True))
+        ])  # fmt: skip
+
+    def read(self, pool: str, places: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """See `BlockMover.read`."""
+        waits = [mover.read(pool, places) for mover in self._movers]
+        return lambda: torch.cat([wait() for wait in waits])
+
+    def write(self, pool: str, places: Sequence[int], content: torch.Tensor) -> None:
+        """See `BlockMover.write`."""
+        for mover, own in zip(self._movers, self._parts(pool, len(places), content), strict=True):
+            mover.write(pool, places, own)
+
+    def _parts(self, pool: str, count: int, content: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of a content, by rank. Raises ValueError for one of another size."""
+        sizes = [mover.content_bytes(pool, count) for mover in self._movers]
+        if content.numel() != sum(sizes):
+            raise ValueError(f"a content of {content.numel()} bytes for {count} places of {sum(sizes)}")
+        ends = list(accumulate(sizes))
+        return [content[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+class _Marks:
+    """A mark of each rank."""
+
+    def __init__(self, marks: Sequence[Mark]) -> None:
+        self.marks = marks
+
+    def __call__(self) -> None:
+        for mark in self.marks:
+            mark()
+
+
+def _marks_of(mark: Mark) -> Sequence[Mark]:
+    """Each rank's. Raises ValueError for what `RankMover.mark` has not made."""
+    if not isinstance(mark, _Marks):
+        raise ValueError(f"a mark of another mover: {mark!r:.100}")
+    return mark.marks
+
+
+def _together(waits: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def wait() -> None:
+        for each in waits:
+            each()
+
+    return wait
