@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from lowlat.errors import ShapeError
 from lowlat.graphs.extents import evaluate, parse
 
-__all__ = ["Asked", "Excess", "Limit", "OnlyParam", "Rule", "Size"]
+__all__ = ["Asked", "Excess", "Limit", "OnlyParam", "Param", "Rule", "Size"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,23 @@ class Size:
         if size is None or self.limit.takes(size):
             return None
         return Excess(self.name, str(self.limit), size)
+
+
+@dataclass(frozen=True)
+class Param:
+    """The rule that a parameter is a size within a limit.
+
+    param  its name, among the operation's
+    name   of it, as configs have it
+    """
+
+    param: str
+    limit: Limit
+    name: str
+
+    def __call__(self, asked: Asked) -> Excess | None:
+        size = asked.params[self.param]
+        return None if self.limit.takes(size) else Excess(self.name, str(self.limit), size)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from lowlat.kernels.common.limits import Limit, Rule, Size
+from lowlat.kernels.common.limits import Limit, Param, Rule, Size
 from lowlat.kernels.sampling.limits import VOCABULARY
 
 __all__ = [
@@ -34,9 +34,7 @@ LIMITS: Mapping[str, tuple[Rule, ...]] = {
     "gather_features": (_FEATURES,),
     "join_features": (_FEATURES,),
     "keep_features": (_FEATURES,),
-    "walk_candidates": (
-        Size("k", SCORED_RANKS, "selector_top_k"),
-        Size("r", VECTORS, "selector_rank"),
-    ),
+    "local_conv": (Param("group", GROUPS, "conv_group_size"),),
+    "walk_candidates": (Size("k", SCORED_RANKS, "selector_top_k"), Size("r", VECTORS, "selector_rank")),
     "markov_gate": (Size("r", VECTORS, "markov_rank"),),
 }

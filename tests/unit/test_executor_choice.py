@@ -15,12 +15,13 @@ from lowlat.engine import loading
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import check_positions, settle_executor
-from lowlat.graphs import Bucket
-from lowlat.graphs.program import Program
+from lowlat.graphs import Bucket, BufferSpec, Role
+from lowlat.graphs.program import Program, ProgramBuilder, Stage
 from lowlat.kernels.attention.attention import attention
 from lowlat.kernels.attention.limits import choose_split
 from lowlat.kernels.elementwise.norm import check_width
 from lowlat.kernels.gemm.packing import gate_up_permutation
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.sampling.select import count_chunks
 from lowlat.lowering.covers import uncovered
 from lowlat.models.geometry import ModelConfig
@@ -131,6 +132,21 @@ def test_what_the_kernels_run_stays_with_them(
     programs = planned(*changed(known, {}, head))
     assert uncovered(*programs) is None
     assert settle_executor(GPU, "auto", *programs) is GPU
+
+
+@pytest.mark.parametrize(("group", "problem"), [(16, None), (4, "take conv_group_size a multiple of 8, and the draft")])
+def test_a_parameter_beyond_the_kernels_is_named(group: int, problem: str | None) -> None:
+    shapes = {"x": (4, 16), "coefficients": (4, 4 * 16 // group), "row_live": (2, 2), "out": (4, 16)}
+    dtypes = {"coefficients": torch.float32, "row_live": torch.uint8}
+    builder = ProgramBuilder("step", OPERATIONS)
+    for name, shape in shapes.items():
+        builder.declare(BufferSpec(name, shape, dtypes.get(name, torch.bfloat16), Role.STATE))
+    reads = {name: name for name in ("x", "coefficients", "row_live")}
+    builder.emit(
+        "local_conv", Stage.DRAFT, reads=reads, writes={"out": "out"}, weights={"weight": "conv"}, side=0, group=group
+    )
+    found = uncovered([builder.build()])
+    assert found is None if problem is None else problem in (found or "")
 
 
 def test_the_limits_are_those_of_the_kernels(known: tuple[ModelConfig, Eagle3Config]) -> None:
