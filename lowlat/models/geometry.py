@@ -185,7 +185,8 @@ class DraftConfig(Decoder):
     capture_boundaries  the target's residual streams that it reads. Boundary b is the stream entering layer b, 0 to L
                         (L: after the last layer, before the final norm)
     own_embedding, own_lm_head  whether the checkpoint carries them; else they are the target's
-    embedding_scale     of the rows of its own embedding, in the compute dtype; None: they are taken as they are
+    embedding_scale     of the rows of the embedding that it reads, in the compute dtype; None: its own are taken as
+                        they are, and the target's as the method says
     logit_softcap       logits l become c tanh(l / c); None: they stay
     own_draft_map       whether the checkpoint carries d2t; else draft ids are the target's
     is_cut              whether its LM head is rows of a larger one, gathered at load: own_lm_head and own_draft_map are
