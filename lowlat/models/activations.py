@@ -37,11 +37,11 @@ def code_activations(config: ModelConfig, label: str) -> ModelConfig:
     return replace(config, coded_rows=coded)
 
 
-def codable_matrices(config: ModelConfig) -> frozenset[str]:
-    """The matrices of a model's layers that can be multiplied by codes of rows."""
+def codable_matrices(config: ModelConfig) -> tuple[str, ...]:
+    """The matrices of a model's layers that can be multiplied by codes of rows, by name in order."""
     plan = weight_plan(config)
     held = _formats(plan)
-    return frozenset(name for name in held if held[name] == FP8.name and _is_layer(name, plan))
+    return tuple(sorted(name for name in held if held[name] == FP8.name and _is_layer(name, plan)))
 
 
 def _formats(plan: WeightPlan) -> Mapping[str, str]:

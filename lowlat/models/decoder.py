@@ -42,7 +42,7 @@ def emit_decoder(
     layers keep must be declared; what ends their turn is the states' own, see `SequenceState.emit_end`. `last` is a
     buffer for the last boundary; "": one of the rows' own. `owner` begins the names of weights and caches.
     """
-    coded = config.coded_rows if rows.are_prompt else frozenset[str]()
+    coded = frozenset(config.coded_rows if rows.are_prompt else ())
     emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage, coded)
     scale = config.embedding_scale
     boundaries = [emitter.embed(tokens, f"{owner}embed.weight", config.hidden_size, "residual.0", scale=scale)]

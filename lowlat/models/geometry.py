@@ -125,7 +125,8 @@ class ModelConfig(Decoder):
     logit_scale      of logits, which the weight of the final norm has: a power of two
     logit_softcap    logits l become c tanh(l / c); None: they stay
     coded_kv         None: the cache has the compute dtype
-    coded_rows       matrices of layers that are multiplied by e4m3 codes of a prompt's rows, see `code_activations`
+    coded_rows       matrices of layers that are multiplied by e4m3 codes of a prompt's rows, see `code_activations`; by
+                     name in order, so that a record's text is the same in every process
     window_limit     positions up to which windows that are not implemented change nothing
     query_limit      positions up to which a scale of queries by position, which is not implemented, is 1
     """
@@ -139,7 +140,7 @@ class ModelConfig(Decoder):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     coded_kv: CodedKV | None = None
-    coded_rows: frozenset[str] = frozenset()
+    coded_rows: tuple[str, ...] = ()
     window_limit: int | None = None
     query_limit: int | None = None
 
