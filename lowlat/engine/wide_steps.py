@@ -19,8 +19,8 @@ from lowlat.step.variants import PROPOSED
 
 __all__ = ["WideSteps"]
 
-# Edits, quotations and JSON of this repository, replayed: 13.2 tokens a step inside copies with 16 rows, 21.5 with 32, and
-# 7.4 at draft length 7. With 32 only after twice or four times as many tokens it were 20.6 and 19.7.
+# Edits, quotations and JSON of this repository, replayed: 13.2 tokens a step inside copies with 16 rows, 21.5 with 32,
+# and 7.4 at draft length 7. With 32 only after twice or four times as many tokens it were 20.6 and 19.7.
 BEGIN = 8  # tokens that steps in a row brought, all of whose drafts were right: from there on a wide step should pay
 SHARE = 0.5  # of a wide step's proposals, that must be right for another one to follow
 
