@@ -40,6 +40,7 @@ SOURCES = ("lowlat/options/limits.py", "graphs/buckets.py", "ipc/wake.py", "lowl
 GUIDES = ("lowlat/speculators/README.md", "lowlat/step/README.md", "lowlat/USING.md", "kernels/notes/bookkeeping.md")
 RESULTS = ("bench/results/cpu/pricing.json", "bench/results/cpu/load.json", "bench/results/cpu/streams_soak.json")
 MOST_CHARACTERS = 3400  # of a document, so that prompt and answer fit a small context
+IMPOSED = "the target's choices, which are those of real texts; drafts and what is accepted of them follow from that"
 # what is compared: the option's rows, and the draft length
 WAYS = {"S = 7": (0, 7), "R = 16": (16, 7), "R = 32": (32, 7), "S = 3": (0, 3), "R = 16, S = 3": (16, 3)}
 
@@ -71,7 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = [(text, _decode(runtime, text, options)) for text in _limited(texts, options.limit)]
         for kind in (*dict.fromkeys(text.kind for text, _ in found), "all"):
             every = [each for text, each in found if kind in (text.kind, "all")]
-            rows.append({"way": way, "kind": kind, "num_speculative_tokens": depth, "wide_rows": wide_rows})
+            rows.append(
+                {
+                    "pair": options.pair,
+                    "way": way,
+                    "kind": kind,
+                    "num_speculative_tokens": depth,
+                    "wide_rows": wide_rows,
+                }
+            )
             rows[-1] |= Copied.added(every).row()
             print(json.dumps(rows[-1]), flush=True)
         _write(options, rows, places)
@@ -84,7 +93,7 @@ def _write(options: argparse.Namespace, rows: list[dict[str, Any]], places: set[
         "runs_on": sorted(places),
         "head": options.head.name,
         "span": SPAN,
-        "answers": "the target's own" if options.own else "imposed: real texts of this repository",
+        **({} if options.own else {"simulated": IMPOSED}),
         "texts_a_kind": options.limit,
     }
     write_result(options.out, {"conditions": conditions, "rows": rows})

@@ -16,7 +16,9 @@ from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, 
 __all__ = ["Request", "make_request", "pieces_of"]
 
 _OPTIONS = frozenset(field.name for field in msgspec.structs.fields(Sampling))
-_IN_SEVERAL_FORMS = frozenset({"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls", "tools"})
+_IN_SEVERAL_FORMS = frozenset(
+    {"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls", "tools", "draft_texts"}
+)
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
 _PIECE = 1 << 15  # characters or tokens of a message of an open prompt: 4 bytes each are half of what one may have
 
@@ -193,7 +195,7 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
     """A value that callers may give in several forms, in the one that is sent."""
     options = dict(given)
-    for name in ("stop", "choice"):
+    for name in ("stop", "choice", "draft_texts"):
         if isinstance(options.get(name), str):
             options[name] = (options[name],)
     for name in ("json_schema", "tool_calls"):

@@ -232,6 +232,7 @@ class SpeculativeConfig:
         0,
         WIDE_ROWS[-1],
         group="drafts from text",
+        rare=True,
     )
     draft_text_tokens: int = declare(
         0,

@@ -66,7 +66,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def tokens_of(runtime: Runtime, count: int) -> list[list[int]]:
     """So many requests at once, one of which has a text named where that may be."""
-    texts = {"draft_texts": (tuple(REPEATING),)} if runtime.checks.num_text_tokens else {}
+    texts: dict[str, Any] = {"draft_texts": (tuple(REPEATING),)} if runtime.checks.num_text_tokens else {}
     names = [
         runtime.submit(prompt, SamplingParams(seed=7, max_tokens=200, ignore_eos=True, **own, **texts))
         for prompt, own in REQUESTS[:count]

@@ -47,6 +47,18 @@ def test_a_priority_reaches_the_engine(path: str, scripted: tuple[RunningGateway
     assert status == 400 and "priority" in answer["error"]["message"]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_texts_to_draft_from_reach_the_engine_as_token_ids(
+    path: str, scripted: tuple[RunningGateway, ScriptedEngine]
+) -> None:
+    gateway, engine = scripted
+    assert gateway.ask(f"/v1/{path}", {**BODIES[path], "draft_texts": ["a file", [1, 2]]})[0] == 200
+    text, ids = engine.asked[-1].draft_texts
+    assert ids == (1, 2) and text and all(isinstance(token, int) for token in text)
+    status, answer, _ = gateway.ask(f"/v1/{path}", {**BODIES[path], "draft_texts": [3]})
+    assert status == 400 and "draft_texts" in answer["error"]["message"]
+
+
 def test_best_of_makes_more_answers_than_it_gives(scripted: tuple[RunningGateway, ScriptedEngine]) -> None:
     gateway, engine = scripted
     before = len(engine.asked)

@@ -139,6 +139,28 @@ def test_steps_under_way_are_waited_for_and_grammars_go_on(loops: bool, pairs: d
         assert play(runtime, random_moves(3, 90), requests, expected, submit) > 1
 
 
+def test_a_request_that_ends_while_another_is_paused_says_so(pairs: dict[str, PairPaths]) -> None:
+    """The steps under way are waited for with the first pause, and end the second; its last output comes later."""
+    runtime, _ = load_fake(pairs["llama"].target, None, device_loop=False, lead=2, **OPTIONS, **FEW)
+    with closing(runtime):
+        params, missed = sampling("sampled", ignore_eos=True), 0
+        for count in range(3, 8):
+            first, second = (runtime.submit(PROMPTS[1], replace(params, max_tokens=most)) for most in (20, count))
+            while runtime.metrics(second).completion_tokens < count - 1:
+                runtime.step()
+            given = runtime.metrics(second).finish_reason is not None
+            assert runtime.pause(first)
+            if not given and runtime.metrics(second).finish_reason is not None:
+                missed += 1
+                assert runtime.pause(second) is False
+            runtime.cancel(first)
+            while runtime.busy:
+                runtime.step()
+            with pytest.raises(RequestError, match="has ended"):
+                runtime.pause(second)
+        assert missed
+
+
 def test_a_higher_priority_takes_the_slot_of_the_lowest_and_equals_take_turns(pairs: dict[str, PairPaths]) -> None:
     with Runtime.load(pairs["llama"].target, **CPU) as runtime:
         params = sampling("sampled", ignore_eos=True)

@@ -39,7 +39,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
 
 def speculation(pair: PairPaths, method: str, depth: int = 3, **others: Any) -> SpeculativeConfig:
     own = {"wide_rows": 32, **METHODS[method], **others}
-    model = {} if "method" in own else {"model": pair.head}
+    model: dict[str, Any] = {} if "method" in own else {"model": pair.head}
     return SpeculativeConfig(num_speculative_tokens=depth, strict=True, **model, **own)
 
 

@@ -23,7 +23,7 @@ def test_named_texts_against_plain_words() -> None:
     source, drafting = random.Random(1), 0
     for _ in range(120):
         lengths = [source.randint(1, 40) for _ in range(3)]
-        given = text_arguments(source, 9, 48, 40, lengths)
+        given: dict[str, Any] = text_arguments(source, 9, 48, 40, lengths)
         before = {name: value.clone() for name, value in given.items()}
         draft_from_texts(**given, **SIZES)
         for index in range(5):
