@@ -42,7 +42,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "lossless": {"num_speculative_tokens": 3, **SPECPV, **LOSSLESS},
 }
 CASES = [
-    ("llama", "none", "sampled"),
+    later("llama", "none", "sampled"),
     ("llama", "eagle3", "penalised"),
     wide("llama", "eagle3+", "filtered"),
     later("llama", "tree", "sampled"),
