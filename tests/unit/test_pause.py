@@ -49,7 +49,7 @@ CASES = [
     wide("llama", "beside", "greedy"),
     later("gpt_oss", "eagle3", "sampled"),  # windows
     wide("gpt_oss", "ngram", "filtered"),
-    ("qwen3_5_text", "mtp", "sampled"),  # recurrent states
+    later("qwen3_5_text", "mtp", "sampled"),  # recurrent states
     wide("qwen3_5_text", "ngram", "penalised"),
     later("llama", "specpv", "sampled"),
     later("llama", "lossless", "sampled"),
