@@ -304,9 +304,12 @@ class Moves:
         for session in self.sessions:
             session.close()
         self.sessions.clear()
+        if self.runtime.kvcache.tiers is not None:
+            self.runtime.kvcache.tiers.flush()  # copies hold blocks while they are under way
         self.check()
-        held = self.runtime.kvcache.stats()
-        assert not self.live and not held.num_pinned and not held.num_used and not self.runtime.scheduler.space.held
+        held, space = self.runtime.kvcache.stats(), self.runtime.scheduler.space
+        assert not self.live and not space.held, (self.live, space.held)
+        assert held.num_pinned == held.num_used == 0, held
 
     def _name(self) -> str:
         self._num_names += 1

@@ -116,7 +116,7 @@ def check_lengths(bench: Bench, seed: int, most_waiting: int, steps: int = 24) -
 def check_waiting(bench: Bench, seed: int) -> None:
     """Features of a step's rows are kept, its rows laid out with those that waited before, and their features taken."""
     generator, source = torch.Generator().manual_seed(seed), random.Random(seed)
-    kept, taken, rows, sources, width = 8, 4 + 4 * (seed % 2), 3, 1 + seed % 5, 8
+    kept, taken, rows, sources, width = 8, 4 + 4 * (seed % 2), 3, 1 + seed % 7, 8
     counts = [source.randint(0, rows) for _ in range(3)]
     first = [source.randint(0, 20) for _ in range(3)]
     slots = torch.tensor([2, 0, -1, 3], **INTS)

@@ -130,6 +130,19 @@ class Pair:
         return Lowered(program, buffers, self.weights, workspace, groups)
 
 
+class _IdleStream:
+    """A stream on which nothing is ever under way; a class, since libraries that are imported meanwhile annotate it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def synchronize(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return True
+
+
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
     """Let executors with kernels be made on a machine without a GPU: their launcher compiles and launches nothing."""
 
@@ -139,7 +152,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
 
     monkeypatch.setattr(kernel_executor, "Launcher", launcher)
     monkeypatch.setattr(kernel_executor, "pinned_names", lambda specs: set())
-    idle = SimpleNamespace(synchronize=lambda: None, query=lambda: True)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: idle)
+    monkeypatch.setattr(torch.cuda, "Stream", _IdleStream)
     for name in ("stream", "device"):
         monkeypatch.setattr(torch.cuda, name, lambda each: nullcontext())

@@ -22,8 +22,8 @@ __all__ = [
 MAX_RANKS, MAX_SCORED_RANKS, MAX_SOURCES, MAX_GATHERED = 64, 32, 5, 8
 RANKS = Limit(most=MAX_RANKS)  # drafts of a row
 SCORED_RANKS = Limit(most=MAX_SCORED_RANKS)  # of which each has its probability
-SOURCES = Limit(most=MAX_SOURCES)  # boundaries of which a draft model reads the hidden states, where they wait for it
-GATHERED = Limit(most=MAX_GATHERED)  # the same where they do not
+SOURCES = Limit(most=MAX_SOURCES)  # boundaries of which a step's end keeps the hidden states
+GATHERED = Limit(most=MAX_GATHERED)  # boundaries of which a draft model reads the hidden states
 VECTORS = Limit(multiple=8)  # numbers of a token's vector
 GROUPS = Limit(multiple=8)  # columns that share a coefficient of a convolution
 
@@ -33,7 +33,7 @@ LIMITS: Mapping[str, tuple[Rule, ...]] = {
     "draft_topk_logprobs": (_VOCABULARY, Size("k", SCORED_RANKS, "drafts of a row")),
     "gather_features": (_FEATURES,),
     "join_features": (_FEATURES,),
-    "keep_features": (Size("F", SOURCES, "capture boundaries with adaptive_width"),),
+    "keep_features": (_FEATURES,),
     "walk_candidates": (
         Size("k", SCORED_RANKS, "selector_top_k"),
         Size("r", VECTORS, "selector_rank"),

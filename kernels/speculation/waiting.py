@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import copy_row, divide, int_at, set_byte, set_int, threads_for, wide_count, zero_row
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.speculation.limits import MAX_SOURCES, SOURCES
+from lowlat.kernels.speculation.limits import GATHERED, MAX_GATHERED, MAX_SOURCES
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
@@ -266,7 +266,7 @@ def keeping_plan(
     """The plan for these arguments of `keep_features`. Raises ShapeError for shapes that do not fit."""
     batch, rows = accepted_nodes.shape
     given = [sources[f"source{number}"] for number in range(len(sources))]
-    SOURCES.check("sources of features", len(given))
+    GATHERED.check("sources of features", len(given))
     (_, kept, width), extent = waiting_features.shape, given[0].shape[1]
     if width != len(given) * extent or rows > kept:
         raise ShapeError(f"{kept} kept features of {width} do not hold {rows} rows of {len(given)} times {extent}")
@@ -288,12 +288,13 @@ def keep_features(
 ) -> list[KernelCall]:
     """Keep the features of the committed positions, as the reference's `keep_features`, whose arguments these are.
 
-    A block for each row and source, of which there are five at most. Raises ShapeError for shapes that do not fit.
+    A block for each row and source, of which there are eight at most. Raises ShapeError for shapes that do not fit.
     """
     heads = (accepted_nodes, commit_lens, dense_lens, slots)
     plan = keeping_plan(*heads, waiting_features, **sources)
-    given: list[Argument] = [sources.get(f"source{number}", 0) for number in range(MAX_SOURCES)]
-    return [KernelCall(_make_keep(plan), (plan.num_blocks, 1, 1), (*heads, *given, waiting_features))]
+    make, most = (_make_keep, MAX_SOURCES) if len(sources) <= MAX_SOURCES else (_make_keep_many, MAX_GATHERED)
+    given: list[Argument] = [sources.get(f"source{number}", 0) for number in range(most)]
+    return [KernelCall(make(plan), (plan.num_blocks, 1, 1), (*heads, *given, waiting_features))]
 
 
 @device_function
@@ -351,8 +352,47 @@ def _make_keep(plan: KeepingPlan) -> Kernel:
     return Kernel(name, kernel, (types.int64,) * 10, threads)
 
 
+@cache
+def _make_keep_many(plan: KeepingPlan) -> Kernel:
+    """The same of more sources than most draft models read."""
+    sizes, threads = astuple(plan)[1:], threads_for(plan.wide)
+
+    def kernel(
+        nodes: Any,
+        commit_lens: Any,
+        dense_lens: Any,
+        slots: Any,
+        s0: Any,
+        s1: Any,
+        s2: Any,
+        s3: Any,
+        s4: Any,
+        s5: Any,
+        s6: Any,
+        s7: Any,
+        waiting_features: Any,
+    ) -> None:
+        ptx.wait_for_previous_kernel()
+        ptx.let_next_kernel_start()
+        block, thread = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+        _, number = divide(block, sizes[2])
+        low = s0 if number == 0 else s1 if number == 1 else s2 if number == 2 else s3
+        high = s4 if number == 4 else s5 if number == 5 else s6 if number == 6 else s7
+        source = low if number < 4 else high
+        heads, sources = (nodes, commit_lens, dense_lens, slots), (source, source, source, source, source)
+        keep_row(block, thread, threads, sizes, heads, sources, waiting_features)
+
+    name = "keep_features_" + "_".join(map(str, astuple(plan)[1:]))
+    return Kernel(name, kernel, (types.int64,) * 13, threads)
+
+
 def examples() -> list[Kernel]:
     """Specialisations that CI compiles."""
     together = WaitingPlan(8192, 8, 64, 1536, lays_out=True)
     rows = [_make_rows(plan) for plan in (together, WaitingPlan(8192, 8))]
-    return [*rows, _make_take(8, 64, 1536), _make_keep(KeepingPlan(1, 4, 64, 3, 512))]
+    return [
+        *rows,
+        _make_take(8, 64, 1536),
+        _make_keep(KeepingPlan(1, 4, 64, 3, 512)),
+        _make_keep_many(KeepingPlan(1, 4, 64, 6, 512)),
+    ]

@@ -15,6 +15,7 @@ from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.speculation.draft_rows import check_nodes
 from lowlat.kernels.reference.step.publish import RECORD_WIDTH
 from lowlat.kernels.speculation.length_probabilities import LearningPlan, learning_plan
+from lowlat.kernels.speculation.limits import SOURCES
 from lowlat.kernels.speculation.waiting import KeepingPlan, keeping_plan
 from lowlat.kernels.step.publish_kernel import (
     ARGUMENTS,
@@ -127,6 +128,8 @@ def end_step(
     Time: that of `publish`: the others are blocks of their own. Raises ShapeError for shapes that do not fit.
     """
     keeping = NOTHING_KEPT if kept is None else keeping_plan(**kept)
+    if kept is not None:
+        SOURCES.check("end_step: sources of features", keeping.sources)
     records = {name: value for name, value in learnt.items() if name != "extends"}
     return _calls({**publication, **(kept or {}), **records}, loop, learning_plan(**learnt), keeping)
 

@@ -265,6 +265,10 @@ class Requests(Mapping[str, Request]):
         request.params = replace(request.params, max_draft_tokens=max_draft_tokens)
         return request
 
+    def has_last_output(self, request_id: str) -> bool:
+        """Whether the output that ends a request has not been taken yet."""
+        return any(each.request_id == request_id and each.finish_reason is not None for each in self.outputs)
+
     def take_outputs(self) -> list[StepOutput]:
         """The outputs that requests have gained since this was called last."""
         outputs, self.outputs = self.outputs, []

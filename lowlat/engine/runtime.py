@@ -484,6 +484,8 @@ class Runtime:
         self._check_usable()
         if deadline_s is not None:
             check_number("deadline_s", deadline_s, 0.0, 1e9, RequestError, above=True)
+        if self._requests.has_last_output(request_id):
+            return False
         request = self._requests.find(request_id)
         with self._unless_refused():
             return self._steps.pause(request, self.config.pause_deadline_s if deadline_s is None else deadline_s)

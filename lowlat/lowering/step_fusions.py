@@ -11,6 +11,7 @@ from lowlat.kernels.sampling.argmax import NextLevel
 from lowlat.kernels.sampling.sample import sample
 from lowlat.kernels.speculation.accept import accept_and_commit
 from lowlat.kernels.speculation.draft_input import ChainDrafts
+from lowlat.kernels.speculation.limits import MAX_SOURCES
 from lowlat.kernels.speculation.waiting import draft_waiting_rows
 from lowlat.kernels.step.begin_step import Choice, begin_step
 from lowlat.kernels.step.publish import end_step, finish_step
@@ -177,6 +178,12 @@ def _is_only_parent(run: Run, drafting: Op, assigning: Op, parents: str) -> bool
     )
 
 
+def _ends(run: Run, gpu: Gpu) -> bool:
+    """Whether the operations agree, and features come from no more sources than one launch takes with all else."""
+    kept, agreed = run.find("keep_features"), _agree()(run, gpu)
+    return bool(agreed) and (kept is None or f"source{MAX_SOURCES}" not in kept.reads)
+
+
 def _end(binding: Binding, run: Run) -> Sequence[Call]:
     """The publication, the features that wait from now on, and what the fate of the drafts tells."""
     kept = run.find("keep_features")
@@ -228,7 +235,7 @@ STEP_FUSIONS = (
     Fusion("draft_topk+parents", "draft_topk assign_drafts parent_tokens embed", 3, _draft_next, _follows),
     Fusion("draft_topk+level", LEVEL, 4, _draft_level, _feeds_level, embedded),
     Fusion("draft_topk", "draft_topk assign_drafts", 1, _draft_topk, _assigns),
-    Fusion("end_step", "publish keep_features? learn_draft_lengths", 1, _end, _agree()),
+    Fusion("end_step", "publish keep_features? learn_draft_lengths", 1, _end, _ends),
     Fusion("waiting_rows", "waiting_rows take_features? draft_rows", 1, _draft_waiting, _waits),
     Fusion("finish_step", "tree_masks publish", 1, _finish, _agree("tree_masks", "publish")),
 )

@@ -386,8 +386,8 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
     """
     coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in geometry.config.caching]
     for spec in state_specs(geometry):
-        own_rows = (fewer.get(spec.name, spec.shape[0]), *spec.shape[1:])
-        builder.declare(replace(spec, shape=own_rows))
+        rows = fewer.get(spec.name)
+        builder.declare(spec if rows is None else replace(spec, shape=(rows, *spec.shape[1:])))
         if coded is not None and spec.paging is Paging.POSITIONS and "k_cache" in spec.name:
             own = coded.scales[layers.index(spec.name)] if spec.name in layers else None
             scales = torch.ones(2, spec.shape[1]) if own is None else torch.tensor(own, dtype=torch.float32)

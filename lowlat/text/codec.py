@@ -247,6 +247,10 @@ class TextCodec:
         """Return the token ids of a chat's text, or of a part of it, as `chat_text` gives it."""
         return self._ids(text, False, allow_special, max_context, max_tokens)
 
+    def check_length(self, text: str, max_context: int) -> None:
+        """Refuse a text that is more than a context by its length alone. Raises RequestError, as `encode` does."""
+        self._check_text(text, max_context, 1)
+
     def _with_edges(self, ids: list[int], bare: Callable[[], list[int]]) -> list[int]:
         """Correct what tokenizer.json puts around a text; bare gives its token ids without that."""
         if self._add_bos is not None:

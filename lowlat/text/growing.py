@@ -20,7 +20,7 @@ from lowlat.errors import RequestError
 if TYPE_CHECKING:
     from lowlat.text.codec import TextCodec
 
-__all__ = ["Cuts", "GrowingPrompt", "GrowingText"]
+__all__ = ["LONG", "Cuts", "GrowingPrompt", "GrowingText"]
 
 ANCHORS = "aeiourst"
 SPACE = "\u2581"
@@ -29,6 +29,7 @@ MARKS = "。，、！？；："
 AT_MARKS = re.compile(rf"(?<=[^\W\d_])(?=[{MARKS}][^\W\d_])")
 BEFORE = f" {MARKS}"  # what may follow a cut
 WIDEST = 2  # characters after a cut that decide it
+LONG = 1 << 16  # characters that are held back, from which on they are looked at: nothing else bounds them
 CUTTING = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})
 
 
@@ -79,6 +80,11 @@ class GrowingText:
         self._held = ""
         self._is_first = True  # nothing was cut off yet
         self._anchor: tuple[str, list[int]] | None = None
+
+    @property
+    def held(self) -> str:
+        """The text that is held back."""
+        return self._held
 
     @property
     def num_held(self) -> int:
@@ -161,7 +167,10 @@ class GrowingPrompt:
         if isinstance(piece, str):
             if self._text is None:
                 self._text = self._open()
-            return self._text.append(piece)
+            found = self._text.append(piece)
+            if self._codec is not None and self._text.num_held > LONG:
+                self._codec.check_length(self._text.held, self._max_context)
+            return found
         found = self.rest() if self._text is not None else []
         self._text, self._is_start = None, False
         return [*found, *piece]

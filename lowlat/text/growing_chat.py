@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from lowlat.errors import RequestError
-from lowlat.text.growing import Cuts, GrowingText
+from lowlat.text.growing import LONG, Cuts, GrowingText
 
 __all__ = ["GrowingChat"]
 
@@ -19,13 +19,18 @@ class GrowingChat:
     cuts    where texts of the tokenizer may be cut
     write   the text of the chat with this content of its last message. Raises RequestError
     encode  token ids of a part of that text. Raises RequestError
+    check   refuses a text that is too long by its length alone. Raises RequestError
     Where a template does not write the end of a message once, all of it is held back until it has ended.
     """
 
     def __init__(
-        self, cuts: Callable[[], Cuts], write: Callable[[str], str], encode: Callable[[str], list[int]]
+        self,
+        cuts: Callable[[], Cuts],
+        write: Callable[[str], str],
+        encode: Callable[[str], list[int]],
+        check: Callable[[str], None],
     ) -> None:
-        self._cuts, self._write, self._encode = cuts, write, encode
+        self._cuts, self._write, self._encode, self._check = cuts, write, encode, check
         self._content = ""
         self._given = ""  # the chat's text as far as it is known
         self._text: GrowingText | None = None
@@ -36,6 +41,8 @@ class GrowingChat:
         if not isinstance(piece, str):
             raise RequestError("a message of a chat is text, and its pieces are: token ids go with a plain prompt")
         self._content += piece
+        if len(self._content) > LONG:
+            self._check(self._content)
         if self._text is None:
             if self._is_odd or not self._content.strip():  # a template may leave spaces at the front out
                 return []

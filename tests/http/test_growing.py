@@ -132,7 +132,9 @@ def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
     texts = [TEXT[start : start + source.randint(1, 100)] for start in (0, 30, 60, 0)]
     variants: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"choice": ("yes", "no", "perhaps")}, {"priority": 2}]
     asked = [(text, SAMPLED | own) for text, own in zip(texts, variants, strict=True)]
-    wanted = [alone(runtime, runtime.codec.encode(text), **options) for text, options in asked]
+    *wanted, long = [
+        alone(runtime, runtime.codec.encode(text), **options) for text, options in (*asked, (TEXT, SAMPLED))
+    ]
     with (
         served_model(tmp_path, runtime, ServingCodec(runtime.codec)) as (server, engine),
         gateway_at(server.endpoint) as address,
@@ -160,6 +162,16 @@ def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
                 answer = upload(f"{address.url()}/v1", first, on_trial(cut(text, source, 40), source), pause_s=0.02)
                 assert answer.status_code == 200, answer.text
                 assert tuple(answer.json()["choices"][0]["lowlat"]["token_ids"]) == wanted[place]
+        low = [client.open_prompt(priority=-1, **SAMPLED) for _ in range(3)]  # they hold all slots, until others come
+        for prompt in low:
+            prompt.append(TEXT)
+        eventually(
+            lambda: [slot["phase"] for slot in client.stats()["engine"]["slots"]] == ["open"] * 3, timeout_s=20.0
+        )
+        assert (
+            tuple(token for chunk in client.generate(texts[3], **asked[3][1]) for token in chunk.token_ids) == wanted[3]
+        )
+        assert [tuple(t for chunk in prompt.finish() for t in chunk.token_ids) for prompt in low] == [long] * 3
         left_open = client.open_prompt(**SAMPLED)
         left_open.append(TEXT)
         left_open.finish(speculative=True)
@@ -169,8 +181,8 @@ def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
 
 
 def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was there before was read before: however long the prompt, two chunks of text at most are left."""
-    runtime = load_bundled(prefill_chunk=16, block_size=8, prefix_reuse=False)
+    """Of 30 chunks two at most are left to read at the end, and the first token comes in less than half of the time."""
+    runtime = load_bundled(prefill_chunk=16, block_size=8, prefix_reuse=False, max_context=512)
     assert runtime.codec is not None
     sizes: list[int] = []
     prefill = runtime.executor.prefill
@@ -180,25 +192,30 @@ def test_the_first_token_comes_a_chunk_after_the_last_word(tmp_path: Path, monke
         prefill(size, *others)
 
     monkeypatch.setattr(runtime.executor, "prefill", counted)
-    text = "the people of the several states " * 30
+    text = "the people of the several states " * 68
+    num_tokens = len(runtime.codec.encode(text))
+
+    def num_known() -> int:
+        """Tokens of the one prompt that the engine has."""
+        return sum(len(request.prompt) for request in list(runtime._requests.values()))
+
     with (
         served_model(tmp_path, runtime, ServingCodec(runtime.codec)) as (server, engine),
         Client(server.endpoint) as client,
     ):
-        times: dict[str, list[float]] = {"whole": [], "growing": []}
-        for _ in range(2):
-            times["whole"].append(first_token_s(client.generate(text, max_tokens=1)))
-            read = sum(sizes)
-            sizes.clear()
+        times = []
+        for _ in range(3):  # the machine may be busy with others
+            whole = first_token_s(client.generate(text, max_tokens=1))
             prompt = client.open_prompt(max_tokens=1)
             for word in text.split(" "):
                 prompt.append(word + " ")
-            eventually(lambda least=read - 32: sum(sizes) >= least and not engine.busy)  # type: ignore[misc]
+            eventually(lambda: num_known() >= num_tokens - 8 and not engine.busy, timeout_s=60.0)
             sizes.clear()
-            times["growing"].append(first_token_s(prompt.finish()))
+            times.append((first_token_s(prompt.finish()), whole))
             assert 1 <= sum(sizes) <= 32, sizes
-            sizes.clear()
-        assert read > 160 and min(times["growing"]) < min(times["whole"]) / 2, times
+            if 2 * times[-1][0] < whole:
+                return
+        raise AssertionError(times)
 
 
 @pytest.fixture(scope="module")

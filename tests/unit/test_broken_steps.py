@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fake_device import load_fake
 from recording import run_all
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -98,10 +98,10 @@ class Breaking:
 @pytest.mark.parametrize(
     ("error", "num_steps", "every"),
     [
-        (KeyboardInterrupt, 5, 7),  # a decode step of both
+        later(KeyboardInterrupt, 5, 7),  # a decode step of both
         (RuntimeError, 2, 9),  # a prompt's chunk, and its first token
-        later(RuntimeError, 5, 3),
-        later(KeyboardInterrupt, 2, 4),
+        wide(RuntimeError, 5, 3),
+        wide(KeyboardInterrupt, 2, 4),
     ],
 )
 def test_no_token_is_lost_silently(

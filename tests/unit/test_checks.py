@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_device import load_fake
 from recording import check_invariants
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
@@ -191,8 +191,8 @@ def every_way(names: Iterable[str]) -> list[Any]:
     """Each name with a tree, and masks and positions with the other ways; some steps draft nothing."""
     cases = [("tree", name) for name in names]
     others = [(way, name) for way in WAYS for name in ("mask", "masks in state") if way != "tree" and name in names]
-    drawn = [case for case in others if case[0] != "chosen widths" or case[1] in SPOILS]
-    return cases + drawn + [later("dynamic tree", name) for name in names if name in ("position", "path")]
+    drawn = [later(*case) for case in others if case[0] != "chosen widths" or case[1] in SPOILS]
+    return cases + drawn + [wide("dynamic tree", name) for name in names if name in ("position", "path")]
 
 
 @pytest.mark.parametrize(("way", "name"), every_way([*SPOILS, *DRAFTED]))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat.cli.options import bundled
@@ -123,6 +123,7 @@ def trusts_chosen_lengths(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(draft_lengths, "slot_limits", seen)
 
 
+@pytest.mark.second
 def test_a_sound_pair_is_exact(pair: PairPaths) -> None:
     told: list[Sweep] = []
     found = measure(pair, told.append)
@@ -151,13 +152,13 @@ def test_prefixes_have_every_length_modulo_a_block(pair: PairPaths) -> None:
     ("plant", "red"),
     [
         (accepts_too_much, "draft length 1"),
-        (mixes_slots, "with neighbours"),
-        later(clears_with_cancelled, "with neighbours that are cancelled"),
-        later(forgets_paused, "paused between steps"),
-        (takes_any_chunk, "after a shared prefix"),
-        later(forks_nothing, "in sessions that fork"),
-        later(loses_files, "in sessions from files"),
-        later(trusts_chosen_lengths, "with chosen draft lengths"),
+        later(mixes_slots, "with neighbours"),
+        wide(clears_with_cancelled, "with neighbours that are cancelled"),
+        wide(forgets_paused, "paused between steps"),
+        later(takes_any_chunk, "after a shared prefix"),
+        wide(forks_nothing, "in sessions that fork"),
+        wide(loses_files, "in sessions from files"),
+        wide(trusts_chosen_lengths, "with chosen draft lengths"),
     ],
 )
 def test_a_planted_defect_is_seen(

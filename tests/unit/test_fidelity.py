@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from stages import later
+from stages import later, wide
 from tiny_models import make_target
 
 from lowlat.engine.runtime import Runtime
@@ -66,6 +66,7 @@ def scales_steps(patch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.second
 def test_a_sound_target_is_as_close_as_transformers(target: Path) -> None:
     found = measure(target)
     prompts, steps = found.rows
@@ -78,7 +79,7 @@ def test_a_sound_target_is_as_close_as_transformers(target: Path) -> None:
     assert found.to_dict()["rows"][0]["kl"]["upper"] == prompts.kl.upper
 
 
-@pytest.mark.parametrize(("plant", "red"), [(rounds_sums, {"prompts", "steps"}), later(scales_steps, {"steps"})])
+@pytest.mark.parametrize(("plant", "red"), [later(rounds_sums, {"prompts", "steps"}), wide(scales_steps, {"steps"})])
 def test_a_planted_defect_is_seen(
     plant: Callable[[pytest.MonkeyPatch], None], red: set[str], target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

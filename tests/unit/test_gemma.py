@@ -9,7 +9,7 @@ import pytest
 import torch
 from recording import Depth, Recorder, prompt_of, run_all, run_one
 from safetensors.torch import load_file, save_file
-from stages import later
+from stages import later, wide
 from tiny_dflash import dflash_draft_model
 from tiny_gemma import E2B, E4B, GEMMA_3_27B, MOE
 from tiny_models import make_pair, make_target, transformers_logits
@@ -64,11 +64,11 @@ def traced(runtime: Runtime, prompt: list[int], depth: Depth = None) -> tuple[li
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        ("gemma-4-31b", "eagle3"),
-        later("gemma-4-26b-a4b", "ngram"),
-        later("gemma-4-e2b", "suffix"),
-        later("gemma-4-e2b", "eagle3"),
-        later("gemma-4-31b", "suffix"),
+        later("gemma-4-31b", "eagle3"),
+        wide("gemma-4-26b-a4b", "ngram"),
+        ("gemma-4-e2b", "suffix"),
+        wide("gemma-4-e2b", "eagle3"),
+        wide("gemma-4-31b", "suffix"),
     ],
 )
 def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_pa
         assert runtime.kvcache.pool_stats()["windows"][0]["num_used"] == 0
 
 
-@pytest.mark.parametrize("flags", [{}, later({"markov_rank": 4, "layout": "speculators"})])
+@pytest.mark.parametrize("flags", [later({}), wide({"markov_rank": 4, "layout": "speculators"})])
 def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dict[str, Any], tmp_path: Path) -> None:
     """DFlash's and DSpark's: scaled where it is the target's, as it is where it is their own."""
     target, prompt = make_target(tmp_path / "target", "gemma4_text", **MOE), prompt_of(40)
@@ -119,7 +119,12 @@ def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_pa
     """As z-lab's of Gemma 4: Qwen3's layers, four of five with windows, six captured streams, capped logits."""
     target, prompt = make_target(tmp_path / "target", "gemma4_text", num_hidden_layers=4), prompt_of(60)
     window = target.config.sliding_window
-    form = {"windows": (window, window, None), "num_hidden_layers": 3, "softcap": 30.0, "captures": (1, 1, 2, 2, 3, 3)}
+    form: dict[str, Any] = {
+        "windows": (window, window, None),
+        "num_hidden_layers": 3,
+        "softcap": 30.0,
+        "captures": (1, 1, 2, 2, 3, 3),
+    }
     dflash_draft_model(tmp_path / "draft", target, **form)
     with Runtime.load(tmp_path / "target", **OPTIONS) as runtime:
         tokens = run_one(runtime, prompt, SAMPLED)
@@ -136,7 +141,7 @@ def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_pa
         assert windows == [window, window, None]
 
 
-@pytest.mark.parametrize("options", [{"num_key_value_heads": 4}, later({**MOE, **CUT}), later({**E2B, **CUT})])
+@pytest.mark.parametrize("options", [wide({"num_key_value_heads": 4}), later({**MOE, **CUT}), wide({**E2B, **CUT})])
 def test_the_number_of_ranks_changes_no_bit(options: dict[str, Any], tmp_path: Path) -> None:
     """With keys as values, shared keys, and fewer of them than ranks; experts next to a dense FFN."""
     make_target(tmp_path, "gemma4_text", **{**CUT, **options})
@@ -149,7 +154,7 @@ def test_the_number_of_ranks_changes_no_bit(options: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "options", [{"quantize": "fp8"}, *map(later, ({"kv_cache_dtype": "fp8"}, {"quantize": "int4"}))]
+    "options", [wide({"quantize": "fp8"}), later({"kv_cache_dtype": "fp8"}), wide({"quantize": "int4"})]
 )
 def test_formats_lose_no_token_to_drafts(options: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from fake_device import load_fake
 from recording import prompt_of, run_all
-from stages import later
+from stages import later, wide
 from tiny_grammars import Automaton, Breaking, Edges, accepts, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
 from unit.kernels.sampling import World
@@ -57,12 +57,12 @@ def expected_tokens(pair: PairPaths, edges: Edges, sampling: SamplingParams) -> 
 @pytest.mark.parametrize(
     ("grammar", "mode", "method", "tree"),
     [
-        ("wide", "greedy", "eagle3+", None),
+        later("wide", "greedy", "eagle3+", None),
         ("wide", "sampled", "eagle3", "bushy"),
         ("narrow", "penalised", "suffix", None),
-        later("wide", "filtered", "eagle3", "deep"),
-        later("narrow", "greedy", "ngram", None),
-        later("wide", "penalised", "beside", None),
+        wide("wide", "filtered", "eagle3", "deep"),
+        wide("narrow", "greedy", "ngram", None),
+        wide("wide", "penalised", "beside", None),
     ],
 )
 def test_no_speculation_changes_anything(
@@ -305,7 +305,7 @@ def test_masks_that_an_interrupt_held_back_are_filled_by_the_next_step(pair: Pai
         assert request.committed[19:] == expected
 
 
-@pytest.mark.parametrize("depth", [later(0), 3])
+@pytest.mark.parametrize("depth", [wide(0), 3])
 @pytest.mark.parametrize(
     ("grammar", "num_tokens", "error"),
     [

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from recording import check_invariants, prompt_of, run_all, run_one
-from stages import later
+from stages import later, wide
 from text_tokenizers import KINDS, byte_level, write_directory
 from tiny_models import PairPaths, make_pair, make_target
 from tiny_mtp import add_mtp
@@ -21,7 +21,7 @@ from lowlat.errors import RequestError
 from lowlat.ipc.messages import Message
 from lowlat.options.request import StepOutput
 from lowlat.text import TextCodec
-from lowlat.text.growing import GrowingText
+from lowlat.text.growing import GrowingPrompt, GrowingText
 from lowlat.text.templates.messages import encode_messages, grow_messages
 
 CHUNK = 8
@@ -118,6 +118,19 @@ def test_a_chat_in_pieces_has_the_tokens_of_the_whole(kind: str, allow_special: 
         growing.append([1])
 
 
+@pytest.mark.parametrize("kind", ["qwen", "smollm"])
+def test_what_is_held_back_is_bounded(kind: str) -> None:
+    """A word without an end, and spaces that begin a message, are refused when no context has room for them."""
+    codec = TextCodec(codec_of(kind)._tokenizer, templates={"default": TEMPLATES["qwen"]})
+    plain = GrowingPrompt(codec, max_context=200, allow_special=False)
+    chat = grow_messages(codec, [Message("user", None)], {}, allow_special=False, max_context=200)
+    for growing, piece in ((plain, "x" * 10_000), (chat, " " * 10_000)):
+        with pytest.raises(RequestError, match=r"exceed 200 \(max_context\)"):
+            for _ in range(200):
+                growing.append(piece)
+    codec.close()
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
     found = {family: make_pair(tmp_path_factory.mktemp(family), family) for family in ("llama", "gpt_oss")}
@@ -132,8 +145,8 @@ def speculation(pair: PairPaths) -> SpeculativeConfig:
     return SpeculativeConfig(num_speculative_tokens=3, strict=True, **own)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5_text"])
-@pytest.mark.parametrize("reuse", [True, later(False)])
+@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), later("qwen3_5_text")])
+@pytest.mark.parametrize("reuse", [True, wide(False)])
 def test_an_open_prompt_has_the_answer_of_the_whole(family: str, reuse: bool, pairs: dict[str, PairPaths]) -> None:
     """However it comes, next to others, and after answers that were begun on trial."""
     prompts = [prompt_of(67), prompt_of(3, seed=1), prompt_of(2 * CHUNK, seed=2), prompt_of(41, seed=3)]
@@ -200,6 +213,28 @@ def test_one_of_higher_priority_takes_a_slot_and_pins_nothing(pairs: dict[str, P
             ended += [output.request_id for output in runtime.step() if output.finish_reason is not None]
         assert ended == [handle.request_id, low]
         assert runtime.kvcache.stats().num_pinned == 0 < runtime.kvcache.stats().num_evictable
+
+
+def test_an_open_prompt_goes_on_with_a_session(pairs: dict[str, PairPaths]) -> None:
+    """Its prefix stays, of what was withdrawn nothing does, and no chunk of its own counts as cached."""
+    with Runtime.load(pairs["llama"].target, **OPTIONS) as runtime:
+        for turn in range(2):
+            session = runtime.session("agent")
+            prompt = [*session.token_ids, *prompt_of(3 * CHUNK, seed=turn)]
+            handle = runtime.open_prompt(SAMPLED, session="agent")
+            handle.append(prompt[:-2])
+            handle.finish(speculative=True)
+            for _ in range(20):
+                assert not runtime.step()
+            handle.append(prompt[-2:])
+            handle.finish()
+            answer = run_all(runtime)[handle.request_id]
+            assert list(session.token_ids) == [*prompt, *answer]
+            assert (runtime.metrics(handle.request_id).cached_prompt_tokens >= 3 * CHUNK) == bool(turn)
+            assert runtime.kvcache.stats().num_pinned > 0
+        session.close()
+        assert runtime.kvcache.stats().num_pinned == 0
+        check_invariants(runtime)
 
 
 def test_text_is_read_up_to_the_last_word(pairs: dict[str, PairPaths], tmp_path: Path) -> None:

@@ -42,17 +42,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "lossless": {"num_speculative_tokens": 3, **SPECPV, **LOSSLESS},
 }
 CASES = [
-    ("llama", "none", "sampled"),
+    later("llama", "none", "sampled"),
     ("llama", "eagle3", "penalised"),
-    later("llama", "eagle3+", "filtered"),
+    wide("llama", "eagle3+", "filtered"),
     later("llama", "tree", "sampled"),
-    later("llama", "beside", "greedy"),
-    ("gpt_oss", "eagle3", "sampled"),  # windows
-    later("gpt_oss", "ngram", "filtered"),
-    ("qwen3_5_text", "mtp", "sampled"),  # recurrent states
-    later("qwen3_5_text", "ngram", "penalised"),
+    wide("llama", "beside", "greedy"),
+    later("gpt_oss", "eagle3", "sampled"),  # windows
+    wide("gpt_oss", "ngram", "filtered"),
+    later("qwen3_5_text", "mtp", "sampled"),  # recurrent states
+    wide("qwen3_5_text", "ngram", "penalised"),
     later("llama", "specpv", "sampled"),
-    ("llama", "lossless", "sampled"),
+    later("llama", "lossless", "sampled"),
 ]
 
 
@@ -92,7 +92,9 @@ def test_any_moves_change_no_token(family: str, method: str, mode: str, few: boo
         assert play(runtime, random_moves(len(method), 90), requests, expected) > 1
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "eagle3"), later("gpt_oss", "none"), ("qwen3_5_text", "mtp")])
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "eagle3"), wide("gpt_oss", "none"), later("qwen3_5_text", "mtp")]
+)
 def test_a_request_may_be_paused_after_each_of_its_steps(family: str, method: str, pairs: dict[str, PairPaths]) -> None:
     with Runtime.load(pairs[family].target, speculation(pairs[family], method), **CPU) as runtime:
         request = PROMPTS[0], sampling("penalised")
@@ -137,6 +139,28 @@ def test_steps_under_way_are_waited_for_and_grammars_go_on(loops: bool, pairs: d
     runtime, _ = load_fake(pairs["llama"].target, draft, device_loop=loops, lead=2, **OPTIONS, **FEW)
     with closing(runtime):
         assert play(runtime, random_moves(3, 90), requests, expected, submit) > 1
+
+
+def test_a_request_that_ends_while_another_is_paused_says_so(pairs: dict[str, PairPaths]) -> None:
+    """The steps under way are waited for with the first pause, and end the second; its last output comes later."""
+    runtime, _ = load_fake(pairs["llama"].target, None, device_loop=False, lead=2, **OPTIONS, **FEW)
+    with closing(runtime):
+        params, missed = sampling("sampled", ignore_eos=True), 0
+        for count in range(3, 8):
+            first, second = (runtime.submit(PROMPTS[1], replace(params, max_tokens=most)) for most in (20, count))
+            while runtime.metrics(second).completion_tokens < count - 1:
+                runtime.step()
+            given = runtime.metrics(second).finish_reason is not None
+            assert runtime.pause(first)
+            if not given and runtime.metrics(second).finish_reason is not None:
+                missed += 1
+                assert runtime.pause(second) is False
+            runtime.cancel(first)
+            while runtime.busy:
+                runtime.step()
+            with pytest.raises(RequestError, match="has ended"):
+                runtime.pause(second)
+        assert missed
 
 
 def test_a_higher_priority_takes_the_slot_of_the_lowest_and_equals_take_turns(pairs: dict[str, PairPaths]) -> None:

@@ -144,6 +144,10 @@ def test_tables_lay_their_settings_over_the_files(tmp_path: Path) -> None:
         ('[[models]]\nmodel = "a"\nhttp = "80"\n', r"http is the server's, no model's"),
         ('[[models]]\nmodel = "a"\nmax_bach = 1\n', "unknown setting 'max_bach'; did you mean 'max_batch'"),
         ('[[models]]\nmodel = "a"\nmax_batch = 0\n', "max_batch must be from 1"),
+        (
+            '[[models]]\nmodel = "a"\ncan_sleep = true\ntensor_parallel_size = 2\n',
+            r"models\[0\]: can_sleep is not .*tensor_parallel_size 2",
+        ),
         ("models = 3\n", "models must be tables of settings"),
         ("models = []\n", "models names no model"),
         ('endpoint = "tcp://127.0.0.1:9"\n[[models]]\nmodel = "a"\n', "listen at ipc://"),
@@ -165,6 +169,7 @@ def test_the_pages_file_is_one(repository: Path, tmp_path: Path) -> None:
     assert {line.split()[1] for line in commands.splitlines()} <= set(COMMANDS)
 
 
+@pytest.mark.second
 def test_the_pages_example_runs(repository: Path) -> None:
     page = (repository / "lowlat" / "serving" / "models" / "README.md").read_text()
     (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -65,6 +65,11 @@ def read_tables(
         place = f"{file}: {MODELS_TABLE}[{number}]"
         if settings["model"] is None:
             raise ConfigError(f"{place} names no model")
+        if settings["can_sleep"] and settings["tensor_parallel_size"] > 1:
+            raise ConfigError(
+                f"{place}: can_sleep is not implemented for one of several models that has tensor_parallel_size "
+                f"{settings['tensor_parallel_size']}: the memory of one GPU is kept for each; leave it out"
+            )
         name = settings["name"] or display_name(settings["model"])
         own = f"ipc://{base.with_name(_UNSAFE.sub('_', name) + '.sock')}"
         endpoint = shared["endpoint"] if not number else own

@@ -59,7 +59,7 @@ def grow_messages(
     def encode(text: str) -> list[int]:
         return codec.chat_ids(text, allow_special=allow_special, max_context=max_context)
 
-    return GrowingChat(lambda: codec.cuts, write, encode)
+    return GrowingChat(lambda: codec.cuts, write, encode, lambda text: codec.check_length(text, max_context))
 
 
 def _values(codec: TextCodec, messages: Sequence[Message], options: Mapping[str, Any]) -> list[dict[str, Any]]:
