@@ -263,6 +263,7 @@ def test_named_texts_that_are_refused(
     ("options", "message"),
     [
         ({"wide_rows": 24}, "wide_rows must be 0, 16 or 32, got 24"),
+        ({"draft_text_tokens": 1}, "draft_text_tokens must be 0, or 2 or more, .* got 1"),
         ({"wide_rows": 16, "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"wide_rows": 16, "adaptive_width": True}, "wide_rows 16 is not implemented for adaptive_width"),
         ({"wide_rows": 16, "enable_specpv": True}, "wide_rows 16 is not implemented for enable_specpv"),
