@@ -257,6 +257,17 @@ def test_any_client_of_http_can_send_them(growing: tuple[RunningGateway, FakeEng
     assert not engine.opened and not engine.tried
 
 
+def test_many_short_lines_are_few_messages(tmp_path: Path) -> None:
+    """Else the server would drop the gateway, with the requests of everyone, for more than max_messages_per_s."""
+    engine, limits = FakeEngine(text=True, max_context=50_000), Limits(max_messages_per_s=200)
+    with running_gateway(tmp_path, engine, limits, FakeCodec()) as gateway:
+        lines = [{"model": "fake", "max_tokens": 4}, *("x", TRIAL) * 10_000, *([5],) * 10_000]
+        body = b"\n".join(json.dumps(line).encode() for line in lines)
+        status, answer, *_ = gateway.ask("/v1/completions", body, headers=HEADERS)
+    expected = expected_tokens([*b"x" * 10_000, *(5,) * 10_000], 4)
+    assert (status, answer["choices"][0]["text"]) == (200, "".join(f"t{token} " for token in expected))
+
+
 def test_the_pages_example_runs(growing: tuple[RunningGateway, FakeEngine]) -> None:
     gateway, _ = growing
     (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

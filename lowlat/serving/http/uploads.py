@@ -10,7 +10,8 @@ The end of the body is the end of the prompt. A body that breaks off cancels the
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import groupby
 
 import msgspec
 from msgspec import Struct
@@ -32,7 +33,8 @@ class Trial(Struct, forbid_unknown_fields=True):
     finish: str
 
 
-_PIECE: msgspec.json.Decoder[str | list[int] | Trial] = msgspec.json.Decoder(str | list[int] | Trial)
+Piece = str | list[int] | Trial
+_PIECE: msgspec.json.Decoder[Piece] = msgspec.json.Decoder(Piece)
 
 
 def is_lines(request: Request) -> bool:
@@ -96,18 +98,17 @@ async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[
     Raises ApiError for a line that is none, and what ends the request meanwhile, also while nothing comes; the prompt
     is abandoned then.
     """
-    place = 1
+    place = 2
     try:
         async with prompt:
             await prompt.append(beginning)
-            while (pieces := await prompt.while_open(lines.more())) is not None:
-                for piece in pieces:
-                    place += 1
-                    found = _piece(piece, place)
-                    if isinstance(found, Trial):
+            while (came := await prompt.while_open(lines.more())) is not None:
+                for piece in _joined([_piece(line, place + after) for after, line in enumerate(came)]):
+                    if isinstance(piece, Trial):
                         await prompt.finish(speculative=True)
                     else:
-                        await prompt.append(found)
+                        await prompt.append(piece)
+                place += len(came)
             return await prompt.finish()
     except StreamError as error:
         if error.code != "deadline":
@@ -115,7 +116,23 @@ async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[
         raise ApiError(408, str(error), code="timeout") from None
 
 
-def _piece(line: bytes, place: int) -> str | list[int] | Trial:
+def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Pieces that have come together, those of a kind as one, and without a trial that more follows.
+
+    So many short lines become few messages: the server drops a client that sends more than max_messages_per_s.
+    """
+    last = len(pieces) - 1
+    wanted = (each for place, each in enumerate(pieces) if place == last or not isinstance(each, Trial))
+    for kind, alike in groupby(wanted, type):
+        if kind is str:
+            yield "".join(each for each in alike if isinstance(each, str))
+        elif kind is list:
+            yield [token for each in alike if isinstance(each, list) for token in each]
+        else:
+            yield from alike
+
+
+def _piece(line: bytes, place: int) -> Piece:
     try:
         found = _PIECE.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
