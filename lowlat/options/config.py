@@ -399,7 +399,9 @@ class SpeculativeConfig:
                     raise ConfigError(f"{option.name} is an option of SpecPV, and enable_specpv is off")
 
     def _check_wide(self) -> None:
-        """Refuse what wide steps do not have."""
+        """Refuse what wide steps do not have, and a capacity for named texts that holds no token and its end."""
+        if self.draft_text_tokens == 1:
+            raise ConfigError("draft_text_tokens must be 0, or 2 or more, a token and the text's end, got 1")
         if not self.wide_rows:
             return
         if self.wide_rows not in WIDE_ROWS:

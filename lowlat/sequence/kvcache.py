@@ -593,9 +593,10 @@ class KVCache(SequenceBook):
         return count
 
     def _take(self, count: int) -> list[int]:
+        """Free blocks, ascending: neighbours of a chunk are copied as one run, in whatever order they were freed."""
         while len(self._free) < count:
             self._unlist(self._index.evict_oldest())
-        return [self._free.pop() for _ in range(count)]
+        return sorted(self._free.pop() for _ in range(count))
 
     def _unlist(self, chunks: Iterable[CachedChunk]) -> None:
         """Free the blocks of chunks that left the index."""

@@ -330,7 +330,7 @@ class WindowBook(PoolBook):
                 raise InvariantError(f"{count} blocks of window {self.pool.window} were reserved, and are not there")
             taken.append(self._to_clear.pop())
             self._to_clear_in_use.append(taken[-1])
-        return taken
+        return sorted(taken)
 
     def _give_back(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -163,6 +163,7 @@ def test_trees_and_specpv_are_refused_by_name(options: dict[str, Any], what: str
         Runtime.load(pair.target, SpeculativeConfig(model=pair.head, strict=True, **options), **OPTIONS)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("family", "options"),
     [

@@ -47,6 +47,15 @@ def test_reserves_the_worst_case_and_never_the_null_block() -> None:
     assert cache.stats().num_free == 32
 
 
+def test_blocks_that_were_given_back_are_neighbours_again() -> None:
+    """A chunk's neighbouring blocks are copied as one run, whether blocks were taken once before, or twice."""
+    cache = make()
+    for turn in range(4):
+        table = run(cache, "a", [turn] * 20).table
+        cache.forget_all()
+        assert list(table) == list(range(table[0], table[0] + len(table)))
+
+
 def test_shares_complete_chunks_only_after_they_were_written() -> None:
     cache = make()
     first = admit(cache, "a", PROMPT)

@@ -9,7 +9,7 @@ import torch
 from quantised_layers import quantise_target
 from recording import prompt_of, run_all, run_one
 from safetensors.torch import load_file, save_file
-from stages import later
+from stages import later, wide
 from text_tokenizers import byte_level, write_directory
 from tiny_dflash import dflash_draft_model
 from tiny_models import copying_draft_model, make_target
@@ -46,7 +46,7 @@ def acceptance(runtime: Runtime) -> int:
     return int(runtime.summary()["eagle_speculation"]["total_accepted_tokens"])
 
 
-@pytest.mark.parametrize("temperature", [later(0.0), 1.0])
+@pytest.mark.parametrize("temperature", [wide(0.0), later(1.0)])
 def test_every_draft_length_gives_the_same_tokens_next_to_neighbours(hybrid: Path, temperature: float) -> None:
     prompts = [prompt_of(11), [4, 5, 6] * 5, prompt_of(3, seed=2)]
     sampling = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed) for seed in range(3)]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from recording import check_invariants, prompt_of, run_all, run_one
-from stages import later
+from stages import later, wide
 from text_tokenizers import KINDS, byte_level, write_directory
 from tiny_models import PairPaths, make_pair, make_target
 from tiny_mtp import add_mtp
@@ -145,8 +145,8 @@ def speculation(pair: PairPaths) -> SpeculativeConfig:
     return SpeculativeConfig(num_speculative_tokens=3, strict=True, **own)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5_text"])
-@pytest.mark.parametrize("reuse", [True, later(False)])
+@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), later("qwen3_5_text")])
+@pytest.mark.parametrize("reuse", [True, wide(False)])
 def test_an_open_prompt_has_the_answer_of_the_whole(family: str, reuse: bool, pairs: dict[str, PairPaths]) -> None:
     """However it comes, next to others, and after answers that were begun on trial."""
     prompts = [prompt_of(67), prompt_of(3, seed=1), prompt_of(2 * CHUNK, seed=2), prompt_of(41, seed=3)]

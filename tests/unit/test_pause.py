@@ -42,17 +42,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "lossless": {"num_speculative_tokens": 3, **SPECPV, **LOSSLESS},
 }
 CASES = [
-    ("llama", "none", "sampled"),
+    later("llama", "none", "sampled"),
     ("llama", "eagle3", "penalised"),
-    later("llama", "eagle3+", "filtered"),
+    wide("llama", "eagle3+", "filtered"),
     later("llama", "tree", "sampled"),
-    later("llama", "beside", "greedy"),
-    ("gpt_oss", "eagle3", "sampled"),  # windows
-    later("gpt_oss", "ngram", "filtered"),
-    ("qwen3_5_text", "mtp", "sampled"),  # recurrent states
-    later("qwen3_5_text", "ngram", "penalised"),
+    wide("llama", "beside", "greedy"),
+    later("gpt_oss", "eagle3", "sampled"),  # windows
+    wide("gpt_oss", "ngram", "filtered"),
+    later("qwen3_5_text", "mtp", "sampled"),  # recurrent states
+    wide("qwen3_5_text", "ngram", "penalised"),
     later("llama", "specpv", "sampled"),
-    ("llama", "lossless", "sampled"),
+    later("llama", "lossless", "sampled"),
 ]
 
 
@@ -92,7 +92,9 @@ def test_any_moves_change_no_token(family: str, method: str, mode: str, few: boo
         assert play(runtime, random_moves(len(method), 90), requests, expected) > 1
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "eagle3"), later("gpt_oss", "none"), ("qwen3_5_text", "mtp")])
+@pytest.mark.parametrize(
+    ("family", "method"), [("llama", "eagle3"), wide("gpt_oss", "none"), later("qwen3_5_text", "mtp")]
+)
 def test_a_request_may_be_paused_after_each_of_its_steps(family: str, method: str, pairs: dict[str, PairPaths]) -> None:
     with Runtime.load(pairs[family].target, speculation(pairs[family], method), **CPU) as runtime:
         request = PROMPTS[0], sampling("penalised")

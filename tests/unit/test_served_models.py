@@ -169,6 +169,7 @@ def test_the_pages_file_is_one(repository: Path, tmp_path: Path) -> None:
     assert {line.split()[1] for line in commands.splitlines()} <= set(COMMANDS)
 
 
+@pytest.mark.second
 def test_the_pages_example_runs(repository: Path) -> None:
     page = (repository / "lowlat" / "serving" / "models" / "README.md").read_text()
     (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fake_device import load_fake
 from recording import Recorder, check_invariants, prompt_of, run_all, run_one
-from stages import later
+from stages import later, wide
 from tiny_grammars import Automaton, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
 
@@ -80,12 +80,12 @@ def num_wide(runtime: Runtime) -> int:
     ("family", "method", "rows", "mode"),
     [
         ("llama", "beside", 32, "greedy"),
-        ("llama", "suffix", 16, "sampled"),
-        later("llama", "beside", 32, "penalised"),
-        later("gpt_oss", "suffix", 32, "greedy"),
-        ("gpt_oss", "beside", 16, "penalised"),
+        later("llama", "suffix", 16, "sampled"),
+        wide("llama", "beside", 32, "penalised"),
+        wide("gpt_oss", "suffix", 32, "greedy"),
+        later("gpt_oss", "beside", 16, "penalised"),
         ("qwen3_5_moe_text", "suffix", 32, "greedy"),
-        later("qwen3_5_moe_text", "suffix", 16, "sampled"),
+        wide("qwen3_5_moe_text", "suffix", 16, "sampled"),
     ],
 )
 def test_wide_steps_change_nothing(family: str, method: str, rows: int, mode: str, pairs: dict[str, PairPaths]) -> None:
@@ -118,8 +118,9 @@ def test_the_draft_model_goes_on_as_if_there_had_been_no_wide_steps(pairs: dict[
     assert torch.equal(*caches) and caches[0].any()
 
 
-@pytest.mark.parametrize("looping", [False, True])
-@pytest.mark.parametrize("method", ["suffix", "beside"])
+@pytest.mark.parametrize(
+    ("method", "looping"), [("suffix", True), later("beside", False), wide("suffix", False), wide("beside", True)]
+)
 def test_queued_and_looping_steps_give_the_same_tokens(method: str, looping: bool, pairs: dict[str, PairPaths]) -> None:
     """Wide steps are never launched ahead, and no loop runs them; what is around them runs ahead."""
     requests = [
@@ -274,6 +275,7 @@ def test_named_texts_that_are_refused(
     ("options", "message"),
     [
         ({"wide_rows": 24}, "wide_rows must be 0, 16 or 32, got 24"),
+        ({"draft_text_tokens": 1}, "draft_text_tokens must be 0, or 2 or more, .* got 1"),
         ({"wide_rows": 16, "num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"wide_rows": 16, "adaptive_width": True}, "wide_rows 16 is not implemented for adaptive_width"),
         ({"wide_rows": 16, "enable_specpv": True}, "wide_rows 16 is not implemented for enable_specpv"),

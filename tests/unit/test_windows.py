@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recording import Recorder, prompt_of, run_all
-from stages import later
+from stages import later, wide
 from tiny_gemma import E2B, GEMMA_31B
 from tiny_models import PairPaths, make_pair, make_target
 
@@ -73,7 +73,7 @@ def expected(pair: PairPaths) -> dict[int, Trace]:
             return {length: traced(runtime, prompt_of(length)) for length in (228, 193)}
 
 
-@pytest.mark.parametrize("method", [later("tree"), "widths"])
+@pytest.mark.parametrize("method", [wide("tree"), later("widths")])
 def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
     method: str, pair: PairPaths, expected: dict[int, Trace]
 ) -> None:

@@ -108,7 +108,7 @@ def _layer_fields(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: 
     """The fields of the geometry that layers decide: plain ones, or those of a family. Raises ConfigError."""
     style = layer_style(file.layer)
     if style is not None:
-        return style.read(file.layer, sizes, target)
+        return {**style.read(file.layer, sizes, target), "causal": _causal(file, (None,) * sizes.num_layers)}
     file.layer.refuse_unless("model_type", ("qwen3", "llama"), "Qwen3- and Llama-style layers, and Gemma 4's")
     file.layer.refuse_unless("hidden_act", GATES, "SiLU and GELU gates")
     windows = draft_windows(file.layer, sizes.num_layers, [])

@@ -8,6 +8,7 @@ import torch
 from checkpoint_files import edit_json
 from safetensors.torch import load_file, save_file
 from tiny_dflash import MASK, dflash_draft_model
+from tiny_gemma_drafts import gemma_draft_model
 from tiny_models import make_target
 
 from lowlat import SpeculativeConfig
@@ -115,6 +116,13 @@ def test_what_is_not_implemented_is_refused_by_name(
         load_dflash(tmp_path, target[1])
     for part in parts:
         assert part in str(caught.value), str(caught.value)
+
+
+def test_layers_of_gemma_may_be_causal_in_the_block(target: tuple[Any, Any], tmp_path: Path) -> None:
+    gemma_draft_model(tmp_path, target[0], block=True)
+    assert load_dspark(tmp_path, target[1]).config.causal == (False,)
+    edit_json(tmp_path / "config.json", is_causal=True)
+    assert load_dspark(tmp_path, target[1]).config.causal == (True,)
 
 
 DSPARK: dict[str, Any] = {"own_embedding": True, "own_lm_head": True, "markov_rank": 8, "block_size": 5}
