@@ -74,6 +74,9 @@ class Proposer:
     def enter(self, request: Request, kept: object) -> None:
         """A request that decoded goes on, in the slot that it has now."""
 
+    def end(self, request: Request) -> None:
+        """A request has left its slot for good."""
+
     def report(self) -> dict[str, Any]:
         """Figures since the load, as JSON, in a block of the source's name; empty where there are none."""
         return {}

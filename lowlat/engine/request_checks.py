@@ -157,9 +157,9 @@ class RequestChecks:
             raise RequestError(
                 f"draft_texts of {length} tokens, an end after each, exceed {self.num_text_tokens} (draft_text_tokens)"
             )
-        for token in (token for text in params.draft_texts if not isinstance(text, str) for token in text):
-            if token >= self.vocab_size:
-                raise RequestError(f"draft_texts: {token} is not a token id; the vocabulary has {self.vocab_size}")
+        largest = max((max(text) for text in params.draft_texts if not isinstance(text, str)), default=0)
+        if largest >= self.vocab_size:
+            raise RequestError(f"draft_texts: {largest} is not a token id; the vocabulary has {self.vocab_size}")
 
     def check_drafts(self, max_draft_tokens: int | None) -> None:
         """Raise RequestError for a request that would not speculate where all must."""

@@ -134,6 +134,7 @@ class Requests(Mapping[str, Request]):
         if max_prompt_tokens is not None:
             check_integer("max_prompt_tokens", max_prompt_tokens, 1, max(1, most), RequestError)
             most = max_prompt_tokens
+        self.checks.check_texts(params)
         params = encode_texts(self._codec, params)
         self.checks.check((0,), params)
         name = self._named(request_id)

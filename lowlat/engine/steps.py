@@ -521,6 +521,7 @@ class Steps:
             self._deadlines.pop(request.request_id, None)
         if phase in (Phase.PREFILLING, Phase.DECODING):
             del self._requests.slots[request.slot]
+            self.proposer.end(request)
             self.masks.leave(request.slot)
             if poisoned:
                 self._failed_slots.append(request.slot)

@@ -86,6 +86,10 @@ class WideSteps(Proposer):
         if isinstance(kept, int) and kept:
             self._held[request.slot] = kept
 
+    def end(self, request: Request) -> None:
+        """Nothing that it copied speaks for steps of others."""
+        self._held.pop(request.slot, None)
+
     def report(self) -> dict[str, Any]:
         """A block `wide_verification`, as JSON: steps, and their slots and tokens; empty before there was one."""
         if not self._wide_steps:

@@ -178,7 +178,8 @@ class SamplingParams:
             if not 1 <= len(ids) <= MAX_DRAFT_TEXT_CHARACTERS:
                 most = MAX_DRAFT_TEXT_CHARACTERS
                 raise RequestError(f"draft_texts: a text must have 1 to {most} characters or tokens, got {len(ids)}")
-            if not isinstance(ids, str):
+            # all at once first: others wait for their tokens meanwhile
+            if not isinstance(ids, str) and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) > MAX_INT32):
                 for token in ids:
                     check_integer("draft_texts", token, 0, MAX_INT32, RequestError)
             checked.append(ids)

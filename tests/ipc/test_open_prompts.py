@@ -175,6 +175,20 @@ def test_messages_at_a_wrong_time(serve: Serve) -> None:
     eventually(lambda: not served.engine.opened)
 
 
+def test_nothing_new_brings_no_work_and_no_time(serve: Serve) -> None:
+    """Ends on trial and empty pieces need no credit: repeated, they hold no slot for longer than silence does."""
+    client = serve(FakeEngine(max_running=1), codec=FakeCodec(), prompt_idle_s=0.3).client()
+    idle, began = client.open(0, max_tokens=3), time.monotonic()
+    client.say(Append(0, "x"))
+    while idle.end is None:
+        for message in (Finish(0, speculative=True), Append(0, "")):
+            client.say(message)
+        client.pong()
+        assert time.monotonic() - began < 10
+        time.sleep(0.02)
+    assert idle.end.code == "deadline" and "prompt_idle_s" in (idle.end.message or "")
+
+
 def test_a_server_that_reads_slowly_holds_its_client_back(serve: Serve) -> None:
     served = serve(FakeEngine(max_context=10_000), codec=FakeCodec(delay_s=0.05), append_credit=1024)
     with Client(served.server.endpoint) as client:

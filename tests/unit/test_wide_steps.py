@@ -208,6 +208,18 @@ def test_nothing_is_wide_where_nothing_is_copied(pairs: dict[str, PairPaths]) ->
             assert kinds[0] == kinds[1]
 
 
+def test_who_has_ended_makes_no_step_of_others_wide(pairs: dict[str, PairPaths]) -> None:
+    with load(pairs["llama"], "beside") as runtime:
+        copying = runtime.submit(REPEATING, params())
+        runtime.submit(prompt_of(20), SamplingParams(temperature=1.5, seed=2, max_tokens=60))
+        while not num_wide(runtime):
+            runtime.step()
+        runtime.cancel(copying)
+        most = num_wide(runtime) + 1  # one may be under way
+        run_all(runtime)
+        assert num_wide(runtime) <= most
+
+
 def test_named_texts_are_copied_from_the_first(pairs: dict[str, PairPaths]) -> None:
     """The text that the answer will be: after a few tokens its steps are wide, with the tokens that it has without."""
     prompt, sampling = prompt_of(20, seed=8), SamplingParams(temperature=0.9, seed=5, max_tokens=90)

@@ -88,9 +88,9 @@ class OpenPrompts:
             self._text_threads.grow(Grow(stream, body or text))
 
     def append(self, stream: Stream, piece: str | bytes) -> None:
-        """Take a piece of an open prompt."""
+        """Take a piece of an open prompt; an empty one is none."""
         opening = stream.opening
-        if opening is None or stream.cancelled or stream.phase is Phase.DECODED:
+        if not piece or opening is None or stream.cancelled or stream.phase is Phase.DECODED:
             return
         num_bytes = len(piece) if isinstance(piece, bytes) else len(piece.encode())
         if opening.balance <= 0:
@@ -104,6 +104,7 @@ class OpenPrompts:
             return
         opening.balance -= num_bytes
         opening.num_pending += num_bytes
+        opening.on_trial = False
         self._wait_for_more(stream, opening)
         self._text_threads.grow(Grow(stream, piece, num_bytes))
 
@@ -113,6 +114,9 @@ class OpenPrompts:
         if opening is None or stream.cancelled or stream.phase is Phase.DECODED:
             return
         if speculative:
+            if opening.on_trial:
+                return  # nothing new, and it needs no credit: it brings no work, and no more time
+            opening.on_trial = True
             self._wait_for_more(stream, opening)
         else:
             opening.finished = True

@@ -51,6 +51,7 @@ class Opening(Struct, eq=False):
     ended        it has ended, and `token_ids` are all of it
     num_pending  bytes of pieces that are no token ids yet
     num_untold   bytes that are, of which the client was not told
+    on_trial     its client has ended it on trial, and nothing has come since
     finished     its client has ended it
     idle         ends it when it has waited for more for too long
     """
@@ -66,6 +67,7 @@ class Opening(Struct, eq=False):
     ended: bool = False
     num_pending: int = 0
     num_untold: int = 0
+    on_trial: bool = False
     finished: bool = False
     idle: Timer | None = None
 
