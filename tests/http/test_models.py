@@ -224,7 +224,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_other_alone(
         assert "config.json" in body["error"]["message"]
 
 
-@pytest.mark.wide
+@pytest.mark.second
 def test_a_supervisor_that_is_killed_leaves_no_process(tmp_path: Path, targets: Path) -> None:
     with served(tmp_path, targets, "") as server:
         models = Models(server)

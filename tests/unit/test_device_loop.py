@@ -341,7 +341,7 @@ def test_a_depth_of_the_caller_s_own_is_each_step_s(make: Make) -> None:
             assert device.log[-1][1] == Bucket(1, 2, 1)
 
 
-@pytest.mark.wide
+@pytest.mark.second
 def test_stop_strings_cut_what_ran_ahead() -> None:
     """The device goes on after a stop string that only the host sees; what it publishes then is dropped."""
     head = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=DEPTH, strict=True)

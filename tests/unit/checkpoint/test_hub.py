@@ -289,7 +289,7 @@ def test_an_outline_has_headers_and_no_weights(hub: Hub) -> None:
         assert found.download is None and open_target(found.directory).weights.loaded()
 
 
-@pytest.mark.wide
+@pytest.mark.second
 def test_the_variables_of_huggingface_hub_hold(hub: Hub, tmp_path: Path) -> None:
     hub.token = "secret"
     program = "from lowlat.checkpoint.hub import fetch; print(fetch('some/head'))"
