@@ -3,7 +3,6 @@
 transformers is optional: it is imported when it is asked for, and its absence is a ConfigError that says how to get it.
 """
 
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ __all__ = ["open_transformers", "transformers_version"]
 def transformers_version() -> str:
     """The installed version. Raises ConfigError without transformers."""
     try:
-        return version("transformers")
-    except PackageNotFoundError as error:
+        import transformers
+    except ImportError as error:
         raise ConfigError(
             "comparing a target needs transformers, which is not installed: pip install 'transformers>=5', "
             "or compare with a recording (lowlat compare --against FILE)"
         ) from error
+    return str(transformers.__version__)
 
 
 def open_transformers(

@@ -326,7 +326,7 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
         ([{"content": "a"}], {}, "missing required field `role`"),
         ([{"role": "user"}, 5], {}, "chat messages"),
         ([{"role": "user", "mood": "good"}], {}, "unknown field `mood`"),
-        ("a", {"beams": 2}, "unknown option 'beams'; known: choice, frequency_penalty"),
+        ("a", {"beams": 2}, "unknown option 'beams'; known: choice, draft_texts, frequency_penalty"),
         ("a", {"top_p": 1.5}, "top_p: Expected `float` <= 1.0, got 1.5"),
         ("a", {"temperature": float("nan")}, "temperature: .* got nan"),
         ("a", {"max_tokens": 0}, "max_tokens: Expected `int` >= 1, got 0"),

@@ -16,6 +16,7 @@ from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.graphs import BufferSet
+from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.binding import LibraryCall
 from lowlat.lowering.memory import temporary_bytes, workspace_bytes
@@ -51,6 +52,8 @@ def test_every_operation_is_lowered_over_memory_of_its_own(
     name: str, capability: tuple[int, int], tmp_path: Path
 ) -> None:
     """By the same table as a step; libraries' calls reach nothing else either."""
+    if name == "llama_rows" and capability < (9, 0):
+        pytest.skip("coded rows have no other way: their refusal has a test of its own")
     pair = pair_of(name, tmp_path, prefill_chunk=64)
     made = pair.lower_program(build_prefill(pair.geometry), GPUS[capability])
     assert [op for group in made.groups for op in group.ops] == list(made.program.ops)
@@ -71,9 +74,12 @@ def test_workspaces_are_in_the_plan(name: str, tmp_path: Path) -> None:
     pair = pair_of(name, tmp_path, prefill_chunk=64, max_context=1000)
     program = build_prefill(pair.geometry)
     asked = pair.lower_program(program, H200).workspace.num_bytes
-    planned = workspace_bytes(program, lambda weight: pair.source[weight].shape)
-    assert asked == planned > 0
-    assert workspace_bytes(pair.program(0, 1), lambda weight: pair.source[weight].shape) == 0
+
+    def shape_of(weight: str) -> torch.Size:
+        return matrix_shape(weight, pair.source)
+
+    assert asked == workspace_bytes(program, shape_of) > 0
+    assert workspace_bytes(pair.program(0, 1), shape_of) == 0
 
 
 def test_layers_of_a_draft_model_before_its_last_attend_in_prefill(tmp_path: Path) -> None:

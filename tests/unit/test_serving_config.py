@@ -96,7 +96,7 @@ def test_the_environment_speaks_every_kind() -> None:
         ("strict = 1", "strict must be true or false, got 1"),
         ("endpoint = 1", "endpoint must be a string, got 1"),
         ('log_format = "xml"', "log_format must be one of text, json, got 'xml'"),
-        ("method = []", "method must be one of eagle3, mtp, ngram, suffix, peagle, dflash, dspark, auto, got []"),
+        ("method = []", "dflash, dspark, draft_model, auto, got []"),
         ('allow_uid = ["root"]', "allow_uid must be a list of integers"),
         ("max_queue = ", "is no TOML"),
     ],
