@@ -88,6 +88,7 @@ def test_all_programs_fit_down_to_the_shapes_of_their_weights(pairs: Mapping[str
     unused = {"accept_simulated", "ngram_draft", "suffix_draft", "choose_drafts", "choose_draft_length", "join_lengths"}
     unused |= {"waiting_rows", "take_features", "keep_features", "learn_draft_lengths"}
     unused |= {"summarise_blocks", "choose_blocks", "list_lens", "partial_attention", "refresh_attention"}  # SpecPV's
+    unused |= {"open_proposals", "draft_from_texts"}  # of wide steps, and of texts that requests name
     unused |= {"scale", "per_layer_gate", "per_layer_inputs"}  # of Gemma 4, see test_lowering_gemma
     unused |= {"gather_ranks", "all_gather", "sum_ranks"}  # of several ranks
     unused |= {"check_slots", "check_rows", "check_accepted", "check_commit"}  # where checks are asked for
