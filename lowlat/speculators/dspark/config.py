@@ -39,6 +39,10 @@ def _heads(file: BlockFile) -> dict[str, Any]:
     kind = own.optional_string("markov_head_type")
     if rank and kind is None and not published:
         raise ConfigError(f"{own.label}: markov_head_type is missing; a Markov head of rank {rank} needs it")
+    if rank and own.optional_integer("selector_rank", 1, MAX_RANK) is not None:
+        raise ConfigError(
+            f"{own.label}: markov_rank and selector_rank are contradictory: either would choose the drafts"
+        )
     sure = own.boolean("enable_confidence_head", published)
     reads = own.boolean("confidence_head_with_markov", published and rank > 0)
     if sure and reads and not rank:
