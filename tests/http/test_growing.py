@@ -268,6 +268,16 @@ def test_many_short_lines_are_few_messages(tmp_path: Path) -> None:
     assert (status, answer["choices"][0]["text"]) == (200, "".join(f"t{token} " for token in expected))
 
 
+def test_lines_that_cannot_be_joined_are_sent_at_a_pace(tmp_path: Path) -> None:
+    engine, limits = FakeEngine(text=True, max_context=1000), Limits(max_messages_per_s=300)
+    with running_gateway(tmp_path, engine, limits, FakeCodec()) as gateway:
+        lines = [{"model": "fake", "max_tokens": 4}, *("x", [5]) * 200]
+        body = b"\n".join(json.dumps(line).encode() for line in lines)
+        status, answer, *_ = gateway.ask("/v1/completions", body, headers=HEADERS)
+    expected = expected_tokens([*b"x", 5] * 200, 4)
+    assert (status, answer["choices"][0]["text"]) == (200, "".join(f"t{token} " for token in expected))
+
+
 def test_the_pages_example_runs(growing: tuple[RunningGateway, FakeEngine]) -> None:
     gateway, _ = growing
     (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)

@@ -24,6 +24,7 @@ from lowlat.serving.http.streaming import BODY_TIMEOUT_S, CLIENT_GONE, MAX_BODY_
 
 __all__ = ["Lines", "feed", "is_lines"]
 
+PACE_S = 0.005  # between messages of lines that came together
 KINDS = ("application/x-ndjson", "application/jsonl", "application/ndjson")
 
 
@@ -103,7 +104,9 @@ async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[
         async with prompt:
             await prompt.append(beginning)
             while (came := await prompt.while_open(lines.more())) is not None:
-                for piece in _joined([_piece(line, place + after) for after, line in enumerate(came)]):
+                for number, piece in enumerate(_joined([_piece(line, place + n) for n, line in enumerate(came)])):
+                    if number:
+                        await prompt.while_open(asyncio.sleep(PACE_S))
                     if isinstance(piece, Trial):
                         await prompt.finish(speculative=True)
                     else:
@@ -119,7 +122,8 @@ async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Pieces that have come together, those of a kind as one, and without a trial that more follows.
 
-    So many short lines become few messages: the server drops a client that sends more than max_messages_per_s.
+    So many short lines become few messages: the server drops a client that sends more than max_messages_per_s. What
+    cannot be joined goes PACE_S apart.
     """
     last = len(pieces) - 1
     wanted = (each for place, each in enumerate(pieces) if place == last or not isinstance(each, Trial))
