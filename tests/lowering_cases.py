@@ -15,6 +15,9 @@ from tiny_models import make_pair, make_target, mxfp4_target, random_draft_model
 from lowlat.graphs.program import Op, Stage
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.lowering import operations
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.fusion import cover
+from lowlat.lowering.lower import FUSIONS
 
 # attention's first launch: sinks, read early, but for the rows, whole
 ATTENTION = re.compile(r"attention_\d.*_\d+x\d+x\d+(s?)(e?)(r?)w?\dx\d+(_.*)?")
@@ -149,6 +152,19 @@ def reached(calls: tuple[KernelCall, ...], tensor: torch.Tensor) -> bool:
     low, high = span(tensor)
     spans = (span(a) for call in calls for a in call.arguments if isinstance(a, torch.Tensor) and a.numel())
     return any(start < high and low < end for start, end in spans)
+
+
+def check_savings(made: Lowered) -> set[str]:
+    """Each fused run has as many launches fewer than its operations alone as its fusion says; returns their names."""
+    binding = Binding(made.program, made.buffers, made.weights, H200, made.workspace)
+    groups, found = iter(made.groups), set()
+    for fusion, run in cover(made.program, H200, FUSIONS, made.weights.permutation):
+        group = next(groups)
+        if fusion is not None:
+            alone = sum(len(operations.lower_alone(binding, op)) for op in run.ops)
+            assert alone - len(group.calls) >= fusion.saves, fusion.name
+            found.add(fusion.name)
+    return found
 
 
 def kinds_of(step: Lowered, *stages: Stage) -> list[str]:

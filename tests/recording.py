@@ -44,6 +44,14 @@ def tokens_of(outputs: Iterable[StepOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
+def tokens_of_six(runtime: Runtime, depth: Depth = None) -> list[list[int]]:
+    """The tokens of six requests side by side, some with one prefix."""
+    sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=14, ignore_eos=True)
+    names = [runtime.submit(prompt_of(21 + number, seed=number % 3), sampling) for number in range(6)]
+    tokens = run_all(runtime, depth)
+    return [tokens[name] for name in names]
+
+
 def run_all(runtime: Runtime, depth: Depth = None, limit: int = 3000) -> dict[str, list[int]]:
     """Step until nothing is left; the tokens of every request that was given any."""
     tokens: dict[str, list[int]] = defaultdict(list)

@@ -79,6 +79,16 @@ HYBRID: dict[str, Any] = {
     "full_attention_interval": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25},
 }
+# three layers of four are recurrent, of the least sizes that kernels take
+KERNEL_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
 HYBRID_MOE: dict[str, Any] = {**HYBRID, "num_experts": 5, "num_experts_per_tok": 3} | {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,

@@ -99,7 +99,7 @@ class StepBuilder:
         self.builder.emit("list_active_slots", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
 
     def _propose(self) -> None:
-        """What the speculator proposes for each slot, which this step verifies."""
+        """Append the proposals of the speculator for each slot, which this step verifies."""
         speculator, batch = self.geometry.speculator, self.batch
         if speculator is None:
             return

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from recording import prompt_of, run_all, run_one
-from tiny_models import make_target
+from tiny_models import KERNEL_HYBRID, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 
@@ -17,10 +17,7 @@ SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidd
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 128},
-    "qwen3_5_text": SIZES
-    | {"head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "gain": 0.4}
-    | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
-    | {"layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"]},
+    "qwen3_5_text": SIZES | KERNEL_HYBRID | {"gain": 0.4},
 }
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 700, "block_size": 32, "prefill_chunk": 64} | {
     "dtype": "bfloat16",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny_models import make_pair, make_target
+from tiny_models import KERNEL_HYBRID, make_pair, make_target
 
 from lowlat import Runtime, SpeculativeConfig
 from lowlat.cli.options import bundled
@@ -16,16 +16,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "vocab_size": 512}
-HYBRID: dict[str, Any] = SIZES | {
-    "head_dim": 256,
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-    "max_position_embeddings": 2048,
-}
+HYBRID: dict[str, Any] = SIZES | KERNEL_HYBRID | {"max_position_embeddings": 2048}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES,
     "qwen3": SIZES,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from recording import prompt_of, run_all, run_one
-from tiny_models import make_target
+from tiny_models import KERNEL_HYBRID, make_target
 from tiny_mtp import add_mtp
 from trained_hybrid import TRAINED_HYBRID, beginnings
 
@@ -14,12 +14,9 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 
 pytestmark = pytest.mark.gpu
 
-SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 256} | {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+SIZES: dict[str, Any] = KERNEL_HYBRID | {
+    "hidden_size": 128,
+    "intermediate_size": 192,
     "max_position_embeddings": 2048,
     "vocab_size": 512,
 }

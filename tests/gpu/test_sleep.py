@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from recording import prompt_of, run_all
-from tiny_models import make_pair, make_target
+from tiny_models import KERNEL_HYBRID, make_pair, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import CapacityError
@@ -22,14 +22,9 @@ SAMPLED = SamplingParams(max_tokens=40, temperature=0.9, seed=11)
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 512} | {
     "max_position_embeddings": 2048
 }
-STATES: dict[str, Any] = {"head_dim": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "gain": 0.4} | {
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": SIZES | {"head_dim": 128},
-    "qwen3_5_text": SIZES | STATES,
+    "qwen3_5_text": SIZES | KERNEL_HYBRID | {"gain": 0.4},
     "gpt_oss": {"sliding_window": 64, "head_dim": 64, "hidden_size": 64, "intermediate_size": 96}
     | {"max_position_embeddings": 2048},
 }

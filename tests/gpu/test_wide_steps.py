@@ -8,7 +8,7 @@ from kernel_cases import Bench
 from proposal_cases import check_opening, check_texts
 from recording import prompt_of, run_all
 from suffix_cases import Options, check_suffix_draft
-from tiny_models import PairPaths, make_pair, make_target
+from tiny_models import KERNEL_HYBRID, PairPaths, make_pair, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.kernels.speculation.proposals import draft_from_texts, open_proposals
@@ -18,13 +18,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 384, "block_size": 16,
     "dtype": "bfloat16",
 }
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
-HYBRID: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 256} | {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
-}
+HYBRID: dict[str, Any] = KERNEL_HYBRID | {"hidden_size": 128, "intermediate_size": 192}
 FAMILIES: dict[str, dict[str, int]] = {"llama": SIZES, "gpt_oss": {**SIZES, "hidden_size": 96}}
 REPEATING = prompt_of(40) * 2
 # of one slot, of two and of four at once; all repeat themselves before long, but for the last

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from kernel_inventory import GPUS
-from lowering_cases import kinds_of
+from lowering_cases import check_savings, kinds_of
 from prefill_cases import CODED_SIZES, coded_pair, fp8_target
-from recording import prompt_of, run_all
+from recording import tokens_of_six
 from stages import later
 from tiny_models import PairPaths, make_pair, make_target
 
-from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
+from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli.reports.models import model_report
 from lowlat.engine.loading import make_geometry
@@ -24,11 +24,6 @@ from lowlat.graphs import Bucket
 from lowlat.graphs.program import Stage
 from lowlat.kernels.formats import FP8
 from lowlat.kernels.reference.gemm.linear import linear
-from lowlat.kernels.toolchain.kernel import H200
-from lowlat.lowering import operations
-from lowlat.lowering.binding import Binding
-from lowlat.lowering.fusion import cover
-from lowlat.lowering.lower import FUSIONS
 from lowlat.lowering.memory import workspaces_of
 from lowlat.models.activations import code_activations
 from lowlat.models.target import read_model_config, rounding
@@ -82,28 +77,20 @@ def test_a_row_has_its_bits_in_any_company(block: int) -> None:
     assert torch.equal(first[0], second[0])
 
 
-def tokens_of(runtime: Runtime, depth: Any = None) -> list[list[int]]:
-    """Six requests, some with one prefix, side by side."""
-    sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=14, ignore_eos=True)
-    names = [runtime.submit(prompt_of(21 + number, seed=number % 3), sampling) for number in range(6)]
-    tokens = run_all(runtime, depth)
-    return [tokens[name] for name in names]
-
-
 @pytest.fixture(scope="module")
 def expected(pair: PairPaths) -> list[list[int]]:
     """The tokens of the target alone, one request at a time, without reuse, a chunk at a time."""
     with Runtime.load(pair.target, **{**CODED, "max_batch": 1}, prefix_reuse=False, max_prefill_chunks=1) as runtime:
-        return tokens_of(runtime)
+        return tokens_of_six(runtime)
 
 
 @pytest.mark.parametrize("way", ["chain", "tree", later("two"), later("adaptive")])
 def test_speculation_reuse_and_neighbours_change_nothing(way: str, pair: PairPaths, expected: list[list[int]]) -> None:
     config = SpeculativeConfig(model=pair.head, strict=True, **WAYS[way])
     with Runtime.load(pair.target, config, **CODED, kv_blocks=40) as runtime:
-        assert tokens_of(runtime) == expected
+        assert tokens_of_six(runtime) == expected
         if way != "adaptive":
-            assert tokens_of(runtime, lambda number: config.num_speculative_tokens * (number % 2)) == expected
+            assert tokens_of_six(runtime, lambda number: config.num_speculative_tokens * (number % 2)) == expected
 
 
 def test_it_is_of_prompts_alone(pair: PairPaths) -> None:
@@ -197,12 +184,5 @@ def test_inspect_says_what_is_coded(kind: str, tmp_path: Path) -> None:
 
 def test_fusions_save_the_launches_that_they_say(tmp_path: Path) -> None:
     made = (pair := coded_pair(tmp_path)).lower_program(build_prefill(pair.geometry))
-    binding = Binding(made.program, made.buffers, made.weights, H200, made.workspace)
-    groups, found = iter(made.groups), set()
-    for fusion, run in cover(made.program, H200, FUSIONS, made.weights.permutation):
-        group = next(groups)
-        if fusion is not None:
-            alone = sum(len(operations.lower_alone(binding, op)) for op in run.ops)
-            assert alone - len(group.calls) >= fusion.saves, fusion.name
-            found.add(fusion.name)
+    found = check_savings(made)
     assert found >= {"norm+gated ffn by codes", "norm+prefill gemm"} and "norm+gated ffn" not in found

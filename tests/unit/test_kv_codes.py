@@ -9,12 +9,12 @@ import pytest
 import torch
 from kernel_walk import Walker, walkable
 from quantised_layers import e4m3, store_kv_scales
-from recording import prompt_of, run_all
+from recording import tokens_of_six
 from safetensors.torch import load_file, save_file
 from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
-from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat import Runtime, SpeculativeConfig
 from lowlat.cli.reports.models import model_report
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket
@@ -96,19 +96,11 @@ def test_attention_is_that_over_the_numbers() -> None:
         assert torch.equal(*out)
 
 
-def tokens_of(runtime: Runtime, depth: Any = None) -> list[list[int]]:
-    """Six requests, some with one prefix, side by side."""
-    sampling = SamplingParams(temperature=0.9, seed=5, max_tokens=14, ignore_eos=True)
-    names = [runtime.submit(prompt_of(21 + number, seed=number % 3), sampling) for number in range(6)]
-    tokens = run_all(runtime, depth)
-    return [tokens[name] for name in names]
-
-
 @pytest.fixture(scope="module")
 def expected(pair: PairPaths) -> list[list[int]]:
     """The tokens of the target alone, without reuse."""
     with Runtime.load(pair.target, **CODES, prefix_reuse=False) as runtime:
-        return tokens_of(runtime)
+        return tokens_of_six(runtime)
 
 
 @pytest.mark.parametrize("way", ["tree", later("dynamic"), wide("chain")])
@@ -117,8 +109,8 @@ def test_speculation_reuse_and_a_crowded_pool_change_nothing(
 ) -> None:
     config = SpeculativeConfig(model=pair.head, strict=True, **WAYS[way])
     with Runtime.load(pair.target, config, **CODES, kv_blocks=30) as runtime:
-        assert tokens_of(runtime) == expected
-        assert tokens_of(runtime, lambda number: config.num_speculative_tokens * (number % 2)) == expected
+        assert tokens_of_six(runtime) == expected
+        assert tokens_of_six(runtime, lambda number: config.num_speculative_tokens * (number % 2)) == expected
 
 
 def test_a_cache_of_codes_takes_half_the_memory_and_has_the_checkpoint_s_scales(pair: PairPaths) -> None:

@@ -11,15 +11,11 @@ import torch
 from inserted import with_identities
 from kernel_inventory import GPUS
 from lowered import Lowered, Pair
-from lowering_cases import kinds_of, reached, span, write_pair
+from lowering_cases import check_savings, kinds_of, reached, span, write_pair
 
 from lowlat.graphs import Role
 from lowlat.graphs.program import Op, Program, Stage
-from lowlat.kernels.toolchain.kernel import H200, KernelCall
-from lowlat.lowering import operations
-from lowlat.lowering.binding import Binding
-from lowlat.lowering.fusion import cover
-from lowlat.lowering.lower import FUSIONS
+from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.step.prefill import build_prefill
 
 NAMES = ("llama", "qwen3", "biased", "llama_fp8", "gpt_oss+alone", "llama+several_layers")
@@ -110,14 +106,7 @@ def is_read(program: Program, name: str, place: int) -> bool:
 def test_fusions_save_the_launches_that_they_say(name: str, pair_of: Made) -> None:
     pair = pair_of(name)
     made = lowered(pair)
-    binding = Binding(made.program, made.buffers, made.weights, H200, made.workspace)
-    groups, found = iter(made.groups), set()
-    for fusion, run in cover(made.program, H200, FUSIONS, made.weights.permutation):
-        group = next(groups)
-        if fusion is not None:
-            alone = sum(len(operations.lower_alone(binding, op)) for op in run.ops)
-            assert alone - len(group.calls) >= fusion.saves, fusion.name
-            found.add(fusion.name)
+    found = check_savings(made)
     assert found >= set(OWN)
 
 

@@ -1,4 +1,4 @@
-"""What a wide step verifies: the slots that it opens with, and drafts from texts that requests name.
+"""The proposals of a wide step: the slots that it opens with, and drafts from texts that requests name.
 
 Source of drafts from texts: as in `suffix_draft`; here the longest match alone counts, since a named text has few.
 """
