@@ -4,6 +4,7 @@ Four warps are a warpgroup. `multiply_group` is an instruction of 9.0 alone: ker
 it has a meaning under Numba's simulator.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -270,42 +271,31 @@ def store_sums(count: int, pitch: int) -> Any:
 
 def load_sums(count: int, pitch: int) -> Any:
     """An intrinsic: the float32 that `store_sums` stored at a shared address."""
-
-    @intrinsic
-    def load(context: Any, address: Any) -> Any:
-        signature = types.UniTuple(f32, count)(u32)
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            four, found = ir.LiteralStructType([ir_type(f32)] * 4), []
-            function = ir.FunctionType(four, [ir_type(u32)])
-            for first in range(0, count, 4):
-                text = f"ld.shared.v4.f32 {{$0,$1,$2,$3}}, [$4+{first // 4 * pitch}];"
-                assembly = ir.InlineAsm(function, text, "=f,=f,=f,=f,r,~{memory}", side_effect=True)
-                loaded = builder.call(assembly, [args[0]])
-                found += [builder.extract_value(loaded, k) for k in range(4)]
-            return context.make_tuple(builder, signature.return_type, found)
-
-        return signature, codegen
-
-    return load
+    return _load_floats("shared", u32, 4, [part * pitch for part in range(count // 4)])
 
 
 def load_row_numbers(rows: int) -> Any:
     """An intrinsic: the float32 of a lane's rows of the second matrix, two of every eight, from that of its first."""
-    count = rows // 4
+    return _load_floats("global", i64, 2, [32 * tile for tile in range(rows // 8)])
+
+
+def _load_floats(space: str, address_kind: Any, width: int, offsets: Sequence[int]) -> Any:
+    """An intrinsic: `width` float32 at each offset, in bytes, from an address in a state space."""
+    registers, letter = ",".join(f"${k}" for k in range(width)), "l" if address_kind is i64 else "r"
+    constraints = "=f," * width + f"{letter},~{{memory}}"
 
     @intrinsic
     def load(context: Any, address: Any) -> Any:
-        signature = types.UniTuple(f32, count)(i64)
+        signature = types.UniTuple(f32, width * len(offsets))(address_kind)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            two, found = ir.LiteralStructType([ir_type(f32)] * 2), []
-            function = ir.FunctionType(two, [ir_type(i64)])
-            for tile in range(rows // 8):
-                text = f"ld.global.v2.f32 {{$0,$1}}, [$2+{32 * tile}];"
-                assembly = ir.InlineAsm(function, text, "=f,=f,l,~{memory}", side_effect=True)
+            kinds, found = ir.LiteralStructType([ir_type(f32)] * width), []
+            function = ir.FunctionType(kinds, [ir_type(address_kind)])
+            for offset in offsets:
+                text = f"ld.{space}.v{width}.f32 {{{registers}}}, [${width}+{offset}];"
+                assembly = ir.InlineAsm(function, text, constraints, side_effect=True)
                 loaded = builder.call(assembly, [args[0]])
-                found += [builder.extract_value(loaded, part) for part in range(2)]
+                found += [builder.extract_value(loaded, k) for k in range(width)]
             return context.make_tuple(builder, signature.return_type, found)
 
         return signature, codegen
