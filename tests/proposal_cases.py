@@ -60,6 +60,7 @@ def text_arguments(source: random.Random, rows: int, context: int, size: int, le
     lens[order] = torch.tensor([len(own) for own in named], dtype=torch.int32)
     live = torch.ones(batch, dtype=torch.uint8)
     live[-2] = 0
+    generator = torch.Generator().manual_seed(source.getrandbits(32))
     return {
         "tokens": tokens,
         "slots": torch.tensor([*order[:-1], -1], dtype=torch.int32),
@@ -67,9 +68,9 @@ def text_arguments(source: random.Random, rows: int, context: int, size: int, le
         "draft_lens": torch.tensor([len(text) for text in texts], dtype=torch.int32),
         "draft_texts": memory,
         "draft_text_lens": lens,
-        "draft_nodes": torch.randint(9, (batch, rows), dtype=torch.int32),
+        "draft_nodes": torch.randint(9, (batch, rows), generator=generator, dtype=torch.int32),
         "draft_shares": torch.full((batch, rows), 77, dtype=torch.int32),
-        "match_lens": torch.randint(3, (batch,), dtype=torch.int32),
+        "match_lens": torch.randint(2, (batch,), generator=generator, dtype=torch.int32),
     }
 
 

@@ -87,11 +87,11 @@ def test_kernels_walked_by_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
                 return found
 
             bench = Bench(CPU, run)
-            drafting += check_texts(bench, seed, context=70, size=size, lengths=lengths, calls=search)
+            drafting += check_texts(bench, seed + 1, context=70, size=size, lengths=lengths, calls=search)
             if not seed:
                 check_opening(bench, opening)
             options = Options(32, 4.0, 0.1)
             check_suffix_draft(
                 bench, seed, context=71, lengths=[40, 70], options=options, calls=suffix, rows=16 << seed % 2
             )
-    assert drafting > 2
+    assert drafting > 3
