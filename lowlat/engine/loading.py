@@ -47,8 +47,9 @@ from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.snapshot_book import SnapshotBook

@@ -40,11 +40,12 @@ from lowlat.executors.devices import make_current
 from lowlat.ipc.answer import Answer
 from lowlat.ipc.prompts import Prompt
 from lowlat.models.target import OpenedTarget
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
 from lowlat.options.declaration import check_number, plain, shown
 from lowlat.options.keywords import CallOptions, NamedSession, RuntimeOptions
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.runtime import RuntimeConfig, options_from
+from lowlat.options.speculative import SpeculativeConfig
 
 __all__ = ["Runtime"]
 

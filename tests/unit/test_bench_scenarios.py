@@ -15,7 +15,7 @@ from profiling_cases import cover, record_of
 from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import GateRun, GateState, Verdict, check_gates, judge, standing
 from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from lowlat.engine.loading import make_topologies
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.speculation.grow import first_entry
-from lowlat.options import config as module
+from lowlat.options import runtime as runtime_module
+from lowlat.options import speculative as speculative_module
 from lowlat.options.acceptance import expected_accept_length
-from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
+from lowlat.options.method_options import METHOD_OPTIONS
+from lowlat.options.runtime import RuntimeConfig, TraceConfig, options_from
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import METHODS
 from lowlat.speculators.tree.dynamic import DynamicTree
 
@@ -88,7 +91,8 @@ def test_every_option_is_covered_here() -> None:
     others |= {"host_cache_gib", "cache_dir", "cache_gib", "cache_copy_gb_per_s", "session_ttl_s", "can_sleep"}
     others |= {"pause_gib", "pause_deadline_s"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
-    assert all(hasattr(module, name) for name in module.__all__)
+    for module in (runtime_module, speculative_module):
+        assert all(hasattr(module, name) for name in module.__all__)
 
 
 @pytest.mark.parametrize(

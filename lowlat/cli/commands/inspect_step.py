@@ -15,7 +15,7 @@ from lowlat.cli.options import (
     speculation_options,
 )
 from lowlat.cli.paths import check_model
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 
 __all__ = ["step"]
 

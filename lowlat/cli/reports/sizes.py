@@ -18,8 +18,9 @@ from lowlat.kernels.formats import numbers_an_entry
 from lowlat.models.activations import code_activations
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding, target_groups
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import weight_shapes
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology

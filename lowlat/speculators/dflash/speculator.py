@@ -13,7 +13,7 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec
 from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
     PrefillScope,

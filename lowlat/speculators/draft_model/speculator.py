@@ -12,7 +12,7 @@ import torch
 
 from lowlat.graphs import BufferSpec
 from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.sequence.paged_kv import decoder_cache_specs
 from lowlat.speculators.base import (
     LoadedSpeculator,

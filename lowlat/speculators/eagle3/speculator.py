@@ -14,7 +14,7 @@ import torch
 from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import RangeNames, Stage
 from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
     PrefillScope,

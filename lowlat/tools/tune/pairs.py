@@ -37,7 +37,8 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.speculators import base
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
