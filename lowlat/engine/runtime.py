@@ -7,7 +7,7 @@ One thread owns a runtime: the program's own, which submits and steps (`lowlat.e
 from __future__ import annotations  # help() shows signatures as they are written here
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self, Unpack
@@ -17,6 +17,7 @@ from lowlat.engine.calls.driver import Driver, owned
 from lowlat.engine.calls.prompts import as_chat, check_timeout, is_quick, prepare
 from lowlat.engine.calls.streams import AsyncStream, Stream
 from lowlat.engine.loading import load
+from lowlat.engine.memory.plan import DeviceNeed
 from lowlat.engine.sessions.session import Session, load_session, open_session
 from lowlat.engine.stepped import SteppedRuntime
 from lowlat.errors import CapacityError, LowlatError
@@ -61,7 +62,7 @@ class Runtime(SteppedRuntime):
         progress: Callable[[int, int], None] | None = None,
         captured: Callable[[int, int], None] | None = None,
         downloaded: Callable[[int, int], None] | None = None,
-        reserve: Callable[[str, int, int | None], None] | None = None,
+        reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
         **options: Unpack[RuntimeOptions],
     ) -> Self:
         """Load a model and, where asked for, a speculator.
@@ -71,8 +72,8 @@ class Runtime(SteppedRuntime):
         progress    called with bytes read and bytes in all
         captured    called with graphs captured and graphs in all, where the executor captures
         downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars
-        reserve     called before memory is taken, with the device's name and the bytes needed and free there: it may
-                    wait until others have made way
+        reserve     called before memory is taken, with the bytes needed and free of each device: it may wait until
+                    others have made way
         options     fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
