@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from lowlat.options.keywords import RuntimeOptions, SpeculativeOptions
 
 __all__ = [
-    "AUTO_METHOD", "MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "NEEDS_MODEL", "WIDE_ROWS", "RuntimeConfig",
-    "SpeculativeConfig", "TraceConfig",
+    "AUTO_METHOD", "FEW_SLOTS", "MAX_BATCH", "MAX_SPECULATIVE_TOKENS", "METHOD_OPTIONS", "NEEDS_MODEL",
+    "WIDE_ROWS", "RuntimeConfig", "SpeculativeConfig", "TraceConfig",
 ]  # fmt: skip
 
 MAX_SPECULATIVE_TOKENS = 7
+MAX_BATCH, FEW_SLOTS = 32, 8  # slots, and up to how many there may be all kinds of steps
 MAX_DECODING_TOKENS = 64
 MAX_TOPK = 16
 MAX_DRAFT_TOKENS = 31  # of a dynamic tree: with its root 32 rows
@@ -474,7 +475,7 @@ class TraceConfig:
 class RuntimeConfig:
     """Sizes and policies of one Runtime."""
 
-    max_batch: int = declare(4, "Requests that decode together.", 1, 8)
+    max_batch: int = declare(4, "Requests that decode together.", 1, MAX_BATCH)
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     quantize: Literal["fp8", "int4"] | None = declare(
@@ -689,6 +690,11 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
+        if size > 1 and self.max_batch > FEW_SLOTS:
+            raise ConfigError(
+                f"max_batch {self.max_batch} is not implemented for tensor_parallel_size {size}, whose steps have at "
+                f"most {FEW_SLOTS} slots; lower max_batch, or take one GPU"
+            )
         for name, is_on in (("check", bool(self.checked_kinds)), ("count_tiles", self.count_tiles)):
             if size > 1 and is_on:
                 raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")
