@@ -10,6 +10,7 @@ from typing import Any
 from lowlat.cli.console import Update, progress_bar
 from lowlat.cli.generation import Asked, Generation
 from lowlat.cli.models import local_target
+from lowlat.engine.memory.plan import DeviceNeed
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import RequestError
 from lowlat.executors.devices import leave_a_core
@@ -55,7 +56,7 @@ def load_runtime(
     speculative: SpeculativeConfig | None,
     max_context: int | None,
     *,
-    reserve: Callable[[str, int, int | None], None] | None = None,
+    reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
     **options: Any,
 ) -> Runtime:
     """Load a runtime after bars: of the bytes fetched and read and, on a GPU, of its graphs.

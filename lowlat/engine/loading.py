@@ -19,7 +19,14 @@ from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.host_space import HostSpace
 from lowlat.engine.memory.held import HeldMemory, held_memory
-from lowlat.engine.memory.plan import MemoryNeed, available_bytes, check_fits, memory_need, on_one_device
+from lowlat.engine.memory.plan import (
+    DeviceNeed,
+    MemoryNeed,
+    available_bytes,
+    check_fits,
+    memory_need,
+    on_one_device,
+)
 from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
 from lowlat.engine.proposer import Proposer, StepParts
@@ -83,7 +90,7 @@ __all__ = [
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
-Reserve = Callable[[str, int, int | None], None]
+Reserve = Callable[[Sequence[DeviceNeed]], None]
 MAX_SNAPSHOTS = 32  # a slot: more are seldom found again
 
 
@@ -171,8 +178,8 @@ def load(
     model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
     progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
                with bytes fetched and bytes in all, for each model that is a repository's name
-    reserve    called before any memory is taken, with each device's name, the bytes that are needed there, and those
-               that are free (None: not known); it may wait until others have made way
+    reserve    called before any memory is taken, with what is needed of each device; it may wait until others have made
+               way
 
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
     otherwise it is one warning and the baseline.
@@ -316,11 +323,14 @@ def _check_memory(
         )
         for rank in ranks
     ]
-    for device in dict.fromkeys(devices):
-        together = on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
-        if reserve is not None:
-            reserve(str(device), together.total_bytes, available_bytes(device))
-        check_fits(together, device)
+    together = {
+        device: on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
+        for device in dict.fromkeys(devices)
+    }
+    if reserve is not None:
+        reserve([DeviceNeed(str(own), need.total_bytes, available_bytes(own)) for own, need in together.items()])
+    for device, need in together.items():
+        check_fits(need, device)
     return needs
 
 

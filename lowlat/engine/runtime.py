@@ -23,6 +23,7 @@ from lowlat.engine.calls.prompts import check_timeout, is_chat, is_quick, prepar
 from lowlat.engine.calls.streams import AsyncStream, Stream
 from lowlat.engine.kept_states import host_space
 from lowlat.engine.loading import Loaded, load, make_scheduler
+from lowlat.engine.memory.plan import DeviceNeed
 from lowlat.engine.metrics import RequestMetrics
 from lowlat.engine.numerics import digest_of, numerics_of
 from lowlat.engine.open_prompts import OpenPrompt
@@ -106,7 +107,7 @@ class Runtime:
         progress: Callable[[int, int], None] | None = None,
         captured: Callable[[int, int], None] | None = None,
         downloaded: Callable[[int, int], None] | None = None,
-        reserve: Callable[[str, int, int | None], None] | None = None,
+        reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
         **options: Unpack[RuntimeOptions],
     ) -> Self:
         """Load a model and, where asked for, a speculator.
@@ -116,8 +117,8 @@ class Runtime:
         progress    called with bytes read and bytes in all
         captured    called with graphs captured and graphs in all, where the executor captures
         downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars
-        reserve     called before memory is taken, with the device's name and the bytes needed and free there: it may
-                    wait until others have made way
+        reserve     called before memory is taken, with the bytes needed and free of each device: it may wait until
+                    others have made way
         options     fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
