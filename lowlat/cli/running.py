@@ -31,7 +31,7 @@ def default_context(model: Path, wanted: int | None) -> int:
     """The context asked for, or the usual one where the model has room for it. Raises ConfigError."""
     if wanted is not None:
         return wanted
-    return min(RuntimeConfig.max_context, read_model_config(model).max_context)
+    return min(RuntimeConfig.max_context, read_model_config(model).usual_context)
 
 
 class _Bars(ExitStack):

@@ -202,6 +202,8 @@ def load(
     if options.activations is not None:
         target = replace(target, config=code_activations(target.config, display_name(target.directory)))
     target.config.check_context(options.max_context, target.directory / "config.json")
+    _say_factors(target.config, options.max_context)
+    target = replace(target, config=target.config.for_context(options.max_context))
     codec = TextCodec.load(target.directory)
     speculative, loaded, topologies, error = _load_speculation(
         target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict
@@ -374,6 +376,19 @@ def _load_speculation(
     return speculative, loaded, topologies, None
 
 
+def _say_factors(config: ModelConfig, max_context: int) -> None:
+    """Warn that RoPE's long factors hold in short texts, too, where the context is longer than the trained one."""
+    for rotation in config.rotations:
+        trained = rotation.rope.original_max_position
+        if rotation.rope.has_long_factors and max_context > trained:
+            logger.warning(
+                "max_context %d is above the trained context of %d tokens (original_max_position_embeddings): RoPE's "
+                "long factors hold for all texts, shorter ones too, as other servers have it; --max-context %d has the "
+                "short factors", max_context, trained, trained,
+            )  # fmt: skip
+            return
+
+
 def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> None:
     """Warn of a draft model that attends to more positions than it has: tokens stay right, and drafts are wrong."""
     draft = None if speculator is None else speculator.draft_config
@@ -428,6 +443,7 @@ def make_geometry(
 
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
+    config = config.for_context(options.max_context)
     _check_choices(speculator, topologies)
     _check_layers(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())

@@ -338,7 +338,7 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
     """The shapes of each rank's programs. Raises ConfigError for a pair that cannot be cut so."""
     config, speculative = pair.config, None
     options = RuntimeConfig(
-        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_context), dtype=config.dtype,
+        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.usual_context), dtype=config.dtype,
         prefill_chunk=sizes.prefill_chunk, max_prefill_chunks=sizes.max_prefill_chunks,
         tensor_parallel_size=pair.tensor_parallel_size, tp_invariant=pair.tp_invariant,
         prompt_logprobs=False,  # as in strict mode, which is what tables are complete for
