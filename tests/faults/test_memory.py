@@ -9,8 +9,8 @@ killed amid a wake        the supervisor starts the process again, and the other
 host memory is refused    the model stays awake, and says why (tests/ipc/test_residence.py, tests/unit/test_sleep.py); a
                           request keeps its slot (CapacityError, tests/unit/test_pause.py); a session is not saved
                           (CapacityError), and goes on; at the start a ConfigError
-the device fails          amid a copy: DeviceError, which names it (tests/unit/test_block_moves.py); amid a save: the same,
-                          and the file stays as it was
+the device fails          amid a copy: DeviceError, which names it (tests/unit/test_block_moves.py); amid a save: the
+                          same, and the file stays as it was
 a copy is refused         what did not come to the device is a miss, with a warning (tests/unit/test_cache_tiers.py)
 """
 
