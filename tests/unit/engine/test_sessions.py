@@ -95,6 +95,14 @@ def test_a_prefix_of_a_session_stays_while_others_go(target: Path, tiers: dict[s
         answer(runtime, prompt, session="kept")
         for seed in range(1, 6):
             answer(runtime, prompt_of(5 * CHUNK, seed=seed))
+        for other in (prompt_of(3 * CHUNK, seed=8), [*prompt, *prompt_of(3 * CHUNK, seed=8)]):
+            name = runtime.submit(other, PARAMS, session="kept")
+            for _ in range(3):
+                runtime.step()
+            runtime.cancel(name)  # what is broken off lets go of nothing
+            run_all(runtime)
+            assert runtime.kvcache.stats().num_pinned >= 10
+        answer(runtime, prompt, session="kept")
         before = found(runtime)
         answer(runtime, prompt)
         assert found(runtime) == before + 5 * CHUNK
