@@ -113,7 +113,7 @@ def test_a_row_for_each_prompt_and_number_of_chunks(tmp_path: Path, monkeypatch:
     assert sizes == [(0, 5, 64), (0, 5, 64), *apart, (0, 256, 256), (256, 45, 64)]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_dense_step_has_a_row_next_to_torchs(tmp_path: Path) -> None:
     out = tmp_path / "results" / "dense.json"
     assert dense.main([*TIMES, "--case", "2x24x1", "--out", str(out)]) == 0

@@ -84,7 +84,7 @@ def test_tokens_agree_by_place() -> None:
     assert agreement.agreement([[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 9, 4], [5, 6, 7, 8]]) == (0.875, [2, None])
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_rows_are_contexts_and_budgets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "rows.json"
     sizes = ["--context", "328", "248", "--retrieval", "1", "8", "--limit", "1", "--max-tokens", "8", "--device", "cpu"]
