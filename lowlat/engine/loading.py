@@ -55,7 +55,8 @@ from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.model_names import display_name
-from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
+from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
@@ -205,7 +206,7 @@ def load(
     target = replace(target, config=target.config.for_context(options.max_context))
     codec = TextCodec.load(target.directory)
     speculative, loaded, topologies, error = _load_speculation(
-        target, speculative, downloaded, must_fit=options.is_strict
+        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict
     )
     speculator = None if loaded is None else loaded.speculator
     _say_where_drafts_fail(speculator, options.max_context)
@@ -350,13 +351,18 @@ def _say(choice: DeviceChoice) -> None:
 
 
 def _load_speculation(
-    target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None, *, must_fit: bool
+    target: OpenedTarget,
+    speculative: SpeculativeConfig | None,
+    max_batch: int,
+    downloaded: Progress | None,
+    *,
+    must_fit: bool,
 ) -> tuple[SpeculativeConfig | None, LoadedSpeculator | None, dict[int, Topology], str | None]:
     """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
         return speculative, None, baseline, None
-    topologies = make_topologies(speculative)
+    topologies = make_topologies(speculative, max_batch)
     try:
         speculative = settled(speculative, target.directory)
         loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config, target)
@@ -399,14 +405,18 @@ def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> N
         )  # fmt: skip
 
 
-def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
-    """The topology for each depth S: chains of every depth, or the baseline and the tree. Raises ConfigError."""
+def make_topologies(speculative: SpeculativeConfig, max_batch: int = 1) -> dict[int, Topology]:
+    """The topology for each depth S: chains of every depth, or the baseline and the tree. Raises ConfigError.
+
+    Of more than FEW_SLOTS slots, which have more buckets, chains are no longer than what was asked for.
+    """
     depth, top_k = speculative.num_speculative_tokens, speculative.dynamic_tree_max_topk
     if top_k is not None:
         drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
         return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
-        most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
+        is_limited = speculative.adaptive_width or max_batch > FEW_SLOTS
+        most = speculative.num_speculative_tokens if is_limited else MAX_SPECULATIVE_TOKENS
         return {s: TreeTopology.chain(s) for s in range(most + 1)}
     tree = TreeTopology.load(
         speculative.tree,
@@ -576,5 +586,5 @@ def _max_draft_length(speculator: Speculator | None, speculative: SpeculativeCon
 
 
 def bucket_batches(max_batch: int) -> list[int]:
-    """1, 2, 4, 8 up to the largest, which is always there."""
-    return sorted({size for size in (1, 2, 4, 8) if size < max_batch} | {max_batch})
+    """Powers of two up to the largest, which is always there."""
+    return sorted({1 << power for power in range(max_batch.bit_length()) if 1 << power < max_batch} | {max_batch})

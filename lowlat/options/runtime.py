@@ -16,7 +16,9 @@ from lowlat.options.declaration import check_options, declare, documented, given
 if TYPE_CHECKING:
     from lowlat.options.keywords import RuntimeOptions
 
-__all__ = ["RuntimeConfig", "TraceConfig", "options_from"]
+__all__ = ["FEW_SLOTS", "MAX_BATCH", "RuntimeConfig", "TraceConfig", "options_from"]
+
+MAX_BATCH, FEW_SLOTS = 32, 8  # slots, and up to how many there may be all kinds of steps
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
@@ -39,7 +41,7 @@ class TraceConfig:
 class RuntimeConfig:
     """Sizes and policies of one Runtime."""
 
-    max_batch: int = declare(4, "Requests that decode together.", 1, 8)
+    max_batch: int = declare(4, "Requests that decode together.", 1, MAX_BATCH)
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     quantize: Literal["fp8", "int4"] | None = declare(
@@ -254,6 +256,11 @@ class RuntimeConfig:
         size, named = self.tensor_parallel_size, self.devices
         if size & (size - 1):
             raise ConfigError(f"tensor_parallel_size must be 1, 2, 4 or 8, got {size}")
+        if size > 1 and self.max_batch > FEW_SLOTS:
+            raise ConfigError(
+                f"max_batch {self.max_batch} is not implemented for tensor_parallel_size {size}, whose steps have at "
+                f"most {FEW_SLOTS} slots; lower max_batch, or take one GPU"
+            )
         for name, is_on in (("check", bool(self.checked_kinds)), ("count_tiles", self.count_tiles)):
             if size > 1 and is_on:
                 raise ConfigError(f"{name} is not implemented for tensor_parallel_size {size}; leave one of them out")

@@ -40,7 +40,7 @@ SPECULATIVE_BOUNDS = {
     "specpv_full_refresh_steps": (1, 1 << 16),
 }
 RUNTIME_BOUNDS = {
-    "max_batch": (1, 8),
+    "max_batch": (1, 32),
     "max_context": (2, 1 << 20),
     "block_size": (1, 1024),
     "prefill_chunk": (1, 1 << 16),
@@ -349,8 +349,8 @@ def test_unknown_options_are_refused_by_name() -> None:
     assert options_from({}) == RuntimeConfig()
     with pytest.raises(ConfigError, match=r"^unknown option 'max_bach'; the options are .*max_batch"):
         options_from({"max_batch": 2, "max_bach": 2})
-    with pytest.raises(ConfigError, match=r"^max_batch must be from 1 to 8, got 9$"):
-        options_from({"max_batch": 9})
+    with pytest.raises(ConfigError, match=r"^max_batch must be from 1 to 32, got 33$"):
+        options_from({"max_batch": 33})
 
 
 def test_configs_are_frozen() -> None:
