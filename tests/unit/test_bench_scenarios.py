@@ -15,7 +15,7 @@ from profiling_cases import cover, record_of
 from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import GateRun, GateState, Verdict, check_gates, judge, standing
 from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries
@@ -384,7 +384,7 @@ def test_the_report_shows_tables_and_conditions_without_another_host(results: Pa
         make_report(results / "none")
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_report_draws_its_plots_into_the_page(results: Path) -> None:
     pytest.importorskip("matplotlib")
     page = make_report(results).html

@@ -13,8 +13,9 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, bundled, given_options, record_options
 from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, PLACE
 from lowlat.errors import ConfigError
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.bench.results import Failure, Result, Row

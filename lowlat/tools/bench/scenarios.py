@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS
 
 __all__ = ["SHIPPED", "Case", "Gate", "Plan", "Scenario", "read_plan"]
 

@@ -18,8 +18,9 @@ from lowlat.graphs import Bucket
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.acceptance import acceptance_for
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.installed import installed_version
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.mtp.geometry import MtpConfig
 from lowlat.speculators.tree.topology import TreeTopology
