@@ -46,6 +46,9 @@ class _Server:
     http_host: str | None = declare(
         None, "Further names under which the HTTP gateway is reached, with commas between.", metavar="NAMES"
     )
+    http_origins: str | None = declare(
+        None, "Origins of other sites whose pages may ask the HTTP gateway, with commas between; * is all.", rare=True
+    )
     log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
     models_gib: float | None = declare(
         None,

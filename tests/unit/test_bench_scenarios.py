@@ -384,7 +384,7 @@ def test_the_report_shows_tables_and_conditions_without_another_host(results: Pa
         make_report(results / "none")
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_report_draws_its_plots_into_the_page(results: Path) -> None:
     pytest.importorskip("matplotlib")
     page = make_report(results).html
