@@ -9,6 +9,7 @@ steps, or `lowlat.engine.calls.driver`'s, which answers calls from any thread an
 from __future__ import annotations  # help() shows signatures as they are written here
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, NoReturn, Self, TypeVar, Unpack
 
 from lowlat.engine.calls.driver import Driver, owned
 from lowlat.engine.calls.prompts import check_timeout, is_chat, is_quick, prepare
@@ -94,8 +95,9 @@ class Runtime:
         self._draft_directory = None if loaded.speculator is None else loaded.speculator.directory
         self._content_facts: ContentFacts | None = None
         self._closed = False
+        self._process = os.getpid()
         self.driver: Driver | None = None
-        self._starting = threading.Lock()
+        self._starting, self._closing = threading.Lock(), threading.RLock()
 
     @classmethod
     def load(
@@ -140,7 +142,7 @@ class Runtime:
                  tool_choice, template_options, allow_special, cache_salt, timeout_s: see CallOptions
         Messages go through the model's chat template, with `tools` where there are any. Their answer is parsed
         (`Answer.reasoning`, `Answer.tool_calls`) unless parse="none" says otherwise, and may be as long as the context
-        has room for, up to 4096 tokens, where neither params nor max_tokens is given.
+        has room for, up to 4096 tokens, where neither params nor max_tokens is given; that of other prompts up to 256.
         Any thread may call, several at once; more than have a slot wait. Ctrl-C cancels the request.
         Raises RequestError for what cannot be served; StreamError, with the tokens that came, where the request fails,
         timeout_s passes or the runtime is closed meanwhile; DeviceError when the device has failed.
@@ -215,6 +217,7 @@ class Runtime:
 
     def _check_by_hand(self, name: str) -> None:
         """Raise LowlatError for a call that the driver's thread alone may make."""
+        self._check_open()
         if self.driver is not None and not self.driver.is_current and not self.driver.has_ended:
             raise LowlatError(
                 f"{name}() is refused: since generate, stream or chat was called a thread of the runtime's own steps "
@@ -589,18 +592,27 @@ class Runtime:
 
         Calls that wait for an answer get a StreamError of the code "closed".
         """
-        if self._closed:
-            return
-        if self.driver is not None:
-            self.driver.stop()
-            make_current(self.device_choice.device)
-        self._closed = True
-        self._requests.close()
-        self._steps.close()
-        del self._steps, self._sleep  # their views of the executor's buffers go, too
-        if self.codec is not None:
-            self.codec.close()
-        self.executor.close()  # the last: a device that has failed says so
+        if os.getpid() != self._process:
+            return  # all of it is the other process's
+        with self._closing:  # threads that close at once: all return when it is closed
+            if self._closed:
+                return
+            if self.driver is not None:
+                self.driver.stop()
+                make_current(self.device_choice.device)
+            self._closed = True
+            self._requests.close()
+            self._steps.close()
+            del self._steps, self._sleep  # their views of the executor's buffers go, too
+            if self.codec is not None:
+                self.codec.close()
+            self.executor.close()  # the last: a device that has failed says so
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            "a Runtime cannot be copied or pickled: its weights and KV are a device's, and one thread steps it; load "
+            "one in each process, or serve it (lowlat serve) and ask it with lowlat.ipc.Client"
+        )
 
     def __repr__(self) -> str:
         name, depth = display_name(self.directory), self.num_speculative_tokens
@@ -619,6 +631,12 @@ class Runtime:
     def _check_open(self) -> None:
         if self._closed:
             raise LowlatError("the runtime is closed")
+        if os.getpid() != self._process:
+            raise LowlatError(
+                f"the runtime was loaded by process {self._process}, and this is a fork of it, {os.getpid()}: load one "
+                "here (multiprocessing's start method 'spawn'), or serve it (lowlat serve) and ask it with "
+                "lowlat.ipc.Client"
+            )
 
     def _check_usable(self) -> None:
         """Raise LowlatError for a closed runtime, DeviceError for one whose step, or other change, was broken off."""
