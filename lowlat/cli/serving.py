@@ -161,7 +161,7 @@ class _Loading:
 
     def __init__(self, settings: ServeConfig, unnamed: Pair, worker: Worker | None) -> None:
         self._settings, self._worker = settings, worker
-        self.sleep_bytes = 0  # that leave the device when it sleeps
+        self.sleep_bytes: dict[str, int] = {}  # that leave each device when it sleeps
         self._speculative = settings.speculation(unnamed.draft_model() if settings["model"] is None else None)
         if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
             check_model(self._speculative.model)
@@ -185,7 +185,7 @@ class _Loading:
             **settings.runtime_options(),
         )
         residence = runtime.executor.residence
-        self.sleep_bytes = 0 if residence is None else residence.report().device_bytes
+        self.sleep_bytes = {} if residence is None else residence.bytes_by_device()
         self.codec.bind(runtime.codec)
         strict = settings["perf_mode"] == "strict"
         defaults = sampling_defaults(runtime.directory, settings["sampling_defaults"], strict=strict)

@@ -138,7 +138,7 @@ def test_percentiles_and_turns() -> None:
     assert [len(entry.ms) for entry in entries] == [5, 5]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_case_that_fails_and_one_without_time_have_rows(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> dict[str, Any]:
         raise ShapeError("no")
@@ -258,7 +258,7 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_sample_with_imposed_acceptance_has_the_logits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes give one text, whatever the states were left at; a state that is not brought back is seen."""
     monkeypatch.setattr("bench.soak.ROOM", 24)
