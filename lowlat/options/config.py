@@ -30,6 +30,7 @@ MAX_DRAFT_TOKENS = 31  # of a dynamic tree: with its root 32 rows
 MAX_LOOKUP = 16
 MAX_DEPTH = 32
 WIDE_ROWS = (16, 32)  # of a slot, in wide steps
+MAX_BLOCK_DRAFTS = WIDE_ROWS[0] - 1  # that a wide step verifies
 MAX_DRAFT_TEXT = 1 << 18
 
 # Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
@@ -43,7 +44,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob", "wide_rows", "draft_text_tokens"),
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_VOCABULARY, *_TREES),
-    "dflash": ("model", "draft_quantize", "capture_layers", *_VOCABULARY, *_TREES),
+    "dflash": ("model", "draft_quantize", "capture_layers", "max_block_drafts", *_VOCABULARY, *_TREES),
     "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
     "draft_model": ("model", "draft_quantize", "text_drafts", *_VOCABULARY),
 }
@@ -194,6 +195,14 @@ class SpeculativeConfig:
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
     )
+    max_block_drafts: int = declare(
+        0,
+        "DFlash's drafts of a step, up to 15, while those of the last steps were all accepted; 0: never more than "
+        "num_speculative_tokens.",
+        0,
+        MAX_BLOCK_DRAFTS,
+        rare=True,
+    )
     prompt_lookup_min: int = declare(
         2, "Tokens of an n-gram, at least.", 1, MAX_LOOKUP, group="drafts from text", rare=True
     )
@@ -333,6 +342,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "capture_layers", tuple(self.capture_layers))
         self._check_specpv()
         self._check_wide()
+        self._check_block()
         length = self.simulated_accept_length
         if length is not None and (isinstance(length, bool) or not isinstance(length, (int, float))):
             raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
@@ -411,6 +421,19 @@ class SpeculativeConfig:
         for name in ("adaptive_width", "enable_specpv", "simulated_acceptance", "simulated_accept_length"):
             if getattr(self, name) not in (None, False):
                 raise ConfigError(f"wide_rows {self.wide_rows} is not implemented for {name}; leave one of them out")
+
+    def _check_block(self) -> None:
+        """Refuse what longer blocks of drafts do not have."""
+        if not self.max_block_drafts:
+            return
+        for name in ("adaptive_width", "enable_specpv", "tree", "dynamic_tree_max_topk"):
+            if getattr(self, name) not in (None, False):
+                raise ConfigError(f"max_block_drafts is not implemented for {name}; leave one of them out")
+        if not 0 < self.num_speculative_tokens < self.max_block_drafts:
+            raise ConfigError(
+                f"max_block_drafts must be more than num_speculative_tokens, which must be 1 or more; got "
+                f"{self.max_block_drafts} and {self.num_speculative_tokens}"
+            )
 
     def _check_method(self) -> None:
         """The options of the method, and that none of another method was given."""
@@ -611,6 +634,14 @@ class RuntimeConfig:
         False,
         "Let the GPU repeat steps by itself while nobody joins or leaves. Needs executor graph.",
     )
+    forced_rows: int = declare(
+        0,
+        "Rows a slot, 16 or 32 at most, of steps that verify a long text which a request's grammar forces, such as the "
+        "keys of JSON; with any method of drafting, or none. 0: as many as drafts.",
+        0,
+        WIDE_ROWS[-1],
+        rare=True,
+    )
     perf_mode: Literal["default", "strict"] = declare(
         "default",
         "strict: greedy requests alone, no debugging, and an error in place of anything slower than the kernels that "
@@ -674,6 +705,8 @@ class RuntimeConfig:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
+        if self.forced_rows not in (0, *WIDE_ROWS):
+            raise ConfigError(f"forced_rows must be 0, {' or '.join(map(str, WIDE_ROWS))}, got {self.forced_rows}")
         if self.on_failed_check != "end" and not self.checked_kinds:
             raise ConfigError(f"on_failed_check {self.on_failed_check!r} needs check, which names none")
         self._check_ranks()
