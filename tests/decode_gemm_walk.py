@@ -22,7 +22,7 @@ SHARED = (
 )
 PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
 PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "gemm")
+ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "shared_rows", "gemm")
 NAMES = (*SHARED, *PEERS, "formats.fragment", *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
 SMALL = Gpu(2, 227 * 1024, (9, 0))
 

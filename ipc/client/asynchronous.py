@@ -11,7 +11,7 @@ import msgspec
 from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.async_connection import AsyncConnection
-from lowlat.ipc.client.base import BaseClient
+from lowlat.ipc.client.base import CLOSED, BaseClient
 from lowlat.ipc.client.generation import BaseGeneration, Submission
 from lowlat.ipc.client.open_prompt import AsyncOpenPrompt
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
@@ -382,9 +382,9 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         """Connect now rather than on first use."""
         return (await self.connected()).protocol.greeting.take()
 
-    async def close(self) -> None:
-        """End what is under way and the connection; harmless when repeated."""
-        self._end()
+    async def close(self, reason: str = CLOSED) -> None:
+        """End what is under way, whose readers are told the reason, and the connection; harmless when repeated."""
+        self._end(reason)
 
     async def __aenter__(self) -> Self:
         await self.connect()

@@ -10,7 +10,7 @@ import msgspec
 
 from lowlat.errors import LowlatError, ServerGone
 from lowlat.ipc.chunk import Chunk
-from lowlat.ipc.client.base import BaseClient
+from lowlat.ipc.client.base import CLOSED, BaseClient
 from lowlat.ipc.client.connection import Connection
 from lowlat.ipc.client.generation import BaseGeneration, Submission
 from lowlat.ipc.client.open_prompt import OpenPrompt
@@ -303,7 +303,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
 
     def close(self) -> None:
         """End what is under way and the connection; harmless when repeated."""
-        self._end()
+        self._end(CLOSED)
 
     def __enter__(self) -> Self:
         self.connect()

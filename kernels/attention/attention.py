@@ -30,10 +30,10 @@ from lowlat.kernels.attention.launch_plan import (
 )
 from lowlat.kernels.attention.limits import (
     BLOCK_SIZE,
+    FEW_SLOTS,
     HEAD_DIM,
     KV_HEADS,
     MAX_ROWS,
-    MAX_SLOTS,
     QUERY_ROWS,
     ROWS,
     ROWS_A_SLOT,
@@ -66,7 +66,6 @@ __all__ = [
 ]
 
 CONVERTS_CODES = (8, 9)  # the capability from which a GPU makes fp16 of e4m3 itself
-PLAN_INTS = MAX_SLOTS * PLAN_STRIDE
 
 
 def attention(
@@ -179,7 +178,7 @@ def _shape_of(
     return AttentionShape(
         work.head_dim, work.group, work.kv_heads, block, first, work.window, work.keep_first, plan.row_tiles,
         plan.stages, sinks, early, work.split, work.whole, teams, blocks, coded=work.coded, few=few,
-        converts=gpu.capability >= CONVERTS_CODES, takes_turns=takes_turns(work, gpu),
+        converts=gpu.capability >= CONVERTS_CODES, takes_turns=takes_turns(work, gpu), many=work.batch > FEW_SLOTS,
     )  # fmt: skip
 
 
@@ -236,6 +235,9 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     capped = AttentionWork(1, 4, 2, 8, 256, None, 0, 256)
     for work in examples_for(gpu, (capped, replace(capped, coded=True)), 0):
         shapes.append(replace(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True), softcap=50.0))
+    many = replace(llama, batch=32)
+    for work in examples_for(gpu, (many, replace(many, group=8, head_dim=64, window=128)), 0):
+        shapes.append(_shape_of(work, candidate_plans(work, gpu)[0], gpu, 32, 0, False, True))
     lists = examples_for(gpu, [_shape_of(llama, candidate_plans(llama, gpu)[0], gpu, 32, 0, False, True)], 0)
     shapes += [replace(shape, parts=2) for shape in lists]
     return [_make(shape) for shape in shapes]
@@ -308,13 +310,13 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
     row_bytes = 2 * shape.head_dim * shape.group * shape.kv_heads
     read_rows, plan_slots = make_plan_functions(shape)
     walk, walk_spread = _make_walk(shape, read_rows), _make_walk(replace(shape, row_tiles=1), read_rows)
-    spread = make_spread(shape)
+    spread, plan_ints = make_spread(shape), shape.slots * PLAN_STRIDE
 
     def attention(
         q: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, dense_lens: Any, row_live: Any, row_masks: Any,
         partials: Any, sums: Any, kv_scales: Any, batch: Any, rows: Any, tail: Any, width: Any, splits: Any, scale: Any,
     ) -> None:  # fmt: skip
-        plan, row_ends = cuda.shared.array(PLAN_INTS, int32), cuda.shared.array(MAX_ROWS, int32)
+        plan, row_ends = cuda.shared.array(plan_ints, int32), cuda.shared.array(MAX_ROWS, int32)
         shared_norms = cuda.shared.array(threads, float32)
         ptx.let_next_kernel_start()
         if not early:

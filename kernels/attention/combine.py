@@ -70,6 +70,7 @@ def combine_splits(
         late_rows=False,
         softcap=None,
         takes_turns=False,
+        many=False,
     )
     rows_a_block = _threads_of(shape) // (CLASSES * shape.head_dim // 4)
     grid = -(-count // rows_a_block)

@@ -6,6 +6,7 @@ from lowlat.kernels.common.limits import Asked, Excess, Limit, OnlyParam, Rule, 
 
 __all__ = [
     "BLOCK_SIZE",
+    "FEW_SLOTS",
     "HEAD_DIM",
     "INVARIANT_HEADS",
     "KV_HEADS",
@@ -30,7 +31,7 @@ LISTED_HEAD_DIM = Limit((64, 128))  # of blocks that are chosen, and of their at
 REFRESHED_HEAD_DIM = Limit(multiple=8, most=256)  # of torch's flash attention
 BLOCK_SIZE = Limit((16, 32, 64, 128, 256))
 KV_HEADS = Limit(most=1024)
-MAX_SLOTS, MAX_ROWS = 16, 512
+MAX_SLOTS, FEW_SLOTS, MAX_ROWS = 32, 16, 512
 SLOTS, ROWS_A_SLOT, ROWS = Limit(most=MAX_SLOTS), Limit(most=64), Limit(most=MAX_ROWS)
 QUERY_ROWS = Limit(most=16 * 256)  # of a slot that share a key-value head
 MAX_SPLITS = 1024  # of a slot's positions

@@ -8,6 +8,7 @@ start before the tree's masks are known. Nothing here touches keys, values or qu
 from dataclasses import dataclass
 from typing import Any
 
+from lowlat.kernels.attention.limits import FEW_SLOTS, MAX_SLOTS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, uint32
 
@@ -63,6 +64,7 @@ class AttentionShape:
     few        a slot has at most 8 query rows of a key-value head: tiles have no second half
     converts   the GPU makes fp16 of codes; else shifts do
     softcap    c: scores s become c tanh(s / c); None: they stay
+    many       there may be more than FEW_SLOTS slots
     takes_turns  a stage has a tile's keys and then its values, where shared memory has no place for both
     """
 
@@ -88,6 +90,12 @@ class AttentionShape:
     late_rows: bool = False
     softcap: float | None = None
     takes_turns: bool = False
+    many: bool = False
+
+    @property
+    def slots(self) -> int:
+        """The most slots that a launch is planned for."""
+        return MAX_SLOTS if self.many else FEW_SLOTS
 
     @property
     def eights(self) -> int:
@@ -155,6 +163,7 @@ class AttentionShape:
             + ("_8" if self.few else "")
             + ("" if self.softcap is None else f"_t{self.softcap:g}")
             + (("_c" if self.converts else "_d") if self.coded else "")
+            + ("_many" if self.many else "")
         )
 
 

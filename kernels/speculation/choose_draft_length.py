@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 THREADS = 128
-MAX_SLOTS = 8
+MAX_SLOTS = 32
 ACTIVE, COMMITTED, ALLOWED, WAITING, FACTS = 0, 1, 2, 3, 4  # columns of a slot's facts
 LAST, WAITED, BODY, CHOICE_WORDS = 0, 1, 2, 3  # of the choice's words in shared memory
 

@@ -33,7 +33,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, in
 __all__ = ["FATES", "LearningPlan", "examples", "join_lengths", "learn", "learn_draft_lengths", "learning_plan"]
 
 THREADS = 512
-MAX_SLOTS = 8
+MAX_SLOTS = 32  # each has a thread of the first warp
 KNOWN, TRIED, RIGHT, RUN, NEXT_RUN, FATES = 0, 1, 2, 3, 4, 5  # columns of what became of an entry's drafts
 PRIORS = tuple(number for rates in PRIOR for entry in rates for number in entry)
 PRIOR_ROW = len(PRIORS) // NUM_RUNS

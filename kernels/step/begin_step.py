@@ -21,7 +21,7 @@ from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 
 __all__ = ["Choice", "apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots", "publish_rows"]
 
-THREADS = 512
+THREADS, MOST_THREADS = 512, 1024
 MAX_ROWS = 64
 MAX_NODES = 10240  # of all paths: 40 KiB of shared memory
 
@@ -165,7 +165,7 @@ def _calls(
         stops=extent("stop_ids", 1),
         biases=extent("bias_ids", 1),
         ring=extent("command_ring", 0),
-        threads=THREADS,
+        threads=THREADS if 32 * extent("slots", 0) <= THREADS else MOST_THREADS,
         applies=applies,
         lists=lists,
         gathers=gathers,
@@ -216,7 +216,7 @@ def _check(given: Mapping[str, torch.Tensor], plan: BeginStepPlan) -> None:
         known = f"{plan.known_paths} by {plan.known_length}"
         raise ShapeError(f"paths of {known} do not fit {plan.num_paths} by {plan.width}")
     num_nodes = plan.batch * plan.num_paths * plan.width
-    most = THREADS // 32  # a warp an entry
+    most = MOST_THREADS // 32  # a warp an entry
     if plan.max_batch > THREADS or plan.batch > most or plan.rows > MAX_ROWS or num_nodes > MAX_NODES:
         raise ShapeError(f"a step begins with at most {most} slots of {MAX_ROWS} rows, {MAX_NODES} in paths: {plan}")
 

@@ -82,7 +82,7 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
         check_model(settings["model"])
     _check_free(settings.endpoint())
     if settings["http"] is not None:
-        check_gateway(settings["http"])
+        check_gateway(settings["http"], settings["http_origins"])
     loading = _Loading(settings, unnamed, worker)
     curve = None
     if settings["curve_keys"] is not None:
@@ -105,7 +105,13 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
         facts = {"event": "ready", "endpoint": server.endpoint, "pid": os.getpid(), **loading.facts}
         if settings["http"] is not None:
             facts["http"] = gateway.enter_context(
-                http_gateway(settings["http"], server.endpoint, settings["http_host"], settings["curve_keys"])
+                http_gateway(
+                    settings["http"],
+                    server.endpoint,
+                    settings["http_host"],
+                    settings["curve_keys"],
+                    origins=settings["http_origins"],
+                )
             )
         if worker is not None:
             worker.serve(server, {**facts, "sleep_bytes": loading.sleep_bytes})
@@ -155,7 +161,7 @@ class _Loading:
 
     def __init__(self, settings: ServeConfig, unnamed: Pair, worker: Worker | None) -> None:
         self._settings, self._worker = settings, worker
-        self.sleep_bytes = 0  # that leave the device when it sleeps
+        self.sleep_bytes: dict[str, int] = {}  # that leave each device when it sleeps
         self._speculative = settings.speculation(unnamed.draft_model() if settings["model"] is None else None)
         if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
             check_model(self._speculative.model)
@@ -179,7 +185,7 @@ class _Loading:
             **settings.runtime_options(),
         )
         residence = runtime.executor.residence
-        self.sleep_bytes = 0 if residence is None else residence.report().device_bytes
+        self.sleep_bytes = {} if residence is None else residence.bytes_by_device()
         self.codec.bind(runtime.codec)
         strict = settings["perf_mode"] == "strict"
         defaults = sampling_defaults(runtime.directory, settings["sampling_defaults"], strict=strict)

@@ -21,7 +21,14 @@ from lowlat.engine.forced_steps import ForcedSteps
 from lowlat.engine.host_space import HostSpace
 from lowlat.engine.longer_drafts import LongerDrafts
 from lowlat.engine.memory.held import HeldMemory, held_memory
-from lowlat.engine.memory.plan import MemoryNeed, available_bytes, check_fits, memory_need, on_one_device
+from lowlat.engine.memory.plan import (
+    DeviceNeed,
+    MemoryNeed,
+    available_bytes,
+    check_fits,
+    memory_need,
+    on_one_device,
+)
 from lowlat.engine.memory.refreshes import Refreshes
 from lowlat.engine.perf import check_device, check_launches
 from lowlat.engine.proposer import Proposer, StepParts
@@ -49,8 +56,11 @@ from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, WIDE_ROWS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
+from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
+from lowlat.options.slots import fit_slots
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from lowlat.options.speculative_checks import WIDE_ROWS
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.snapshot_book import SnapshotBook
@@ -85,7 +95,7 @@ __all__ = [
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
-Reserve = Callable[[str, int, int | None], None]
+Reserve = Callable[[Sequence[DeviceNeed]], None]
 MAX_SNAPSHOTS = 32  # a slot: more are seldom found again
 
 
@@ -177,8 +187,8 @@ def load(
     model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
     progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
                with bytes fetched and bytes in all, for each model that is a repository's name
-    reserve    called before any memory is taken, with each device's name, the bytes that are needed there, and those
-               that are free (None: not known); it may wait until others have made way
+    reserve    called before any memory is taken, with what is needed of each device; it may wait until others have made
+               way
 
     Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
     otherwise it is one warning and the baseline.
@@ -200,9 +210,11 @@ def load(
     if options.activations is not None:
         target = replace(target, config=code_activations(target.config, display_name(target.directory)))
     target.config.check_context(options.max_context, target.directory / "config.json")
+    _say_factors(target.config, options.max_context)
+    target = replace(target, config=target.config.for_context(options.max_context))
     codec = TextCodec.load(target.directory)
     speculative, loaded, topologies, error = _load_speculation(
-        target, speculative, downloaded, must_fit=options.is_strict
+        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict
     )
     speculator = None if loaded is None else loaded.speculator
     _say_where_drafts_fail(speculator, options.max_context)
@@ -325,11 +337,14 @@ def _check_memory(
         )
         for rank in ranks
     ]
-    for device in dict.fromkeys(devices):
-        together = on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
-        if reserve is not None:
-            reserve(str(device), together.total_bytes, available_bytes(device))
-        check_fits(together, device)
+    together = {
+        device: on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
+        for device in dict.fromkeys(devices)
+    }
+    if reserve is not None:
+        reserve([DeviceNeed(str(own), need.total_bytes, available_bytes(own)) for own, need in together.items()])
+    for device, need in together.items():
+        check_fits(need, device)
     return needs
 
 
@@ -347,13 +362,18 @@ def _say(choice: DeviceChoice) -> None:
 
 
 def _load_speculation(
-    target: OpenedTarget, speculative: SpeculativeConfig | None, downloaded: Progress | None, *, must_fit: bool
+    target: OpenedTarget,
+    speculative: SpeculativeConfig | None,
+    max_batch: int,
+    downloaded: Progress | None,
+    *,
+    must_fit: bool,
 ) -> tuple[SpeculativeConfig | None, LoadedSpeculator | None, dict[int, Topology], str | None]:
     """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
         return speculative, None, baseline, None
-    topologies = make_topologies(speculative)
+    topologies = make_topologies(speculative, max_batch)
     try:
         speculative = settled(speculative, target.directory)
         loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config, target)
@@ -365,6 +385,19 @@ def _load_speculation(
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
     return speculative, loaded, topologies, None
+
+
+def _say_factors(config: ModelConfig, max_context: int) -> None:
+    """Warn that RoPE's long factors hold in short texts, too, where the context is longer than the trained one."""
+    for rotation in config.rotations:
+        trained = rotation.rope.original_max_position
+        if rotation.rope.has_long_factors and max_context > trained:
+            logger.warning(
+                "max_context %d is above the trained context of %d tokens (original_max_position_embeddings): RoPE's "
+                "long factors hold for all texts, shorter ones too, as other servers have it; --max-context %d has the "
+                "short factors", max_context, trained, trained,
+            )  # fmt: skip
+            return
 
 
 def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> None:
@@ -383,18 +416,19 @@ def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> N
         )  # fmt: skip
 
 
-def make_topologies(speculative: SpeculativeConfig) -> dict[int, Topology]:
+def make_topologies(speculative: SpeculativeConfig, max_batch: int = 1) -> dict[int, Topology]:
     """The topology for each depth S: chains of every depth, and of a longer block; or the baseline and the tree.
 
-    Raises ConfigError.
+    Of more than FEW_SLOTS slots, which have more buckets, chains are no longer than what was asked for. Raises
+    ConfigError.
     """
     depth, top_k = speculative.num_speculative_tokens, speculative.dynamic_tree_max_topk
     if top_k is not None:
         drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
         return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
-        most = speculative.num_speculative_tokens if speculative.adaptive_width else MAX_SPECULATIVE_TOKENS
-        longer = speculative.max_block_drafts
+        is_limited, longer = speculative.adaptive_width or max_batch > FEW_SLOTS, speculative.max_block_drafts
+        most = speculative.num_speculative_tokens if is_limited else MAX_SPECULATIVE_TOKENS
         return {s: TreeTopology.line(s + 1) for s in (*range(most + 1), *([longer] if longer else []))}
     tree = TreeTopology.load(
         speculative.tree,
@@ -421,6 +455,7 @@ def make_geometry(
 
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
     """
+    config = config.for_context(options.max_context)
     _check_choices(speculator, topologies)
     _check_layers(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
@@ -582,5 +617,5 @@ def _max_draft_length(speculator: Speculator | None, speculative: SpeculativeCon
 
 
 def bucket_batches(max_batch: int) -> list[int]:
-    """1, 2, 4, 8 up to the largest, which is always there."""
-    return sorted({size for size in (1, 2, 4, 8) if size < max_batch} | {max_batch})
+    """Powers of two up to the largest, which is always there."""
+    return sorted({1 << power for power in range(max_batch.bit_length()) if 1 << power < max_batch} | {max_batch})

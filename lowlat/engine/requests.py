@@ -14,9 +14,9 @@ from lowlat.engine.scheduler import Admission, ScheduledRequest, Scheduler
 from lowlat.engine.sessions.book import SessionBook, SessionRecord
 from lowlat.errors import RequestError
 from lowlat.kernels.reference.step.slot_record import MAX_STOPS
-from lowlat.options.config import RuntimeConfig
 from lowlat.options.declaration import check_integer
 from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.text.grammar.compiler import GrammarCompiler
 
 __all__ = ["Requests"]

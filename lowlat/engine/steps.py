@@ -29,8 +29,8 @@ from lowlat.engine.scheduler import Admission, Departure, Phase, PrefillChunk, S
 from lowlat.engine.trace import Tracer
 from lowlat.errors import CapacityError, LowlatError, RequestError
 from lowlat.graphs import Bucket
-from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import ErrorCode, FinishReason
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.variants import may_repeat
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from lowlat.errors import CapacityError
-from lowlat.executors.bus_copies import BusCopies, Moves, wait_for
+from lowlat.executors.bus_copies import BusCopies, Moves, Starting, start_together, wait_for
 from lowlat.graphs import BufferSet
 from lowlat.sequence.tiers.key import Copier, Load, Mark, Save
 
@@ -125,11 +125,19 @@ class BlockMover:
 
     def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
         """Start to copy contents to their blocks, in one thread at a time; returns a function that waits for them."""
-        moves = self._moves((load.pool, load.places, load.content) for load in loads)
-        return self.bus.start(0, moves, mark, to_device=True)
+        return start_together([self.starting_in(loads, mark)])
 
     def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
         """Start to copy blocks to contents, in one thread at a time; returns a function that waits for them."""
+        return start_together([self.starting_out(saves, contents, mark)])
+
+    def starting_in(self, loads: Sequence[Load], mark: Mark) -> Starting:
+        """The copies of `start_in`, started as they are asked for."""
+        moves = self._moves((load.pool, load.places, load.content) for load in loads)
+        return self.bus.start(0, moves, mark, to_device=True)
+
+    def starting_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Starting:
+        """The copies of `start_out`, started as they are asked for."""
         pairs = zip(saves, contents, strict=True)
         moves = self._moves((save.key.pool, save.places, content) for save, content in pairs)
         return self.bus.start(1, moves, mark, to_device=False)

@@ -11,7 +11,7 @@ under way: a call that finds a stream's queue full waits in the driver, and whoe
 
 import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +21,7 @@ import torch
 
 from lowlat.errors import DeviceError
 
-__all__ = ["CALL_MOVES", "BusCopies", "Moves", "wait_for"]
+__all__ = ["CALL_MOVES", "BusCopies", "Moves", "Starting", "start_together", "wait_for"]
 
 BATCH = "cuMemcpyBatchAsync"  # of CUDA 12.8 on
 ONE_WAY = {True: "cuMemcpyHtoDAsync_v2", False: "cuMemcpyDtoHAsync_v2"}
@@ -30,6 +30,7 @@ BESIDE_KERNELS = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 NOT_SUPPORTED = 801
 CALL_MOVES = 128  # of 256 KiB, as of Llama-8B's chunks, take the bus 0.6 ms
 MAX_CALLS = 2  # of one `start` under way: the bus has no pause between them
+Starting = Generator[None, None, Callable[[], None]]  # a call of the driver each time; returns what waits for all
 
 
 class Moves(NamedTuple):
@@ -80,11 +81,11 @@ class BusCopies:
         for stream in self._streams:
             stream.wait_event(event)
 
-    def start(self, number: int, moves: Moves, after: Callable[[], None], *, to_device: bool) -> Callable[[], None]:
-        """Start copies on a stream; returns a function that waits for the last of them. Raises DeviceError.
+    def start(self, number: int, moves: Moves, after: Callable[[], None], *, to_device: bool) -> Starting:
+        """Start copies on a stream, some each time it is asked; returns a function that waits for the last of them.
 
         after  has the streams wait for what must come before
-        Where they are many it waits for the first of them, so that few are under way.
+        Where they are many it waits for the first of them, so that few are under way. Raises DeviceError.
         """
         if not self._streams:
             for device, host, num_bytes in zip(*(each.tolist() for each in moves), strict=True):
@@ -93,12 +94,14 @@ class BusCopies:
         stream, calls = self._streams[number], deque[torch.cuda.Event]()
         with torch.cuda.device(self._device):
             after()
-            for first in range(0, len(moves.device), self.call_moves):
-                if len(calls) == MAX_CALLS:
-                    wait_for(calls.popleft(), self._device)
+        for first in range(0, len(moves.device), self.call_moves):
+            if len(calls) == MAX_CALLS:
+                wait_for(calls.popleft(), self._device)
+            with torch.cuda.device(self._device):
                 self._launch(stream, moves.part(first, first + self.call_moves), to_device)
                 calls.append(torch.cuda.Event(blocking=True))
                 calls[-1].record(stream)
+            yield
         return partial(wait_for, calls[-1], self._device) if calls else _nothing
 
     def _launch(self, stream: "torch.cuda.Stream", moves: Moves, to_device: bool) -> None:
@@ -128,6 +131,28 @@ class BusCopies:
     def _check(self, code: int, name: str) -> None:
         if code:
             raise DeviceError(f"{self._device}: {name} of the prefix cache's copies failed with code {code}")
+
+
+def start_together(several: Iterable[Starting]) -> Callable[[], None]:
+    """Start the copies of several, in turns: none waits until all of another's are started.
+
+    Returns a function that waits for them all. Raises DeviceError.
+    """
+    waits, starting = list[Callable[[], None]](), deque(several)
+    while starting:
+        each = starting.popleft()
+        try:
+            next(each)
+        except StopIteration as ended:
+            waits.append(ended.value)
+        else:
+            starting.append(each)
+
+    def wait() -> None:
+        for own in waits:
+            own()
+
+    return wait
 
 
 def wait_for(event: "torch.cuda.Event", device: torch.device) -> None:

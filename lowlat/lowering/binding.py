@@ -16,8 +16,11 @@ from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Gpu, KernelCall, Workspace
 from lowlat.lowering.device_weights import DeviceWeights
+from lowlat.options.runtime import FEW_SLOTS
 
-__all__ = ["AllReduces", "Binding", "Call", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts"]
+__all__ = [
+    "AllReduces", "Binding", "Call", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,6 +168,12 @@ class Binding:
                 f"{self.program.name}: tp_invariant cannot sum {next(iter(op.weights.values()))} by kernels: {error}; "
                 "leave it out, or use executor 'reference'"
             ) from None
+
+    @cached_property
+    def shares_rows(self) -> bool:
+        """Whether GEMMs of more than 64 rows have blocks that share them: where there are more slots than FEW_SLOTS."""
+        tokens = self.program.buffers.get("tokens")
+        return tokens is not None and tokens.shape[0] > FEW_SLOTS
 
     @cached_property
     def max_context(self) -> int:

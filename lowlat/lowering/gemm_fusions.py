@@ -82,6 +82,7 @@ def _prologue(binding: Binding, run: Run, keeps: bool = False) -> dict[str, Any]
         "x": binding.buffers[linear.reads["x"]],
         "weight": binding.weights.matrix(linear.weights["weight"]),
         "bias": binding.bias(linear),
+        "shares": binding.shares_rows,
         "gpu": binding.gpu,
     }
     options["parts"] = binding.k_parts(linear, options["x"].shape[1])

@@ -28,7 +28,7 @@ def _decode(binding: Binding, op: Op) -> Sequence[Call]:
     return decode_gemm(
         x=given["x"], weight=binding.weights.matrix(name), bias=binding.bias(op), out=given["out"],
         columns=binding.weights.runs(name), parts=binding.k_parts(op, given["x"].shape[1]), gpu=binding.gpu,
-        softcap=given.get("softcap"),
+        softcap=given.get("softcap"), shares=binding.shares_rows,
     )  # fmt: skip
 
 

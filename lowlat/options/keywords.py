@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 from lowlat.ipc.options import SamplingOptions
 
 if TYPE_CHECKING:
-    from lowlat.options.config import TraceConfig
+    from lowlat.options.runtime import TraceConfig
 
 __all__ = ["CALL_OPTIONS", "CallOptions", "NamedSession", "RuntimeOptions", "SamplingOptions", "SpeculativeOptions"]
 

@@ -23,7 +23,7 @@ from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.walk import Tables
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth
 from lowlat.speculators.tree.topology import TreeTopology

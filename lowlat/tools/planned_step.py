@@ -24,7 +24,10 @@ from lowlat.lowering.covers import uncovered
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import read_model_config
-from lowlat.options.config import AUTO_METHOD, RuntimeConfig, SpeculativeConfig
+from lowlat.options.method_options import AUTO_METHOD
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.slots import fit_slots
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.windows import check_draft_window
@@ -111,10 +114,11 @@ def plan_step(
     Raises ConfigError for options that a runtime refuses.
     """
     config, speculator = _read(model, speculative, options)
+    speculative = fit_slots(speculative, options.max_batch)
     topologies: Mapping[int, Topology] = {0: TreeTopology.chain(0)}
     depth = 0
     if speculative is not None and speculator is not None:
-        topologies, depth = make_topologies(speculative), speculative.num_speculative_tokens
+        topologies, depth = make_topologies(speculative, options.max_batch), speculative.num_speculative_tokens
     pair = rounded_pair(Pair(model.name, config, speculator), options)
     geometry = make_geometry(pair.config, pair.speculator, topologies, options, speculative)
     ladder = make_ladder(geometry, topologies, speculative)

@@ -20,7 +20,9 @@ from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Gpu, Kernel, KernelCall
 from lowlat.models.target import read_model_config
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.slots import fit_slots
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -43,9 +45,12 @@ def kernels_of(
     config = read_model_config(target, dtype=options.dtype)
     config.check_context(options.max_context, target / "config.json")
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
-    speculator = None
+    speculative, speculator = fit_slots(speculative, options.max_batch), None
     if speculative is not None and speculative.enabled:
-        speculator, topologies = plan_speculator(speculative, config, target), make_topologies(speculative)
+        speculator, topologies = (
+            plan_speculator(speculative, config, target),
+            make_topologies(speculative, options.max_batch),
+        )
     pair = rounded_pair(Pair(target.resolve().name, config, speculator), options)
     geometry = make_geometry(pair.config, pair.speculator, topologies, options, speculative)
     check_positions(geometry, invariant=options.tp_invariant)

@@ -90,7 +90,7 @@ def test_what_is_not_served_is_refused_by_name(
 def test_what_is_refused_often_hurts_nobody_else(tmp_path: Path) -> None:
     with (
         running_gateway(tmp_path, ScriptedEngine(step_s=0.005)) as gateway,
-        stream(gateway, COMPLETION | {"max_tokens": 300}) as one,
+        stream(gateway, COMPLETION | {"max_tokens": 100}) as one,
     ):
         bodies = [("chat/completions", nested(40)), ("completions", json.dumps(COMPLETION | {"top_p": 2}).encode())]
         for path, body in bodies * 10:
@@ -250,7 +250,7 @@ def test_an_answer_that_breaks_off_says_why(tmp_path: Path) -> None:
         assert json.loads(last[6:])["error"]["code"] == "not_finite" and "[DONE]" not in text
         status, answer, _ = gateway.ask("/v1/completions", body)
         assert (status, answer["error"]["code"]) == (500, "not_finite")
-        with openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client, pytest.raises(openai.APIError):
+        with gateway.openai() as client, pytest.raises(openai.APIError):
             list(client.completions.create(model="fake", prompt=[5], stream=True))
         assert gateway.ask("/v1/completions", body | {"prompt": [6]})[0] == 400
 
@@ -258,7 +258,7 @@ def test_an_answer_that_breaks_off_says_why(tmp_path: Path) -> None:
 def test_a_server_that_is_gone_is_unavailable_until_it_is_back(tmp_path: Path) -> None:
     folder = tmp_path / "own"
     folder.mkdir()
-    with gateway_at(f"ipc://{folder}/s.sock", connect_timeout_s=0.2) as address:
+    with gateway_at(f"ipc://{folder}/s.sock", connect_timeout_s=0.05) as address:
         gateway = RunningGateway(address)
         for path in ("/health", "/ready", "/v1/models", "/metrics"):
             assert gateway.ask(path)[0] == 503

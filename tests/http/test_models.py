@@ -33,6 +33,7 @@ OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 2, 
     "block_size": 8,
     "prefill_chunk": 16,
 }
+RANKS: dict[str, dict[str, Any]] = {"one": {}, "two": {"tensor_parallel_size": 2}}
 PROMPT, WAIT_S = prompt_of(40), 240.0
 
 
@@ -109,7 +110,7 @@ def expected(targets: Path) -> dict[str, list[int]]:
     """The tokens of each model alone."""
     found = {}
     for name in ("one", "two"):
-        with Runtime.load(targets / name, **OPTIONS) as runtime:
+        with Runtime.load(targets / name, **OPTIONS, **RANKS[name]) as runtime:
             params = SamplingParams(max_tokens=300, seed=3, temperature=0.8, ignore_eos=True)
             request = runtime.submit(PROMPT, params)
             found[name] = run_all(runtime)[request]
@@ -118,16 +119,17 @@ def expected(targets: Path) -> dict[str, list[int]]:
 
 def served(folder: Path, targets: Path, settings: str, tables: str | None = None) -> Any:
     """A server of the two models, or of these tables."""
-    both = "".join(f'[[models]]\nmodel = "{targets / name}"\n' for name in ("one", "two"))
+    settings_of = {name: "".join(f"{key} = {value}\n" for key, value in own.items()) for name, own in RANKS.items()}
+    both = "".join(f'[[models]]\nmodel = "{targets / name}"\n{own}' for name, own in settings_of.items())
     (folder / "serve.toml").write_text(SETTINGS + settings + (both if tables is None else tables))
     return serving(folder, ["--config", folder / "serve.toml", "--http", "0"])
 
 
 @pytest.fixture(scope="module")
 def sharing(tmp_path_factory: pytest.TempPathFactory, targets: Path) -> Iterator[Models]:
-    """Two models in the memory of one and a half."""
+    """Two models in the memory of one and a half; one of them has several ranks."""
     folder = tmp_path_factory.mktemp("sharing")
-    with Runtime.load(targets / "two", **OPTIONS, kv_blocks=4000, can_sleep=True) as runtime:
+    with Runtime.load(targets / "two", **OPTIONS, **RANKS["two"], kv_blocks=4000, can_sleep=True) as runtime:
         awake, own = runtime.memory[0].need.total_bytes, runtime.summary()["sleep"]
         budget = 2 * awake - own["device_bytes"] // 2
     settings = f"models_gib = {budget / (1 << 30):.9f}\nmax_wake_s = 6.0\nbusy_s = 0.2\n"

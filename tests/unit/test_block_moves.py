@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from itertools import count
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from lowlat.errors import DeviceError
 from lowlat.executors.block_moves import BlockMover
-from lowlat.executors.bus_copies import CALL_MOVES, MAX_CALLS, BusCopies, Moves, wait_for
+from lowlat.executors.bus_copies import CALL_MOVES, MAX_CALLS, BusCopies, Moves, Starting, start_together, wait_for
 from lowlat.graphs import BufferSet, BufferSpec, Paging, Role
 from lowlat.sequence.tiers.key import ChunkKey, Load, Save
 
@@ -54,9 +55,10 @@ def test_places_that_follow_each_other_are_one_copy(state: BufferSet) -> None:
     mover = BlockMover(state, CPU)
     found: list[Moves] = []
 
-    def start(number: int, moves: Moves, after: Callable[[], None], *, to_device: bool) -> Callable[[], None]:
+    def start(number: int, moves: Moves, after: Callable[[], None], *, to_device: bool) -> Starting:
         found.append(moves)
         return nothing
+        yield
 
     mover.bus.start = start  # type: ignore[method-assign]
     content = torch.zeros(mover.content_bytes("", 4), dtype=torch.uint8)
@@ -78,25 +80,52 @@ class Event:
         self.done.append(f"waited {self.number}")
 
 
-def test_a_call_has_few_copies_and_few_calls_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def bus_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[BusCopies, list[str]]]:
+    """Buses by name, whose calls of a driver and events are noted in one list."""
     done: list[str] = []
-    events = iter(range(100))
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(done, next(events)))
+    numbers = count()
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Event(done, next(numbers)))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    bus, sizes = BusCopies(CPU, 0), list[int]()
-    stream: Any = object()
-    bus._streams = [stream]
-    monkeypatch.setattr(bus, "_launch", lambda stream, moves, to_device: sizes.append(len(moves.device)))
+
+    def made(name: str) -> tuple[BusCopies, list[str]]:
+        bus, stream = BusCopies(CPU, 0), cast(Any, object())
+        bus._streams = [stream]
+        monkeypatch.setattr(bus, "_launch", lambda stream, moves, to_device: done.append(f"{name}{len(moves.device)}"))
+        return bus, done
+
+    return made
+
+
+def test_a_call_has_few_copies_and_few_calls_are_under_way(
+    bus_of: Callable[[str], tuple[BusCopies, list[str]]],
+) -> None:
+    bus, done = bus_of("a")
     numbers = np.arange(4 * CALL_MOVES + 1, dtype=np.uint64)
-    wait = bus.start(0, Moves(numbers, numbers, numbers), lambda: done.append("after"), to_device=True)
-    assert sizes == [CALL_MOVES] * 4 + [1] and done[0] == "after"
+    wait = start_together([bus.start(0, Moves(*[numbers] * 3), lambda: done.append("after"), to_device=True)])
+    assert [each for each in done if each[0] == "a"] == ["after", *[f"a{CALL_MOVES}"] * 4, "a1"]
     recorded = [f"recorded {number}" for number in range(MAX_CALLS)]
-    assert done[1:] == [
+    assert [each for each in done if each[0] != "a"] == [
         *recorded,
         *(f"{what} {k + at}" for k in range(3) for what, at in (("waited", 0), ("recorded", 2))),
     ]
     wait()
     assert done[-1] == "waited 4"
+
+
+def test_copies_of_several_devices_are_started_in_turns(bus_of: Callable[[str], tuple[BusCopies, list[str]]]) -> None:
+    """The second device's bus has work before the first's copies are done, and what waits waits for both."""
+    numbers = np.arange(3 * CALL_MOVES, dtype=np.uint64)
+    several = [bus_of(name) for name in "abc"]
+    moves = [Moves(*[numbers[: CALL_MOVES * calls]] * 3) for calls in (3, 3, 1)]
+    starting = [bus.start(0, own, nothing, to_device=False) for (bus, _), own in zip(several, moves, strict=True)]
+    done = several[0][1]
+    wait = start_together(starting)
+    assert [each[0] for each in done if each[0] in "abc"] == list("abcabab")
+    assert not any(each.startswith("waited") for each in done[: done.index("recorded 4") + 1])
+    del done[:]
+    wait()
+    assert sorted(done) == ["waited 2", "waited 5", "waited 6"]
 
 
 def test_a_device_that_fails_amid_a_copy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from lowlat.engine.runtime import Runtime
 from lowlat.engine.sessions.book import SessionBook
 from lowlat.kernels.reference.attention import attention
 from lowlat.kernels.reference.speculation import accept, draft_lengths
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.prefix_index import PrefixIndex
 from lowlat.text.grammar.drafted import DraftedPaths

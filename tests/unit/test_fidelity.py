@@ -14,7 +14,7 @@ from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.attention import attention
 from lowlat.kernels.reference.gemm import linear
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.bootstrap import block_sums, bootstrap
 from lowlat.tools.exactness import Fidelity, measure_fidelity
 from lowlat.tools.exactness.fidelity import Compared, Rows, compared

@@ -171,20 +171,6 @@ def specpv(repository: Path) -> dict[str, Any]:
     return {name: json.loads((folder / f"specpv_{name}.json").read_text()) for name in ("lossy", *SPECPV_PAIRS)}
 
 
-def test_the_tables_of_specpv_are_their_files_own(specpv: dict[str, Any], measured: str) -> None:
-    page, report = measured, bench("experiments.specpv_report")
-    assert all(row["simulated"] and row["commit"] in page for row in specpv["lossy"])
-    assert all(f"specpv_{name}.json" in page for name in specpv)
-    assert all(specpv[name]["conditions"]["commit"] in page for name in SPECPV_PAIRS)
-    rows = [row for name in SPECPV_PAIRS for row in specpv[name]["rows"]]
-    assert all(row["lossy"] and not row["simulated"] for row in rows)
-    whole = [row for row in rows if not row["partial_steps"]]
-    assert whole and all((row["equal_share"], row["same_choice"], row["max_kl"]) == (1, 1, 0) for row in whole)
-    tables = [*report.figures_table(specpv["lossy"]), *report.agreement_table(rows)]
-    assert len(tables) == 2 + 12 + 2 + len(rows) - len(whole)
-    assert set(tables) <= set(table_rows(page))
-
-
 def test_what_is_advised_of_specpv_is_in_its_files(specpv: dict[str, Any], pages: dict[str, str]) -> None:
     """A gain is SpecPV's speed at its best draft length over full attention's at its best."""
     page = pages["lowlat/speculators/README.md"]

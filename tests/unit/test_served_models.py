@@ -22,9 +22,10 @@ ENDPOINT = {"XDG_RUNTIME_DIR": "/run/user/7"}
 FOLDER = "ipc:///run/user/7/lowlat"
 
 
-def place(name: str, presence: Presence, **own: object) -> Place:
-    """A model of 10 bytes awake and 1 asleep."""
-    made = Place(name, presence, device="cuda:0", awake_bytes=10, asleep_bytes=1)
+def place(name: str, presence: Presence, devices: str = "0", asleep: int = 1, **own: object) -> Place:
+    """A model of 10 bytes awake and 1 asleep on each of its devices."""
+    names = [f"cuda:{number}" for number in devices]
+    made = Place(name, presence, dict.fromkeys(names, 10), dict.fromkeys(names, asleep))
     for field, value in own.items():
         assert hasattr(made, field)
         setattr(made, field, value)
@@ -52,12 +53,12 @@ def test_one_with_requests_sleeps_only_after_patience_and_last() -> None:
     assert decide([busy, asked], {"cuda:0": 12}, 8.0, 5.0).sleeps == ["busy"]
     idle = place("idle", Presence.AWAKE, last_used=9.0)
     assert decide([busy, idle, asked], {"cuda:0": 22}, 20.0, 5.0).sleeps == ["idle"]
-    loading = place("asked", Presence.STARTING, wanted_since=3.0, asleep_bytes=10)
+    loading = place("asked", Presence.STARTING, wanted_since=3.0, asleep=10)
     assert decide([busy, loading], {"cuda:0": 12}, 9.0, 5.0).again_at == 33.0  # nobody asked for it
 
 
 def test_wakes_go_before_loads_and_in_order() -> None:
-    load = place("load", Presence.STARTING, wanted_since=1.0, asleep_bytes=10)
+    load = place("load", Presence.STARTING, wanted_since=1.0, asleep=10)
     first, second = (place(name, Presence.ASLEEP, wanted_since=since) for name, since in (("b", 2.0), ("a", 3.0)))
     assert decide([load, second, first], {"cuda:0": 29}, 4.0, 5.0).grants == ["b", "a"]
     assert decide([load, second, first], {"cuda:0": 29}, 40.0, 5.0).grants == ["load", "b"]  # it has waited for long
@@ -70,15 +71,46 @@ def test_what_never_fits_is_refused_by_name_and_other_devices_are_left_alone() -
     asked = place("asked", Presence.ASLEEP, wanted_since=3.0)
     made = decide([wide, asked], {"cuda:0": 19}, 99.0, 5.0)
     assert made.sleeps == [] and "asked needs" in made.refusals["asked"] and "models_gib" in made.refusals["asked"]
-    elsewhere = place("elsewhere", Presence.ASLEEP, wanted_since=1.0, device="cuda:1")
+    elsewhere = place("elsewhere", Presence.ASLEEP, wanted_since=1.0, devices="1")
     assert decide([wide, asked, elsewhere], {"cuda:0": 19, "cuda:1": 10}, 9.0, 5.0).grants == ["elsewhere"]
 
 
-def test_no_mix_of_requests_holds_more_than_the_budget_or_lets_one_wait_for_ever() -> None:
+def test_a_model_of_several_gpus_has_all_of_them_or_none() -> None:
+    one, other = place("one", Presence.AWAKE, last_used=2.0), place("other", Presence.AWAKE, "1", last_used=1.0)
+    both = place("both", Presence.ASLEEP, "01", wanted_since=3.0)
+    budgets = {"cuda:0": 12, "cuda:1": 12}
+    assert decide([one, other, both], {"cuda:0": 12, "cuda:1": 20}, 3.0, 5.0).sleeps == ["one"]
+    made = decide([one, other, both], budgets, 3.0, 5.0)
+    assert (made.sleeps, made.grants) == (["other", "one"], [])
+    one.presence, other.presence = Presence.FALLING, Presence.ASLEEP
+    later = place("later", Presence.ASLEEP, "1", wanted_since=4.0)
+    elsewhere = place("elsewhere", Presence.ASLEEP, "2", wanted_since=5.0)
+    made = decide([one, other, both, later, elsewhere], {**budgets, "cuda:1": 13, "cuda:2": 10}, 5.0, 5.0)
+    assert made.grants == ["elsewhere"] and made.sleeps == []  # cuda:1 waits with cuda:0: who asked later comes later
+    one.presence = Presence.ASLEEP
+    assert decide([one, other, both], budgets, 5.0, 5.0).grants == ["both"]
+    both.presence = Presence.AWAKE
+    made = decide([one, other, both, place("more", Presence.ASLEEP, "1", wanted_since=9.0)], budgets, 9.0, 5.0)
+    assert made.refusals == {} and made.sleeps == ["both"]
+
+
+def test_nobody_sleeps_for_nothing() -> None:
+    small, large = place("small", Presence.AWAKE, last_used=1.0), place("large", Presence.AWAKE, "01", last_used=2.0)
+    both = place("both", Presence.ASLEEP, "01", wanted_since=3.0)
+    assert decide([small, large, both], {"cuda:0": 22, "cuda:1": 12}, 3.0, 5.0).sleeps == ["large"]
+    lasting = place("lasting", Presence.AWAKE, "1", can_sleep=False)
+    made = decide([small, lasting, both], {"cuda:0": 12, "cuda:1": 12}, 3.0, 5.0)
+    assert made.sleeps == [] and "both needs" in made.refusals["both"] and "cuda:1" in made.refusals["both"]
+
+
+@pytest.mark.parametrize("devices", [("0",), ("0", "1", "01", "12", "012")], ids=["one", "several"])
+def test_no_mix_of_requests_holds_more_than_the_budget_or_lets_one_wait_for_ever(devices: tuple[str, ...]) -> None:
     """Moves of ten models; who is asked for is woken, however others are used."""
     chance = random.Random(5)
-    places = [place(f"m{number}", Presence.STARTING, wanted_since=0.0) for number in range(10)]
-    now, budget = 1.0, 40
+    places = [
+        place(f"m{number}", Presence.STARTING, devices[number % len(devices)], wanted_since=0.0) for number in range(10)
+    ]
+    now, budgets = 1.0, {"cuda:0": 40, "cuda:1": 35, "cuda:2": 28}
     for _ in range(4000):
         now += chance.random()
         one = chance.choice(places)
@@ -90,7 +122,7 @@ def test_no_mix_of_requests_holds_more_than_the_budget_or_lets_one_wait_for_ever
             one.presence = Presence.ASLEEP
         elif one.presence in (Presence.WAKING, Presence.LOADING):
             one.presence, one.wanted_since, one.last_used = Presence.AWAKE, None, now
-        made = decide(places, {"cuda:0": budget}, now, 2.0)
+        made = decide(places, budgets, now, 2.0)
         assert not made.refusals
         for each in places:
             if each.name in made.sleeps:
@@ -98,7 +130,8 @@ def test_no_mix_of_requests_holds_more_than_the_budget_or_lets_one_wait_for_ever
                 each.presence = Presence.FALLING
             elif each.name in made.grants:
                 each.presence = Presence.WAKING if each.presence is Presence.ASLEEP else Presence.LOADING
-        assert sum(each.held_bytes for each in places) <= budget
+        for device, budget in budgets.items():
+            assert sum(each.held(device) for each in places) <= budget
         waits = [now - each.wanted_since for each in places if each.wanted_since is not None]
         assert max(waits, default=0.0) < 120.0
     assert all(each.presence is not Presence.STARTING for each in places)
@@ -131,7 +164,7 @@ def test_tables_lay_their_settings_over_the_files(tmp_path: Path) -> None:
         "name": "a",
         "endpoint": first.endpoint,
     }
-    assert second.given()["max_batch"] == 1 and "can_sleep" not in second.given()
+    assert second.given()["max_batch"] == 1 and second.given()["can_sleep"]
     assert json.loads(json.dumps(second.given())) == second.given()
 
 
@@ -144,10 +177,6 @@ def test_tables_lay_their_settings_over_the_files(tmp_path: Path) -> None:
         ('[[models]]\nmodel = "a"\nhttp = "80"\n', r"http is the server's, no model's"),
         ('[[models]]\nmodel = "a"\nmax_bach = 1\n', "unknown setting 'max_bach'; did you mean 'max_batch'"),
         ('[[models]]\nmodel = "a"\nmax_batch = 0\n', "max_batch must be from 1"),
-        (
-            '[[models]]\nmodel = "a"\ncan_sleep = true\ntensor_parallel_size = 2\n',
-            r"models\[0\]: can_sleep is not .*tensor_parallel_size 2",
-        ),
         ("models = 3\n", "models must be tables of settings"),
         ("models = []\n", "models names no model"),
         ('endpoint = "tcp://127.0.0.1:9"\n[[models]]\nmodel = "a"\n', "listen at ipc://"),

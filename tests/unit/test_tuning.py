@@ -23,16 +23,17 @@ from lowlat.kernels.gemm.prefill.plan import plans_of
 from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.kernels.tuning.choice import file_name, find_table, tuned_gpu
 from lowlat.kernels.tuning.table import SHIPPED, Entry, TuningTable, choose_plan, key_of, read_table
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.tools.bench.geometry import read_geometries
 from lowlat.tools.profile import wall
 from lowlat.tools.tune import bench as gpu_bench
 from lowlat.tools.tune.arguments import Places, fill_numbers
+from lowlat.tools.tune.estimates import Estimates
 from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, cut_pair, open_pair, random_pair, rounded_pair
 from lowlat.tools.tune.results import check_table, table_of, write_table
 from lowlat.tools.tune.run import Tuned, kinds_of, listed, tune
 from lowlat.tools.tune.shapes import Shape, calls_by_plan, collect
-from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
+from lowlat.tools.tune.sweep import Swept, sweep
 
 DEMO = Path(package.__file__).parent / "demo"
 FEW = Sizes((1, 4), (0, 3))
@@ -230,14 +231,18 @@ class FakeBench:
         return {"": [math.inf] * len(plans) if "K=960" in shape.key else times}
 
 
+def four_plans(shapes: Sequence[Shape]) -> dict[tuple[str, str], list[tuple[KernelCall, ...]]]:
+    return calls_by_plan(shapes, H200, 4)
+
+
 @pytest.mark.second
 def test_the_sweep_keeps_the_fastest_plan_and_writes_it(shapes: list[Shape], tmp_path: Path) -> None:
-    calls, bench = calls_by_plan(shapes, H200, 4), FakeBench()
-    done: list[tuple[int, int]] = []
-    ready = compile_plans(shapes, calls, bench, until=1.0, progress=lambda *at: done.append(at), clock=bench.clock)
-    assert ready == {place: len(variants) for place, variants in calls.items()}
-    assert len(bench.compiled) == len(set(bench.compiled)) == done[-1][0] == done[-1][1]
-    swept = time_plans(shapes, calls, ready, bench, until=1e9, clock=bench.clock)
+    bench, done, kept = FakeBench(), list[tuple[int, int]](), list[Swept]()
+    swept = sweep(
+        shapes, four_plans, bench, Estimates(4), until=1e9, keep=kept.append, progress=lambda *at: done.append(at),
+        clock=bench.clock,
+    )  # fmt: skip
+    assert len(bench.compiled) == len(set(bench.compiled)) and done[-1] == (len(shapes), len(shapes)) and kept == swept
     assert {each.shape.place for each in swept} == {s.place for s in shapes if "K=960" not in s.key}
     for each in swept:
         assert each.best == 2 and each.plan is each.shape.candidates[2] and each.gain == 0.5
@@ -252,20 +257,26 @@ def test_the_sweep_keeps_the_fastest_plan_and_writes_it(shapes: list[Shape], tmp
         check_table(tmp_path / "t")
 
 
-def test_a_budget_leaves_the_derived_plans_of_all_launches(shapes: list[Shape]) -> None:
-    """The first plan of every launch is compiled before the second of any, and the clock ends both parts."""
-    calls, bench = calls_by_plan(shapes, H200, 4), FakeBench(seconds_a_kernel=1.0)
-    firsts = len({call.kernel.name for variants in calls.values() for call in variants[0]})
-    ready = compile_plans(shapes, calls, bench, until=firsts - 1.0, clock=bench.clock)
-    assert min(ready.values()) >= 1 and max(ready.values()) <= 2
-    swept = time_plans(shapes, calls, ready, bench, until=bench.now + 4.5, clock=bench.clock)
-    assert 0 < len(swept) <= 5
+def test_a_budget_is_spent_on_the_first_launches_that_fit(shapes: list[Shape]) -> None:
+    """Each has all of its plans, what is left is for the next run, and one that takes longer is passed over."""
+    bench = FakeBench(seconds_a_kernel=0.1)
+    estimates = Estimates(4, num_cores=1)
+    swept = sweep(shapes, four_plans, bench, estimates, until=12.0, clock=bench.clock)
+    assert 4 < len(swept) < len(shapes) and 10.0 < bench.now <= 13.0
+    done = [shapes.index(each.shape) for each in swept]
+    assert done == sorted(done) and done[:4] == [n for n, s in enumerate(shapes) if "K=960" not in s.key][:4]
+    assert all(len(each.times_us) == min(4, len(each.shape.candidates)) for each in swept)
+    assert estimates.timing_s(shapes[0]) == pytest.approx(1.0)  # learnt: a second a launch
+    assert estimates.compiling_s(10) == pytest.approx(1.0)
+    slow = dataclasses.replace(shapes[0], kind="attention")
+    assert estimates.fitting([slow, shapes[0]], 0.5 + estimates.seconds(shapes[0])) == [shapes[0]]
+    assert estimates.fitting(shapes, 0.5) == []
 
 
 def test_a_device_that_fails_leaves_what_was_timed_before(
     shapes: list[Shape], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls, bench = calls_by_plan(shapes[:5], H200, 2), FakeBench()
+    bench = FakeBench()
     timed = bench.times_us
 
     def times_us(shape: Shape, plans: Any) -> Any:
@@ -274,7 +285,7 @@ def test_a_device_that_fails_leaves_what_was_timed_before(
         return timed(shape, plans)
 
     monkeypatch.setattr(bench, "times_us", times_us)
-    swept = time_plans(shapes[:5], calls, dict.fromkeys(calls, 2), bench, until=1e9, clock=bench.clock)
+    swept = sweep(shapes[:5], four_plans, bench, Estimates(4), until=1e9, clock=bench.clock)
     assert [each.shape for each in swept] == shapes[:2] and "3 launches are left out" in caplog.text
 
 
@@ -290,6 +301,9 @@ def test_the_command_lists_launches_and_plans_without_a_gpu(pair: Pair) -> None:
     assert {stage for each in rounded if "weights=fp8" not in each["key"] for stage in each["stages"]} == {
         "BASE_LM_HEAD"
     }
+    both = answer("tune", "gemm", *options[2:], "--json", "--geometry", "tiny-experts", "--draft-vocabulary", "both")
+    assert {n for n in (160, 512) if any(f"N={n} " in each["key"] for each in both["shapes"])} == {160, 512}
+    assert both["by_kind"]["decode_gemm"][0] == both["by_kind"]["decode_gemm"][1] and both["timing_s"] > 0
     coded = answer("tune", "attention", *options[2:], "--json", "--kv-cache-dtype", "fp8")["shapes"]
     assert coded and all("coded=" in each["key"] for each in coded)
     shown = lowlat(*options, "--geometry", "tiny-experts").output
@@ -309,15 +323,30 @@ def test_a_run_writes_the_gpu_s_table_and_goes_on_where_it_ended(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(wall, "measure_wall", lambda *sizes: SimpleNamespace(gb_per_s=4500.0))
 
-    def run(**options: Any) -> Tuned:
+    def run(broken_off_after: float = math.inf, **options: Any) -> Tuned:
         fake: Any = FakeBench()
-        fake.gpu = H200
+        fake.gpu, timed = H200, fake.times_us
+
+        def times_us(shape: Shape, plans: Any) -> Any:
+            if fake.now >= broken_off_after:
+                raise KeyboardInterrupt
+            return timed(shape, plans)
+
+        monkeypatch.setattr(fake, "times_us", times_us)
         monkeypatch.setattr(gpu_bench, "GpuBench", lambda device: fake)
         given = {"num_candidates": 3, "budget_s": 1e9, "only_missing": False, "out": None, "commit": "abc", **options}
         return tune([pair], "gemm", Sizes((1,), (0,)), torch.device("cpu"), bar=lambda _: nullcontext(), **given)
 
+    with pytest.raises(KeyboardInterrupt):
+        run(3.0, out=tmp_path / "broken-off.json")
     first = run()
-    assert first.path == tmp_path / "a-gpu.json" and len(first.table) == len(first.swept) > 10
+    places = [each.shape.place for each in first.swept]
+    assert [each.shape.uses for each in first.swept] == sorted((s.shape.uses for s in first.swept), reverse=True)
+    kept = read_table(tmp_path / "broken-off.json").entries
+    assert {(kind, key) for kind, entries in kept.items() for key in entries} == set(
+        places[: sum(map(len, kept.values()))]
+    )
+    assert first.path == tmp_path / "a-gpu.json" and first.left_s > 0 and len(first.table) == len(first.swept) > 10
     assert {shape.stages[0] for shape in first.left} == {"EAGLE3_FC", "EAGLE3_PREFILL_FC"}  # whose plans fail
     again = run(only_missing=True)
     assert again.swept == () and len(again.left) == len(first.left) and again.table.entries == first.table.entries

@@ -17,7 +17,7 @@ from lowlat.kernels.gemm.decode.rotated_epilogue import make_rotated_epilogue
 from lowlat.kernels.gemm.decode.value_epilogue import make_value_epilogue
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
-__all__ = ["EPILOGUES", "make_finishing"]
+__all__ = ["EPILOGUES", "make_epilogue", "make_finishing"]
 
 MakeEpilogue = Callable[[DecodeGemmShape, DecodeGemmPlan, Any], Epilogue]
 # by the shape's epilogue, where it is no value with one operand; the last argument is `Best.keep`
@@ -27,10 +27,15 @@ EPILOGUES: Mapping[str, MakeEpilogue] = {
 }
 
 
+def make_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan, keep_argmax: Any) -> Epilogue:
+    """The epilogue of a GEMM; keep_argmax: `Best.keep`."""
+    return EPILOGUES.get(shape.epilogue, make_value_epilogue)(shape, plan, keep_argmax)
+
+
 def make_finishing(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pipeline) -> Any:
     """A function of the warps that finish: finish all tiles of a block, as the others hand them over."""
     tiles, best = plan.groups(shape.width), make_argmax(shape, plan)
-    epilogue = EPILOGUES.get(shape.epilogue, make_value_epilogue)(shape, plan, best.keep)
+    epilogue = make_epilogue(shape, plan, best.keep)
     weight_tiles, area_bytes, finishing = plan.weight_tiles, WARPS * plan.sum_bytes, plan.finishing * 32
     sets, set_bytes = plan.sets, 0 if shape.parts is None else shape.parts.count * plan.sum_bytes
     rounds = -(-plan.row_tiles * plan.columns * epilogue.values // finishing)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowlat.kernels.formats.fragment import share_of
-from lowlat.kernels.gemm.decode.plan import PAD, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.decode.plan import PAD, DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.gemm.k_parts import KParts, make_tree
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
@@ -31,14 +31,14 @@ class Epilogue:
 
 def make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function: the sum of what the warps have of a value, in their order."""
-    sum_bytes, share = plan.sum_bytes, share_of(shape.weights)
+    sum_bytes, share, partials = plan.sum_bytes, share_of(shape.weights), plan.partials
     is_share, whole = share != 1, 1 / share
 
     @device_function
     def total_of(area: Any, row: Any, column: Any) -> Any:
         place = area + (row * uint32(PAD) + column) * uint32(4)
         total = ptx.load_shared_f32(place)
-        for warp in range(1, WARPS):
+        for warp in range(1, partials):
             total = ptx.add_rn(total, ptx.load_shared_f32(place + uint32(warp * sum_bytes)))
         if is_share:
             total = ptx.mul_rn(total, float32(whole))

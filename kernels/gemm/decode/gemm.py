@@ -1,4 +1,4 @@
-"""Decode GEMMs: 1 to 64 rows by a packed bf16 weight, float32 accumulation, with their prologues and epilogues.
+"""Decode GEMMs: few rows by a packed bf16 weight, float32 accumulation, with their prologues and epilogues.
 
 A persistent grid walks tiles of 16 weight rows, one, two or four at a time. The warps of a block share a tile's k
 steps in turn (warp w takes steps w, w + WARPS, ..), each through its own pipeline of asynchronous copies which runs on
@@ -6,10 +6,10 @@ across tiles. Other warps add a tile's sums in order and finish it, with what th
 go on: the order of accumulation depends on the weight's shape alone, and a row has the same bits whatever the number
 of rows. Weights come first: no kernel writes them, so a block fills itself before the kernel before this one has
 ended, throttled so that what that one reads need not queue. The rows' own k steps are copied next to the weights', or a
-block norms few rows for itself and holds them.
+block norms few rows for itself and holds them. Of 65 to 128 rows blocks may share each step's: see `shared_rows`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 from functools import cache
 from typing import Any
@@ -50,6 +50,14 @@ from lowlat.kernels.gemm.decode.plan import (
     rows_at_once,
     steps_to_hold,
 )
+from lowlat.kernels.gemm.decode.shared_rows import shared_rows_kernel
+from lowlat.kernels.gemm.decode.shared_rows_plan import (
+    MOST_SHARED_ROWS,
+    SharedRowsPlan,
+    choose_shared_plan,
+    shared_plans,
+    shares_rows,
+)
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.limits import DEPTH
 from lowlat.kernels.gemm.packing import RUN, PackedMatrix
@@ -59,6 +67,7 @@ from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall, examples_for
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
+from lowlat.kernels.tuning.table import Planned
 
 NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
 NUM_NORM = 2  # and those of a norm
@@ -100,6 +109,7 @@ def decode_gemm(
     beside: BlockRow | None = None,
     peers: PeerRows | None = None,
     parts: KParts | None = None,
+    shares: bool = False,
     gpu: Gpu = H200,
     plan: DecodeGemmPlan | None = None,
 ) -> list[KernelCall]:
@@ -125,6 +135,7 @@ def decode_gemm(
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
                  without norm, activation, rotation or best
+    shares       more than 64 rows go in launches of 128 whose blocks share them, where `shares_rows`; no bit changes
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     GPU, plan   what it runs on, and how to cut it; None: by the GPU's table, or `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
@@ -166,11 +177,9 @@ def decode_gemm(
         shape = replace(shape, pitch=gated.stride(0) if gated_by == GELU_GATE else 0)
     calls = []
     normed = (0,) * NUM_NORM if norm is None else _norm_arguments(norm)
-    most = MAX_ROWS if plan else rows_at_once(gpu)
-    for start in range(0, count, most):
-        part = slice(start, min(start + most, count))
-        rows = part.stop - start
-        chosen, planned = (_given(plan, shape, held), None) if plan else choose_decode_plan(rows, shape, gpu, held)
+    for part, wide in _launches(count, shape, gpu, shares, plan):
+        rows = part.stop - part.start
+        chosen, planned = _chosen(rows, wide, shape, gpu, held, plan)
         pairs = None if best is None else _pairs_of(best, part, chosen)
         alive = None if row_live is None else row_live.reshape(-1)[part]
         rows_beside = residual if gated is None else gated
@@ -181,6 +190,28 @@ def decode_gemm(
         arguments = (*arguments, rows, *_beside(rotation, peers, part, normed_rows), *normed)
         calls.append(KernelCall(_make(shape, chosen), (chosen.num_blocks, 1, 1), arguments, planned=planned))
     return calls
+
+
+def _launches(
+    count: int, shape: DecodeGemmShape, gpu: Gpu, shares: bool, plan: DecodeGemmPlan | None
+) -> Iterator[tuple[slice, bool]]:
+    """The rows of each launch, and whether its blocks share them."""
+    start, usual = 0, MAX_ROWS if plan else rows_at_once(gpu)
+    while start < count:
+        most = min(count - start, MOST_SHARED_ROWS)
+        wide = isinstance(plan, SharedRowsPlan) or (plan is None and shares and shares_rows(most, shape, gpu))
+        part = slice(start, start + (most if wide else min(most, usual)))
+        yield part, wide
+        start = part.stop
+
+
+def _chosen(
+    rows: int, wide: bool, shape: DecodeGemmShape, gpu: Gpu, held: int, plan: DecodeGemmPlan | None
+) -> tuple[DecodeGemmPlan, Planned | None]:
+    """A launch's plan, and its place in tables where it was not given."""
+    if plan is not None:
+        return _given(plan, shape, held), None
+    return choose_shared_plan(shape, gpu) if wide else choose_decode_plan(rows, shape, gpu, held)
 
 
 def _span(rows: torch.Tensor) -> torch.Tensor:
@@ -366,7 +397,8 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
         f"{norm}{best}{block}{capped}{pitch}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)
-    return Kernel(name, _kernel(shape, plan), signature, plan.threads, plan.sharing, plan.shared_bytes)
+    make = shared_rows_kernel(shape, plan) if isinstance(plan, SharedRowsPlan) else _kernel(shape, plan)
+    return Kernel(name, make, signature, plan.threads, plan.sharing, plan.shared_bytes)
 
 
 def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]:
@@ -477,7 +509,24 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
     for rows, shape in (*examples_for(gpu, normed, 2), (1, kept), (8, kept)):
         if held := steps_to_hold(rows, shape.depth, gpu):
             made.append(_make(shape, plan_decode_gemm(rows, shape.width, gpu, held)))
-    return made + _many_steps(gpu)
+    return made + _many_steps(gpu) + _shared_rows(gpu)
+
+
+def _shared_rows(gpu: Gpu) -> list[Kernel]:
+    """Blocks that share 128 rows: all cuts, epilogues that need most registers, weights that do."""
+    heads = HeadsShape(32, 8, 128, 4, 32, 129)
+    shapes = (
+        DecodeGemmShape(28672, 4096, SILU, False, True),
+        DecodeGemmShape(6144, 4096, ROTATE, False, False, heads),
+        DecodeGemmShape(4096, 14336, ADD, False, False),
+        DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(gpu.num_multiprocessors, FINITE)),
+        DecodeGemmShape(28672, 4096, SILU, False, True, weights=FP8.tiles(wide=False)),
+        DecodeGemmShape(28672, 4096, SILU, True, True, weights=int4_format(32, has_zeros=True).tiles(wide=True)),
+        DecodeGemmShape(4096, 4096, ADD, False, False, weights=NVFP4.tiles(wide=False)),
+    )
+    return [
+        _make(shape, shared_plans(shape, gpu)[0]) for shape in examples_for(gpu, shapes, 1) if shared_plans(shape, gpu)
+    ]
 
 
 def _many_steps(gpu: Gpu) -> list[Kernel]:

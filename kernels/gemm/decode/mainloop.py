@@ -14,7 +14,7 @@ from lowlat.kernels.gemm.k_parts import make_part_of_warp
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
-__all__ = ["make_fill", "make_multiplying"]
+__all__ = ["make_fill", "make_issue_rows", "make_issue_weights", "make_multiply", "make_multiplying", "make_store"]
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -22,7 +22,7 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     filling = WARPS if shape.parts is not None else min(WARPS, shape.steps)  # a shallow weight has no step for others
     tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle * WARPS // filling
     stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(throttle - 1), _stride(shape, plan)
-    issue_weights, steps, cut = _issue_weights(shape, plan), shape.steps, shape.parts is not None
+    issue_weights, steps, cut = make_issue_weights(shape, plan), shape.steps, shape.parts is not None
     steps_of = _make_steps_of(shape)
 
     @device_function
@@ -56,8 +56,13 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
     cut, steps_of = shape.parts is not None, _make_steps_of(shape)
     stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
     step_bytes, next_rows = plan.step_bytes, WARPS * rows_bytes if plan.steps_held else plan.step_bytes
-    issue_weights, issue_rows = _issue_weights(shape, plan), _issue_rows(shape, plan)
-    multiply, store, weight_tiles, columns = _multiply(shape, plan), _store(plan), plan.weight_tiles, plan.columns
+    issue_weights, issue_rows = make_issue_weights(shape, plan), make_issue_rows(shape, plan)
+    multiply, store, weight_tiles, columns = (
+        make_multiply(shape, plan),
+        make_store(plan),
+        plan.weight_tiles,
+        plan.columns,
+    )
     holds, ragged = plan.steps_held > 0, plan.is_ragged(steps)
     shared = columns < 8 and not holds  # lanes read rows that others copied
     await_free, give, after = pipeline.await_free, pipeline.give, pipeline.after
@@ -144,7 +149,7 @@ def _make_steps_of(shape: DecodeGemmShape) -> Any:
     return make_part_of_warp(parts, steps)
 
 
-def _store(plan: DecodeGemmPlan) -> Any:
+def make_store(plan: DecodeGemmPlan) -> Any:
     """A function: a lane's sums of one of the weight tiles to their places in an area."""
     row_tiles, num_sums = plan.row_tiles, plan.weight_tiles * plan.row_tiles
     places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
@@ -167,7 +172,7 @@ def _store(plan: DecodeGemmPlan) -> Any:
     return store
 
 
-def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Copy a lane's own bytes of a stage's k steps of a group of weight tiles to its place in shared memory."""
     weight_tiles, shared_bytes, span, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
@@ -204,7 +209,7 @@ def _issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     return device_function(issue)
 
 
-def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Copy a lane's bytes of the rows' k steps of a stage.
 
     Lanes of rows that do not exist copy nothing and feed rubbish to columns of the output that nobody reads.
@@ -242,7 +247,7 @@ def _issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     return device_function(issue)
 
 
-def _multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+def make_multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """Add one k step to the accumulators of all weight and row tiles."""
     if shape.weights.groups:
         return make_group_product(shape, plan)

@@ -7,7 +7,7 @@ shared memory, and at the block's end the lanes of a row agree. Pairs, and what 
 from dataclasses import dataclass
 from typing import Any
 
-from lowlat.kernels.gemm.decode.plan import WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.sampling.select import BROKEN, EVERY_LANE, LARGEST_WORD, MAGNITUDE, greater, order_key
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, uint32
@@ -36,7 +36,7 @@ def make_argmax(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Best:
         return Best(_nothing_begins, _nothing_is_kept, _nothing_is_left)
     blocks, limit, rounds, threads = best.blocks, best.limit, plan.rounds, plan.finishing * 32
     # from the sums, which every function is given the address of
-    begins_at = plan.shared_bytes - plan.best_bytes - WARPS * plan.stages * plan.stage_bytes
+    begins_at = plan.shared_bytes - plan.best_bytes - plan.totals_at
 
     @device_function
     def place_of(totals: Any, index: Any) -> Any:

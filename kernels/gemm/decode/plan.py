@@ -152,6 +152,16 @@ class DecodeGemmPlan:
         return self.row_tiles * SUM_BYTES
 
     @property
+    def partials(self) -> int:
+        """Partial sums of a value that lie next to each other where it is finished."""
+        return WARPS
+
+    @property
+    def totals_at(self) -> int:
+        """Where sums begin, after the stages."""
+        return WARPS * self.stages * self.stage_bytes
+
+    @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a block."""
         own = self.stages * self.stage_bytes + self.areas * self.sum_bytes

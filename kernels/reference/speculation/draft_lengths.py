@@ -37,7 +37,7 @@ TRIAL = 9  # drafts are tried at length zero where that takes at most a 512th of
 FIRST_TRIAL = 6  # steps at length zero before the first of them: so few positions wait that no draft model need run
 BASE, SLOPE = 0, 1  # of costs: without positions, and for each UNIT of them
 UNIT = 10  # positions, as a power of two
-LARGEST_COST = 1 << 29  # costs times expected tokens of eight slots fit into 64 bits with room to spare
+LARGEST_COST = 1 << 29  # costs times expected tokens of 32 slots fit into 64 bits with room to spare
 
 
 @operation(f"""

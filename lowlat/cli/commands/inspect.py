@@ -27,8 +27,9 @@ from lowlat.cli.options import (
 )
 from lowlat.cli.paths import FILE, MODEL
 from lowlat.cli.reports.trees import DEFAULT_BUDGETS, print_tree, print_what_if, tree_report, what_if_report
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.activity import Activity
@@ -227,7 +228,9 @@ def draft_model(
 @command.command("tree", cls=SectionedCommand)
 @click.argument("file", type=FILE, required=False)
 @click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
-@click.option("--batch", type=click.IntRange(1, 8), default=RuntimeConfig.max_batch, show_default=True, metavar="N")
+@click.option(
+    "--batch", type=click.IntRange(1, MAX_BATCH), default=RuntimeConfig.max_batch, show_default=True, metavar="N"
+)
 @click.option("--target", type=MODEL, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
 @draft_model_option("Its draft model.")
 @click.option("--what-if", is_flag=True, help="Recommend a tree and the limits it needs.")

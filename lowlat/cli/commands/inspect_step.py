@@ -15,7 +15,7 @@ from lowlat.cli.options import (
     speculation_options,
 )
 from lowlat.cli.paths import check_model
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
 
 __all__ = ["step"]
 
@@ -45,7 +45,9 @@ class _ModelOrPreset(click.ParamType[Path]):
 @click.command("step", cls=SectionedCommand)
 @click.argument("model", type=_ModelOrPreset(), required=False)
 @click.option("--gpu", default="h200", show_default=True, metavar="NAME", help="h200, h100, a100, b200 or rtx5090.")
-@click.option("--batch", type=click.IntRange(1, 8), default=1, show_default=True, metavar="N", help="Active slots.")
+@click.option(
+    "--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True, metavar="N", help="Active slots."
+)
 @click.option(
     "--context",
     type=click.IntRange(1),

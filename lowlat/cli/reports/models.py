@@ -23,7 +23,8 @@ from lowlat.models.hf_config import read_config
 from lowlat.models.layer_spec import LayerSpec
 from lowlat.models.target import read_model_config, target_groups
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.options.runtime import RuntimeConfig, options_from
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.eagle3.capture import IDS_KEY, OUTPUTS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.geometry import Eagle3Config

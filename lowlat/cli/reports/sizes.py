@@ -18,8 +18,10 @@ from lowlat.kernels.formats import numbers_an_entry
 from lowlat.models.activations import code_activations
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding, target_groups
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.slots import fit_slots
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import weight_shapes
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
@@ -136,10 +138,13 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     if options.activations is not None:
         config = code_activations(config, display_name(target))
     made_bytes = rounding_bytes(weight_shapes(config, None)) if options.quantize is not None else 0
-    speculator = None
+    speculative, speculator = fit_slots(speculative, options.max_batch), None
     topologies: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is not None:
-        speculator, topologies = plan_speculator(speculative, config, target), make_topologies(speculative)
+        speculator, topologies = (
+            plan_speculator(speculative, config, target),
+            make_topologies(speculative, options.max_batch),
+        )
     weights = weight_shapes(config, speculator)
     geometry = make_geometry(config, speculator, topologies, options, speculative)
     ranks = tuple(rank_geometries(geometry, options, speculative))

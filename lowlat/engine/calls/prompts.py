@@ -18,7 +18,7 @@ from lowlat.text.templates.messages import encode_messages
 if TYPE_CHECKING:
     from lowlat.engine.runtime import Runtime
 
-__all__ = ["Prepared", "is_chat", "is_quick", "prepare"]
+__all__ = ["Prepared", "as_chat", "check_timeout", "is_chat", "is_quick", "prepare"]
 
 QUICK_CHARACTERS = 4096  # a text up to this has its token ids in about a millisecond
 MAX_TIMEOUT_S = 1e9
@@ -43,6 +43,15 @@ class Prepared:
 def is_chat(prompt: object) -> bool:
     """Whether a prompt is the messages of a chat."""
     return isinstance(prompt, (list, tuple)) and bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def as_chat(messages: Prompt) -> Prompt:
+    """Messages, of which a text alone is the only one. Raises RequestError for a prompt that is no chat."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    if not is_chat(messages):
+        raise RequestError(f"a chat takes messages or a text, got {shown(messages)}; generate takes token ids")
+    return messages
 
 
 def is_quick(prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> bool:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +16,7 @@ from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 
-__all__ = ["MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
+__all__ = ["DeviceNeed", "MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,14 @@ class MemoryNeed:
     def parts(self) -> dict[str, int]:
         """The parts on the device, by name."""
         return {name: value for name, value in asdict(self).items() if name != "host_load_bytes"}
+
+
+class DeviceNeed(NamedTuple):
+    """Bytes that are needed of a device, and those that are free there; None where that cannot be told."""
+
+    device: str
+    num_bytes: int
+    free_bytes: int | None
 
 
 def memory_need(

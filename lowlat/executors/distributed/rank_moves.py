@@ -1,7 +1,7 @@
 """Copies of blocks between the devices of several ranks and host memory, as if they were one.
 
-A content of some blocks is that of every rank, end to end, in order: each has its own part of the heads. Ranks' buses
-work next to each other.
+A content of some blocks is that of every rank, end to end, in order: each has its own part of the heads. Ranks' copies
+are started in turns, so that all buses work at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from lowlat.executors.block_moves import BlockMover
+from lowlat.executors.bus_copies import start_together
 from lowlat.graphs import BufferSet
 from lowlat.sequence.tiers.key import Load, Mark, Save
 
@@ -42,19 +43,22 @@ class RankMover:
     def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
         """See `BlockMover.start_in`; the function waits for all ranks."""
         contents = [self._parts(load.pool, len(load.places), load.content) for load in loads]
-        return _together([
-            mover.start_in([load._replace(content=own[rank]) for load, own in zip(loads, contents, strict=True)], each)
-            for rank, (mover, each) in enumerate(zip(self._movers, _marks_of(mark), strict=True))
-        ])  # fmt: skip
+        ranks = [
+            [load._replace(content=own[rank]) for load, own in zip(loads, contents, strict=True)]
+            for rank in range(len(self._movers))
+        ]
+        return start_together(
+            mover.starting_in(own, each) for mover, own, each in zip(self._movers, ranks, _marks_of(mark), strict=True)
+        )
 
     def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
         """See `BlockMover.start_out`; the function waits for all ranks."""
         pairs = zip(saves, contents, strict=True)
         parts = [self._parts(save.key.pool, len(save.places), content) for save, content in pairs]
-        return _together([
-            mover.start_out(saves, [own[rank] for own in parts], each)
+        return start_together(
+            mover.starting_out(saves, [own[rank] for own in parts], each)
             for rank, (mover, each) in enumerate(zip(self._movers, _marks_of(mark), strict=True))
-        ])  # fmt: skip
+        )
 
     def read(self, pool: str, places: Sequence[int]) -> Callable[[], torch.Tensor]:
         """See `BlockMover.read`."""
@@ -91,11 +95,3 @@ def _marks_of(mark: Mark) -> Sequence[Mark]:
     if not isinstance(mark, _Marks):
         raise ValueError(f"a mark of another mover: {mark!r:.100}")
     return mark.marks
-
-
-def _together(waits: Sequence[Callable[[], None]]) -> Callable[[], None]:
-    def wait() -> None:
-        for each in waits:
-            each()
-
-    return wait

@@ -64,5 +64,9 @@ class Residence(ABC):
         """Its bytes."""
 
     @abstractmethod
+    def bytes_by_device(self) -> dict[str, int]:
+        """The bytes that leave each device, by its name."""
+
+    @abstractmethod
     def close(self) -> None:
         """Give all memory back, for good; no tensor that lies here may be read any more."""

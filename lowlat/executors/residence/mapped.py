@@ -258,6 +258,10 @@ class MappedResidence(Residence):
         """See Residence."""
         return ResidenceReport(self._kept.used + self._dropped.used, self._kept.used)
 
+    def bytes_by_device(self) -> dict[str, int]:
+        """See Residence."""
+        return {str(self.device): self.report().device_bytes}
+
     def close(self) -> None:
         """See Residence."""
         self._wait()

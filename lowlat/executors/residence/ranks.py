@@ -1,5 +1,6 @@
 """The memory of several ranks, which leaves their devices and comes back together."""
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,6 +43,13 @@ class RankResidences(Residence):
         """The bytes of all ranks together."""
         each = [own.report() for _, own in self._ranks]
         return ResidenceReport(sum(one.device_bytes for one in each), sum(one.host_bytes for one in each))
+
+    def bytes_by_device(self) -> dict[str, int]:
+        """See Residence; ranks may share a device."""
+        found = Counter[str]()
+        for _, own in self._ranks:
+            found.update(own.bytes_by_device())
+        return dict(found)
 
     def close(self) -> None:
         """See Residence."""

@@ -74,6 +74,10 @@ class StorageResidence(Residence):
         """See Residence."""
         return ResidenceReport(sum(self._sizes) + sum(size for _, size in self._dropped), sum(self._sizes))
 
+    def bytes_by_device(self) -> dict[str, int]:
+        """See Residence."""
+        return {str(self.device): self.report().device_bytes}
+
     def close(self) -> None:
         """See Residence."""
         self._kept.clear()

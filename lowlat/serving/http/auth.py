@@ -6,6 +6,7 @@ requests then carry that name. An address in digits cannot be rebound.
 
 import hmac
 import ipaddress
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 
@@ -15,12 +16,13 @@ from lowlat.errors import ConfigError
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.exchange import exchange_of
 
-__all__ = ["KEY_VARIABLE", "Guard", "checked_key", "key_of"]
+__all__ = ["KEY_VARIABLE", "Guard", "checked_key", "key_of", "origins_of"]
 
 KEY_VARIABLE = "LOWLAT_API_KEY"
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})
 MIN_KEY = 16
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s,]+")
 
 
 def key_of(environment: Mapping[str, str]) -> tuple[str, bool]:
@@ -34,6 +36,17 @@ def checked_key(key: str) -> str:
     if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{KEY_VARIABLE} must have {MIN_KEY} printable ASCII characters at least, got {len(key)}")
     return key
+
+
+def origins_of(text: str | None) -> list[str]:
+    """The origins in a setting, with commas between. Raises ConfigError for one that no browser would send."""
+    origins = [each.strip() for each in (text or "").split(",") if each.strip()]
+    for origin in origins:
+        if not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"http_origins: {origin!r:.100} is no origin, such as http://localhost:3000, or * for all"
+            )
+    return origins
 
 
 class Guard:

@@ -6,7 +6,7 @@ that asks nothing is let go, and of too many callers one that asks nothing.
 """
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,6 +57,9 @@ class Connections:
         self.limits = limits
         self._strangers: dict[Connection, None] = {}
         self._callers: dict[Connection, None] = {}
+
+    def __iter__(self) -> Iterator["Connection"]:
+        return iter([*self._strangers, *self._callers])
 
     def add(self, connection: "Connection") -> None:
         """Take a new connection; of too many strangers one is let go."""

@@ -5,7 +5,7 @@ they finish what runs, and what comes meanwhile waits. Wakes are served in the o
 before loads, unless these have waited for long.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -29,34 +29,36 @@ class Presence(StrEnum):
 
 @dataclass
 class Place:
-    """One model's part of a device's memory.
+    """One model's part of the memory of its devices.
 
-    awake_bytes, asleep_bytes   held there
-    last_used                   when requests were there last
-    wanted_since                it waits to be woken or loaded; None: nobody asks
+    awake, asleep  bytes held on each device, by its name
+    last_used      when requests were there last
+    wanted_since   it waits to be woken or loaded; None: nobody asks
     """
 
     name: str
     presence: Presence = Presence.DOWN
-    device: str = ""
-    awake_bytes: int = 0
-    asleep_bytes: int = 0
+    awake: dict[str, int] = field(default_factory=dict)
+    asleep: dict[str, int] = field(default_factory=dict)
     can_sleep: bool = True
     idle: bool = True
     last_used: float = 0.0
     wanted_since: float | None = None
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes held now."""
+    def held(self, device: str) -> int:
+        """Bytes of a device that are held now."""
         if self.presence in (Presence.DOWN, Presence.STARTING, Presence.FAILED):
             return 0
-        return self.asleep_bytes if self.presence is Presence.ASLEEP else self.awake_bytes
+        return (self.asleep if self.presence is Presence.ASLEEP else self.awake).get(device, 0)
 
-    @property
-    def least_bytes(self) -> int:
+    def least(self, device: str) -> int:
         """Bytes held where others need all that it can spare."""
-        return min(self.held_bytes, self.asleep_bytes) if self.can_sleep else self.held_bytes
+        held = self.held(device)
+        return min(held, self.asleep.get(device, 0)) if self.can_sleep else held
+
+    def freed(self, device: str) -> int:
+        """Bytes that are free when it has fallen asleep."""
+        return self.awake.get(device, 0) - self.asleep.get(device, 0)
 
 
 @dataclass
@@ -69,55 +71,78 @@ class Decision:
     again_at: float | None = None
 
 
-def decide(places: Iterable[Place], budgets: Mapping[str, int], now: float, busy_s: float) -> Decision:
-    """Decide for all devices.
+def decide(places: Sequence[Place], budgets: Mapping[str, int], now: float, busy_s: float) -> Decision:
+    """Decide for all devices. A model has the memory of all of its devices, or of none.
 
     budgets  bytes of each device that all models together may hold
     busy_s   after so long a model with requests must let its memory go for one that waits
     """
     decision = Decision()
-    by_device: dict[str, list[Place]] = {}
-    for place in places:
-        by_device.setdefault(place.device, []).append(place)
-    for device, own in by_device.items():
-        if device in budgets:
-            _decide_device(own, budgets[device], now, busy_s, decision)
+    held = {device: sum(place.held(device) for place in places) for device in budgets}
+    falling = [place for place in places if place.presence is Presence.FALLING]
+    coming = {device: sum(place.freed(device) for place in falling) for device in budgets}
+    awaited: set[str] = set()  # devices that one which asked earlier waits for, or it would wait for ever
+    for place in _waiting(places, now - LOAD_PATIENCE * busy_s):
+        if not awaited.isdisjoint(place.awake):
+            continue
+        needed = {device: held[device] + size - place.held(device) for device, size in place.awake.items()}
+        if all(size <= budgets[device] for device, size in needed.items()):
+            decision.grants.append(place.name)
+            held |= needed
+            continue
+        problem = _problem(place, places, budgets)
+        if problem is not None:
+            decision.refusals[place.name] = problem
+            continue
+        awaited |= place.awake.keys()
+        short = {device: size - budgets[device] - coming[device] for device, size in needed.items()}
+        for victim in _sleepers(place, places, short, now, busy_s, decision):
+            decision.sleeps.append(victim.name)
+            for device in coming:
+                coming[device] += victim.freed(device)
     return decision
 
 
-def _decide_device(places: list[Place], budget: int, now: float, busy_s: float, decision: Decision) -> None:
-    held = sum(place.held_bytes for place in places)
-    coming = sum(p.awake_bytes - p.asleep_bytes for p in places if p.presence is Presence.FALLING)
-    sleeping: set[str] = set()
-    for place in _waiting(places, now - LOAD_PATIENCE * busy_s):
-        extra = place.awake_bytes - place.held_bytes
-        least = sum(other.least_bytes for other in places if other is not place)
-        if held + extra <= budget:
-            decision.grants.append(place.name)
-            held += extra
-            continue
-        if place.awake_bytes + least > budget and not any(p.presence is Presence.LOADING for p in places):
-            decision.refusals[place.name] = (
-                f"{place.name} needs {place.awake_bytes / 2**30:.3f} GiB of {place.device}, and models may hold "
-                f"{budget / 2**30:.3f} GiB there (models_gib), of which {least / 2**30:.3f} are others' even when they "
-                "sleep"
+def _problem(place: Place, places: Sequence[Place], budgets: Mapping[str, int]) -> str | None:
+    """Why a model can never have its memory; None: it can, or nobody knows yet what one that loads will hold asleep."""
+    for device, size in place.awake.items():
+        others = [other for other in places if other is not place and device in other.awake]
+        least = sum(other.least(device) for other in others)
+        if size + least > budgets[device] and not any(p.presence is Presence.LOADING for p in others):
+            return (
+                f"{place.name} needs {size / 2**30:.3f} GiB of {device}, and models may hold "
+                f"{budgets[device] / 2**30:.3f} GiB there (models_gib), of which {least / 2**30:.3f} are others' even "
+                "when they sleep"
             )
+    return None
+
+
+def _sleepers(
+    place: Place, places: Sequence[Place], short: dict[str, int], now: float, busy_s: float, decision: Decision
+) -> list[Place]:
+    """Those that sleep for a model from now on.
+
+    short  bytes of each device that are lacking
+    """
+    patience = busy_s if place.presence is Presence.ASLEEP else LOAD_PATIENCE * busy_s
+    since = now if place.wanted_since is None else place.wanted_since
+    found: list[Place] = []
+    for victim in _victims(places, place, decision.sleeps):
+        if not any(short[device] > 0 and victim.freed(device) > 0 for device in short):
             continue
-        patience = busy_s if place.presence is Presence.ASLEEP else LOAD_PATIENCE * busy_s
-        since = now if place.wanted_since is None else place.wanted_since
-        short = held + extra - budget - coming
-        for victim in _victims(places, place, sleeping):
-            if short <= 0:
-                break
-            if not victim.idle and now < since + patience:
-                again = since + patience
-                decision.again_at = again if decision.again_at is None else min(decision.again_at, again)
-                break
-            sleeping.add(victim.name)
-            decision.sleeps.append(victim.name)
-            freed = victim.awake_bytes - victim.asleep_bytes
-            short, coming = short - freed, coming + freed
-        return  # those that asked later wait, or the first would wait for ever
+        if not victim.idle and now < since + patience:
+            again = since + patience
+            decision.again_at = again if decision.again_at is None else min(decision.again_at, again)
+            return found
+        found.append(victim)
+        for device in short:
+            short[device] -= victim.freed(device)
+    for victim in found[::-1]:  # one that others make needless, of several devices or sizes
+        if all(short[device] + victim.freed(device) <= 0 for device in short):
+            found.remove(victim)
+            for device in short:
+                short[device] += victim.freed(device)
+    return found
 
 
 def _waiting(places: Iterable[Place], long_ago: float) -> list[Place]:
@@ -131,7 +156,7 @@ def _waiting(places: Iterable[Place], long_ago: float) -> list[Place]:
     return sorted(asking, key=order)
 
 
-def _victims(places: Iterable[Place], place: Place, sleeping: set[str]) -> list[Place]:
+def _victims(places: Iterable[Place], place: Place, sleeping: Collection[str]) -> list[Place]:
     """Those that may sleep for another, the first to go first."""
     awake = [
         p for p in places if p is not place and p.presence is Presence.AWAKE and p.can_sleep and p.name not in sleeping

@@ -186,19 +186,18 @@ class Supervisor:
     def _heard(self, child: Child, message: dict[str, Any]) -> None:
         place, now, event = child.place, time.monotonic(), message["event"]
         if event == "need":
-            context = CONTEXT_BYTES if message["device"].startswith("cuda") else 0
-            place.device, place.awake_bytes = message["device"], message["bytes"] + context
-            place.asleep_bytes, place.wanted_since = place.awake_bytes, now
-            if self._models_gib is not None:
-                self._budgets[place.device] = int(self._models_gib * GIB)
-            elif message["free"] is not None:
-                self._budgets.setdefault(place.device, message["free"])
-            else:
-                self._budgets.setdefault(place.device, 1 << 62)
+            place.awake = {device: size + _context_bytes(device) for device, size, _ in message["devices"]}
+            place.asleep, place.wanted_since = dict(place.awake), now
+            for device, _, free in message["devices"]:
+                if self._models_gib is not None:
+                    self._budgets[device] = int(self._models_gib * GIB)
+                else:
+                    self._budgets.setdefault(device, 1 << 62 if free is None else free)
         elif event == "ready":
             child.facts, child.problem, child.ready_at = message["facts"], None, now
             place.presence, place.wanted_since, place.last_used = Presence.AWAKE, None, now
-            place.asleep_bytes = max(0, place.awake_bytes - int(child.facts["sleep_bytes"]))
+            leaves = child.facts["sleep_bytes"]
+            place.asleep = {device: max(0, size - leaves.get(device, 0)) for device, size in place.awake.items()}
             logger.info("%s is ready", place.name)
         elif event == "wanted":
             place.wanted_since = place.wanted_since or now
@@ -307,3 +306,8 @@ class Supervisor:
                     if child.process is not None:
                         child.process.kill()
             self._turn(TICK_S)
+
+
+def _context_bytes(device: str) -> int:
+    """Bytes of a device that a process takes next to what it plans."""
+    return CONTEXT_BYTES if device.startswith("cuda") else 0

@@ -14,7 +14,7 @@ from lowlat.serving.config import MODELS_TABLE, ServeConfig, read_toml
 __all__ = ["ModelTable", "has_tables", "read_tables"]
 
 OWN = ("model", "head", "name")  # settings that belong into a table
-SUPERVISORS = ("http", "http_host", "models_gib", "busy_s")  # settings that no model's process has
+SUPERVISORS = ("http", "http_host", "http_origins", "models_gib", "busy_s")  # settings that no model's process has
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
@@ -29,9 +29,7 @@ class ModelTable:
     def given(self) -> dict[str, Any]:
         """The settings that are not defaults, as JSON: what its process is started with."""
         given = {key: value for key, value in self.settings.to_dict().items() if self._is_given(key)}
-        if self.settings["tensor_parallel_size"] == 1:
-            given["can_sleep"] = True
-        return {**given, "name": self.name, "endpoint": self.endpoint}
+        return {"can_sleep": True, **given, "name": self.name, "endpoint": self.endpoint}
 
     def _is_given(self, key: str) -> bool:
         return self.settings.sources[key] != "default" and key not in SUPERVISORS
@@ -65,11 +63,6 @@ def read_tables(
         place = f"{file}: {MODELS_TABLE}[{number}]"
         if settings["model"] is None:
             raise ConfigError(f"{place} names no model")
-        if settings["can_sleep"] and settings["tensor_parallel_size"] > 1:
-            raise ConfigError(
-                f"{place}: can_sleep is not implemented for one of several models that has tensor_parallel_size "
-                f"{settings['tensor_parallel_size']}: the memory of one GPU is kept for each; leave it out"
-            )
         name = settings["name"] or display_name(settings["model"])
         own = f"ipc://{base.with_name(_UNSAFE.sub('_', name) + '.sock')}"
         endpoint = shared["endpoint"] if not number else own

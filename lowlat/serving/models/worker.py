@@ -7,12 +7,16 @@ import os
 import queue
 import socket
 import threading
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.server.generations.residence import State
 from lowlat.serving.config import ServeConfig
 from lowlat.serving.models.channel import Channel
+
+if TYPE_CHECKING:
+    from lowlat.engine.memory.plan import DeviceNeed
 
 __all__ = ["Serves", "Worker"]
 
@@ -49,9 +53,9 @@ class Worker:
         """The settings of this process. Raises ConfigError."""
         return ServeConfig.gather(self._given, {})
 
-    def reserve(self, device: str, num_bytes: int, free_bytes: int | None) -> None:
-        """Wait until the supervisor grants memory. Raises ConfigError where it never will."""
-        self._channel.send({"event": "need", "device": device, "bytes": num_bytes, "free": free_bytes})
+    def reserve(self, needs: "Sequence[DeviceNeed]") -> None:
+        """Wait until the supervisor grants memory of all devices. Raises ConfigError where it never will."""
+        self._channel.send({"event": "need", "devices": [list(need) for need in needs]})
         reply = self._replies.get()
         if reply["order"] == "refuse":
             raise ConfigError(reply["problem"])

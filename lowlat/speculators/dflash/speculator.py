@@ -4,7 +4,7 @@ Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,13 +12,12 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec
-from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
     PrefillScope,
     Scope,
-    Speculator,
     StateSizes,
     StepScope,
     draft_model_of,
@@ -28,12 +27,13 @@ from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
 from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import dflash_weight_plan, load_dflash
 from lowlat.speculators.draft_parts import vocabulary_report
+from lowlat.speculators.with_model import ModelSpeculator
 
 __all__ = ["DflashSpeculator", "check_depth"]
 
 
 @dataclass(frozen=True)
-class DflashSpeculator(Speculator):
+class DflashSpeculator(ModelSpeculator[DflashConfig]):
     """Drafts with a DFlash model, whose geometry is `config`.
 
     parse_files, load_files   how its directory is read: config and headers, and with them the weights
@@ -43,7 +43,6 @@ class DflashSpeculator(Speculator):
     method: ClassVar[str] = DflashConfig.method
     parse_files = staticmethod(parse_dflash)
     load_files = staticmethod(load_dflash)
-    config: DflashConfig
     longer: int = 0
 
     @classmethod
@@ -62,30 +61,9 @@ class DflashSpeculator(Speculator):
         return LoadedSpeculator(made, found.weights, found.directory, found.notes)
 
     @property
-    def draft_config(self) -> DflashConfig:
-        """The draft model's geometry."""
-        return self.config
-
-    def with_config(self, config: DraftConfig) -> Self:
-        """The same with another geometry: layers rounded at load, or a rank's part."""
-        if not isinstance(config, type(self.config)):
-            raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
-        return replace(self, config=config)
-
-    @property
     def longer_draft_length(self) -> int:
         """That of the option."""
         return self.longer
-
-    @property
-    def attends_everything(self) -> bool:
-        """Where a layer has no window."""
-        return None in self.config.windows
-
-    @property
-    def waiting_boundaries(self) -> tuple[int, ...]:
-        """Those that it captures."""
-        return self.config.capture_boundaries
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers."""

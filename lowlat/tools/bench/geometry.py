@@ -63,6 +63,15 @@ class Geometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def _drafters(self) -> dict[str, Head | None]:
         return {"eagle3": self.head, "peagle": self.peagle, "dflash": self.dflash, "dspark": self.dspark}
 
+    def with_whole_vocabulary(self) -> "Geometry":
+        """The same shape, with draft models that draft all of the target's ids."""
+        whole = {
+            field: msgspec.structs.replace(each, draft_vocab_size=self.target["vocab_size"])
+            for field in ("head", "peagle", "dflash", "dspark")
+            if (each := getattr(self, field)) is not None
+        }
+        return msgspec.structs.replace(self, **whole)
+
     @property
     def drafting(self) -> str:
         """The method that "auto" stands for: the target's MTP layer's, else that of the first draft model.

@@ -37,7 +37,8 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.speculators import base
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
@@ -131,9 +132,10 @@ def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pa
     return Pair(target.resolve().name, config, speculator)
 
 
-def random_pair(name: str, directory: Path, method: str = "eagle3") -> Pair:
+def random_pair(name: str, directory: Path, method: str = "eagle3", *, whole: bool = False) -> Pair:
     """A named geometry, with its draft model of a method; its target's config.json is written into a directory.
 
+    whole  the draft model drafts all of the target's ids
     A geometry that has no draft models at all is alone.
 
     Raises ConfigError for another name, or where the geometry has no such draft model.
@@ -144,8 +146,9 @@ def random_pair(name: str, directory: Path, method: str = "eagle3") -> Pair:
     known = read_geometries()
     if name not in known:
         raise ConfigError(f"geometry {name!r} is not known; there are {', '.join(sorted(known))}")
-    config = random_target(known[name], directory).config
-    speculator = random_speculator(known[name], config, method) if known[name].has_draft_models else None
+    geometry = known[name].with_whole_vocabulary() if whole else known[name]
+    config = random_target(geometry, directory).config
+    speculator = random_speculator(geometry, config, method) if geometry.has_draft_models else None
     return Pair(name, config, speculator)
 
 
@@ -284,13 +287,15 @@ class LoweredPrograms:
 class PairPrograms(LoweredPrograms):
     """The programs of a pair for a GPU: steps of the buckets, first tokens, prefills of all sizes; of few layers.
 
-    rank   whose part they are, if the pair is cut
-    abort  [1] int64, not zero where a launch gave up a wait for a peer, see `PeerRows`; None where there are no peers
+    rank         whose part they are, if the pair is cut
+    layer_share  layers of the whole target for each of these
+    abort        [1] int64, not zero where a launch gave up a wait for a peer, see `PeerRows`; None: there are no peers
     Raises ConfigError for a pair that the kernels do not cover, or that cannot be cut so.
     """
 
     def __init__(self, pair: Pair, gpu: Gpu, sizes: Sizes, rank: int = 0) -> None:
         few = _few_layers(pair)
+        self.layer_share = pair.config.num_layers / few.config.num_layers
         geometry = _geometries(few, sizes)[rank]
         programs, own, place = list(_programs(geometry, sizes)), None, None
         self.abort: torch.Tensor | None = None
@@ -333,7 +338,7 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
     """The shapes of each rank's programs. Raises ConfigError for a pair that cannot be cut so."""
     config, speculative = pair.config, None
     options = RuntimeConfig(
-        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_context), dtype=config.dtype,
+        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.usual_context), dtype=config.dtype,
         prefill_chunk=sizes.prefill_chunk, max_prefill_chunks=sizes.max_prefill_chunks,
         tensor_parallel_size=pair.tensor_parallel_size, tp_invariant=pair.tp_invariant,
         prompt_logprobs=False,  # as in strict mode, which is what tables are complete for

@@ -17,10 +17,11 @@ from lowlat.kernels.tuning.table import TuningTable, read_table
 from lowlat.options.directories import tuning_directory
 from lowlat.tools.precompile import compile_all
 from lowlat.tools.tune.cases import contexts_of, tile_counts
+from lowlat.tools.tune.estimates import Estimates
 from lowlat.tools.tune.pairs import Pair, Sizes, every_part
 from lowlat.tools.tune.results import table_of, write_table
 from lowlat.tools.tune.shapes import KINDS, Shape, calls_by_plan, collect
-from lowlat.tools.tune.sweep import Swept, compile_plans, time_plans
+from lowlat.tools.tune.sweep import Swept, sweep
 from lowlat.tools.tune.times import times_of
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "Compiled",
     "Tuned",
     "Walked",
+    "by_use",
     "compile_plans_of",
     "counted",
     "kinds_of",
@@ -41,7 +43,6 @@ __all__ = [
 ]
 
 COMMANDS = (*KINDS, "all")
-COMPILE_SHARE = 0.65  # of the budget, at most, that kernels are compiled in
 WALL_BYTES, WALL_REPLAYS = 1 << 30, 10
 
 Update = Callable[[int, int | None], None]
@@ -55,6 +56,7 @@ class Tuned:
     gpu_name  of the GPU
     swept      launches whose plans were timed
     left       launches that the budget did not allow
+    left_s     seconds that these are thought to take
     table      as it was written, other entries of the file included
     path       of the file
     seconds    that it took
@@ -63,6 +65,7 @@ class Tuned:
     gpu_name: str
     swept: tuple[Swept, ...]
     left: tuple[Shape, ...]
+    left_s: float
     table: TuningTable
     path: Path
     seconds: float
@@ -96,6 +99,11 @@ def known_plans(gpu_name: str, gpu: Gpu, out: Path | None) -> TuningTable | None
     if out is not None:
         return read_table(out) if out.exists() else None
     return find_table(gpu_name, gpu, tuning_directory())
+
+
+def by_use(shapes: Sequence[Shape]) -> list[Shape]:
+    """Launches in the order in which they are tuned: those that steps have most of first."""
+    return sorted(shapes, key=lambda shape: -shape.uses)
 
 
 def lacking(shapes: Sequence[Shape], known: TuningTable | None) -> list[Shape]:
@@ -185,12 +193,13 @@ def tune(
     commit: str,
     bar: Bar,
 ) -> Tuned:
-    """Sweep the plans of launches on a CUDA device and write the table of its GPU.
+    """Sweep the plans of launches on a CUDA device, those used most first, and write the table of its GPU.
 
     num_candidates  plans of a launch at most, the derived one included
-    budget_s        seconds in all, next to the plans of one launch
+    budget_s        seconds in all; a launch that is thought to take longer than what is left of them is not begun
     only_missing    launches that have an entry in `known_plans` are left out
-    out             the file; None: in the user's own tables. Entries that are in it stay, or are replaced.
+    out             the file; None: in the user's own tables. Entries that are in it stay, or are replaced. It is
+                    written after every launch, so that a run that is broken off goes on with `only_missing`.
     times           a file for the times of all plans, not of the fastest alone; None: they are not written
     Raises ConfigError for a file of another GPU.
     """
@@ -208,21 +217,27 @@ def tune(
     shapes = listed(pairs, command, sizes, bench.gpu)
     if only_missing:
         shapes = lacking(shapes, known_plans(name, bench.gpu, out))
-    wall = measure_wall(device, WALL_BYTES, WALL_REPLAYS)
-    calls = calls_by_plan(shapes, bench.gpu, num_candidates)
-    with bar("compiling") as update:
-        until = start + COMPILE_SHARE * budget_s
-        ready = compile_plans(shapes, calls, bench, until=until, progress=update or _quietly)
-    with bar("timing") as update:
-        swept = time_plans(shapes, calls, ready, bench, until=start + budget_s, progress=update or _quietly)
-    commit = commit or changed_commit()
-    table = table_of(swept, name, bench.gpu, driver=driver(), commit=commit, read_gb_s=wall.gb_per_s)
-    table = write_table(table, path)
-    if times is not None:
-        times_of(swept, name, bench.gpu, driver=driver(), commit=commit).write(times)
+    commit, read_gb_s = commit or changed_commit(), measure_wall(device, WALL_BYTES, WALL_REPLAYS).gb_per_s
+    estimates, kept = Estimates(num_candidates), list[Swept]()
+
+    def keep(swept: Swept) -> None:
+        kept.append(swept)
+        table = table_of([swept], name, bench.gpu, driver=driver(), commit=commit, read_gb_s=read_gb_s)
+        write_table(table, path)
+        if times is not None:
+            times_of(kept, name, bench.gpu, driver=driver(), commit=commit).write(times)
+
+    with bar("tuning") as update:
+        swept = sweep(
+            by_use(shapes), lambda some: calls_by_plan(some, bench.gpu, num_candidates), bench, estimates,
+            until=start + budget_s, keep=keep, progress=update or _quietly,
+        )  # fmt: skip
+    table = table_of([], name, bench.gpu, driver=driver(), commit=commit, read_gb_s=read_gb_s)
+    table = read_table(path) if swept else write_table(table, path)
     done = {each.shape.place for each in swept}
     left = tuple(shape for shape in shapes if shape.place not in done)
-    return Tuned(name, tuple(swept), left, table, path, time.monotonic() - start)
+    left_s = sum(map(estimates.seconds, left))
+    return Tuned(name, tuple(swept), left, left_s, table, path, time.monotonic() - start)
 
 
 def _quietly(done: int, total: int | None) -> None:

@@ -25,6 +25,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 }
 TOGETHER = {"experts_grouped"}  # kinds of which several launches of a group have one plan
 BEHIND = {"prefill_gemm"}  # kinds that take what stands before them in their group as it is: a norm's rows, attention's
+PREFILL_USE = 0.01  # of a launch of prefill, of which a request has one for hundreds of steps
 PARTS = {"gate_up": "FFN_GATE_UP", "down": "FFN_DOWN"}
 KERNELS = {
     "attention": "ATTENTION",
@@ -42,6 +43,7 @@ class Shape:
     candidates  plans that it may have, the derived one first
     source      the pair and the program in which it was met first
     stages      where it was met, as `EAGLE3_FC`
+    uses        launches of it where every program runs once, with all of its layers; those of prefill count less
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Shape:
     candidates: tuple[Plan, ...]
     source: tuple[PairPrograms, Program]
     stages: list[str] = field(default_factory=list)
+    uses: float = 0.0
 
     @property
     def place(self) -> tuple[str, str]:
@@ -104,10 +107,18 @@ def collect(pairs: Iterable[PairPrograms], gpu: Gpu, kinds: Sequence[str]) -> li
                         continue
                     place = planned.kind, planned.key
                     shape = found.setdefault(place, Shape(*place, planned.candidates, (pair, program)))
+                    shape.uses += _uses(group, pair)
                     tag = stage_tag(group, pair, number)
                     if tag not in shape.stages:
                         shape.stages.append(tag)
     return list(found.values())
+
+
+def _uses(group: LoweredGroup, pair: PairPrograms) -> float:
+    """The launches that one of a group of few layers stands for."""
+    if group.stage is Stage.PREFILL:
+        return PREFILL_USE * pair.layer_share
+    return pair.layer_share if group.stage is Stage.VERIFY else 1.0
 
 
 def calls_by_plan(

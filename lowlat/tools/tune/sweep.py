@@ -1,10 +1,9 @@
-"""The sweep within a budget: plans are compiled, the likeliest of every launch first, and then timed."""
+"""The sweep within a budget: the plans of a few launches at a time are compiled and timed, those used most first."""
 
 import logging
 import math
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import geometric_mean
 from typing import Protocol
@@ -12,14 +11,15 @@ from typing import Protocol
 from lowlat.errors import DeviceError
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.tuning.table import Plan
+from lowlat.tools.tune.estimates import Estimates
 from lowlat.tools.tune.shapes import Shape
 
-__all__ = ["Bench", "Swept", "compile_plans", "time_plans"]
+__all__ = ["Bench", "Swept", "sweep"]
 
 logger = logging.getLogger("lowlat")
-KERNELS_A_CORE = 4  # that are compiled before the clock is looked at
 NOISE = 0.03  # of a time: a plan that is faster by less is not faster in a step, whose launches have other neighbours
 
+Place = tuple[str, str]  # kind and key
 Progress = Callable[[int, int], None]
 Variants = Sequence[tuple[KernelCall, ...]]
 
@@ -75,86 +75,60 @@ class Swept:
         return 1 - self.best_us / self.default_us if math.isfinite(self.default_us) else 0.0
 
 
-def compile_plans(
+def sweep(
     shapes: Sequence[Shape],
-    calls: Mapping[tuple[str, str], Variants],
+    calls_of: Callable[[Sequence[Shape]], Mapping[Place, Variants]],
     bench: Bench,
+    estimates: Estimates,
     *,
     until: float,
-    progress: Progress = lambda done, total: None,
-    clock: Callable[[], float] = time.monotonic,
-) -> dict[tuple[str, str], int]:
-    """Compile plans, the first of all launches before the second of any; return how many of each launch are ready.
-
-    calls      of each launch under each of its plans, the derived one first, see `calls_by_plan`
-    until      a time of the clock, after which nothing more is begun
-    progress   called with kernels compiled and kernels in all
-    """
-    ready = {shape.place: 0 for shape in shapes}
-    total = len({call.kernel.name for variants in calls.values() for each in variants for call in each})
-    known: set[str] = set()
-    waiting: dict[str, KernelCall] = {}
-    places: list[tuple[str, str]] = []
-    most = KERNELS_A_CORE * len(os.sched_getaffinity(0))
-
-    def flush() -> None:
-        bench.compile(list(waiting.values()))
-        known.update(waiting)
-        for place in places:
-            ready[place] += 1
-        waiting.clear()
-        places.clear()
-        progress(len(known), total)
-
-    for place, variant in _by_candidate(shapes, calls):
-        waiting.update({call.kernel.name: call for call in variant if call.kernel.name not in known})
-        places.append(place)
-        if len(waiting) >= most:
-            flush()
-            if clock() > until:
-                return ready
-    flush()
-    return ready
-
-
-def _by_candidate(
-    shapes: Sequence[Shape], calls: Mapping[tuple[str, str], Variants]
-) -> Iterator[tuple[tuple[str, str], tuple[KernelCall, ...]]]:
-    for number in range(max((len(variants) for variants in calls.values()), default=0)):
-        for shape in shapes:
-            if number < len(calls[shape.place]):
-                yield shape.place, calls[shape.place][number]
-
-
-def time_plans(
-    shapes: Sequence[Shape],
-    calls: Mapping[tuple[str, str], Variants],
-    ready: Mapping[tuple[str, str], int],
-    bench: Bench,
-    *,
-    until: float,
+    keep: Callable[[Swept], None] = lambda swept: None,
     progress: Progress = lambda done, total: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Swept]:
-    """Time the plans that are compiled; launches that the clock did not allow, or none of whose plans can be launched,
-    are left out. Where the device fails, that is logged, and what was timed before is returned.
+    """Compile and time all plans of some launches after those of others, in order, while the clock allows it.
 
-    ready     plans of each launch, see `compile_plans`
-    progress  called with launches timed and launches in all
+    calls_of   launches -> the calls of each under each of its plans, the derived one first, see `calls_by_plan`
+    until      a time of the clock: what is thought to end later is not begun
+    keep       called with each launch that was timed, right after it
+    progress   called with launches done and launches in all
+    Launches none of whose plans can be launched are left out. Where the device fails, that is logged, and what was
+    timed before is returned.
     """
-    found = []
-    for done, shape in enumerate(shapes):
-        if clock() > until:
-            break
-        variants = calls[shape.place][: ready[shape.place]]
-        try:
-            by_case = bench.times_us(shape, variants) if variants else {}
-        except DeviceError as error:
-            logger.error("%s %s: %s; %d launches are left out", shape.kind, shape.key, error, len(shapes) - done)
-            break
-        each_plan = list(zip(*by_case.values(), strict=True))
-        times = tuple(each[0] if len(each) == 1 else geometric_mean(each) for each in each_plan)
-        if times and math.isfinite(min(times)):
-            found.append(Swept(shape, times, by_case if len(by_case) > 1 else {}))
-        progress(done + 1, len(shapes))
+    found: list[Swept] = []
+    known: set[str] = set()
+    waiting, done = list(shapes), 0
+    while together := estimates.fitting(waiting, until - clock()):
+        calls = calls_of(together)
+        kernels = {call.kernel.name: call for each in calls.values() for variant in each for call in variant}
+        start = clock()
+        bench.compile([call for name, call in kernels.items() if name not in known])
+        estimates.saw_compiled(len(kernels.keys() - known), clock() - start)
+        known |= kernels.keys()
+        for shape in together:
+            start = clock()
+            if start > until:
+                return found
+            try:
+                swept = _time(shape, calls[shape.place], bench)
+            except DeviceError as error:
+                logger.error("%s %s: %s; %d launches are left out", shape.kind, shape.key, error, len(shapes) - done)
+                return found
+            estimates.saw_timed(shape, len(calls[shape.place]), clock() - start)
+            if swept is not None:
+                found.append(swept)
+                keep(swept)
+            waiting.remove(shape)
+            done += 1
+            progress(done, len(shapes))
     return found
+
+
+def _time(shape: Shape, variants: Variants, bench: Bench) -> Swept | None:
+    """A launch with its times; None where none of its plans can be launched. Raises DeviceError."""
+    by_case = bench.times_us(shape, variants)
+    each_plan = list(zip(*by_case.values(), strict=True))
+    times = tuple(each[0] if len(each) == 1 else geometric_mean(each) for each in each_plan)
+    if not times or not math.isfinite(min(times)):
+        return None
+    return Swept(shape, times, by_case if len(by_case) > 1 else {})

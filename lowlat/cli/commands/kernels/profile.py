@@ -11,8 +11,9 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import as_json, bundled, record_options, speculation_options, speculative_config
 from lowlat.cli.paths import MODEL, NEW_FILE
 from lowlat.errors import ConfigError
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
+from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.executors.devices import DeviceChoice
@@ -30,7 +31,9 @@ KERNEL_COLUMNS = ("kernel", "stage", "us a step", "share", "launches", "us each,
 @click.command("profile", cls=SectionedCommand)
 @click.argument("model", type=MODEL, required=False)
 @speculation_options
-@click.option("--batch", type=click.IntRange(1, 8), default=1, show_default=True, help="Requests that decode together.")
+@click.option(
+    "--batch", type=click.IntRange(1, MAX_BATCH), default=1, show_default=True, help="Requests that decode together."
+)
 @click.option(
     "--context",
     type=click.IntRange(1),

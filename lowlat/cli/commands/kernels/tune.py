@@ -1,6 +1,7 @@
 """`lowlat tune`: the plans of a pair's launches swept on this GPU, and the table that is written of them."""
 
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +14,11 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
 from lowlat.cli.paths import MODEL, NEW_FILE, NEW_PATH
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
+    from lowlat.tools.tune.estimates import Estimates
     from lowlat.tools.tune.pairs import Pair
     from lowlat.tools.tune.run import Tuned
     from lowlat.tools.tune.shapes import Shape
@@ -40,6 +43,13 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     "--model]",
 )
 @click.option("--method", type=click.Choice(METHODS), help="Of a published shape's draft model.  [default: eagle3]")
+@click.option(
+    "--draft-vocabulary",
+    type=click.Choice(["cut", "whole", "both"]),
+    default="cut",
+    show_default=True,
+    help="Ids that a published shape's draft model drafts: the shape's own, or all of the target's.",
+)
 @record_options(RuntimeConfig, *OPTIONS)
 @record_options(SpeculativeConfig, "draft_quantize", "draft_tensor_parallel_size")
 @click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
@@ -107,7 +117,8 @@ def command(
 
     Every GEMM, attention and mixture of experts of all buckets and of prefill is met by its shape. A plan changes no
     bit of a result. Runtimes on this GPU take their plans from the table; without one they are derived from the GPU's
-    sizes. What the budget does not allow is left out: `--missing` goes on with it.
+    sizes. Launches that steps have most of come first, and each is written as it is timed. What the budget does not
+    allow, or a run that is broken off, is left out: `--missing` goes on with it.
 
     With --tensor-parallel the launches are those of a rank, timed on one GPU: what it would send to peers comes back
     to it, so nothing waits for another GPU.
@@ -136,7 +147,7 @@ def command(
             cut_pair(
                 rounded_pair(pair, options, values["draft_quantize"]), options, values["draft_tensor_parallel_size"]
             )
-            for pair in _pairs(model, head, geometries, method or "eagle3", Path(scratch))
+            for pair in _pairs(model, head, geometries, method or "eagle3", values["draft_vocabulary"], Path(scratch))
         ]
         if only_list:
             _list(what, pairs, sizes, values, tiles=tiles, json_output=json_output)
@@ -146,7 +157,9 @@ def command(
             _tune(what, pairs, sizes, values, json_output=json_output)
 
 
-def _pairs(model: Path | None, head: Path | None, geometries: str | None, method: str, scratch: Path) -> list["Pair"]:
+def _pairs(
+    model: Path | None, head: Path | None, geometries: str | None, method: str, vocabulary: str, scratch: Path
+) -> list["Pair"]:
     from lowlat.cli.models import local_draft_model, local_target
     from lowlat.tools.tune.pairs import open_pair, random_pair
 
@@ -158,7 +171,8 @@ def _pairs(model: Path | None, head: Path | None, geometries: str | None, method
         if name == BUNDLED:
             pairs.append(open_pair(bundled("target"), bundled("head")))
         else:
-            pairs.append(random_pair(name, scratch / name, method))
+            wanted = ("cut", "whole") if vocabulary == "both" else (vocabulary,)
+            pairs += [random_pair(name, scratch / name, method, whole=each == "whole") for each in wanted]
     return pairs
 
 
@@ -166,16 +180,23 @@ def _list(
     what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, tiles: bool, json_output: bool
 ) -> None:
     from lowlat.tools.gpus import describe_gpu
-    from lowlat.tools.tune.run import counted, known_plans, lacking, listed
+    from lowlat.tools.tune.estimates import Estimates
+    from lowlat.tools.tune.run import by_use, counted, known_plans, lacking, listed
 
+    estimates = Estimates(values["candidates"])
     gpu, only_missing = describe_gpu(values["card"]), values["missing"]
     name, facts = gpu.name, gpu.facts
     shapes = every = listed(pairs, what, sizes, facts)
     if only_missing:
         shapes = lacking(every, known_plans(gpu.name, gpu.facts, values["out"]))
+    shapes = by_use(shapes)
     walked = counted(shapes, facts) if tiles else []
     if json_output:
-        found: dict[str, Any] = {"shapes": [_shape(shape, values["candidates"]) for shape in shapes]}
+        found: dict[str, Any] = {
+            "shapes": [_shape(shape, values["candidates"], estimates) for shape in shapes],
+            "timing_s": round(sum(map(estimates.timing_s, shapes)), 1),
+            "by_kind": _counts(shapes, every),
+        }
         if only_missing:
             found["num_launches"] = len(every)
         if tiles:
@@ -183,26 +204,45 @@ def _list(
         print_json({"card": name, **found})
         return
     rows = [
-        (shape.kind, shape.key, ", ".join(shape.stages), len(shape.candidates), _knobs(shape.candidates[0].knobs))
+        (
+            shape.kind,
+            shape.key,
+            ", ".join(shape.stages),
+            f"{shape.uses:.0f}",
+            len(shape.candidates),
+            f"{estimates.timing_s(shape):.1f}",
+            _knobs(shape.candidates[0].knobs),
+        )
         for shape in shapes
     ]
     names = ", ".join(pair.name for pair in pairs)
     title = f"{len(shapes)} launches of {names}, as cut for an {name}"
     if only_missing:
-        title = f"{len(shapes)} of {len(every)} launches of {names} have no entry in the tables of an {name}"
-    print_table(title, ("kind", "shape", "stages", "plans", "derived plan"), rows)
+        by_kind = ", ".join(f"{kind} {few} of {all_}" for kind, (few, all_) in _counts(shapes, every).items())
+        title = f"{len(shapes)} of {len(every)} launches of {names} have no entry in the tables of an {name}: {by_kind}"
+    columns: tuple[str, ...] = ("kind", "shape", "stages", "uses", "plans", "s", "derived plan")
+    print_table(title, columns, rows)
+    click.echo(f"some {sum(map(estimates.timing_s, shapes)):.0f} s to time them, their kernels' compiling left out")
     if tiles:
         counts = [tuple(each.to_dict().values()) for each in walked]
         columns = ("shape", "context", "row tiles", "total", "empty", "masked", "executed")
         print_table("tiles of 64 positions that attention walks, of chains", columns, counts)
 
 
-def _shape(shape: "Shape", num_candidates: int) -> dict[str, Any]:
+def _counts(shapes: Sequence["Shape"], every: Sequence["Shape"]) -> dict[str, tuple[int, int]]:
+    """By kind, how many launches there are of so many."""
+    few, whole = (Counter(shape.kind for shape in each) for each in (shapes, every))
+    return {kind: (few[kind], count) for kind, count in whole.items()}
+
+
+def _shape(shape: "Shape", num_candidates: int, estimates: "Estimates") -> dict[str, Any]:
     plans = [dict(plan.knobs) for plan in shape.candidates[:num_candidates]]
     return {
         "kind": shape.kind,
         "key": shape.key,
         "stages": shape.stages,
+        "uses": round(shape.uses, 2),
+        "timing_s": round(estimates.timing_s(shape), 2),
         "num_plans": len(shape.candidates),
         "plans": plans,
     }
@@ -274,7 +314,9 @@ def _show(tuned: "Tuned") -> None:
     columns = ("kind", "shape", "stages", "derived, us", "best, us", "gain", "plan")
     print_table(f"{len(rows)} launches on {tuned.gpu_name}, {tuned.seconds:.0f} s", columns, rows)
     if tuned.left:
-        click.echo(f"{len(tuned.left)} launches were left out: --missing goes on with them")
+        click.echo(
+            f"{len(tuned.left)} launches were left out, of some {tuned.left_s:.0f} s: --missing goes on with them"
+        )
     click.echo(f"{tuned.path} has {len(tuned.table)} plans")
 
 
@@ -286,6 +328,7 @@ def _summary(tuned: "Tuned") -> dict[str, Any]:
         "entries": len(tuned.table),
         "timed": len(tuned.swept),
         "left_out": len(tuned.left),
+        "left_out_s": round(tuned.left_s, 1),
         "faster_than_derived": sum(gain > 0 for gain in gains),
         "largest_gain": max(gains, default=0.0),
         "beyond_3_percent": sum(gain > 0.03 for gain in gains),

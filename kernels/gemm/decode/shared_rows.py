@@ -1,0 +1,185 @@
+"""The body of a decode GEMM of 65 to 128 rows: a block copies a k step's rows once, and all its warps multiply them.
+
+The usual kernel's eight warps share the k steps of a tile in turn, and their sums are added in their order. Here every
+warp walks the steps of the first of those, then of the second, and adds the sums up in the same order: so a row has the
+same bits. Warps have two weight tiles each, and where a block has fewer than 16, rows side by side. A block's weights
+and rows go through one pipeline of copies, which runs on across tiles; each step begins with a barrier of the block.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from lowlat.kernels.gemm.decode.epilogue import make_epilogue
+from lowlat.kernels.gemm.decode.mainloop import make_issue_rows, make_issue_weights, make_multiply, make_store
+from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
+from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmShape
+from lowlat.kernels.gemm.decode.shared_rows_plan import TILES_A_WARP, SharedRowsPlan
+from lowlat.kernels.toolchain import ptx
+from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
+
+__all__ = ["shared_rows_kernel"]
+
+OWN_ROW_TILES = 2  # that a warp copies
+
+
+def _make_after(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
+    """A function: the tile group, the turn and the step after these, of a block."""
+    steps, turns = shape.steps, min(WARPS, shape.steps)
+
+    @device_function
+    def after(group: Any, turn: Any, step: Any) -> Any:
+        step = uint32(step + uint32(WARPS))
+        if step >= uint32(steps):
+            turn = uint32(turn + uint32(1))
+            if turn == uint32(turns):
+                turn, group = uint32(0), uint32(group + uint32(cuda.gridDim.x))
+            step = uint32(turn)
+        return group, turn, step
+
+    return after
+
+
+def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
+    """Functions of a warp: copy its own weight tile of a stage, and its own rows of it."""
+    tiles, tile_bytes, row_bytes = plan.weight_tiles, plan.tile_bytes, 2 * shape.depth
+    own_rows = replace(plan.of_warp, row_tiles=OWN_ROW_TILES, weight_tiles=tiles)  # rows come after all weights
+    issue_tile = make_issue_weights(shape, replace(plan.of_warp, weight_tiles=1))
+    issue_row_tiles, apart = make_issue_rows(shape, own_rows), OWN_ROW_TILES * plan.rows_bytes
+
+    @device_function
+    def issue_weights(place: Any, weight: Any, group: Any, step: Any, warp: Any, lane: Any) -> None:
+        if warp < uint32(tiles):
+            tile = uint32(group * uint32(tiles) + warp)
+            issue_tile(uint32(place + warp * uint32(tile_bytes)), weight, tile, uint32(0), step, lane)
+
+    @device_function
+    def issue_rows(place: Any, x: Any, step: Any, count: Any, warp: Any, lane: Any) -> None:
+        first = int64(warp) * int64(OWN_ROW_TILES * 8)
+        if first < count:
+            own = uint32(place + warp * uint32(apart))
+            issue_row_tiles(own, x + first * int64(row_bytes), step, lane, count - first)
+
+    return issue_weights, issue_rows
+
+
+def _make_finish(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
+    """A function of all threads: finish a group's tiles, two values of a thread at once."""
+    best = make_argmax(shape, plan)
+    epilogue = make_epilogue(shape, plan, best.keep)
+    tiles, sum_bytes, threads = plan.weight_tiles, plan.sum_bytes, plan.threads
+    rounds = -(-plan.row_tiles * plan.columns * epilogue.values // threads)
+    locate, begin, nothing, end = epilogue.locate, epilogue.begin, epilogue.nothing, epilogue.finish
+
+    @device_function
+    def finish(
+        totals: Any, group: Any, thread: Any, row_live: Any, bias: Any, residual: Any, out: Any, count: Any,
+        beside: Any, scales: Any,
+    ) -> None:  # fmt: skip
+        for part in range(tiles):
+            number = int64(group) * tiles + part
+            source = uint32(totals + uint32(part * sum_bytes))
+            for turn in range(0, rounds, 2):
+                row, column, wanted = locate(number, uint32(thread + uint32(turn * threads)), count)
+                other_row, other_column, also = locate(number, uint32(thread + uint32((turn + 1) * threads)), count)
+                loaded, others = nothing(), nothing()
+                if wanted:
+                    loaded = begin(number, row, column, row_live, bias, residual, out, beside, scales)
+                if also:
+                    others = begin(number, other_row, other_column, row_live, bias, residual, out, beside, scales)
+                if wanted:
+                    end(source, number, row, column, loaded, out, totals, beside)
+                if also:
+                    end(source, number, other_row, other_column, others, out, totals, beside)
+
+    return best.begin, finish, best.end
+
+
+def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable[..., None]:
+    """The kernel's function, of the arguments of every decode GEMM."""
+    stages, stage_bytes, tile_bytes, own = plan.stages, plan.stage_bytes, plan.tile_bytes, plan.of_warp
+    groups, steps, turns, totals_at = plan.groups(shape.width), shape.steps, min(WARPS, shape.steps), plan.totals_at
+    tiles, columns, row_tiles, rows_bytes = plan.weight_tiles, plan.warp_columns, plan.own_row_tiles, plan.rows_bytes
+    rows_at = tiles * tile_bytes - own.weight_tiles * tile_bytes  # from where a step of a warp's own plan has them
+    after, (issue_weights, issue_rows) = _make_after(shape, plan), _make_issue(shape, plan)
+    multiply, store, (begin_best, finish, end_best) = (
+        make_multiply(shape, own),
+        make_store(own),
+        _make_finish(shape, plan),
+    )
+    num_tiles, sum_bytes, scales_at = own.weight_tiles * own.row_tiles, plan.sum_bytes, shape.scales_at
+    wait, zeros, add = ptx.copies_wait(stages - 2), ptx.zeros(4 * num_tiles), ptx.fma_tiles(num_tiles, 0, num_tiles)
+    code_bytes = shape.weights.code_bytes
+
+    def decode_gemm(
+        weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, positions: Any,
+        cosines: Any, sines: Any, k_cache: Any, v_cache: Any, table: Any, slots: Any, write_lens: Any, offsets: Any,
+        kv_scales: Any, first_row: Any, _norm_weight: Any, _norm_live: Any,
+    ) -> None:  # fmt: skip
+        base = ptx.varying(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
+        mine, totals = uint32(base + lane * uint32(16)), uint32(base + uint32(totals_at))
+        end = uint32(mine + uint32(stages * stage_bytes))
+        ptx.let_next_kernel_start()
+        group, turn, step = uint32(cuda.blockIdx.x), uint32(0), uint32(0)
+        for number in range(stages - 1):  # weights do not depend on the kernel before
+            if group < uint32(groups):
+                issue_weights(uint32(mine + uint32(number * stage_bytes)), weight, group, step, warp, lane)
+                group, turn, step = after(group, turn, step)
+            ptx.copies_commit()
+        ptx.wait_for_previous_kernel()
+        group, turn, step = uint32(cuda.blockIdx.x), uint32(0), uint32(0)
+        for number in range(stages - 1):
+            if group < uint32(groups):
+                issue_rows(uint32(mine + uint32(number * stage_bytes)), x, step, count, warp, lane)
+                group, turn, step = after(group, turn, step)
+            ptx.copies_commit()
+        begin_best(totals, thread)
+        across = uint32(warp % uint32(columns))
+        first_tile, first_rows = (
+            uint32(across * uint32(TILES_A_WARP)),
+            uint32(uint32(warp // uint32(columns)) * uint32(row_tiles)),
+        )
+        to_tile, to_rows = (
+            uint32(first_tile * uint32(tile_bytes)),
+            uint32(uint32(rows_at) + first_rows * uint32(rows_bytes)),
+        )
+        to_words = uint32(uint32(code_bytes) - lane * uint32(12))
+        corner = uint32((lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2)))
+        target = uint32(totals + first_tile * uint32(sum_bytes) + first_rows * uint32(SUM_BYTES) + corner * uint32(4))
+        written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
+        beside = (positions, cosines, sines, *written)
+        here, free, tile = uint32(mine), uint32(end - uint32(stage_bytes)), uint32(cuda.blockIdx.x)
+        while tile < uint32(groups):
+            sums = zeros()
+            for own_turn in range(turns):
+                partial, at = zeros(), uint32(own_turn)
+                while at < uint32(steps):
+                    wait()
+                    cuda.syncthreads()  # a stage's copies are here, of all warps, and nobody reads the one before
+                    if group < uint32(groups):
+                        issue_weights(free, weight, group, step, warp, lane)
+                        issue_rows(free, x, step, count, warp, lane)
+                        group, turn, step = after(group, turn, step)
+                    ptx.copies_commit()
+                    place = uint32(here + to_tile)
+                    partial = multiply(partial, place, uint32(here + to_rows), uint32(place + to_words))
+                    free, here = here, uint32(here + uint32(stage_bytes))
+                    if here == end:
+                        here = uint32(mine)
+                    at = uint32(at + uint32(WARPS))
+                if own_turn == 0:
+                    sums = partial
+                else:
+                    sums = add(sums, partial, float32(1), float32(1))
+            if steps < WARPS:  # as others add the sums of warps without a step
+                sums = add(sums, zeros(), float32(1), float32(1))
+            for part in range(TILES_A_WARP):
+                store(part, uint32(target + uint32(part * sum_bytes)), sums)
+            cuda.syncthreads()
+            finish(totals, tile, thread, row_live, bias, residual, out, count, beside, weight + scales_at)
+            tile = uint32(tile + uint32(cuda.gridDim.x))
+        end_best(totals, thread, bests, count)
+
+    return decode_gemm

@@ -1,0 +1,114 @@
+"""How a decode GEMM of 65 to 128 rows is cut: blocks whose warps share the rows of a k step.
+
+A warp of the usual kernel copies rows for itself, which costs more than the weights beyond 64 rows. Here a k step's
+rows are copied once for a block, and its warps have weight tiles and rows of them side by side.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from lowlat.kernels.gemm.decode.plan import KIND, WARPS, DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.toolchain.kernel import Gpu
+from lowlat.kernels.tuning.table import Fact, Planned, choose_plan
+
+__all__ = ["MOST_SHARED_ROWS", "SharedRowsPlan", "choose_shared_plan", "shared_plans", "shares_rows"]
+
+ROW_TILES = 16
+MOST_SHARED_ROWS = 8 * ROW_TILES
+TILES_A_WARP = 2  # weight tiles: one reading of rows from shared memory is for both
+TILES_A_BLOCK, TILES_OF_GROUPS = (2, 4, 8), (2, 4)  # of groups' own sums registers lack for more
+LEAST_STAGES, MOST_STAGES = 2, 8
+
+
+@dataclass(frozen=True)
+class SharedRowsPlan(DecodeGemmPlan):
+    """How such a GEMM is cut: none of it changes any bit of the result.
+
+    weight_tiles  tiles of 16 weight rows of a block: 2, 4 or 8
+    stages        k steps of a block that are under way or multiplied
+    Everything else is as every plan of a decode GEMM has it, with 16 tiles of 8 rows.
+    """
+
+    @property
+    def warp_columns(self) -> int:
+        """Warps side by side along the weight's rows, each of two weight tiles."""
+        return self.weight_tiles // TILES_A_WARP
+
+    @property
+    def own_row_tiles(self) -> int:
+        """Tiles of rows that a warp has."""
+        return self.row_tiles * self.warp_columns // WARPS
+
+    @property
+    def of_warp(self) -> DecodeGemmPlan:
+        """What a warp multiplies of a step."""
+        return DecodeGemmPlan(
+            self.own_row_tiles, 8, TILES_A_WARP, 1, 1, self.num_blocks, 1, self.suspends, tile_bytes=self.tile_bytes
+        )
+
+    @property
+    def finishing(self) -> int:
+        """Warps that finish tiles: all."""
+        return WARPS
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * WARPS
+
+    @property
+    def partials(self) -> int:
+        """A value's sums are added up in registers, in the order in which others have them added."""
+        return 1
+
+    @property
+    def totals_at(self) -> int:
+        """Where sums begin, after the stages."""
+        return self.stages * self.stage_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        return self.totals_at + self.weight_tiles * self.sum_bytes + self.best_bytes
+
+
+def shares_rows(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> bool:
+    """Whether blocks may share so many rows: more than the usual kernel takes at once, without what it alone has."""
+    alone = shape.norm_eps is None and shape.parts is None and shape.block is None and shape.ranks == 1
+    return 64 < rows <= MOST_SHARED_ROWS and alone and bool(shared_plans(shape, gpu))
+
+
+@cache
+def shared_plans(shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, ...]:
+    """The plans that fit a GPU, the derived one first; empty where none does.
+
+    A block reads its own weights and all rows. So the time is that of the bytes which the busiest SM reads from the L2.
+    """
+    sms, plans = gpu.num_multiprocessors, []
+    for tiles in TILES_OF_GROUPS if shape.weights.groups else TILES_A_BLOCK:
+        groups = -(-shape.width // (16 * tiles))
+        fitting = [
+            plan
+            for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
+            if (plan := _cut(tiles, stages, min(groups, sms), shape, gpu)).shared_bytes <= gpu.shared_bytes
+        ]
+        plans += [(rank, -(-groups // sms) * plan.step_bytes, plan) for rank, plan in enumerate(fitting)]
+    return tuple(plan for _, _, plan in sorted(plans, key=lambda each: each[:2]))
+
+
+def _cut(tiles: int, stages: int, num_blocks: int, shape: DecodeGemmShape, gpu: Gpu) -> SharedRowsPlan:
+    return SharedRowsPlan(
+        ROW_TILES, 8, tiles, stages, 1, num_blocks, 1, gpu.suspends, keeps_argmax=shape.best is not None,
+        tile_bytes=shape.weights.shared_bytes,
+    )  # fmt: skip
+
+
+def choose_shared_plan(shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, Planned]:
+    """The plan by a GPU's table, or the derived one; and its place in tables."""
+    facts: dict[str, Fact] = {
+        "rows": MOST_SHARED_ROWS, "N": shape.width, "K": shape.depth, "epilogue": shape.epilogue, "normed": False,
+        "argmax": shape.best is not None,
+    }  # fmt: skip
+    if shape.weights.name != "bf16":
+        facts["weights"] = shape.weights.label
+    return choose_plan(gpu.tuning, KIND, facts, shared_plans(shape, gpu))
