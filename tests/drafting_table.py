@@ -12,7 +12,7 @@ from itertools import combinations, product
 Case = Mapping[str, str]
 
 FACTORS: Mapping[str, tuple[str, ...]] = {
-    # the last but one: drafts from text next to EAGLE3's, or to a whole model's
+    # beside: drafts from text next to EAGLE3's, or to a whole model's
     "method": (
         *("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix"),
         *("beside", "whole_beside", "none"),
