@@ -39,7 +39,8 @@ from bench.prompts import Prompts
 from bench.soak import soak
 from lowlat.engine.loading import rank_geometries
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.step.state import StepGeometry
 
 __all__ = ["CASES", "PROMPTS", "ParallelCase", "main", "table"]

@@ -31,7 +31,7 @@ from bench.lib.weights import hold
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import Rank, make_executor
 from lowlat.graphs import Bucket
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.suffix.beside import TextBeside
 from lowlat.speculators.suffix.speculator import SuffixSpeculator
 from lowlat.speculators.tree.topology import TreeTopology

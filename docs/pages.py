@@ -85,7 +85,17 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         *(
             _page(f"measured-{name}", None, f"bench/notes/{name}.md")
             for name in (
-                *("decode-steps", "formats", "several-gpus", "prompts", "gpt-oss", "gemma", "hybrids", "sessions"),
+                *(
+                    "decode-steps",
+                    "draft-lengths",
+                    "formats",
+                    "several-gpus",
+                    "prompts",
+                    "gpt-oss",
+                    "gemma",
+                    "hybrids",
+                    "sessions",
+                ),
                 *("pairs-gpu", "long-contexts", "pairs-cpu", "grammars", "serving"),
             )
         ),

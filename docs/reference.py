@@ -90,6 +90,8 @@ def write_api(folder: Path) -> None:
                 continue
             kind = "autoclass" if isinstance(thing, type) else "autofunction"
             members = [] if kind == "autofunction" or issubclass(thing, Exception) else ["   :members:"]
+            if members and any(base.__module__.startswith("lowlat.") for base in thing.__bases__):
+                members.append("   :inherited-members:")
             parts += [f".. {kind}:: {name}.{public}", *members, ""]
     (folder / "api.rst").write_text("\n".join(parts), encoding="utf-8")
 

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     )
     from lowlat.ipc.answer import Answer, ToolCall
     from lowlat.ipc.chunk import Chunk
-    from lowlat.options.config import RuntimeConfig, SpeculativeConfig, TraceConfig
     from lowlat.options.request import SamplingParams, StepOutput, TokenLogprobs
+    from lowlat.options.runtime import RuntimeConfig, TraceConfig
+    from lowlat.options.speculative import SpeculativeConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -63,15 +64,15 @@ _HOMES = {
     "RequestMetrics": "lowlat.engine.metrics",
     "Runtime": "lowlat.engine.runtime",
     "Session": "lowlat.engine.sessions.session",
-    "RuntimeConfig": "lowlat.options.config",
+    "RuntimeConfig": "lowlat.options.runtime",
     "SamplingParams": "lowlat.options.request",
-    "SpeculativeConfig": "lowlat.options.config",
+    "SpeculativeConfig": "lowlat.options.speculative",
     "SpeculativeDecodingStats": "lowlat.engine.metrics",
     "StepOutput": "lowlat.options.request",
     "Stream": "lowlat.engine.calls.streams",
     "TokenLogprobs": "lowlat.options.request",
     "ToolCall": "lowlat.ipc.answer",
-    "TraceConfig": "lowlat.options.config",
+    "TraceConfig": "lowlat.options.runtime",
 }
 
 

@@ -37,7 +37,15 @@ ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 DRAIN_MARGIN_S = 5.0
 HEALTH_S = 5.0
 OWN = ("num_replicas", "num_gpus")  # arguments of `build` that are no settings
-GIVEN_HERE = ("endpoint", "http", "http_host", "allow_uid", "curve_keys", "log_format")  # a replica decides these
+GIVEN_HERE = (
+    "endpoint",
+    "http",
+    "http_host",
+    "http_origins",
+    "allow_uid",
+    "curve_keys",
+    "log_format",
+)  # a replica decides these
 
 
 class Replica:

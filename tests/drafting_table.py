@@ -15,7 +15,8 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "method": ("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix", "beside", "none"),
     "shape": ("chain", "static", "dynamic", "adaptive"),
     "partial": ("whole", "lossy", "lossless"),
-    "rows": ("usual", "wide"),  # wide steps that copies are verified by, with texts that requests name
+    # wide steps that verify copies, with texts that requests name; or what a grammar forces; or longer blocks of drafts
+    "rows": ("usual", "wide", "forced", "longer"),
     "weights": ("float32", "bfloat16", "fp8", "int4", "awq", "nvfp4", "mxfp4"),
     "drafts": ("plain", "fp8"),  # the draft model's weights
     "cache": ("plain", "fp8"),
@@ -60,6 +61,7 @@ class Rule:
 
 
 UNCOPIED = tuple(method for method in FACTORS["method"] if method not in ("suffix", "beside"))
+UNBLOCKED = tuple(method for method in FACTORS["method"] if method != "dflash")
 
 RULES = (
     Rule({"rows": ("wide",), "method": UNCOPIED[:-1]}, "wide_rows is an option of method 'suffix'"),
@@ -67,6 +69,13 @@ RULES = (
     # with method "suffix", too, of whose options it is: see test_wide_steps.py
     Rule({"rows": ("wide",), "shape": FACTORS["shape"][1:]}, "wide_rows is an option of method 'suffix'"),
     Rule({"rows": ("wide",), "partial": ("lossy", "lossless")}, "wide_rows is an option of method 'suffix'"),
+    Rule({"rows": ("longer",), "method": UNBLOCKED[:-1]}, "max_block_drafts is an option of method 'dflash'"),
+    Rule({"rows": ("longer",), "method": UNBLOCKED[-1:]}, None),
+    # with method "dflash", too, of whose options it is: see test_longer_drafts.py
+    Rule({"rows": ("longer",), "shape": FACTORS["shape"][1:]}, "max_block_drafts is an option of method 'dflash'"),
+    Rule({"rows": ("longer",), "partial": ("lossy", "lossless")}, "max_block_drafts is an option of method 'dflash'"),
+    Rule({"rows": ("forced",), "shape": ADAPTIVE}, "forced_rows 16 is not implemented for adaptive_width"),
+    Rule({"rows": ("forced",), "partial": ("lossy", "lossless")}, "forced_rows 16 is not implemented for enable_spec"),
     Rule({"method": ("none",), "shape": FACTORS["shape"][1:]}, None),
     Rule({"method": ("none",), "partial": ("lossy", "lossless")}, None),
     Rule({"method": ("none",), "drafts": ("fp8",)}, None),

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fake_engine import FakeCodec, FakeEngine, FakeOutput
@@ -22,6 +22,9 @@ from lowlat.serving.http.connections import ConnectionLimits
 from lowlat.serving.http.gateway import OneModel
 from lowlat.serving.http.server import Address, run
 from lowlat.text.templates.messages import call_values
+
+if TYPE_CHECKING:
+    import openai
 
 __all__ = ["KEY", "RecordingCodec", "RunningGateway", "ScriptedEngine", "gateway_at", "running_gateway"]
 
@@ -95,6 +98,13 @@ class RunningGateway:
         """For OpenAI's client."""
         return f"{self.address.url()}/v1"
 
+    def openai(self) -> "openai.OpenAI":
+        """OpenAI's client; it does not try again, and loads no certificates, which take 0.1 s."""
+        import openai
+
+        http_client = openai.DefaultHttpxClient(verify=False)
+        return openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0, http_client=http_client)
+
     def ask(
         self, path: str, body: object = None, *, headers: Mapping[str, str] | None = None, method: str | None = None
     ) -> tuple[int, Any, http.client.HTTPMessage]:
@@ -128,10 +138,10 @@ def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
 
     reading, writing = os.pipe()
     client = AsyncClient(endpoint, name="gateway", connect_timeout_s=options.pop("connect_timeout_s", 5.0))
-    host, port = options.pop("host", "127.0.0.1"), options.pop("port", 0)
+    bound = Address(options.pop("host", "127.0.0.1"), options.pop("port", 0), options.pop("path", None))
     thread = threading.Thread(
         target=run,
-        args=(OneModel(client), Address(host, port)),
+        args=(OneModel(client), bound),
         kwargs={"key": KEY, "opened": note, "parent": reading, **options},
     )
     thread.start()

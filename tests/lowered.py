@@ -25,7 +25,8 @@ from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.memory import workspaces_of
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.models.target import LoadedTarget, coded, load_target, open_target
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
 from lowlat.speculators.methods import draft_method, load_speculator
 from lowlat.speculators.tree.dynamic import Topology

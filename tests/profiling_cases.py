@@ -22,7 +22,8 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.models.target import load_target
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.tools.profile.recording import Record
 from lowlat.tools.profile.times import CallSite, KernelEvent

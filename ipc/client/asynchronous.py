@@ -11,7 +11,7 @@ import msgspec
 from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc.chunk import Chunk
 from lowlat.ipc.client.async_connection import AsyncConnection
-from lowlat.ipc.client.base import BaseClient
+from lowlat.ipc.client.base import CLOSED, BaseClient
 from lowlat.ipc.client.generation import BaseGeneration, Submission
 from lowlat.ipc.client.open_prompt import AsyncOpenPrompt
 from lowlat.ipc.client.protocol import ClientProtocol, Reply
@@ -130,6 +130,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         """Send pieces of an open prompt, each when the server takes it."""
         await self._started()
         connection, stream = self._submitted()
+        await self._keep_pace(connection)
         connection.check_news()  # grants, or why it has ended
         stream.check_open()
         try:
@@ -142,9 +143,17 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
             self._leave()
             raise
 
+    @staticmethod
+    async def _keep_pace(connection: AsyncConnection) -> None:
+        """Wait until a small message may be sent, where many were sent of late."""
+        delay = connection.protocol.pace.delay(time.monotonic())
+        if delay:
+            await asyncio.sleep(delay)
+
     async def _finish(self, *, speculative: bool, deadline: float | None) -> None:
         await self._started()
         connection, stream = self._submitted()
+        await self._keep_pace(connection)
         connection.check_news()
         connection.protocol.finish(stream, speculative=speculative)
         connection.pump()
@@ -382,9 +391,9 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         """Connect now rather than on first use."""
         return (await self.connected()).protocol.greeting.take()
 
-    async def close(self) -> None:
-        """End what is under way and the connection; harmless when repeated."""
-        self._end()
+    async def close(self, reason: str = CLOSED) -> None:
+        """End what is under way, whose readers are told the reason, and the connection; harmless when repeated."""
+        self._end(reason)
 
     async def __aenter__(self) -> Self:
         await self.connect()

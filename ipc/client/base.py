@@ -11,8 +11,9 @@ from lowlat.ipc.client.generation import Driver
 from lowlat.ipc.client.protocol import DEFAULT_WINDOW
 from lowlat.ipc.client.settings import Settings
 
-__all__ = ["BaseClient"]
+__all__ = ["CLOSED", "BaseClient"]
 
+CLOSED = "the client was closed"
 
 DriverType = TypeVar("DriverType", bound=Driver)
 LockType = TypeVar("LockType")
@@ -38,7 +39,7 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
             DriverType
         ] = []  # one, or none; a list, for the finalizer, which must not hold the client
         self._closed = False
-        self._finalizer = weakref.finalize(self, _close_all, self._connections, self._process)
+        self._finalizer = weakref.finalize(self, _close_all, self._connections, self._process, CLOSED)
 
     @property
     def endpoint(self) -> str:
@@ -66,11 +67,11 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
     def _new_lock(self) -> LockType:
         """The lock held while a connection is made."""
 
-    def _end(self) -> None:
+    def _end(self, reason: str) -> None:
         """Close for good; harmless when repeated, and in a fork."""
         self._closed = True
-        if self.in_own_process:
-            self._finalizer()
+        _close_all(self._connections, self._process, reason)
+        self._finalizer.detach()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -80,6 +81,6 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
         return ServerGone(f"{self.endpoint}: no answer within {timeout_s:g} s (timeout_s)", code="timeout")
 
 
-def _close_all(connections: list[DriverType], process: int) -> None:
+def _close_all(connections: list[DriverType], process: int, reason: str) -> None:
     while connections and os.getpid() == process:
-        connections.pop().close("the client was closed")
+        connections.pop().close(reason)

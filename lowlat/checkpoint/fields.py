@@ -124,6 +124,17 @@ class Fields:
                 raise self.error(key, expected)
         return tuple(value)
 
+    def numbers(self, key: str, low: float, high: float, *, count: int, what: str) -> tuple[float, ...]:
+        """A list of finite numbers in [low, high], one for each of what there are `count` of."""
+        value, expected = self.raw(key), f"a list of {count} numbers from {low:g} to {high:g}, one a {what}"
+        if not isinstance(value, list) or len(value) != count:
+            found = f"{len(value)} entries" if isinstance(value, list) else shown(value)
+            raise ConfigError(f"{self.label}: {key} must be {expected}; found {found}")
+        for item in value:
+            if isinstance(item, bool) or not isinstance(item, int | float) or not low <= item <= high:
+                raise ConfigError(f"{self.label}: {key} must be {expected}; found {shown(item)}")
+        return tuple(map(float, value))
+
     def optional_strings(self, key: str, *, max_count: int) -> tuple[str, ...] | None:
         """A list of strings, or None when absent."""
         value = self.raw(key)

@@ -13,8 +13,9 @@ from lowlat.cli.paths import FOLDER
 from lowlat.errors import RequestError, ServerGone
 from lowlat.ipc import Client
 from lowlat.ipc.endpoint import default_endpoint, parse_endpoint
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.serving.models.roster import Roster, roster_path
 
 __all__ = ["ServedModel", "asked", "connected", "endpoint_of", "refuse_the_servers_own", "server_options"]

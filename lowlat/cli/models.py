@@ -8,8 +8,8 @@ from pathlib import Path
 from lowlat.checkpoint import hub
 from lowlat.cli.console import progress_bar
 from lowlat.models.target import fetch_target, read_model_config
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.model_names import find_repository
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import draft_method, fetch_speculator
 
 __all__ = ["local_draft_model", "local_target", "outlined"]

@@ -15,9 +15,10 @@ from lowlat.cli.console import want_json
 from lowlat.cli.help import DeclaredOption
 from lowlat.cli.paths import FILE, FOLDER, MODEL, check_model
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig, TraceConfig
 from lowlat.options.declaration import Option, options_of
 from lowlat.options.request import ADVISED_OPTIONS, SamplingParams
+from lowlat.options.runtime import RuntimeConfig, TraceConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 __all__ = [
     "CURVE_HELP",

@@ -16,9 +16,10 @@ from lowlat.errors import RequestError
 from lowlat.executors.devices import leave_a_core
 from lowlat.ipc.chunk import Chunk
 from lowlat.models.target import read_model_config
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.text import TextCodec
 
 __all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
@@ -30,7 +31,7 @@ def default_context(model: Path, wanted: int | None) -> int:
     """The context asked for, or the usual one where the model has room for it. Raises ConfigError."""
     if wanted is not None:
         return wanted
-    return min(RuntimeConfig.max_context, read_model_config(model).max_context)
+    return min(RuntimeConfig.max_context, read_model_config(model).usual_context)
 
 
 class _Bars(ExitStack):

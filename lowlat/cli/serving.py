@@ -82,7 +82,7 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
         check_model(settings["model"])
     _check_free(settings.endpoint())
     if settings["http"] is not None:
-        check_gateway(settings["http"])
+        check_gateway(settings["http"], settings["http_origins"])
     loading = _Loading(settings, unnamed, worker)
     curve = None
     if settings["curve_keys"] is not None:
@@ -105,7 +105,13 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
         facts = {"event": "ready", "endpoint": server.endpoint, "pid": os.getpid(), **loading.facts}
         if settings["http"] is not None:
             facts["http"] = gateway.enter_context(
-                http_gateway(settings["http"], server.endpoint, settings["http_host"], settings["curve_keys"])
+                http_gateway(
+                    settings["http"],
+                    server.endpoint,
+                    settings["http_host"],
+                    settings["curve_keys"],
+                    origins=settings["http_origins"],
+                )
             )
         if worker is not None:
             worker.serve(server, {**facts, "sleep_bytes": loading.sleep_bytes})

@@ -31,7 +31,7 @@ def serve_models(settings: ServeConfig, tables: Sequence[ModelTable], *, json_ou
     for table in tables:
         check_model(table.settings["model"])
     if settings["http"] is not None:
-        check_gateway(settings["http"])
+        check_gateway(settings["http"], settings["http_origins"])
     supervisor = Supervisor(
         tables,
         settings["endpoint"],
@@ -44,7 +44,12 @@ def serve_models(settings: ServeConfig, tables: Sequence[ModelTable], *, json_ou
         if settings["http"] is not None:
             facts["http"] = gateway.enter_context(
                 http_gateway(
-                    settings["http"], settings["endpoint"], settings["http_host"], None, roster=supervisor.roster
+                    settings["http"],
+                    settings["endpoint"],
+                    settings["http_host"],
+                    None,
+                    origins=settings["http_origins"],
+                    roster=supervisor.roster,
                 )
             )
         supervisor.run(until=lambda: supervisor.is_ready)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lowlat.errors import RequestError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS
 
 __all__ = ["MetricsBook", "RequestMetrics", "RuntimeMetrics", "SpeculativeDecodingStats"]
 

@@ -16,7 +16,7 @@ import torch
 
 from lowlat.engine.loading import Loaded
 from lowlat.models.shard import PARTS
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 
 __all__ = ["digest_of", "numerics_of"]
 

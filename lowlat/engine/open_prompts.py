@@ -7,7 +7,7 @@ from lowlat.errors import RequestError
 from lowlat.text.growing import GrowingPrompt
 
 if TYPE_CHECKING:
-    from lowlat.engine.runtime import Runtime
+    from lowlat.engine.stepped import SteppedRuntime
 
 __all__ = ["OpenPrompt"]
 
@@ -15,7 +15,7 @@ __all__ = ["OpenPrompt"]
 class OpenPrompt:
     """A request whose prompt is being written; see `Runtime.open_prompt`. One thread writes it."""
 
-    def __init__(self, runtime: "Runtime", request_id: str, *, allow_special: bool) -> None:
+    def __init__(self, runtime: "SteppedRuntime", request_id: str, *, allow_special: bool) -> None:
         self._runtime = runtime
         self._pieces = GrowingPrompt(runtime.codec, max_context=runtime.config.max_context, allow_special=allow_special)
         self._refusal = ""  # of a piece: the prompt lacks it, and is of no more use

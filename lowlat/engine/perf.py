@@ -23,8 +23,9 @@ from lowlat.engine.request import Request
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.step.ladder import StepLadder
 
 __all__ = [

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
 
-from lowlat.errors import ConfigError, DeviceError, LowlatError, RequestError
+from lowlat.errors import CapacityError, ConfigError, DeviceError, LowlatError, RequestError
 from lowlat.options.declaration import plain, shown
 from lowlat.options.request import SamplingParams
 from lowlat.step.ladder import StepLadder
@@ -226,6 +226,18 @@ class Unbroken:
         except BaseException as error:
             self._harmless = error
             raise
+
+    @contextmanager
+    def unless_refused(self) -> Iterator[None]:
+        """A change that is made whole, or refused before it begins."""
+        refused: LowlatError | None = None
+        with self:
+            try:
+                yield
+            except (RequestError, CapacityError) as error:
+                refused = error
+        if refused is not None:
+            raise refused
 
     def check(self) -> None:
         """Raise DeviceError where a change was broken off."""

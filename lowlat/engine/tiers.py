@@ -11,8 +11,8 @@ from lowlat.engine.numerics import digest_of
 from lowlat.errors import CapacityError, ConfigError
 from lowlat.executors.block_moves import content_layout
 from lowlat.graphs import BufferSet
-from lowlat.options.config import RuntimeConfig
 from lowlat.options.model_names import display_name
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.sequence.tiers.arena import HostArena
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lowlat.engine.mailbox import SlotPublication
 from lowlat.executors import Executor
 from lowlat.graphs import Bucket
-from lowlat.options.config import TraceConfig
+from lowlat.options.runtime import TraceConfig
 from lowlat.sequence.book import SequenceBook
 
 __all__ = ["Tracer"]

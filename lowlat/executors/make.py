@@ -20,7 +20,7 @@ from lowlat.kernels.attention.limits import INVARIANT_HEADS, most_positions
 from lowlat.lowering.covers import uncovered
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.shard import PARTS, STEP
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.state import StepGeometry
 
 __all__ = [

@@ -16,7 +16,7 @@ from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Gpu, KernelCall, Workspace
 from lowlat.lowering.device_weights import DeviceWeights
-from lowlat.options.config import FEW_SLOTS
+from lowlat.options.runtime import FEW_SLOTS
 
 __all__ = [
     "AllReduces", "Binding", "Call", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts",

@@ -6,7 +6,7 @@ A model is its layers, see `lowlat.models.layer_spec`, and a few facts of the wh
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal, Self, TypeVar
 
 from lowlat.checkpoint.formats import Quantisation
 from lowlat.checkpoint.kv_scales import LayerScales
@@ -127,7 +127,7 @@ class ModelConfig(Decoder):
     coded_kv         None: the cache has the compute dtype
     coded_rows       matrices of layers that are multiplied by e4m3 codes of a prompt's rows, see `code_activations`; by
                      name in order, so that a record's text is the same in every process
-    window_limit     positions up to which windows that are not implemented change nothing
+    drops_windows    layers whose window holds the whole context run without it, see `for_context`
     query_limit      positions up to which a scale of queries by position, which is not implemented, is 1
     """
 
@@ -141,21 +141,35 @@ class ModelConfig(Decoder):
     bos_token_id: int | None = None
     coded_kv: CodedKV | None = None
     coded_rows: tuple[str, ...] = ()
-    window_limit: int | None = None
+    drops_windows: bool = False
     query_limit: int | None = None
 
     @property
     def max_context(self) -> int:
         """Tokens of prompt and text, at most."""
-        return min(limit for limit in (self.max_position, self.window_limit, self.query_limit) if limit is not None)
+        return self.max_position if self.query_limit is None else min(self.max_position, self.query_limit)
+
+    @property
+    def usual_context(self) -> int:
+        """Tokens up to which nothing that it computes depends on the context that it is loaded for."""
+        windows = [window for window in self.windows if window is not None and self.drops_windows]
+        lengths = [rotation.rope.original_max_position for rotation in self.rotations if rotation.rope.has_long_factors]
+        return min([self.max_context, *windows, *lengths])
+
+    def for_context(self, max_context: int) -> Self:
+        """The geometry of a runtime of this context: windows that hold all of it left out, RoPE's factors chosen."""
+        return replace(self, layers=tuple(self._in_context(layer, max_context) for layer in self.layers))
+
+    def _in_context(self, layer: LayerSpec, max_context: int) -> LayerSpec:
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionSpec):
+            return layer
+        if self.drops_windows and mixer.window is not None and mixer.window >= max_context:
+            mixer = replace(mixer, window=None)
+        return replace(layer, mixer=replace(mixer, rope=mixer.rope.for_context(max_context)))
 
     def check_context(self, max_context: int, source: Path | str) -> None:
         """Raise ConfigError for a context that is longer than the model's; source is the config, for the message."""
-        if self.window_limit is not None and self.window_limit < min(max_context, self.max_position):
-            raise ConfigError(
-                f"max_context {max_context} exceeds sliding_window {self.window_limit} ({source}): this family runs "
-                "with full attention, which is the same up to there; lower max_context (--max-context)"
-            )
         if self.query_limit is not None and self.query_limit < min(max_context, self.max_position):
             raise ConfigError(
                 f"max_context {max_context} exceeds original_max_position_embeddings {self.query_limit} ({source}): "

@@ -23,15 +23,15 @@ __all__ = [
     "check_head_counts",
     "dtype_error",
     "is_quantised",
+    "layer_windows",
     "max_positions",
     "parse_rope",
     "partial_rotary_dims",
     "read_config",
-    "refuse_windows",
     "resolve_dtype",
+    "sliding_kinds",
     "special_tokens",
     "stored_dtype",
-    "window_limit",
 ]
 
 MAX_VOCABULARY = 1 << 24
@@ -49,7 +49,9 @@ WRAPPERS = (
     "qwen3_vl_moe",
 )  # vision-language models whose text runs here
 OUTER_KEYS = ("model_type", "architectures", "tie_word_embeddings")
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+LONGROPE = ("longrope", "su")  # the second as Phi-3's first files had it
+MAX_FACTORS = 1024
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # how positions of images turn: those of text are all alike
 DTYPES = ("auto", "bfloat16", "float32")
 
@@ -58,6 +60,10 @@ def read_config(directory: Path) -> Fields:
     """The directory's config.json. Raises ConfigError when the directory or the file is missing or malformed."""
     if directory.is_file() and (why := foreign_files([directory.name])) is not None:
         raise ConfigError(f"{directory}: {why}")
+    if directory.is_file():
+        raise ConfigError(
+            f"{directory}: is a file; expected a Hugging Face model directory, or ORG/NAME of a repository"
+        )
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: no such directory; expected a Hugging Face model directory, or ORG/NAME of a repository"
@@ -99,53 +105,49 @@ def check_head_counts(fields: Fields, num_heads: int, num_kv_heads: int, head_di
         raise ConfigError(f"{fields.label}: head_dim must be even, found {head_dim}")
 
 
-def window_limit(
+def layer_windows(
     fields: Fields, *, off_by_default: bool = False, default: int | None = None, default_first: int | None = None
-) -> int | None:
-    """The positions up to which a config's sliding windows change nothing; None where no layer has a window.
+) -> tuple[int | None, ...]:
+    """The sliding window of each layer, its own row included; None: it sees everything before it.
 
     off_by_default  without use_sliding_window the size alone asks for nothing (Qwen2, Qwen3)
     default         the window that a config without the key has (Mistral)
     default_first   the first layer with a window where max_window_layers is missing; None: that key means nothing
-    A row sees the window's rows, its own included: a text of so many tokens is seen whole. Raises ConfigError.
+    layer_types says which layers have one where it names any. Raises ConfigError.
     """
-    uses = fields.optional_boolean("use_sliding_window")
+    uses, count = fields.optional_boolean("use_sliding_window"), fields.integer("num_hidden_layers", 1, 1 << 20)
     window = fields.optional_integer("sliding_window", 0, 1 << 30)
     if "sliding_window" not in fields.values:
         window = default
+    kinds = sliding_kinds(fields, count)
+    if "sliding_attention" in kinds:
+        has_window = [kind == "sliding_attention" for kind in kinds]
+    elif off_by_default:
+        first = fields.integer("max_window_layers", 0, 1 << 20, default=default_first) if default_first else 0
+        some = bool(uses) and window is not None and not kinds
+        has_window = [some and layer >= first for layer in range(count)]
+    else:
+        has_window = [bool(uses) or (window is not None and uses is None)] * count
+    if any(has_window) and not window:
+        raise fields.error("sliding_window", "an integer from 1 where layers have a window")
+    return tuple(window if each else None for each in has_window)
+
+
+def sliding_kinds(fields: Fields, count: int) -> tuple[str, ...]:
+    """The entries of layer_types, each full_attention or sliding_attention; none without the key."""
     kinds = fields.optional_strings("layer_types", max_count=4096) or ()
     for kind in kinds:
         if kind not in ("full_attention", "sliding_attention"):
             raise ConfigError(f"{fields.label}: layer_types entry {kind!r} is not implemented for this family")
-    if "sliding_attention" in kinds:
-        has_windows = True
-    elif off_by_default:
-        first = 0
-        if default_first is not None:
-            first = fields.integer("max_window_layers", 0, 1 << 20, default=default_first)
-        some = not kinds and first < fields.integer("num_hidden_layers", 1, 1 << 20)
-        has_windows = bool(uses) and window is not None and some
-    else:
-        has_windows = bool(uses) or (window is not None and uses is None)
-    if not has_windows:
-        return None
-    if not window:
-        raise fields.error("sliding_window", "an integer from 1 where layers have a window")
-    return window
-
-
-def refuse_windows(fields: Fields, *, off_by_default: bool) -> None:
-    """Refuse sliding windows where no limit of the context stands for them. Raises ConfigError."""
-    if "sliding_attention" in (fields.optional_strings("layer_types", max_count=4096) or ()):
-        raise ConfigError(f"{fields.label}: layer_types entry 'sliding_attention' is not implemented here")
-    window = window_limit(fields, off_by_default=off_by_default)
-    if window is not None:
-        raise ConfigError(f"{fields.label}: sliding window attention (sliding_window {window}) is not implemented here")
+    if kinds and len(kinds) != count:
+        raise ConfigError(f"{fields.label}: layer_types has {len(kinds)} entries, expected {count}, one a layer")
+    return kinds
 
 
 def is_quantised(fields: Fields, directory: Path) -> bool:
     """Whether a config, or ModelOpt's file next to it, says that weights are quantised."""
-    return bool(fields.values.get("quantization_config")) or (directory / QUANTISATION_FILE).exists()
+    named = any(fields.values.get(key) for key in ("quantization_config", "compression_config"))
+    return named or (directory / QUANTISATION_FILE).exists()
 
 
 def stored_dtype(fields: Fields, checkpoint: Path) -> tuple[str, str]:
@@ -225,13 +227,14 @@ def parse_rope(
     absent: dict[str, Any] | None = None,
     partial: bool = False,
     known: Collection[str] = (),
+    head_dim: int | None = None,
 ) -> RopeConfig:
     """RoPE from either spelling: rope_theta with rope_scaling, or rope_parameters.
 
     absent is what a config without either means; partial: heads may turn in part, see `partial_rotary_dims`; known:
-    keys of rope_parameters that the family has read. A base
-    inside rope_parameters wins over one next to it, as in transformers. Raises ConfigError for kinds and keys that are
-    not implemented.
+    keys of rope_parameters that the family has read; head_dim: dimensions of a head, of families that may have
+    longrope. A base inside rope_parameters wins over one next to it, as in transformers. Dynamic scaling begins where
+    the model's positions end: up to there it is plain. Raises ConfigError for kinds and keys that are not implemented.
     Source: transformers modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1.
     """
     rope = _rope_fields(fields, absent or {})
@@ -251,16 +254,23 @@ def parse_rope(
     kind = kind or older or "default"
     if kind == "mrope" and IMAGE_POSITIONS[0] in known:
         kind = "default"
-    if kind not in ROPE_KINDS:
-        raise ConfigError(f"{rope.label}: rope type {kind!r} is not implemented; implemented: {', '.join(ROPE_KINDS)}")
+    kinds = ROPE_KINDS if head_dim is None else (*ROPE_KINDS, *LONGROPE)
+    if kind not in kinds:
+        raise ConfigError(f"{rope.label}: rope type {kind!r} is not implemented; implemented: {', '.join(kinds)}")
     if kind == "default":
         result = RopeConfig(theta)
+    elif kind == "dynamic":
+        rope.number("factor", 1e-3, 1e6)
+        result = RopeConfig(theta)
+    elif kind in LONGROPE:
+        dims = partial_rotary_dims(fields, head_dim or 0, default=1.0)
+        result = _longrope(fields, rope, theta, max_position, dims // 2)
     elif kind == "linear":
         result = RopeConfig(theta, "linear", factor=rope.number("factor", 1e-3, 1e6))
     elif kind == "llama3":
-        result = _llama3(rope, theta, max_position)
+        result = _llama3(rope, theta, _trained_positions(fields, rope, max_position))
     else:
-        result = _yarn(rope, theta, max_position)
+        result = _yarn(rope, theta, _trained_positions(fields, rope, max_position))
     rope.refuse_unknown(known)
     return result
 
@@ -278,7 +288,7 @@ def partial_rotary_dims(fields: Fields, head_dim: int, *, default: float) -> int
     return dims
 
 
-def _llama3(rope: Fields, theta: float, max_position: int) -> RopeConfig:
+def _llama3(rope: Fields, theta: float, trained: int) -> RopeConfig:
     low = rope.number("low_freq_factor", 1e-3, 1e6)
     high = rope.number("high_freq_factor", 1e-3, 1e6)
     if not low < high:
@@ -287,9 +297,41 @@ def _llama3(rope: Fields, theta: float, max_position: int) -> RopeConfig:
         theta,
         "llama3",
         factor=rope.number("factor", 1e-3, 1e6),
-        original_max_position=rope.integer("original_max_position_embeddings", 1, 1 << 30, default=max_position),
+        original_max_position=trained,
         low_freq_factor=low,
         high_freq_factor=high,
+    )
+
+
+def _trained_positions(fields: Fields, rope: Fields, max_position: int) -> int:
+    """The positions that a model was trained for before RoPE was scaled: Phi-3's configs have them next to its keys."""
+    key = "original_max_position_embeddings"
+    outer = fields.optional_integer(key, 1, 1 << 30)
+    trained = rope.integer(key, 1, 1 << 30, default=outer or max_position)
+    if outer not in (None, trained):
+        raise ConfigError(f"{rope.label}: {key} is {trained}, and {outer} next to it")
+    return trained
+
+
+def _longrope(fields: Fields, rope: Fields, theta: float, max_position: int, pairs: int) -> RopeConfig:
+    """A factor for each pair of a head's dimensions that turns, of contexts up to the trained one and of longer ones.
+
+    The factor of cos and sin is of the model's positions over the trained ones, in both.
+    """
+    trained = _trained_positions(fields, rope, max_position)
+    factor = rope.number("factor", 1e-3, 1e6, default=max_position / trained)
+    scale = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 and trained > 1 else 1.0
+    short, long = (
+        rope.numbers(key, 1e-6, 1e6, count=pairs, what="pair of dimensions that turns")
+        for key in ("short_factor", "long_factor")
+    )
+    return RopeConfig(
+        theta,
+        "longrope",
+        original_max_position=trained,
+        attention_factor=rope.number("attention_factor", 1e-3, 1e3, default=scale),
+        factors=short,
+        long_factors=long,
     )
 
 
@@ -305,7 +347,7 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _yarn(rope: Fields, theta: float, max_position: int) -> RopeConfig:
+def _yarn(rope: Fields, theta: float, trained: int) -> RopeConfig:
     factor = rope.number("factor", 1e-3, 1e6)
     attention_factor = rope.optional_number("attention_factor", 1e-3, 1e3)
     further = rope.optional_number("attn_factor", 1e-3, 1e3)  # vLLM's, next to the factor that follows from YaRN's
@@ -326,7 +368,7 @@ def _yarn(rope: Fields, theta: float, max_position: int) -> RopeConfig:
         theta,
         "yarn",
         factor=factor,
-        original_max_position=rope.integer("original_max_position_embeddings", 1, 1 << 30, default=max_position),
+        original_max_position=trained,
         beta_fast=fast,
         beta_slow=slow,
         truncate=rope.boolean("truncate", True),

@@ -33,12 +33,14 @@ Activation = Literal["silu", "gelu_tanh"]
 class RopeConfig:
     """Rotary embedding: base, and how its frequencies are scaled for contexts past the trained one.
 
-    share  of a head's pairs that turn, its first, where the kind is proportional: the others have angle 0
+    share          of a head's pairs that turn, its first, where the kind is proportional: the others have angle 0
+    factors        longrope's, which divide a head's frequencies, [D / 2], of contexts up to original_max_position
+    long_factors   the same of longer contexts, for all positions: see `for_context`
     Source: the `rope_theta`, `rope_scaling` and `rope_parameters` entries of config.json.
     """
 
     theta: float
-    kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
+    kind: Literal["default", "linear", "llama3", "yarn", "proportional", "longrope"] = "default"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -48,6 +50,20 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0  # multiplies cos and sin; resolved at load (0.1 ln(factor) + 1 for YaRN)
     share: float = 1.0
+    factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def has_long_factors(self) -> bool:
+        """Whether longer contexts have other factors than these."""
+        return bool(self.long_factors)
+
+    def for_context(self, max_context: int) -> "RopeConfig":
+        """The same with the factors of a runtime's context; they are fixed then, for all of its positions."""
+        if not self.long_factors:
+            return self
+        chosen = self.long_factors if max_context > self.original_max_position else self.factors
+        return replace(self, factors=chosen, long_factors=())
 
 
 class Rotation(NamedTuple):

@@ -56,6 +56,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         return _yarn(rope, head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float) / head_dim
     base: torch.Tensor = 1.0 / (rope.theta**exponents)
+    if rope.kind == "longrope":
+        return 1.0 / (torch.tensor(rope.factors, dtype=torch.float32) * rope.theta**exponents)
     if rope.kind == "proportional":
         base[int(rope.share * head_dim // 2) :] = 0
         base /= rope.factor

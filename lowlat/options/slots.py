@@ -7,7 +7,8 @@ import logging
 from dataclasses import replace
 
 from lowlat.errors import ConfigError
-from lowlat.options.config import FEW_SLOTS, MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from lowlat.options.runtime import FEW_SLOTS
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 __all__ = ["MOST_STEP_ROWS", "fit_slots", "most_drafts"]
 

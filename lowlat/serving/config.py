@@ -15,9 +15,11 @@ from lowlat.checkpoint.files import read_text
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
-from lowlat.options.config import AUTO_METHOD, NEEDS_MODEL, RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import KINDS, Option, declare, options_of
+from lowlat.options.method_options import AUTO_METHOD, NEEDS_MODEL
 from lowlat.options.model_names import find_repository
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 
 __all__ = [
     "GROUPS", "MODELS_TABLE", "SETTINGS", "ServeConfig", "read_toml", "speculative_config", "unknown_variables",
@@ -43,6 +45,9 @@ class _Server:
     )
     http_host: str | None = declare(
         None, "Further names under which the HTTP gateway is reached, with commas between.", metavar="NAMES"
+    )
+    http_origins: str | None = declare(
+        None, "Origins of other sites whose pages may ask the HTTP gateway, with commas between; * is all.", rare=True
     )
     log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
     models_gib: float | None = declare(

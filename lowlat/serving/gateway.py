@@ -23,26 +23,34 @@ END_S = 5.0
 logger = logging.getLogger("lowlat.serving")
 
 
-def check_gateway(address: str) -> None:
-    """Refuse a gateway that cannot open, its address and its key, before anything is loaded. Raises ConfigError."""
+def check_gateway(address: str, origins: str | None = None) -> None:
+    """Refuse a gateway whose address, origins or key cannot be, before anything is loaded. Raises ConfigError."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise ConfigError(f"an HTTP gateway ({address}) needs {', '.join(lacking)}: pip install 'lowlat[http]'")
-    from lowlat.serving.http.auth import key_of
+    from lowlat.serving.http.auth import key_of, origins_of
     from lowlat.serving.http.server import check_free, parse_address
 
     key_of(os.environ)
+    origins_of(origins)
     check_free(parse_address(address))
 
 
 @contextmanager
 def http_gateway(
-    address: str, endpoint: str, hosts: str | None, curve_keys: Path | None, *, roster: Path | None = None
+    address: str,
+    endpoint: str,
+    hosts: str | None,
+    curve_keys: Path | None,
+    *,
+    origins: str | None = None,
+    roster: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Open a gateway as long as the context lasts; gives its facts: url, page, key where it was made.
 
-    address   [HOST:]PORT; endpoint is the server's
+    address   [HOST:]PORT or unix:PATH; endpoint is the server's
     hosts     further names under which it is reached, with commas between
+    origins   of other sites' pages that may ask, with commas between
     roster    of several models, which are asked for by their names
     Raises ConfigError where it does not open.
     """
@@ -51,6 +59,8 @@ def http_gateway(
     command.append(f"--endpoint={endpoint.replace('tcp://0.0.0.0:', 'tcp://127.0.0.1:')}")
     if hosts is not None:
         command.append(f"--http-host={hosts}")
+    if origins is not None:
+        command.append(f"--http-origins={origins}")
     if curve_keys is not None:
         command.append(f"--curve-keys={curve_keys}")
     if roster is not None:

@@ -23,7 +23,7 @@ from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.walk import Tables
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth
 from lowlat.speculators.tree.topology import TreeTopology
@@ -220,6 +220,11 @@ class Speculator(ABC):
     def wide_source(self) -> int:
         """The source, by its number in `verified_source`, whose drafts say by being right that a wide step pays."""
         return FROM_METHOD
+
+    @property
+    def longer_draft_length(self) -> int:
+        """A draft length above the options', of steps while the drafts of the last ones were accepted; 0: none."""
+        return 0
 
     @property
     def num_text_tokens(self) -> int:

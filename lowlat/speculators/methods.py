@@ -12,7 +12,8 @@ from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import read_config
 from lowlat.models.target import OpenedTarget, rounding
-from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
+from lowlat.options.method_options import AUTO_METHOD
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.dflash.config import TYPES
 from lowlat.speculators.dflash.speculator import DflashSpeculator

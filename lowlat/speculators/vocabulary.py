@@ -15,7 +15,7 @@ from lowlat.kernels.formats import dequantised
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.target import OpenedTarget
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
 from lowlat.speculators.draft_parts import DRAFT_MAP, LM_HEAD
 from lowlat.text.codec import TextCodec

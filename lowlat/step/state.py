@@ -64,6 +64,7 @@ class StepGeometry:
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model after a slot's last token
     max_draft_length  the greatest draft length, where each step's is chosen again; None: it is the bucket's
+    forced_rows  rows T of steps that verify what grammars force, ascending
     partial      SpecPV's sizes; None: everything is attended to
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
@@ -86,6 +87,7 @@ class StepGeometry:
     simulated_seed: int = 0
     max_draft_length: int | None = None
     num_drafted_rows: int = 0
+    forced_rows: tuple[int, ...] = ()
     partial: PartialKV | None = None
     prompt_logits: bool = False
     prompt_logprobs: bool = False

@@ -24,8 +24,10 @@ from lowlat.lowering.covers import uncovered
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import read_model_config
-from lowlat.options.config import AUTO_METHOD, RuntimeConfig, SpeculativeConfig
+from lowlat.options.method_options import AUTO_METHOD
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import fit_slots
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.windows import check_draft_window

@@ -20,8 +20,9 @@ from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import Gpu, Kernel, KernelCall
 from lowlat.models.target import read_model_config
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import fit_slots
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology

@@ -16,7 +16,7 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import ModelConfig
-from lowlat.options import config as options_module
+from lowlat.options.method_options import METHOD_OPTIONS
 from lowlat.speculators import methods
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 
@@ -62,7 +62,7 @@ class Periodic(Speculator):
 def test_a_third_method_needs_a_line_in_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its name among the options: nothing else knows it, and it changes no token."""
     monkeypatch.setattr(methods, "METHODS", {**methods.METHODS, "periodic": Periodic})
-    monkeypatch.setitem(options_module.METHOD_OPTIONS, "periodic", ())
+    monkeypatch.setitem(METHOD_OPTIONS, "periodic", ())
     make_target(tmp_path, "qwen3", gain=0.3, num_hidden_layers=2)
     prompt, sampling = [4, 5, 6] * 6, SamplingParams(max_tokens=30, temperature=0.5, seed=3)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:

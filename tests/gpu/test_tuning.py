@@ -14,7 +14,7 @@ import lowlat as package
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.kernels.tuning.choice import file_name
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.bench import GpuBench
 from lowlat.tools.tune.cases import cases_of

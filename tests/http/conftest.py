@@ -17,7 +17,7 @@ if "openai" not in sys.modules:
     spec.loader.exec_module(sys.modules["openai"])
 
 import openai
-from gateway import KEY, RunningGateway, running_gateway
+from gateway import RunningGateway, running_gateway
 
 
 @pytest.fixture(scope="module")
@@ -30,5 +30,5 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
 @pytest.fixture
 def client(gateway: RunningGateway) -> Iterator[openai.OpenAI]:
     """OpenAI's client to that gateway; it does not try again."""
-    with openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as made:
+    with gateway.openai() as made:
         yield made

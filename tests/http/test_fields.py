@@ -6,7 +6,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway import KEY, RecordingCodec, RunningGateway, ScriptedEngine, running_gateway
+from gateway import RecordingCodec, RunningGateway, ScriptedEngine, running_gateway
 from msgspec import UNSET
 
 from lowlat.options.request import ToolCallDelta
@@ -215,7 +215,7 @@ def test_many_prompts_are_answered_in_turn(tmp_path: Path) -> None:
     engine = ScriptedEngine(step_s=0.0)
     with (
         running_gateway(tmp_path, engine) as gateway,
-        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+        gateway.openai() as client,
     ):
         prompts = [[1 + place] for place in range(100)]
         answer = client.completions.create(model="fake", prompt=prompts, max_tokens=2)
@@ -297,7 +297,7 @@ def test_a_forced_call_that_is_cut_has_no_content(tmp_path: Path, stream: bool) 
     tools: Any = {"tools": [TOOL], "tool_choice": "required"}
     with (
         running_gateway(tmp_path, engine) as gateway,
-        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+        gateway.openai() as client,
     ):
         if stream:
             chunks = list(client.chat.completions.create(model="fake", messages=MESSAGES, stream=True, **tools))

@@ -48,7 +48,7 @@ def upload(
             yield json.dumps(line).encode() + b"\n"
             time.sleep(pause_s)
 
-    return httpx2.post(f"{url}/{path}", headers=HEADERS, content=lines(), timeout=30.0)
+    return httpx2.post(f"{url}/{path}", headers=HEADERS, content=lines(), timeout=30.0, verify=False)
 
 
 def first_token_s(answer: Generation) -> float:
@@ -310,7 +310,10 @@ def test_refusals(growing: tuple[RunningGateway, FakeEngine]) -> None:
         assert (answer.status_code, error["param"]) == (status, param), error
         assert words in error["message"], error
     refused = httpx2.post(
-        f"{gateway.url}/completions", headers=HEADERS | {"authorization": "Bearer no"}, content=iter([b"{"])
+        f"{gateway.url}/completions",
+        headers=HEADERS | {"authorization": "Bearer no"},
+        content=iter([b"{"]),
+        verify=False,
     )
     assert refused.status_code == 401
     eventually(lambda: not engine.opened and not engine.busy)

@@ -8,10 +8,12 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from gateway import KEY, RunningGateway, ScriptedEngine, running_gateway
 
 from lowlat.ipc.client import AsyncClient
+from lowlat.serving.http import streaming
 from lowlat.serving.http.app import make_app
 from lowlat.serving.http.gateway import OneModel
 from lowlat.serving.http.server import Address, bind
@@ -63,7 +65,7 @@ def unchunked(answer: bytes) -> bytes:
 def test_a_reader_that_reads_late_misses_nothing(tmp_path: Path) -> None:
     texts = [f"{number} " + "x" * (1 << 16) for number in range(200)]
     with running_gateway(tmp_path, ScriptedEngine(*({"text": text} for text in texts))) as gateway:
-        answer = unchunked(streamed(gateway, wait_s=1.0, max_tokens=1000))
+        answer = unchunked(streamed(gateway, wait_s=0.3, max_tokens=1000))
         assert "".join(texts_of(answer)) == "".join(texts) and answer.endswith(b"data: [DONE]\n\n")
 
 
@@ -121,3 +123,19 @@ def test_a_reader_that_acknowledges_late_gets_each_event_by_itself(tmp_path: Pat
                 answer += piece
     assert sum(counts) == TOKENS + 2  # the end, and [DONE]
     assert sorted(counts)[len(counts) // 2] == 1 and len(counts) > TOKENS // 2, counts
+
+
+def test_silence_is_broken_by_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first event, which a proxy may not wait for, and among later ones; what fails then is an event."""
+    monkeypatch.setattr(streaming, "SILENCE_S", 0.02)
+    with running_gateway(tmp_path, ScriptedEngine(step_s=0.1, faults={5: "nan"})) as gateway:
+        for version, num in (("1.1", 4), ("1.0", 0)):
+            answer = streamed(gateway, version, max_tokens=2)
+            assert answer.count(b": waiting\n\n") >= num and bool(num) == (b": waiting" in answer)
+            assert len("".join(texts_of(answer)).split()) == 2
+        with gateway.openai() as client:
+            asked: Any = {"model": "fake", "max_tokens": 9, "stream": True}
+            chunks = list(client.completions.create(prompt="Hi", **asked))
+            assert len(chunks) == 10
+            with pytest.raises(openai.APIError, match="not finite"):
+                list(client.completions.create(prompt=[5], **asked))

@@ -65,7 +65,7 @@ def test_a_chat_without_a_limit_has_the_rest_of_the_context(tmp_path: Path) -> N
     engine = ScriptedEngine(max_context=64, step_s=0.0)
     with (
         running_gateway(tmp_path, engine) as gateway,
-        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+        gateway.openai() as client,
     ):
         answer = client.chat.completions.create(model="fake", messages=MESSAGES)
         assert answer.usage is not None and answer.usage.total_tokens == 64
@@ -92,7 +92,7 @@ def test_what_is_asked_reaches_the_engine(tmp_path: Path) -> None:
     engine = ScriptedEngine({"text": "x"})
     with (
         running_gateway(tmp_path, engine) as gateway,
-        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+        gateway.openai() as client,
     ):
         client.chat.completions.create(
             model="fake", messages=MESSAGES, temperature=0.5, top_p=0.9, presence_penalty=1, frequency_penalty=-1,
@@ -118,7 +118,7 @@ def test_reasoning_and_tool_calls_stand_apart(tmp_path: Path, stream: bool) -> N
     asked: dict[str, Any] = {"model": "fake", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "auto"}
     with (
         running_gateway(tmp_path, engine) as gateway,
-        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+        gateway.openai() as client,
     ):
         if stream:
             calls: dict[int, list[str]] = {}
@@ -198,7 +198,7 @@ def test_responses_stream_their_events(tmp_path: Path) -> None:
     engine = ScriptedEngine({"reasoning": "Hm."}, {"text": "A "}, {"text": "b."})
     with (
         running_gateway(tmp_path, engine) as gateway,
-        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+        gateway.openai() as client,
     ):
         items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
         events: list[Any] = list(client.responses.create(model="fake", input=items, instructions="Be.", stream=True))

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway import KEY, RecordingCodec, ScriptedEngine, running_gateway
+from gateway import RecordingCodec, ScriptedEngine, running_gateway
 from pydantic import BaseModel
 
 from lowlat.options.request import ToolCallDelta
@@ -37,7 +37,7 @@ def serving(
 ) -> Iterator[openai.OpenAI]:
     with (
         running_gateway(folder, ScriptedEngine(*parts, **options), codec=codec) as gateway,
-        openai.OpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client,
+        gateway.openai() as client,
     ):
         yield client
 

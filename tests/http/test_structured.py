@@ -10,7 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from gateway import KEY, RunningGateway, running_gateway
+from gateway import RunningGateway, running_gateway
 from grammar_engine import GrammarEngine
 from jsonschema import validate
 
@@ -42,7 +42,7 @@ def walking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
 
 @pytest.fixture
 def chat(walking: RunningGateway) -> Iterator[Any]:
-    with openai.OpenAI(base_url=walking.url, api_key=KEY, max_retries=0) as client:
+    with walking.openai() as client:
 
         def ask(**fields: Any) -> Any:
             return client.chat.completions.create(model="fake", messages=MESSAGES, **fields).choices[0]

@@ -10,7 +10,7 @@ from text_tokenizers import byte_level
 from lowlat.cli.options import bundled
 from lowlat.ipc import Chunk, Client, Server
 from lowlat.ipc.wire import Sampling
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.serving.codec import ServingCodec
 from lowlat.text import IncrementalDetokenizer, TextCodec
 

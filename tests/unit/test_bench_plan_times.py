@@ -23,7 +23,7 @@ MOST = {"decode_gemm": 1.10, "attention": 1.10, "prefill_gemm": 1.16}  # of one 
 
 @pytest.mark.parametrize("name", FILES)
 def test_derived_plans_lie_within_a_tenth_of_the_fastest(name: str, repository: Path) -> None:
-    judge, summary = bench("experiments.plan_times").judge, bench("experiments.plan_times").summary
+    judge, summary = bench("plan_times").judge, bench("plan_times").summary
     judged = judge(read_times(repository / "bench" / "results" / name / "plan_times.json"))
     for kind, most in MOST.items():
         found = summary([each for each in judged if each.kind == kind])
@@ -40,7 +40,7 @@ def made_up(launches: dict[str, dict[str, tuple[TimedPlan, ...]]]) -> PlanTimes:
 
 
 def test_a_slow_derived_plan_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan_times = bench("experiments.plan_times")
+    plan_times = bench("plan_times")
     derived, other = (dict(plan.knobs) for plan in plan_times.plans_of_key("decode_gemm", KEY, made_up({}).facts)[:2])
     for us, code in ((10.4, 0), (13.0, 1)):
         times = made_up({"decode_gemm": {KEY: (TimedPlan(derived, us), TimedPlan(other, 10.0))}})
@@ -56,16 +56,16 @@ def test_a_slow_derived_plan_fails_the_command(tmp_path: Path, capsys: pytest.Ca
 
 def test_keys_of_other_kinds_and_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plans of 'experts_mlp' do not follow from a key"):
-        bench("experiments.plan_times").plans_of_key("experts_mlp", "rows=1", H200)
+        bench("plan_times").plans_of_key("experts_mlp", "rows=1", H200)
     with pytest.raises(ConfigError, match="weights 'fp3' are not known"):
-        bench("experiments.plan_times").plans_of_key("decode_gemm", f"{KEY} weights=fp3", H200)
+        bench("plan_times").plans_of_key("decode_gemm", f"{KEY} weights=fp3", H200)
     (tmp_path / "table.json").write_bytes(msgspec.json.encode({"format": 1}))
     with pytest.raises(ConfigError, match=r"no times of plans: .*`lowlat tune --times"):
         read_times(tmp_path / "table.json")
 
 
 def test_launches_whose_plans_differ_are_named() -> None:
-    derived_plans, pair = bench("experiments.derived_plans"), Pair(DEMO / "target", DEMO / "head")
+    derived_plans, pair = bench("derived_plans"), Pair(DEMO / "target", DEMO / "head")
     derived = pair.lower(3, 1).groups
     call = next(each for group in derived for each in group.kernel_calls if each.planned is not None)
     assert call.planned is not None
@@ -86,8 +86,8 @@ def test_launches_whose_plans_differ_are_named() -> None:
 
 def test_tables_are_left_out_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
-    with bench("experiments.derived_plans").tables(are_used=False):
+    with bench("derived_plans").tables(are_used=False):
         assert not uses_tuning_tables() and tuning_directory().name == "tuning"
     assert uses_tuning_tables() and tuning_directory() == tmp_path
     with pytest.raises(ConfigError, match="there is none"):
-        bench("experiments.derived_plans").main(["--out", str(tmp_path / "none.json")])
+        bench("derived_plans").main(["--out", str(tmp_path / "none.json")])

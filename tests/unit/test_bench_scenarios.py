@@ -15,7 +15,7 @@ from profiling_cases import cover, record_of
 from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import GateRun, GateState, Verdict, check_gates, judge, standing
 from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries
@@ -23,7 +23,7 @@ from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.report.pages import StageProfile, make_report
 from lowlat.tools.bench.report.plots import plain_svg
-from lowlat.tools.bench.results import read_results, write_struct
+from lowlat.tools.bench.results import GATES_OWN, read_results, write_struct
 from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
 from lowlat.tools.bench.step_bytes import attended
 from lowlat.tools.draft_model.random_models import write_draft_model
@@ -40,14 +40,26 @@ def test_the_shipped_plan_has_the_suites_and_gates_by_name() -> None:
     assert [name for name, each in plan.scenarios.items() if each.gated] == ["large-context"]
     cases = plan.scenario("large-context").cases()
     assert len(set(cases)) == len(cases) == 72 and cases[0] == Case(65536, 8, 0)
-    assert [(g.context, g.batch, g.steps, g.min_speed_up, g.min_accept_length) for g in plan.gates_of("micro")] == [
-        (16384, 4, 128, 1.0, 2.2), (32768, 1, 512, 2.0, 3.0),
+    asked = {
+        (g.level, g.target, g.policy): (g.needed, g.min_speed_up, g.min_accept_length, g.experts_bound_share)
+        for experts in (False, True)
+        for level in ("micro", "full")
+        for g in plan.gates_of(level, experts)
+        if (g.context, g.batch) == (16384, 4)
+    }
+    assert asked == {
+        ("micro", "dense", "fixed"): (3, 1.0, 2.2, None), ("full", "dense", "fixed"): (1, 1.0, 2.2, None),
+        ("micro", "experts", "fixed"): (3, 1.0, 2.5, None), ("full", "experts", "fixed"): (1, 1.0, 2.5, None),
+        ("micro", "experts", "auto"): (3, 1.05, 2.2, None),
+    }  # fmt: skip
+    single_slot = [g for g in plan.gates if (g.context, g.batch) == (32768, 1)]
+    assert [(g.target, g.min_speed_up, g.min_accept_length, g.experts_bound_share) for g in single_slot] == [
+        ("dense", 2.0, 3.0, None), ("experts", 1.5, 3.0, 0.9), ("dense", 2.0, 3.0, None), ("experts", 1.5, 3.0, 0.9),
     ]  # fmt: skip
-    assert [(g.context, g.batch, g.needed, g.min_speed_up) for g in plan.gates_of("full")] == [
-        (16384, 4, 1, 1.0), (32768, 1, 1, 2.0),
-    ]  # fmt: skip
-    for gate in plan.gates_of("full"):  # the whole of a scenario's rows
+    for gate in (gate for gate in plan.gates if gate.level == "full"):  # the whole of a scenario's rows
         assert set(gate.scenario().num_speculative_tokens) == set(single.num_speculative_tokens)
+    (chosen,) = (gate for gate in plan.gates if gate.policy == "auto")
+    assert chosen.min_drafted_share == 0.9 and chosen.judged in chosen.scenario().cases()
 
 
 @pytest.mark.parametrize(
@@ -77,9 +89,12 @@ def test_a_scenario_asks_for_gates_by_what_it_measures(
         "min_speed_up = 0.001\nmin_accept_length = 0.001\n"
     )
     plan = read_plan(own)
-    names = {"own": [gate.name for gate in plan.gates], "shipped": [gate.name for gate in read_plan().gates]}
     scenario = msgspec.structs.replace(plan.scenario(name), **changes)
-    assert [gate.name for gate in plan.gates_for(scenario)] == [each for kind in asked.split() for each in names[kind]]
+    for experts, target in ((False, "dense"), (True, "experts")):
+        shipped = [gate.name for gate in read_plan().gates if gate.target == target]
+        names = {"own": [gate.name for gate in plan.gates], "shipped": shipped}
+        wanted = [each for kind in asked.split() for each in names[kind]]
+        assert [gate.name for gate in plan.gates_for(scenario, experts)] == wanted
 
 
 @pytest.mark.parametrize(
@@ -228,8 +243,9 @@ GATE = Gate("g", 8192, 1, 3, 10, min_speed_up=2.0, min_accept_length=2.4, expert
         (5.0, 2.5, 10**10, False, True),  # 2.05 x
         (6.0, 2.5, 10**10, False, False),
         (5.0, 2.3, 10**10, False, False),  # too few accepted
-        (6.0, 2.5, 2 * 10**10, True, True),  # bound 1.25: 1.125 is enough
-        (6.0, 2.5, 10**10, True, False),  # bound 2.5: the threshold stays 2.0
+        (5.0, 2.5, 2 * 10**10, True, True),  # bound 1.25, of which 1.125 is asked for: the threshold stays 2.0
+        (6.0, 2.5, 2 * 10**10, True, False),
+        (5.0, 2.5, 10**10, True, False),  # bound 2.5: 2.25 is asked for
     ],
 )
 def test_a_gate_is_judged_by_speed_acceptance_and_bound(
@@ -238,6 +254,7 @@ def test_a_gate_is_judged_by_speed_acceptance_and_bound(
     rows = row(PLAIN, [4.1]), row(DRAFTED, [ms], accept=accept, bytes_per_step=drafted_bytes)
     verdict = judge(GATE, result(*rows), moe=moe)
     assert verdict.green is green and (verdict.bound is not None) is moe and verdict.accept_tested
+    assert (verdict.baseline_over_floor, verdict.drafted_over_floor) == (4.1 / 2.5, ms / 2.5)
     assert not judge(GATE, result(rows[0]), moe=moe).green
 
 
@@ -245,6 +262,23 @@ def test_an_accept_length_that_was_imposed_is_not_tested() -> None:
     drafted = row(DRAFTED, [4.0], accept=2.3, simulated_accept_length=2.3)  # 2.4 is asked for
     verdict = judge(GATE, result(row(PLAIN, [4.1]), drafted), moe=False)
     assert verdict.green and not verdict.accept_tested
+
+
+@pytest.mark.parametrize(("undrafted", "green"), [(3, True), (4, False)])
+def test_a_gate_of_chosen_lengths_asks_for_steps_with_drafts(undrafted: int, green: bool) -> None:
+    gate = msgspec.structs.replace(GATE, policy="auto", min_drafted_share=0.9, min_accept_length=9.0)
+    chosen = row(Case(8192, 1, 7, "auto"), [4.0], steps_by_width=[undrafted, 30 - undrafted])
+    verdict = judge(gate, result(row(PLAIN, [4.1]), chosen), moe=False)
+    assert verdict.green is green and not verdict.accept_tested and verdict.drafted_share == 1 - undrafted / 30
+
+
+def test_an_acceptance_of_gates_own_holds_for_every_imposed_one() -> None:
+    weights, imposed = "weights: random", "acceptance: each draft with probability 0.6, imposed"
+    own = environment(simulated=(weights, GATES_OWN))
+    assert own.holds_for(environment(simulated=(weights, imposed))) and own.holds_for(own)
+    assert not own.holds_for(environment(simulated=(weights,))) and not own.holds_for(environment(simulated=(imposed,)))
+    assert not own.holds_for(environment(simulated=(weights, imposed), commit="other"))
+    assert not environment(simulated=(weights, imposed)).holds_for(own)
 
 
 def test_greens_count_in_a_row_for_the_same_gate_and_conditions_alone() -> None:
@@ -350,7 +384,7 @@ def test_the_report_shows_tables_and_conditions_without_another_host(results: Pa
         make_report(results / "none")
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_report_draws_its_plots_into_the_page(results: Path) -> None:
     pytest.importorskip("matplotlib")
     page = make_report(results).html

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from lowlat.engine.loading import make_topologies
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.speculation.grow import first_entry
-from lowlat.options import config as module
+from lowlat.options import runtime as runtime_module
+from lowlat.options import speculative as speculative_module
 from lowlat.options.acceptance import expected_accept_length
-from lowlat.options.config import METHOD_OPTIONS, RuntimeConfig, SpeculativeConfig, TraceConfig, options_from
+from lowlat.options.method_options import METHOD_OPTIONS
+from lowlat.options.runtime import RuntimeConfig, TraceConfig, options_from
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import METHODS
 from lowlat.speculators.tree.dynamic import DynamicTree
 
@@ -37,7 +40,7 @@ SPECULATIVE_BOUNDS = {
     "specpv_full_refresh_steps": (1, 1 << 16),
 }
 RUNTIME_BOUNDS = {
-    "max_batch": (1, 8),
+    "max_batch": (1, 32),
     "max_context": (2, 1 << 20),
     "block_size": (1, 1024),
     "prefill_chunk": (1, 1 << 16),
@@ -79,16 +82,17 @@ def test_every_option_is_covered_here() -> None:
     }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others |= {"adaptive_width", "enable_specpv", "specpv_lossless", "draft_vocab"}
+    others |= {"adaptive_width", "enable_specpv", "specpv_lossless", "draft_vocab", "max_block_drafts"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
-    others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles"}
+    others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles", "forced_rows"}
     others |= {"kv_cache_dtype", "activations", "max_stall_ms", "devices", "tp_invariant", "state_cache_gib"}
     others |= {"host_cache_gib", "cache_dir", "cache_gib", "cache_copy_gb_per_s", "session_ttl_s", "can_sleep"}
     others |= {"pause_gib", "pause_deadline_s"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
-    assert all(hasattr(module, name) for name in module.__all__)
+    for module in (runtime_module, speculative_module):
+        assert all(hasattr(module, name) for name in module.__all__)
 
 
 @pytest.mark.parametrize(
@@ -345,8 +349,8 @@ def test_unknown_options_are_refused_by_name() -> None:
     assert options_from({}) == RuntimeConfig()
     with pytest.raises(ConfigError, match=r"^unknown option 'max_bach'; the options are .*max_batch"):
         options_from({"max_batch": 2, "max_bach": 2})
-    with pytest.raises(ConfigError, match=r"^max_batch must be from 1 to 8, got 9$"):
-        options_from({"max_batch": 9})
+    with pytest.raises(ConfigError, match=r"^max_batch must be from 1 to 32, got 33$"):
+        options_from({"max_batch": 33})
 
 
 def test_configs_are_frozen() -> None:

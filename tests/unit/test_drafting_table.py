@@ -64,6 +64,7 @@ def runtime_options(case: Case) -> dict[str, Any]:
         "quantize": case["weights"] if rounded else None,
         "kv_cache_dtype": "fp8" if case["cache"] == "fp8" else "auto",
         "tensor_parallel_size": int(case["ranks"]),
+        "forced_rows": 16 if case["rows"] == "forced" else 0,
     }
 
 
@@ -80,6 +81,8 @@ def speculation(case: Case, models: DraftingModels) -> SpeculativeConfig | None:
         own["text_drafts"] = "suffix"
     if case["rows"] == "wide":
         own |= {"wide_rows": 32, "draft_text_tokens": 64}
+    if case["rows"] == "longer":
+        own["max_block_drafts"] = 7
     if case["drafts"] == "fp8":
         own["draft_quantize"] = "fp8"
     partial = {} if case["partial"] == "whole" else {**SPECPV, "specpv_lossless": case["partial"] == "lossless"}

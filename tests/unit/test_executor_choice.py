@@ -27,7 +27,7 @@ from lowlat.lowering.covers import uncovered
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import DenseSpec, ExpertsSpec
 from lowlat.models.target import load_target
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import load_draft_model

@@ -30,7 +30,8 @@ from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.kernels.tuning.table import Entry, Planned, TuningTable
 from lowlat.lowering.binding import LibraryCall
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.step.prefill import build_prefills
 from lowlat.step.variants import PASS, first_token_bucket, may_repeat
 from lowlat.tools.gpus import describe_gpu

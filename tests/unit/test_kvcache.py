@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.sequence.admitted import Admitted
 from lowlat.sequence.book import Allocation, InvariantError
-from lowlat.sequence.kvcache import KVCache, _Entry
+from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.prefix_index import CachedChunk
 
 BLOCK, CHUNK, OVERPROVISION = 2, 4, 3
@@ -117,7 +118,7 @@ def test_evicts_the_oldest_and_leaves_before_parents() -> None:
     assert cache.admit("old", PROMPT, 10, 0) == Allocation(
         [*cache._entries["old"].table], 4
     )  # the leaf went, its parent is still of use
-    assert cache._lookup([5] * 9, cache._index.root(""))[1] != []
+    assert cache._chunks.lookup([5] * 9, cache._chunks.index.root(""))[1] != []
 
 
 def test_a_parent_dropped_under_a_user_takes_the_chain_with_it() -> None:
@@ -149,7 +150,7 @@ def test_a_chunk_never_outlives_what_leads_to_it() -> None:
     admit(cache, "c", [2], extra=2 * (cache.stats().num_free + 1) - OVERPROVISION)
     cache.invariants()
     assert cache.stats().num_evictable == 2
-    assert cache._lookup([1] * 9, cache._index.root(""))[1] != []
+    assert cache._chunks.lookup([1] * 9, cache._chunks.index.root(""))[1] != []
 
 
 def test_a_chunk_whose_parent_went_is_not_listed() -> None:
@@ -161,7 +162,7 @@ def test_a_chunk_whose_parent_went_is_not_listed() -> None:
     cache.release("a")
     admit(cache, "c", [2], extra=cache.stats().num_free * BLOCK - OVERPROVISION)  # evicts the first chunk
     cache.mark_prefilled("b", 8)
-    assert len(cache._index) == 0
+    assert len(cache._chunks.index) == 0
 
 
 def test_who_read_poisoned_kv_never_lists_what_it_made_of_it() -> None:
@@ -282,24 +283,24 @@ def _swap(table: list[int]) -> None:
 @pytest.mark.parametrize(
     ("message", "breakage"),
     [
-        ("has 0 states", lambda cache, entry, chunk: cache._free.pop()),
-        ("has 2 states", lambda cache, entry, chunk: cache._free.append(cache._free[0])),
+        ("has 0 states", lambda cache, entry, chunk: cache._chunks.pool.free.pop()),
+        ("has 2 states", lambda cache, entry, chunk: cache._chunks.pool.free.append(cache._chunks.pool.free[0])),
         ("null block", lambda cache, entry, chunk: entry.table.__setitem__(-1, 0)),
         ("reserved 9 blocks", lambda cache, entry, chunk: entry.table.pop()),
         ("2 users, 1 tables", lambda cache, entry, chunk: setattr(chunk, "num_users", 2)),
         ("not at its place", lambda cache, entry, chunk: _swap(entry.table)),
         ("digest that is not its own", lambda cache, entry, chunk: setattr(chunk, "digest", b"x")),
-        ("free but not cleared", lambda cache, entry, chunk: cache._dirty.add(cache._free[0])),
+        ("free but not cleared", lambda cache, entry, chunk: cache._chunks.pool.dirty.add(cache._chunks.pool.free[0])),
     ],
 )
 def test_invariants_name_what_is_wrong(
-    message: str, breakage: Callable[[KVCache, _Entry, CachedChunk], object]
+    message: str, breakage: Callable[[KVCache, Admitted, CachedChunk], object]
 ) -> None:
     cache = make(num_blocks=17)
     run(cache, "a", PROMPT)
     admit(cache, "b", PROMPT)
     cache.invariants()
-    breakage(cache, cache._entries["b"], next(iter(cache._index)))
+    breakage(cache, cache._entries["b"], next(iter(cache._chunks.index)))
     with pytest.raises(InvariantError, match=message):
         cache.invariants()
 
@@ -404,7 +405,7 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.content[block, 0] = self.content[block, 1] = "nan"
         before = self.cache.stats().num_to_clear
         self.cache.release(name, request.tokens, poisoned=True)
-        self.pending.update(self.cache._to_clear)
+        self.pending.update(self.cache._chunks.pool.to_clear)
         assert self.cache.stats().num_to_clear >= before
 
     @rule()
@@ -420,7 +421,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "cache"):
             return
         self.cache.invariants()
-        self.pending = set(self.cache._to_clear)
+        self.pending = set(self.cache._chunks.pool.to_clear)
         used = {block for request in self.live.values() for block in request.table}
         assert self.cache.stats().num_used == len(used)
 

@@ -43,8 +43,8 @@ MODES: dict[str, dict[str, Any]] = {
 # them, have every value of both and not every pair; the first stage has what is plainest.
 EVERY_METHOD = [
     wide("ngram", "gpt_oss", "filtered"),
-    later("suffix", "qwen3_5_moe_text", "greedy"),
-    later("beside", "qwen3", "penalised"),
+    wide("suffix", "qwen3_5_moe_text", "greedy"),
+    wide("beside", "qwen3", "penalised"),
     later("eagle3+", "llama", "sampled"),
     wide("eagle3+", "gpt_oss", "penalised"),
     ("ngram+", "llama", "greedy"),
@@ -120,7 +120,7 @@ def assert_same(found: Trace, expected: Trace) -> None:
         ("llama", "greedy"),
         wide("qwen3", "filtered"),
         ("gpt_oss", "penalised"),
-        ("qwen3_5_moe_text", "sampled"),
+        later("qwen3_5_moe_text", "sampled"),
     ],
 )
 def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, PairPaths]) -> None:
@@ -335,7 +335,7 @@ class Crowd:
     [
         ("llama", "eagle3", "bushy", 1),
         ("llama", "suffix", None, 3),
-        later("llama", "beside", None, 4),
+        wide("llama", "beside", None, 4),
         wide("llama", "eagle3+", None, 5),
         later("llama", "eagle3", "dynamic", 6),
         wide("qwen3", "ngram", None, 2),
@@ -392,7 +392,7 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
             assert_same(traced(runtime, request, sampling), baseline(pair, request, sampling))
 
 
-@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), later("qwen3_5_moe_text")])
+@pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), later("qwen3_5_moe_text")])
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
     pair, sampling = pairs[family], params("sampled")
@@ -482,7 +482,7 @@ def bundled() -> PairPaths:
     return PairPaths(folder / "target", folder / "head")
 
 
-@pytest.mark.parametrize(("mode", "tree"), [later("sampled", "bushy"), wide("greedy", None)])
+@pytest.mark.parametrize(("mode", "tree"), [wide("sampled", "bushy"), wide("greedy", None)])
 def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
     options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
     sampling = params(mode, max_tokens=10)

@@ -14,7 +14,7 @@ from tiny_models import make_target
 
 from lowlat.graphs.program import Stage
 from lowlat.kernels.toolchain.kernel import H200
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.prefill import build_prefill
 from lowlat.tools.precompile import kernels_of
 

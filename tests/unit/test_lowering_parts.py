@@ -23,7 +23,7 @@ from lowlat.lowering.memory import workspace_bytes
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs
 from lowlat.models.target import read_model_config
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.prefill import build_prefill
 from lowlat.tools.precompile import kernels_of
 

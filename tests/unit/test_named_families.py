@@ -86,7 +86,8 @@ CASES = {
     "qwen3_vl_moe": Case("Qwen3VLMoe", {"model_type": "qwen3_vl_moe_text", **MROPE, **MOE}, VISION),
     "phi3": Case("Phi3", {"pad_token_id": 0}),
     "phi3-partial": Case("Phi3", {"pad_token_id": 0, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}}),
+        "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [1.0, 2.0, 4.0]}, "original_max_position_embeddings": 64}),
     "granite": Case("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.3,
         "residual_multiplier": 0.22, "logits_scaling": 8.0, "tie_word_embeddings": True}),
     "granite-plain": Case("Granite"),

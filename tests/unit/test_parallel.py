@@ -34,7 +34,7 @@ from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs
 from lowlat.models.target import read_model_config
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.variants import first_token_bucket

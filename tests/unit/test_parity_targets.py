@@ -50,13 +50,16 @@ CASES = {
     "llama-tied": Case("llama", {"tie_word_embeddings": True}),
     "llama-biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-llama3-rope": Case("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-dynamic": Case("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     "llama-yarn": Case("llama", {"rope_parameters": YARN_ROPE, "max_position_embeddings": 192}),
     "llama-one-token-prompt": Case("llama", prompt=1),
     "llama-whole-chunks": Case("llama", prompt=65),
     "llama-past-tiles": Case("llama", {"max_position_embeddings": 1024}, prompt=545),
     "mistral": Case("mistral"),
     "mistral-wide-heads": Case("mistral", {"head_dim": 24, "num_key_value_heads": 1, "legacy_config": True}),
+    "mistral-past-windows": Case("mistral", {"sliding_window": 24}),
     "qwen2": Case("qwen2"),
+    "qwen2-past-windows": Case("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen2-tied": Case("qwen2", {"tie_word_embeddings": True, "legacy_config": True, "hidden_size": 48}),
     "qwen2-yarn": Case("qwen2", {"rope_parameters": YARN_ROPE, "max_position_embeddings": 192}),
     "qwen3": Case("qwen3"),
@@ -102,9 +105,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 # what others have, too, or what a config alone decides
 LATER = {
-    *("llama-own-kv-heads", "llama-one-kv-head", "llama-yarn", "llama-past-tiles", "mistral-wide-heads", "qwen2-tied"),
-    *("qwen3-wide-heads", "qwen3_moe-shares-of-all", "qwen3_5-tied", "qwen3_5-biases", "qwen3_5_moe-own-shared"),
-    *("qwen3_next-mixed", "gpt_oss-window-128", "gpt_oss-wide-heads", "gpt_oss-all-experts"),
+    *("llama-own-kv-heads", "llama-one-kv-head", "llama-dynamic", "llama-yarn", "llama-past-tiles", "qwen2-tied"),
+    *("mistral-wide-heads", "qwen2-past-windows", "qwen3-wide-heads", "qwen3_moe-shares-of-all", "qwen3_5-tied"),
+    *("qwen3_5-biases", "qwen3_5_moe-own-shared", "qwen3_next-mixed", "gpt_oss-window-128", "gpt_oss-wide-heads"),
+    "gpt_oss-all-experts",
 }
 
 

@@ -15,8 +15,8 @@ from lowlat.engine.mailbox import SlotPublication
 from lowlat.engine.perf import PerfCounters, StepChecks, check_device, check_launches
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
-from lowlat.options.config import TraceConfig
 from lowlat.options.request import StepOutput
+from lowlat.options.runtime import TraceConfig
 from lowlat.tools.bench.measure import CaseRun
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.scenarios import Case, Scenario

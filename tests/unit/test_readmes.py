@@ -60,13 +60,6 @@ def test_functions_that_links_name_are_in_their_files(repository: Path, pages: d
         assert re.search(rf"\b(def|class) {name.split('.')[-1]}\b|^{name}\b", text, re.MULTILINE), (name, file)
 
 
-def test_the_table_of_a_step_is_the_reports_own(repository: Path, pages: dict[str, str]) -> None:
-    page = "bench/notes/decode-steps.md"
-    report = (repository / "bench" / "results" / "h200" / "dense.md").read_text()
-    assert set(table_rows(report)) <= set(table_rows(pages[page]))
-    assert report.strip().splitlines()[-1] in pages[page].splitlines()
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_table_of_several_gpus_is_its_files_own(repository: Path, measured: str, size: int) -> None:
     rows = json.loads((repository / "bench" / "results" / f"h200x{size}" / "parallel.json").read_text())
@@ -169,20 +162,6 @@ def specpv(repository: Path) -> dict[str, Any]:
     """Return the H200 measurements of lossy SpecPV: rows of times, and an agreement result for each pair."""
     folder = repository / "bench" / "results" / "h200"
     return {name: json.loads((folder / f"specpv_{name}.json").read_text()) for name in ("lossy", *SPECPV_PAIRS)}
-
-
-def test_the_tables_of_specpv_are_their_files_own(specpv: dict[str, Any], measured: str) -> None:
-    page, report = measured, bench("experiments.specpv_report")
-    assert all(row["simulated"] and row["commit"] in page for row in specpv["lossy"])
-    assert all(f"specpv_{name}.json" in page for name in specpv)
-    assert all(specpv[name]["conditions"]["commit"] in page for name in SPECPV_PAIRS)
-    rows = [row for name in SPECPV_PAIRS for row in specpv[name]["rows"]]
-    assert all(row["lossy"] and not row["simulated"] for row in rows)
-    whole = [row for row in rows if not row["partial_steps"]]
-    assert whole and all((row["equal_share"], row["same_choice"], row["max_kl"]) == (1, 1, 0) for row in whole)
-    tables = [*report.figures_table(specpv["lossy"]), *report.agreement_table(rows)]
-    assert len(tables) == 2 + 12 + 2 + len(rows) - len(whole)
-    assert set(tables) <= set(table_rows(page))
 
 
 def test_what_is_advised_of_specpv_is_in_its_files(specpv: dict[str, Any], pages: dict[str, str]) -> None:

@@ -12,9 +12,10 @@ import pytest
 from lowlat.cli.commands.serve import command as serve_command
 from lowlat.errors import ConfigError
 from lowlat.ipc.limits import Limits
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import KINDS, options_of
 from lowlat.options.request import SamplingParams
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.serving.config import SETTINGS, ServeConfig, unknown_variables
 
 ENDPOINT = {"XDG_RUNTIME_DIR": "/run/user/7"}

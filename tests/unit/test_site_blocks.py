@@ -151,7 +151,9 @@ def resolve(name: str) -> None:
 
 def has(kind: type, name: str) -> bool:
     """Whether objects of a class have an attribute: of the class, or set by it."""
-    return hasattr(kind, name) or re.search(rf"\b(self\.)?{name}\b ?[:=]", inspect.getsource(kind)) is not None
+    own = [base for base in kind.__mro__ if base.__module__.startswith("lowlat.")]
+    pattern = rf"\b(self\.)?{name}\b ?[:=]"
+    return hasattr(kind, name) or any(re.search(pattern, inspect.getsource(base)) for base in own)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from lowlat.kernels.gemm.prefill.plan import plans_of
 from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.kernels.tuning.choice import file_name, find_table, tuned_gpu
 from lowlat.kernels.tuning.table import SHIPPED, Entry, TuningTable, choose_plan, key_of, read_table
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.tools.bench.geometry import read_geometries
 from lowlat.tools.profile import wall
 from lowlat.tools.tune import bench as gpu_bench

@@ -28,7 +28,8 @@ from lowlat.executors.kernel_executor import KernelExecutor
 from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.kernels.tuning.table import Entry, TuningTable
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.loopback import LoopedMemory, looped
 from lowlat.tools.tune.pairs import META, Pair, Sizes, cut_pair, every_part, open_pair, random_pair

@@ -223,7 +223,7 @@ class WindowMachine(RuleBasedStateMachine):
         """Whether others have written to a block since, and prompts may find it."""
         books = [book for book in self.cache._books if isinstance(book, WindowBook) and book.name == suffix]
         parts = {each for book in books for part in book._parts.values() for each in part.blocks}
-        return block in parts | {each for chunk in self.cache._index for each in chunk.blocks if not suffix}
+        return block in parts | {each for chunk in self.cache._chunks.index for each in chunk.blocks if not suffix}
 
     @rule()
     def clear_all(self) -> None:

@@ -1,6 +1,6 @@
 """Which cut of a decode GEMM should take least time, without a table: by SMs, bytes, turns of the grid and K steps.
 
-Every rule is a ranking of plans that all give the same bits. `python -m bench.experiments.plan_times` holds them
+Every rule is a ranking of plans that all give the same bits. `python -m bench.plan_times` holds them
 to the times that tables have: a rule that a GPU contradicts shows there.
 """
 

@@ -1,7 +1,7 @@
 """Which tiles and stages of a prefill GEMM should take least time, without a table. They change no bit.
 
 Times are reckoned as segments' are (`time_us`), with what measured tables of two GPUs add to that: what segments cost
-each way, tiles of codes, rows of x that the L2 does not hold. `python -m bench.experiments.plan_times` compares the
+each way, tiles of codes, rows of x that the L2 does not hold. `python -m bench.plan_times` compares the
 choices with the tables.
 """
 

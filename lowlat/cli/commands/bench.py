@@ -13,8 +13,9 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, bundled, given_options, record_options
 from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, PLACE
 from lowlat.errors import ConfigError
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.declaration import options_of
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.bench.results import Failure, Result, Row
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "compare", "gates", "report", "run"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+STEPS = ("S = 0, ms over its floor", "drafted")
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
 # -S gives draft lengths and whether they are chosen; an acceptance that is the same at all of them is a probability
 SPECULATION = tuple(
@@ -54,6 +56,14 @@ def _subject_options(function: F) -> F:
             help="A target's directory or name.  [default: the bundled pair]",
         ),
         click.option("--geometry", metavar="NAME", help="Random weights of a published shape, in place of --model."),
+        click.option(
+            "--draft-vocabulary",
+            "vocabulary",
+            type=click.Choice(["cut", "whole"]),
+            default="cut",
+            show_default=True,
+            help="Ids that a published shape's draft model drafts: the shape's own, or all of the target's.",
+        ),
         record_options(SpeculativeConfig, *SPECULATION),
         click.option(
             "--prompts",
@@ -94,15 +104,29 @@ def _subject_options(function: F) -> F:
 @click.option("--repeats", type=int, metavar="N", help="Repeats of each case.")
 @click.option("--fresh", is_flag=True, help="Begin again where there are results already.")
 @click.option("--force", is_flag=True, help="Run without the gates that it asks for; the result says so.")
+@click.option(
+    "--gates",
+    "gates_folder",
+    type=NEW_FOLDER,
+    metavar="DIR",
+    help="Where its gates were run.  [default: that of --out]",
+)
 @click.option("--profile", is_flag=True, help="Write the time of each stage, too: needs an NVIDIA GPU.")
 @_subject_options
 def run(
-    scenario: str, out: Path, fresh: bool, force: bool, profile: bool, plan_file: Path | None, **values: Any
+    scenario: str,
+    out: Path,
+    fresh: bool,
+    force: bool,
+    profile: bool,
+    plan_file: Path | None,
+    gates_folder: Path | None,
+    **values: Any,
 ) -> None:
     """Measure SCENARIO: baseline, single, batch, large-context, stress, or one of your own (--file).
 
-    Rows are written as they are made: a run that was interrupted goes on where it ended. The last line on stdout is a
-    summary in JSON. Exit code 1 where a case could not be measured.
+    Rows are written as they are made: a run that was interrupted goes on where it ended. An --out that ends in .json is
+    the file itself. The last line on stdout is a summary in JSON. Exit code 1 where a case could not be measured.
     """
     from lowlat.tools.bench.scenarios import read_plan
 
@@ -113,8 +137,9 @@ def run(
         from lowlat.tools.bench.run import ScenarioRun
 
         environment = subject.environment(values["commit"])
-        forced = check_gates(scenario, plan.gates_for(chosen), read_state(out), environment, force=force)
-        path = out / f"{scenario}.json"
+        path = out if out.suffix == ".json" else out / f"{scenario}.json"
+        asked = plan.gates_for(chosen, subject.config.experts is not None)
+        forced = check_gates(scenario, asked, read_state(gates_folder or path.parent), environment, force=force)
         prepared = ScenarioRun(
             scenario, chosen, subject, path, fresh=fresh, forced=forced, commit=values["commit"], profile=profile
         )
@@ -136,53 +161,77 @@ def run(
     help="micro: a few steps; full: whole scenarios, when the micro gates are green.",
 )
 @click.option("--times", type=click.IntRange(1, 20), default=1, show_default=True, help="Rounds of all gates.")
+@click.option(
+    "--missing",
+    is_flag=True,
+    help="Of these only as many rounds of a gate as it lacks to be green as often in a row as it needs.",
+)
+@click.option("--own-accept-length", "imposes", is_flag=True, help="Impose the accept length that each gate asks for.")
 @click.option("--force", is_flag=True, help="Measure full gates whose micro gates are not green; the state says so.")
 @_subject_options
-def gates(level: "Level", out: Path, plan_file: Path | None, times: int, force: bool, **values: Any) -> None:
+def gates(
+    level: "Level",
+    out: Path,
+    plan_file: Path | None,
+    times: int,
+    missing: bool,
+    imposes: bool,
+    force: bool,
+    **values: Any,
+) -> None:
     """Measure the gates of a level, which drafts at long contexts ask for under the same conditions.
 
-    An accept length that is imposed is not tested. Exit code 1 where a gate is not green. The last line on stdout is a
-    summary in JSON.
+    An accept length that is imposed is not tested. Rows and verdicts are written as they are made: gates that were
+    interrupted go on where they ended. Exit code 1 where a gate is not green. The last line on stdout is a summary in
+    JSON.
     """
-    from lowlat.tools.bench.gates import check_gates, read_state, run_gates, standing
+    from lowlat.tools.bench.gates import check_gates, gates_environment, read_state, run_gates, standing
     from lowlat.tools.bench.scenarios import read_plan
 
+    if imposes and values["simulated_acceptance"] is not None:
+        raise click.UsageError("--own-accept-length and --simulated-acceptance both impose acceptance")
     plan = read_plan(plan_file)
-    asked = plan.gates_of(level)
-    if not asked:
-        raise ConfigError(f"{plan_file or 'the plan'} has no gates of level {level}")
     with _subject(values, drafts=True) as subject, progress_bar("gates") as update:
-        before = plan.gates_of("micro") if level == "full" else []
-        environment = subject.environment(values["commit"])
+        experts = subject.config.experts is not None
+        asked, before = plan.gates_of(level, experts), plan.gates_of("micro", experts) if level == "full" else []
+        if not asked:
+            raise ConfigError(f"{plan_file or 'the plan'} has no gates of level {level}")
+        environment = gates_environment(subject, values["commit"], imposes=imposes)
         forced = check_gates("the full gates", before, read_state(out), environment, force=force)
         rounds = run_gates(
-            asked, subject, out, times=times, commit=values["commit"], forced=forced, report=_tell, progress=update
-        )
-    done = rounds[-1]
+            asked, subject, out, times=times, only_missing=missing, imposes=imposes, commit=values["commit"],
+            forced=forced, report=_tell, progress=update,
+        )  # fmt: skip
     rows = [
         (
             gate.name,
             "green" if gate.green else "RED",
             _number(gate.speed_up, ".2f"),
             f"{gate.required_speed_up:.2f}",
+            _number(gate.bound, ".2f"),
             _number(gate.accept_length, ".2f"),
             f"{gate.required_accept_length:.2f}" if gate.accept_tested else "not tested",
+            _number(gate.drafted_share, ".1%"),
+            _over_floor(gate.baseline_ms, gate.baseline_over_floor),
+            _over_floor(gate.drafted_ms, gate.drafted_over_floor),
             gate.error or "",
         )
         for each in rounds
         for gate in each.gates
     ]
-    columns = ("gate", "state", "speed-up", "asked for", "accept length", "asked for", "")
-    print_table(f"{level} gates of {done.environment.model}", columns, rows)
+    columns = ("gate", "state", "speed-up", "asked for", "bound", "accept length", "asked for", "drafted", *STEPS, "")
+    print_table(f"{level} gates of {environment.model}", columns, rows)
     state = read_state(out)
-    stand = [standing(state, done.environment, gate) for gate in asked]
-    for simulated in done.environment.simulated:
+    stand = [standing(state, environment, gate) for gate in asked]
+    for simulated in environment.simulated:
         click.echo(f"simulated: {simulated}")
     for each in stand:
         click.echo(f"{each.gate.name}: green {each.in_a_row} times in a row, {each.gate.needed} needed")
+    verdicts = [gate for each in rounds for gate in each.gates]
     greens = {
-        name: all(gate.green for each in rounds for gate in each.gates if gate.name == name)
-        for name in (gate.name for gate in done.gates)
+        gate.name: all(each.green for each in verdicts if each.name == gate.name)
+        and (not missing or standing(state, environment, gate).green)
+        for gate in asked
     }
     green = all(greens.values())
     summary = {
@@ -190,9 +239,9 @@ def gates(level: "Level", out: Path, plan_file: Path | None, times: int, force: 
         "level": level,
         "in_a_row": {each.gate.name: each.in_a_row for each in stand},
         "needed": {each.gate.name: each.gate.needed for each in stand},
-        "accept_length_tested": all(gate.accept_tested for gate in done.gates),
-        "forced": done.forced,
-        "simulated": list(done.environment.simulated),
+        "accept_length_tested": all(gate.accept_tested for gate in verdicts),
+        "forced": forced,
+        "simulated": list(environment.simulated),
     }
     print_json({**summary, "gates": greens})
     raise click.exceptions.Exit(0 if green else 1)
@@ -310,6 +359,7 @@ def _subject(values: Mapping[str, Any], *, drafts: bool) -> Iterator["Subject"]:
             own,
             scratch=Path(scratch),
             drafts=drafts,
+            whole_vocabulary=values["vocabulary"] == "whole",
             prompts=prompts,
             temperature=temperature,
         )
@@ -366,6 +416,11 @@ def _summary(result: "Result", path: Path) -> dict[str, Any]:
         "rows": rows,
         "failures": {failure.case.name: failure.error for failure in result.failures},
     }
+
+
+def _over_floor(ms: float | None, over: float | None) -> str:
+    """A step's milliseconds, and how often its floor that is."""
+    return "" if ms is None else f"{ms:.3f}" if over is None else f"{ms:.3f}, {over:.2f} x"
 
 
 def _number(value: float | None, form: str) -> str:

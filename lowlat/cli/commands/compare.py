@@ -15,8 +15,9 @@ from lowlat.cli.console import loading_bar, print_json, print_table
 from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, as_json, draft_model_option, record_options
 from lowlat.cli.paths import MODEL, NEW_PATH
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import find_repository
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.compare.recording import Recording

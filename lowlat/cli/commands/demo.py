@@ -13,9 +13,9 @@ from lowlat.cli.console import print_json, print_table, stream_text
 from lowlat.cli.options import as_json, bundled, depth_option
 from lowlat.cli.paths import FILE
 from lowlat.errors import LowlatError
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.directories import cache_directory
 from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.compared import Comparison, Question

@@ -9,7 +9,8 @@ import click
 from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.options import as_json, bundled, draft_model_option, record_options
 from lowlat.cli.paths import FILE, MODEL, NEW_FILE
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.shifts import ShiftResult

@@ -9,7 +9,7 @@ from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, as_json, depth_option, record_options
 from lowlat.cli.paths import FILE, MODEL, NEW_FOLDER
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 
 __all__ = ["command", "shrink"]
 

@@ -1,6 +1,7 @@
 """`lowlat http`: OpenAI's interface and a page before a running server."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,18 +17,27 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 DEFAULT = "127.0.0.1:8000"
+DRAIN_S = 10.0  # a server's default, too
 
 
 @click.command("http")
-@click.argument("address", default=DEFAULT, metavar="[HOST:]PORT")
+@click.argument("address", default=DEFAULT, metavar="[HOST:]PORT|unix:PATH")
 @server_options
 @click.option("--http-host", metavar="NAMES", help="Further names under which it is reached, with commas between.")
+@click.option("--http-origins", metavar="ORIGINS", help="Other sites whose pages may ask, with commas; * is all.")
+@click.option(
+    "--drain-s",
+    type=click.FloatRange(0.0, 3600.0),
+    default=DRAIN_S,
+    show_default=True,
+    help="Seconds that SIGTERM lets answers finish.",
+)
 @click.option("--roster", type=click.Path(path_type=Path), hidden=True, help="The file of a server of several models.")
 @click.option("--parent", type=int, hidden=True, help="A pipe; its other end closes with whoever started this.")
 @json_flag("Say that the gateway is open as one JSON object.")
 def command(
-    address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None, roster: Path | None,
-    parent: int | None, json_output: bool,
+    address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None,
+    http_origins: str | None, drain_s: float, roster: Path | None, parent: int | None, json_output: bool,
 ) -> None:  # fmt: skip
     """Start an HTTP gateway to a running server: /v1/chat/completions and more of OpenAI's interface, /metrics, a page.
 
@@ -36,9 +46,9 @@ def command(
     """
     from lowlat.serving.gateway import check_gateway
 
-    check_gateway(address)
+    check_gateway(address, http_origins)
     from lowlat.ipc.client import AsyncClient
-    from lowlat.serving.http.auth import KEY_VARIABLE, key_of
+    from lowlat.serving.http.auth import KEY_VARIABLE, key_of, origins_of
     from lowlat.serving.http.gateway import OneModel, SeveralModels
     from lowlat.serving.http.server import parse_address, run
     from lowlat.serving.models.roster import roster_of
@@ -52,7 +62,14 @@ def command(
         curve = client_curve(curve_keys)
 
     def opened(bound: "Address") -> None:
-        page = f"{bound.url()}/#key={key}" if made else f"{bound.url()}/ (the key is {KEY_VARIABLE}'s)"
+        if bound.path is None:
+            page = f"{bound.url()}/#key={key}" if made else f"{bound.url()}/ (the key is {KEY_VARIABLE}'s)"
+        else:
+            shown = key if made else f"${KEY_VARIABLE}"
+            page = (
+                f"curl --unix-socket {shlex.quote(str(bound.path))} http://localhost/v1/models "
+                f'-H "Authorization: Bearer {shown}"'
+            )
         if json_output:
             print_json({"event": "http", "url": bound.url(), "page": page, "key": key if made else None})
         else:
@@ -63,4 +80,5 @@ def command(
     if roster is None:
         roster = roster_of(client.endpoint)
     gateways = OneModel(client) if roster is None else SeveralModels(roster)
-    run(gateways, wanted, key=key, hosts=hosts, opened=opened, parent=parent)
+    origins = origins_of(http_origins)
+    run(gateways, wanted, key=key, hosts=hosts, origins=origins, opened=opened, parent=parent, drain_s=drain_s)

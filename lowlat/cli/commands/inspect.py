@@ -27,8 +27,9 @@ from lowlat.cli.options import (
 )
 from lowlat.cli.paths import FILE, MODEL
 from lowlat.cli.reports.trees import DEFAULT_BUDGETS, print_tree, print_what_if, tree_report, what_if_report
-from lowlat.options.config import MAX_BATCH, MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.cli.reports.activity import Activity

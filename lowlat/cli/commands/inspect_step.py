@@ -15,7 +15,7 @@ from lowlat.cli.options import (
     speculation_options,
 )
 from lowlat.cli.paths import check_model
-from lowlat.options.config import MAX_BATCH, RuntimeConfig
+from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
 
 __all__ = ["step"]
 

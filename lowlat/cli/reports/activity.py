@@ -15,8 +15,8 @@ from lowlat.cli.running import Generation, chat_ids, load_runtime, run_request
 from lowlat.engine.metrics import MetricsBook, SpeculativeDecodingStats
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import LowlatError
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
 
 __all__ = ["Activity", "Decoded", "Reason", "guess_rate", "measure_activity"]
 

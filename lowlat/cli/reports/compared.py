@@ -11,8 +11,8 @@ from lowlat.engine.metrics import SpeculativeDecodingStats
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.ipc import Chunk
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
 
 __all__ = ["Comparison", "Question", "Row", "compare", "read_questions"]
 

@@ -11,8 +11,9 @@ from lowlat.checkpoint.files import read_json
 from lowlat.cli.options import bundled
 from lowlat.cli.running import chat_ids, load_runtime
 from lowlat.errors import ConfigError
-from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
+from lowlat.options.method_options import AUTO_METHOD
 from lowlat.options.model_names import display_name
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import settled
 from lowlat.text import TextCodec
 from lowlat.tools.bench.machine import changed_commit, driver, processor

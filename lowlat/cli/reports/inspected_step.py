@@ -11,8 +11,9 @@ from lowlat.cli.options import bundled, speculative_config
 from lowlat.cli.paths import check_model
 from lowlat.cli.reports.step import step_report
 from lowlat.errors import ConfigError
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
 from lowlat.options.directories import tuning_directory
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.gpus import describe_gpu
 from lowlat.tools.planned_step import PRESET_DRAFT_MODEL, has_draft_models, plan_step, preset_names, target_config
 

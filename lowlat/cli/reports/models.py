@@ -23,7 +23,8 @@ from lowlat.models.hf_config import read_config
 from lowlat.models.layer_spec import LayerSpec
 from lowlat.models.target import read_model_config, target_groups
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig, options_from
+from lowlat.options.runtime import RuntimeConfig, options_from
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.eagle3.capture import IDS_KEY, OUTPUTS_KEY, default_boundaries
 from lowlat.speculators.eagle3.config import parse_draft
 from lowlat.speculators.eagle3.geometry import Eagle3Config
@@ -59,10 +60,10 @@ def model_report(
         "sampling_advice": dict(read_advice(directory)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
-        "memory": plan.memory(runtime.max_batch, choice),
+        "memory": plan.memory(choice),
     }
     if len(plan.ranks) > 1:
-        report["cards"] = [plan.memory(runtime.max_batch, choice, rank) for rank in range(len(plan.ranks))]
+        report["cards"] = [plan.memory(choice, rank) for rank in range(len(plan.ranks))]
     if speculator is not None:
         report["speculator"] = speculator.report()
         own = speculator.weight_plan(config.dtype)

@@ -17,7 +17,7 @@ from lowlat.models.families import FAMILIES
 from lowlat.models.published import PUBLISHED, Published
 from lowlat.models.target import read_model_config, rounding
 from lowlat.models.weight_plan import WeightPlan, weight_plan
-from lowlat.options.config import options_from
+from lowlat.options.runtime import options_from
 
 __all__ = ["markdown", "models_report"]
 

@@ -13,9 +13,10 @@ from lowlat.cli.running import chat_ids, load_runtime
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.models.target import read_model_config
-from lowlat.options.config import AUTO_METHOD, SpeculativeConfig
 from lowlat.options.limits import LimitCheck
+from lowlat.options.method_options import AUTO_METHOD
 from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator, settled
 
 __all__ = ["SHIFTS", "ShiftResult", "measure_shifts", "read_prompts", "unshifted_is_best"]

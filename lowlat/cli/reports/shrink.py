@@ -14,8 +14,8 @@ from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.graphs.program import Op
 from lowlat.models.target import read_model_config
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.text import TextCodec
 from lowlat.text.counts import count_text, count_token_ids
 from lowlat.tools.draft_model import shrink_draft_model

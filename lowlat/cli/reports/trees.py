@@ -10,7 +10,8 @@ import click
 from lowlat.checkpoint.files import read_json
 from lowlat.cli.console import format_bytes, print_table
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.speculators.tree.topology import TreePlan, TreeTopology, WhatIf

@@ -21,7 +21,7 @@ from lowlat.options.keywords import NamedSession
 from lowlat.options.request import SamplingParams, StepOutput
 
 if TYPE_CHECKING:
-    from lowlat.engine.runtime import Runtime
+    from lowlat.engine.stepped import SteppedRuntime
 
 __all__ = ["Driver", "Ticket", "owned"]
 
@@ -29,21 +29,22 @@ JOIN_S = 5.0  # of a process that ends while a step runs
 
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
+OwnedRuntime = TypeVar("OwnedRuntime", bound="SteppedRuntime")
 
 
 def owned(
-    method: "Callable[Concatenate[Runtime, Arguments], T]",
-) -> "Callable[Concatenate[Runtime, Arguments], T]":
+    method: "Callable[Concatenate[OwnedRuntime, Arguments], T]",
+) -> "Callable[Concatenate[OwnedRuntime, Arguments], T]":
     """Have a runtime's method run by whoever owns it: between two steps of its driver, where it has one."""
 
     @wraps(method)
-    def by_owner(runtime: "Runtime", *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
+    def by_owner(runtime: OwnedRuntime, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
         driver = runtime.driver
         if driver is None:
             return method(runtime, *args, **kwargs)
         return driver.call(partial(method, runtime, *args, **kwargs))
 
-    return cast("Callable[Concatenate[Runtime, Arguments], T]", by_owner)
+    return cast("Callable[Concatenate[OwnedRuntime, Arguments], T]", by_owner)
 
 
 class Ticket:
@@ -79,7 +80,7 @@ class Driver:
     The runtime is held weakly while nothing is to be done: one that its program lets go of ends the thread.
     """
 
-    def __init__(self, runtime: "Runtime") -> None:
+    def __init__(self, runtime: "SteppedRuntime") -> None:
         self._runtime = weakref.ref(runtime)
         self._inbox: Inbox[_Order] = Inbox()
         self._lock = threading.RLock()  # re-entered where memory is collected amid a put
@@ -185,7 +186,7 @@ class Driver:
         if runtime.busy:
             self._deliver(runtime, runtime.step())
 
-    def open(self, runtime: "Runtime", ticket: Ticket) -> None:
+    def open(self, runtime: "SteppedRuntime", ticket: Ticket) -> None:
         """Hand a request to the runtime, or let it wait; an error is its caller's alone."""
         if ticket.over:
             return
@@ -206,7 +207,7 @@ class Driver:
         else:
             self._tickets[ticket.request_id] = ticket
 
-    def cancel_now(self, runtime: "Runtime", ticket: Ticket, drop: bool) -> None:
+    def cancel_now(self, runtime: "SteppedRuntime", ticket: Ticket, drop: bool) -> None:
         """See `cancel`."""
         ticket.over = ticket.over or drop
         if ticket in self._waiting:
@@ -225,7 +226,7 @@ class Driver:
         """See `stop`."""
         self._stopping = True
 
-    def _deliver(self, runtime: "Runtime", outputs: Sequence[StepOutput]) -> None:
+    def _deliver(self, runtime: "SteppedRuntime", outputs: Sequence[StepOutput]) -> None:
         bells: dict[LoopBell, list[Ticket]] = {}
         for output in outputs:
             ticket = self._tickets.get(output.request_id)
@@ -277,7 +278,7 @@ class _Order(ABC):
     """Something for the driver's thread to do between two steps."""
 
     @abstractmethod
-    def obey(self, runtime: "Runtime") -> None:
+    def obey(self, runtime: "SteppedRuntime") -> None:
         """Do it."""
 
     def give_back(self, why: Callable[[], LowlatError]) -> None:
@@ -289,7 +290,7 @@ class _Submit(_Order):
     def __init__(self, driver: Driver, ticket: Ticket) -> None:
         self._driver, self._ticket = driver, ticket
 
-    def obey(self, runtime: "Runtime") -> None:
+    def obey(self, runtime: "SteppedRuntime") -> None:
         self._driver.open(runtime, self._ticket)
 
     def give_back(self, why: Callable[[], LowlatError]) -> None:
@@ -300,7 +301,7 @@ class _Cancel(_Order):
     def __init__(self, driver: Driver, ticket: Ticket, drop: bool) -> None:
         self._driver, self._ticket, self._drop = driver, ticket, drop
 
-    def obey(self, runtime: "Runtime") -> None:
+    def obey(self, runtime: "SteppedRuntime") -> None:
         self._driver.cancel_now(runtime, self._ticket, self._drop)
 
 
@@ -308,7 +309,7 @@ class _Stop(_Order):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    def obey(self, runtime: "Runtime") -> None:
+    def obey(self, runtime: "SteppedRuntime") -> None:
         self._driver.stop_now()
 
 
@@ -317,7 +318,7 @@ class _Call(_Order):
         self._what: Callable[[], object] = what
         self._done: Future[T] = done
 
-    def obey(self, runtime: "Runtime") -> None:
+    def obey(self, runtime: "SteppedRuntime") -> None:
         try:
             result = self._what()
         except Exception as error:  # the caller's, who gets it

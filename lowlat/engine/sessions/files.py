@@ -25,7 +25,7 @@ from lowlat.errors import CapacityError, RequestError, SessionError
 from lowlat.sequence.tiers.key import ChunkKey, Save
 
 if TYPE_CHECKING:
-    from lowlat.engine.runtime import Runtime
+    from lowlat.engine.stepped import SteppedRuntime
 
 __all__ = ["SessionFile", "write_session"]
 
@@ -67,7 +67,7 @@ class _Header(Struct, forbid_unknown_fields=True):
     contents: list[_Content]
 
 
-def write_session(runtime: "Runtime", record: SessionRecord, path: Path) -> int:
+def write_session(runtime: "SteppedRuntime", record: SessionRecord, path: Path) -> int:
     """See `Session.save`."""
     if not record.token_ids:
         raise RequestError(f"session {record.key.session_id!r} has no tokens: no request of it has ended yet")
@@ -99,7 +99,7 @@ def write_session(runtime: "Runtime", record: SessionRecord, path: Path) -> int:
         return _write(path, pieces())
     finally:
 
-        def let_go(owned: "Runtime") -> None:
+        def let_go(owned: "SteppedRuntime") -> None:
             owned.kvcache.let_go([save.holder for _, save in apart])
             owned.sessions.num_files -= 1
 
@@ -107,14 +107,14 @@ def write_session(runtime: "Runtime", record: SessionRecord, path: Path) -> int:
 
 
 def _held(
-    runtime: "Runtime", token_ids: tuple[int, ...], salt: str
+    runtime: "SteppedRuntime", token_ids: tuple[int, ...], salt: str
 ) -> tuple[list[tuple[int, Save]], list[tuple[int, str, Callable[[], torch.Tensor]]]]:
     """A session's state: chunks whose blocks stay until they are let go of, and contents that were read at once.
 
     Contents that lie in the tiers come to the device first.
     """
 
-    def hold(owned: "Runtime") -> Any:
+    def hold(owned: "SteppedRuntime") -> Any:
         if owned.asleep:
             raise RequestError("the runtime sleeps (Runtime.sleep): a session is saved after Runtime.wake")
         ready, saves = owned.kvcache.hold(token_ids, salt)
@@ -209,7 +209,7 @@ class SessionFile:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def why_foreign(self, runtime: "Runtime") -> SessionError | None:
+    def why_foreign(self, runtime: "SteppedRuntime") -> SessionError | None:
         """Why its state is of no use to a runtime; None: it is."""
         header, facts = self._header, runtime.content_facts()
         force = "; force=True takes its tokens, which are then read again"
@@ -228,7 +228,7 @@ class SessionFile:
                 return self._error("is altered: its contents are not those of its tokens")
         return None
 
-    def restore(self, runtime: "Runtime", record: SessionRecord) -> None:
+    def restore(self, runtime: "SteppedRuntime", record: SessionRecord) -> None:
         """Bring its state to the device, a few chunks between two steps, and pin it for the session."""
         key, offset = record.key, self._start + 4 * self._header.num_tokens
         keys = runtime.owned_call(lambda owned: owned.kvcache.pin_tokens(key, self.token_ids, key.cache_salt))
@@ -287,7 +287,7 @@ class _Adoption:
     def __init__(self, token_ids: tuple[int, ...], salt: str, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
         self._token_ids, self._salt, self._contents = token_ids, salt, contents
 
-    def __call__(self, owned: "Runtime") -> None:
+    def __call__(self, owned: "SteppedRuntime") -> None:
         if owned.asleep:
             raise RequestError("the runtime sleeps (Runtime.sleep): a session is loaded after Runtime.wake")
         owned.kvcache.adopt(self._token_ids, self._salt, self._contents)

@@ -8,11 +8,12 @@ from lowlat.engine.sessions.book import SessionKey, SessionRecord
 from lowlat.engine.sessions.files import SessionFile, write_session
 from lowlat.errors import RequestError
 from lowlat.options.declaration import check_number, shown
+from lowlat.options.keywords import NamedSession
 
 if TYPE_CHECKING:
-    from lowlat.engine.runtime import Runtime
+    from lowlat.engine.stepped import SteppedRuntime
 
-__all__ = ["Session", "load_session", "open_session"]
+__all__ = ["Session", "load_session", "open_session", "record_of"]
 
 MAX_TTL_S = 1e9
 
@@ -26,7 +27,7 @@ class Session:
     JSON values that are saved with it, such as the messages of a chat. Any thread may call its methods.
     """
 
-    def __init__(self, runtime: "Runtime", record: SessionRecord) -> None:
+    def __init__(self, runtime: "SteppedRuntime", record: SessionRecord) -> None:
         self._runtime, self._record = runtime, record
         self._forks = itertools.count(1)
 
@@ -86,7 +87,7 @@ class Session:
         """Let its prefix go as others do; harmless when repeated. A request that names it opens it again."""
         self._runtime.owned_call(lambda runtime: runtime.sessions.end(self._record))
 
-    def record_of(self, runtime: "Runtime") -> SessionRecord:
+    def record_of(self, runtime: "SteppedRuntime") -> SessionRecord:
         """Its record, for the runtime that it belongs to. Raises RequestError for another."""
         if runtime is not self._runtime:
             raise RequestError(f"session {self.session_id!r} belongs to another runtime; save and load it")
@@ -96,7 +97,7 @@ class Session:
         return f"Session({self.session_id!r}, {len(self.token_ids)} tokens, ttl_s={self.ttl_s:g})"
 
 
-def open_session(runtime: "Runtime", session_id: str, cache_salt: str, ttl_s: float | None) -> Session:
+def open_session(runtime: "SteppedRuntime", session_id: str, cache_salt: str, ttl_s: float | None) -> Session:
     """See `Runtime.session`."""
     if not isinstance(cache_salt, str):
         raise RequestError(f"cache_salt must be text, got {shown(cache_salt)}")
@@ -106,7 +107,7 @@ def open_session(runtime: "Runtime", session_id: str, cache_salt: str, ttl_s: fl
 
 
 def load_session(
-    runtime: "Runtime", path: Path, session_id: str | None, cache_salt: str, ttl_s: float | None, *, force: bool
+    runtime: "SteppedRuntime", path: Path, session_id: str | None, cache_salt: str, ttl_s: float | None, *, force: bool
 ) -> Session:
     """See `Runtime.load_session`."""
     _check_ttl(ttl_s)
@@ -118,16 +119,33 @@ def load_session(
         token_ids = runtime.checks.prompt_ids(file.token_ids)
         key = SessionKey(cache_salt, name)
 
-        def open_new(owned: "Runtime") -> SessionRecord:
+        def open_new(owned: "SteppedRuntime") -> SessionRecord:
             if key in owned.sessions:
                 raise RequestError(f"there is a session {name!r} already; give another session_id, or close it")
             return owned.sessions.open(key, file.ttl_s if ttl_s is None else ttl_s)
 
         record = runtime.owned_call(open_new)
         record.token_ids, record.seed, record.data = token_ids, file.seed, file.data
+        record.answers = (token_ids,)
         if problem is None:
             file.restore(runtime, record)
     return Session(runtime, record)
+
+
+def record_of(
+    runtime: "SteppedRuntime", session: NamedSession | str | None, cache_salt: str
+) -> tuple[SessionRecord | None, str]:
+    """The record of a session that a request names, and the salt that holds. Raises RequestError."""
+    if session is None:
+        return None, cache_salt
+    if isinstance(session, Session):
+        if cache_salt not in ("", session.cache_salt):
+            raise RequestError(f"session {session.session_id!r} has a cache_salt of its own; leave cache_salt out")
+        return session.record_of(runtime), session.cache_salt
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be text, got {shown(cache_salt)}")
+    name: Any = session
+    return runtime.sessions.open(SessionKey(cache_salt, name)), cache_salt
 
 
 def _check_ttl(ttl_s: Any) -> None:

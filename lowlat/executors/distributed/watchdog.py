@@ -5,7 +5,7 @@ It is not asked, so costs nothing, where work ends within a millisecond.
 
 import time
 
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 
 __all__ = ["WATCHDOG", "Watchdog"]
 

@@ -3,8 +3,8 @@
 It knows the tensors' names of transformers' text models; each family's own keys are in its own module.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def parse_decoder(
     mlp_bias: bool = False,
     qk_norm: bool = False,
     experts: ExpertsSpec | None = None,
-    window_limit: int | None = None,
+    windows: Sequence[int | None] = (),
     partial: bool = False,
     scale: float | None = None,
     tied: bool = False,
@@ -124,11 +124,11 @@ def parse_decoder(
     rope_keys: Collection[str] = (),
     harmless: Collection[str] = (),
 ) -> ModelConfig:
-    """The geometry of a decoder whose layers are all alike, with full attention, from the keys that families share.
+    """The geometry of a decoder whose layers are alike but for windows, from the keys that families share.
 
     architecture  the class, or the classes, that its configs name
     experts       in place of the dense FFN
-    window_limit  positions up to which the windows that it asks for change nothing
+    windows       of the layers, in order; none: all see everything
     partial       whether heads may turn in part, by partial_rotary_factor
     scale         of scores
     tied          whether the LM head is the embedding where the config does not say
@@ -137,12 +137,17 @@ def parse_decoder(
     """
     check_architecture(fields, (architecture,) if isinstance(architecture, str) else architecture)
     check_settled(fields, qk_norm=qk_norm)
-    fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
+    fields.refuse_unless("hidden_act", ("silu", "swish"), "only the SiLU gate")
     quantisation = read_quantisation(fields, directory)
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
     rope = parse_rope(
-        fields, max_position=sizes.max_position, default_theta=default_theta, partial=partial, known=rope_keys
+        fields,
+        max_position=sizes.max_position,
+        default_theta=default_theta,
+        partial=partial,
+        known=rope_keys,
+        head_dim=sizes.head_dim,
     )
     dims = partial_rotary_dims(fields, sizes.head_dim, default=1.0) if partial else sizes.head_dim
     rotary = None if dims == sizes.head_dim else dims
@@ -154,13 +159,15 @@ def parse_decoder(
         family=family,
         **sizes.model(),
         max_position=max_positions(rope, sizes.max_position),
-        layers=(LayerSpec(mixer=mixer, ffn=ffn),) * sizes.num_layers,
+        layers=tuple(
+            LayerSpec(mixer=replace(mixer, window=window), ffn=ffn) for window in windows or (None,) * sizes.num_layers
+        ),
         tie_embeddings=fields.boolean("tie_word_embeddings", tied),
         dtype=dtype,
         eos_token_ids=ends,
         bos_token_id=begin,
         quantisation=quantisation,
-        window_limit=window_limit,
+        drops_windows=True,
     )
     fields.refuse_unknown(HARMLESS_KEYS.union(harmless))
     return config

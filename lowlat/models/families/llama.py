@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.models.families.dense import parse_decoder
+from lowlat.models.families.dense import MAX_LAYERS, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import window_limit
+from lowlat.models.hf_config import layer_windows, sliding_kinds
 
 __all__ = ["parse"]
 
@@ -16,6 +16,10 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     Source: transformers models/llama.
     """
     biased = fields.boolean("attention_bias", False)
+    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    fields.raw("sliding_window")  # of layers that layer_types names
+    fields.refuse_unless("use_sliding_window", (False,), "windows of the layers that layer_types names")
+    has_windows = "sliding_attention" in sliding_kinds(fields, count)
     return parse_decoder(
         fields,
         directory,
@@ -25,5 +29,5 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         qkv_bias=biased,
         output_bias=biased,
         mlp_bias=fields.boolean("mlp_bias", False),
-        window_limit=window_limit(fields),
+        windows=layer_windows(fields) if has_windows else (),
     )

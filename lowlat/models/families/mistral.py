@@ -1,6 +1,6 @@
 """Mistral, Ministral 3 and the text of Mistral Small 3.1 and later (dense): config.json to geometry.
 
-Windows are a limit of the context. So is the context from which Ministral 3 scales queries by their position.
+The context from which Ministral 3 scales queries by their position is a limit.
 Source: transformers models/mistral, ministral3, mistral3.
 """
 
@@ -11,7 +11,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.models.families.dense import MAX_POSITIONS, parse_decoder
 from lowlat.models.families.known_keys import IMAGE_KEYS
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import window_limit
+from lowlat.models.hf_config import layer_windows
 
 __all__ = ["SKIPPED", "parse"]
 
@@ -29,8 +29,7 @@ ROPE_KEYS = (BETA, "max_position_embeddings")
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Mistral. Raises ConfigError for what lowlat does not implement.
 
-    A window limits the context: up to its size nothing differs. A Mistral's config without the key has one of 4096
-    positions; a model without windows says null.
+    A Mistral's config without the key has windows of 4096 positions; a model without windows says null.
     """
     family = str(fields.values["model_type"])
     rope = fields.optional_object("rope_parameters")
@@ -42,7 +41,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         family=family,
         architecture=ARCHITECTURES[family],
         default_head_dim=None if family == "mistral" else 128,
-        window_limit=window_limit(fields, default=DEFAULT_WINDOW if family == "mistral" else None),
+        windows=layer_windows(fields, default=DEFAULT_WINDOW if family == "mistral" else None),
         rope_keys=ROPE_KEYS,
         harmless=IMAGE_KEYS if family == "mistral3" else (),
     )

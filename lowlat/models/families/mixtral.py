@@ -9,7 +9,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, attention_recipes, outer_recipes, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import window_limit
+from lowlat.models.hf_config import layer_windows
 from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.models.layers import TORCH_DTYPES
 
@@ -31,7 +31,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         family="mixtral",
         architecture="MixtralForCausalLM",
         experts=experts,
-        window_limit=window_limit(fields),
+        windows=layer_windows(fields),
         default_theta=1e6,
     )
 

@@ -10,7 +10,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.models.families.dense import MAX_POSITIONS, decoder_recipes, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import window_limit
+from lowlat.models.hf_config import layer_windows
 
 __all__ = ["parse", "recipes"]
 
@@ -18,8 +18,8 @@ FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Phi-3. Raises ConfigError for what lowlat does not implement, `longrope` among it."""
-    fields.optional_integer("original_max_position_embeddings", 1, MAX_POSITIONS)  # longrope's
+    """The geometry of a Phi-3. Raises ConfigError for what lowlat does not implement."""
+    fields.optional_integer("original_max_position_embeddings", 1, MAX_POSITIONS)  # its own place for longrope's
     fields.refuse_unless("attention_bias", (False,), "attention without biases")
     fields.refuse_unless("mlp_bias", (False,), "an FFN without biases")
     return parse_decoder(
@@ -28,7 +28,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         dtype,
         family="phi3",
         architecture="Phi3ForCausalLM",
-        window_limit=window_limit(fields),
+        windows=layer_windows(fields),
         partial=True,
     )
 

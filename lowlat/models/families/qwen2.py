@@ -5,7 +5,7 @@ from pathlib import Path
 from lowlat.checkpoint.fields import Fields
 from lowlat.models.families.dense import parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import window_limit
+from lowlat.models.hf_config import layer_windows
 
 __all__ = ["parse"]
 
@@ -24,5 +24,5 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         family="qwen2",
         architecture="Qwen2ForCausalLM",
         qkv_bias=True,
-        window_limit=window_limit(fields, off_by_default=True, default=4096, default_first=28),
+        windows=layer_windows(fields, off_by_default=True, default=4096, default_first=28),
     )

@@ -10,7 +10,7 @@ from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, attention_recipes, outer_recipes, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import window_limit
+from lowlat.models.hf_config import layer_windows
 from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.models.layers import TORCH_DTYPES
 
@@ -52,7 +52,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         output_bias=biased,
         qk_norm=True,
         experts=experts,
-        window_limit=window_limit(fields, off_by_default=True, default=4096),
+        windows=layer_windows(fields, off_by_default=True, default=4096),
     )
 
 

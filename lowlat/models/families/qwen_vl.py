@@ -16,7 +16,7 @@ from lowlat.models.families import qwen3_moe
 from lowlat.models.families.dense import parse_decoder
 from lowlat.models.families.known_keys import IMAGE_KEYS
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import IMAGE_POSITIONS, window_limit
+from lowlat.models.hf_config import IMAGE_POSITIONS, layer_windows
 
 __all__ = ["MOE", "SKIPPED", "parse", "recipes"]
 
@@ -41,7 +41,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         output_bias=biased and third,
         qk_norm=third,
         experts=qwen3_moe.parse_experts(fields, normed=True) if family == MOE else None,
-        window_limit=window_limit(fields, off_by_default=True, default=4096, default_first=28),
+        windows=layer_windows(fields, off_by_default=True, default=4096, default_first=28),
         default_theta=5e6 if third else 1e6,
         rope_keys=IMAGE_POSITIONS,
         harmless=IMAGE_KEYS,

@@ -9,7 +9,7 @@ from pathlib import Path
 from lowlat.checkpoint.fields import Fields
 from lowlat.models.families.dense import parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import window_limit
+from lowlat.models.hf_config import layer_windows
 from lowlat.models.layer_spec import RopeConfig
 
 __all__ = ["parse"]
@@ -27,6 +27,14 @@ def _turning(fields: Fields) -> tuple[bool, ...]:
     return tuple(map(bool, given[:count]))
 
 
+def _windows(fields: Fields, turning: tuple[bool, ...]) -> tuple[int | None, ...]:
+    """The windows of the layers: only those without RoPE have one."""
+    windows = layer_windows(fields, off_by_default=True)
+    if "layer_types" in fields.values:
+        return windows
+    return tuple(None if turns else window for window, turns in zip(windows, turning, strict=True))
+
+
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a SmolLM3. Raises ConfigError for what lowlat does not implement."""
     turning, biased = _turning(fields), fields.boolean("attention_bias", False)
@@ -39,12 +47,13 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         qkv_bias=biased,
         output_bias=biased,
         mlp_bias=fields.boolean("mlp_bias", False),
-        window_limit=window_limit(fields, off_by_default=True),
+        windows=_windows(fields, turning),
         tied=True,
         default_theta=2e6,
     )
-    still = replace(config.attention, rope=RopeConfig(config.attention.rope.theta, "proportional", share=0.0))
+    still = RopeConfig(config.attention.rope.theta, "proportional", share=0.0)
     layers = (
-        layer if turns else replace(layer, mixer=still) for layer, turns in zip(config.layers, turning, strict=True)
+        layer if turns else replace(layer, mixer=replace(mixer, rope=still))
+        for layer, mixer, turns in zip(config.layers, config.attentions.values(), turning, strict=True)
     )
     return replace(config, layers=tuple(layers))

@@ -7,6 +7,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,6 +19,7 @@ from lowlat.serving.http.errors import ApiError, answer_error
 from lowlat.serving.http.gateway import Gateways
 from lowlat.serving.http.openai import chat, completions, responses, tokenize
 from lowlat.serving.http.openai.request_ids import RequestIds
+from lowlat.serving.http.paths import Paths
 
 __all__ = ["make_app"]
 
@@ -30,6 +32,7 @@ FILES = {
 }
 OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
+SHOWN = ["x-request-id", "retry-after", "retry-after-ms"]  # to pages of other origins
 SAFE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,12 +42,20 @@ SAFE_HEADERS = {
 }
 
 
-def make_app(gateways: Gateways, *, key: str | None, host: str | None, hosts: Iterable[str] = ()) -> Starlette:
+def make_app(
+    gateways: Gateways,
+    *,
+    key: str | None,
+    host: str | None,
+    hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
+) -> Starlette:
     """The application.
 
     gateways  to the servers of the models; they are closed with the application
     key     that every request but the page's files, /health and /ready must carry; None: none
     host    where it is bound, None where a proxy stands before it; hosts are further names under which it is reached
+    origins of other sites whose pages may ask, with the key as anybody; "*": of all
     """
 
     @asynccontextmanager
@@ -70,7 +81,12 @@ def make_app(gateways: Gateways, *, key: str | None, host: str | None, hosts: It
     ]
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(RequestIds), Middleware(Guard, key=key, host=host, hosts=hosts, open_paths=OPEN_PATHS)],
+        middleware=[
+            Middleware(RequestIds),
+            Middleware(Paths),
+            *_cross_origin(origins),
+            Middleware(Guard, key=key, host=host, hosts=hosts, open_paths=OPEN_PATHS),
+        ],
         exception_handlers={
             ApiError: answer_error,
             LowlatError: answer_error,
@@ -81,6 +97,19 @@ def make_app(gateways: Gateways, *, key: str | None, host: str | None, hosts: It
     )
     app.state.gateways = gateways
     return app
+
+
+def _cross_origin(origins: Iterable[str]) -> list[Middleware]:
+    """What tells browsers that pages of other sites may ask; refusals of the guard are for them to read, too."""
+    allowed = list(origins)
+    if not allowed:
+        return []
+    methods, headers = ["GET", "HEAD", "POST"], ["*"]
+    return [
+        Middleware(
+            CORSMiddleware, allow_origins=allowed, allow_methods=methods, allow_headers=headers, expose_headers=SHOWN
+        )
+    ]
 
 
 async def _file(request: Request) -> Response:

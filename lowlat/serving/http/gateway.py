@@ -16,6 +16,7 @@ from lowlat.serving.models.roster import Listed, Roster
 
 __all__ = ["Gateway", "Gateways", "OneModel", "SeveralModels", "gateways_of"]
 
+ENDS = "the gateway ends"
 STATS_S = 0.1  # whoever asks more often gets the same figures
 LOADING_RETRY_S = "5"
 
@@ -87,7 +88,7 @@ class Gateways(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Close every connection."""
+        """Close every connection; what is under way is broken off, and its callers are told why."""
 
 
 class OneModel(Gateways):
@@ -106,7 +107,7 @@ class OneModel(Gateways):
 
     async def close(self) -> None:
         """See Gateways."""
-        await self._gateway.client.close()
+        await self._gateway.client.close(ENDS)
 
 
 class SeveralModels(Gateways):
@@ -148,7 +149,7 @@ class SeveralModels(Gateways):
     async def close(self) -> None:
         """See Gateways."""
         for gateway in self._gateways.values():
-            await gateway.client.close()
+            await gateway.client.close(ENDS)
 
 
 def gateways_of(request: Request) -> Gateways:

@@ -5,22 +5,29 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from urllib.parse import quote
 
 import uvicorn
 
 from lowlat.errors import ConfigError
+from lowlat.ipc.endpoint import EndpointLock, parse_endpoint
 from lowlat.serving.descriptors import raise_descriptor_limit
 from lowlat.serving.http.acceptor import Acceptor
 from lowlat.serving.http.app import make_app
 from lowlat.serving.http.connections import Connection, ConnectionLimits, Connections
 from lowlat.serving.http.gateway import Gateways
 
-__all__ = ["Address", "bind", "check_free", "parse_address", "run"]
+__all__ = ["Address", "bind", "check_free", "listening", "parse_address", "run"]
 
-SHUTDOWN_S = 2
+END_S = 2.0  # that answers may take to leave once nothing more will be added to them
+TICK_S = 1.0  # of the Date header
+POLL_S = 0.01
 BACKLOG = 1024
 OWN_DESCRIPTORS = 64  # of the process next to connections: sockets to the server, pipes, logs
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -30,37 +37,47 @@ logger = logging.getLogger("lowlat.serving.http")
 
 @dataclass(frozen=True)
 class Address:
-    """Where the gateway is bound."""
+    """Where the gateway is bound.
+
+    path  of a Unix socket, in place of host and port
+    """
 
     host: str
     port: int
+    path: Path | None = None
 
     @property
     def local(self) -> bool:
         """Whether only this machine reaches it."""
-        return self.host in LOOPBACK
+        return self.path is not None or self.host in LOOPBACK
 
     def url(self) -> str:
-        """Where a browser of this machine finds it."""
+        """Where a browser of this machine finds it; a Unix socket has the form that some clients know."""
+        if self.path is not None:
+            return f"http+unix://{quote(str(self.path), safe='')}"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 def parse_address(text: str) -> Address:
-    """An address of the form [HOST:]PORT; the loopback by default. Raises ConfigError."""
+    """An address of the form [HOST:]PORT, the loopback by default, or unix:PATH. Raises ConfigError."""
+    if text.startswith("unix:"):
+        path = parse_endpoint(f"ipc://{Path(text.removeprefix('unix:')).absolute()}").path
+        return Address("localhost", 0, path)
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise ConfigError(f"{text!r:.80}: an IPv6 address stands in brackets: [::1]:8000")
     if not (port.isascii() and port.isdecimal() and int(port) <= 65535):
-        raise ConfigError(f"{text!r:.80} is not [HOST:]PORT, such as 8000 or 127.0.0.1:8000")
+        raise ConfigError(f"{text!r:.80} is not [HOST:]PORT or unix:PATH, such as 8000 or 127.0.0.1:8000")
     return Address(host or LOOPBACK[0], int(port))
 
 
 def check_free(address: Address) -> None:
     """Raise ConfigError where an address cannot be bound now."""
-    bind(address).close()
+    with listening(address):
+        pass
 
 
 def run(
@@ -69,23 +86,27 @@ def run(
     *,
     key: str,
     hosts: Iterable[str] = (),
+    origins: Iterable[str] = (),
     opened: Callable[[Address], None],
     parent: int | None = None,
     limits: ConnectionLimits | None = None,
+    drain_s: float = 0.0,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, or until nothing holds the other end of a pipe any more.
 
-    opened  called with the address when connections are accepted; its port is the one that was chosen
-    parent  file descriptor of the reading end of that pipe
-    limits  of connections
+    key, hosts, origins  see `make_app`
+    opened   called with the address when connections are accepted; its port is the one that was chosen
+    parent   file descriptor of the reading end of that pipe; signals are then left to whoever holds the other: where a
+             service manager sends them to every process, answers last as long as the server lets them
+    limits   of connections
+    drain_s  that answers under way may take after a signal; then their callers are told, and a second one ends at once
     Raises ConfigError where the address cannot be bound.
     """
     limits = (limits or ConnectionLimits()).within(raise_descriptor_limit() - OWN_DESCRIPTORS)
-    with bind(address) as listener:
-        address = Address(address.host, listener.getsockname()[1])
+    with listening(address) as (listener, address):
         if not address.local:
             logger.warning("%s is reached from other machines, without encryption", address.url())
-        app = make_app(gateways, key=key, host=address.host, hosts=hosts)
+        app = make_app(gateways, key=key, host=address.host, hosts=hosts, origins=origins)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -94,18 +115,20 @@ def run(
             server_header=False,
             ws="none",
             proxy_headers=False,
-            timeout_graceful_shutdown=SHUTDOWN_S,
         )
         opened(address)
-        asyncio.run(_Server(config, limits).run_until_ended(listener, parent))
+        asyncio.run(_Server(config, limits, gateways, drain_s).run_until_ended(listener, parent))
 
 
 class _Server(uvicorn.Server):
     """A server that a signal ends well (uvicorn's own raises the signal again) and that bounds its connections."""
 
-    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits) -> None:
+    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, gateways: Gateways, drain_s: float) -> None:
         super().__init__(config)
         self._places = Connections(limits)
+        self._gateways = gateways
+        self._drain_s = drain_s
+        self._asked_to_end = asyncio.Event()
         self._acceptor: Acceptor | None = None
 
     @contextmanager
@@ -118,7 +141,10 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.handle_exit, number, None)
+                if parent is None:
+                    loop.add_signal_handler(number, self.handle_exit, number, None)
+                else:
+                    signal.signal(number, signal.SIG_IGN)
         if parent is not None:
             loop.add_reader(parent, self._parent_ended, loop, parent)
         self._listener = listener
@@ -127,14 +153,45 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then take connections."""
         await super().startup(sockets)
-        self._acceptor = Acceptor(self._listener, self._connection, self._places.drop_stranger)
+        self._acceptor = Acceptor(self._listener, self._connection, self._places.drop_stranger, self._places.has_room)
+
+    async def main_loop(self) -> None:
+        """Wait until the server is to end, and note it at once; meanwhile keep the Date header."""
+        while not await self.on_tick(0):
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._asked_to_end.wait(), TICK_S)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End, at the second signal at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+        self._asked_to_end.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take no more connections, and let answers under way end."""
+        """Take no more connections, let answers under way end, and end those that take too long by an error."""
         if self._acceptor is not None:
             self._acceptor.close()
         self._listener.close()
-        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        if not await self._all_ended(self._drain_s):
+            await self._gateways.close()
+            self.force_exit = False
+            if not await self._all_ended(END_S):
+                for connection in self._places:
+                    connection.abort()
+                for task in list(self.server_state.tasks):
+                    task.cancel()
+        await self.lifespan.shutdown()
+
+    async def _all_ended(self, within_s: float) -> bool:
+        """Whether all connections are closed in time, before a second signal."""
+        end = time.monotonic() + within_s
+        while self.server_state.connections or self.server_state.tasks:
+            if self.force_exit or time.monotonic() >= end:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
 
     def _connection(self) -> Connection:
         return Connection(
@@ -142,19 +199,41 @@ class _Server(uvicorn.Server):
         )
 
     def _parent_ended(self, loop: asyncio.AbstractEventLoop, parent: int) -> None:
-        self.should_exit = True
         loop.remove_reader(parent)
+        self._drain_s = END_S  # its answers have ended
+        self.handle_exit(signal.SIGTERM, None)
+
+
+@contextmanager
+def listening(address: Address) -> Iterator[tuple[socket.socket, Address]]:
+    """A listener, and its address with the port that was chosen. Raises ConfigError where it cannot be bound.
+
+    The folder of a Unix socket is this user's, and its mode says who reaches it; whoever does needs the key, too.
+    """
+    if address.path is None:
+        with bind(address) as listener:
+            yield listener, replace(address, port=listener.getsockname()[1])
+        return
+    lock = EndpointLock(address.path, shared=True)
+    try:
+        with lock.listen() as listener:
+            yield listener, address
+    finally:
+        lock.release()
 
 
 def bind(address: Address) -> socket.socket:
     """A listener whose accepted sockets send every event at once.
 
     asyncio sets TCP_NODELAY only where `socket.proto` says TCP, and `create_server` leaves that 0. Linux hands the
-    listener's option on to what it accepts.
+    listener's option on to what it accepts. `::` is every address, those of IPv4 included.
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    both = address.host == "::" and socket.has_dualstack_ipv6()
     try:
-        listener = socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+        listener = socket.create_server(
+            (address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
+        )
     except OSError as error:
         why = str(error.strerror).partition(" (while ")[0]  # then comes the address, again
         privileged = "; a port below 1024 takes a privilege" if isinstance(error, PermissionError) else ""

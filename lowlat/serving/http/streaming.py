@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ __all__ = [
     "Answer",
     "Caller",
     "EventStream",
+    "check_coding",
     "event",
     "read_body",
     "respond",
@@ -32,6 +34,10 @@ MAX_BODY_BYTES = 4 << 20
 BODY_TIMEOUT_S = 30.0
 CLIENT_GONE = 499  # for nobody to read
 DONE = b"data: [DONE]\n\n"
+SILENCE_S = (
+    15.0  # after which a comment says that an answer is still to come: proxies give up on what is silent for 60 s
+)
+COMMENT = b": waiting\n\n"  # which readers of events pass over
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -63,8 +69,16 @@ def event(value: Any, name: str | None = None) -> bytes:
     return b"".join((head, b"data: ", _encode(value), b"\n\n"))
 
 
+def check_coding(request: Request) -> None:
+    """Refuse a body that is compressed. Raises ApiError."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"content-encoding: {coding:.40}; bodies are taken uncompressed", code="content_encoding")
+
+
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError for one that is too long or too slow."""
+    """The whole body. Raises ApiError for one that is too long, too slow or compressed."""
+    check_coding(request)
     too_long = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
     told = request.headers.get("content-length", "")
     if told.isdecimal() and int(told[:20]) > MAX_BODY_BYTES:
@@ -120,7 +134,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come until they end, fail, or nobody reads them any more.
 
-    The status is sent with the first event, so that a refusal before it still has a status of its own.
+    The status is sent with the first event, so that a refusal before it still has a status of its own; or with a
+    comment, which breaks the silence where a request waits for long, in the queue or while its prompt is read.
     choices  where chunks come from; they are closed with the stream
     """
 
@@ -131,11 +146,18 @@ class EventStream(Response):
         self._answer = answer
         self._caller = caller
         self._begun = False
+        self._num_written = 0
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = exchange_of(scope)
+        if exchange is not None:
+            self._break_silence(exchange, send, -1)
         try:
-            await self._caller.wait_for(self._send_all(exchange_of(scope), send))
+            await self._caller.wait_for(self._send_all(exchange, send))
         finally:
+            if self._timer is not None:
+                self._timer.cancel()
             self._caller.leave()
             await self._choices.close()
 
@@ -144,23 +166,17 @@ class EventStream(Response):
         has room, else by `send`. Raises LowlatError for what fails before the first event.
         """
 
-        start: Message = {"type": "http.response.start", "status": self.status_code, "headers": HEADERS}
-
         def write(place: int, chunk: Chunk) -> bool:
             if exchange is None or not exchange.can_write():
                 return False
-            data = self._answer.events(place, chunk)
-            if not self._begun:
-                self._begun = True
-                exchange.begin(send(start), data)
-            elif data:
-                exchange.write(data)
+            self._write(exchange, send, self._answer.events(place, chunk))
             return True
 
         try:
             while (taken := await self._choices.next(write)) is not None:
                 data = self._answer.events(*taken)
-                await self._begin(send, start)
+                await self._begin(send)
+                self._num_written += bool(data)
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             data = self._answer.last_events()
@@ -168,14 +184,34 @@ class EventStream(Response):
             if not self._begun:
                 raise
             data = event(api_error(error).body)
-        await self._begin(send, start)
+        await self._begin(send)
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
-    async def _begin(self, send: Send, start: Message) -> None:
+    def _write(self, exchange: Exchange, send: Send, data: bytes) -> None:
+        """Write what the connection has room for at once, after the status."""
+        if not self._begun:
+            self._begun = True
+            exchange.begin(send(self._start()), data)
+        elif data:
+            exchange.write(data)
+        self._num_written += bool(data)
+
+    def _start(self) -> Message:
+        """The status, with headers to which middleware may add."""
+        return {"type": "http.response.start", "status": self.status_code, "headers": [*HEADERS]}
+
+    async def _begin(self, send: Send) -> None:
         """Send the status, once."""
         if not self._begun:
             self._begun = True
-            await send(start)
+            await send(self._start())
+
+    def _break_silence(self, exchange: Exchange, send: Send, num_written: int) -> None:
+        """Send a comment if nothing was written since the last look, and look again later."""
+        if num_written == self._num_written and exchange.can_write():
+            self._write(exchange, send, COMMENT)
+        again = partial(self._break_silence, exchange, send, self._num_written)
+        self._timer = asyncio.get_running_loop().call_later(SILENCE_S, again)
 
 
 async def respond(request: Request, choices: Choices, answer: Answer, *, stream: bool) -> Response:

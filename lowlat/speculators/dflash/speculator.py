@@ -4,7 +4,7 @@ Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -12,13 +12,12 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec
-from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
     PrefillScope,
     Scope,
-    Speculator,
     StateSizes,
     StepScope,
     draft_model_of,
@@ -28,56 +27,43 @@ from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
 from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import dflash_weight_plan, load_dflash
 from lowlat.speculators.draft_parts import vocabulary_report
+from lowlat.speculators.with_model import ModelSpeculator
 
 __all__ = ["DflashSpeculator", "check_depth"]
 
 
 @dataclass(frozen=True)
-class DflashSpeculator(Speculator):
+class DflashSpeculator(ModelSpeculator[DflashConfig]):
     """Drafts with a DFlash model, whose geometry is `config`.
 
     parse_files, load_files   how its directory is read: config and headers, and with them the weights
+    longer                    drafts of a block while the last ones were accepted; 0: as many as ever
     """
 
     method: ClassVar[str] = DflashConfig.method
     parse_files = staticmethod(parse_dflash)
     load_files = staticmethod(load_dflash)
-    config: DflashConfig
+    longer: int = 0
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config, _ = cls.parse_files(Path(draft_model_of(options)), target, options.capture_layers)
         check_depth(config, options)
-        return cls(config)
+        return cls(config, options.max_block_drafts)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """The draft model with its weights. Raises ConfigError."""
         found = cls.load_files(draft_model_of(options), target, capture_layers=options.capture_layers)
         check_depth(found.config, options)
-        return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
+        made = cls(found.config, options.max_block_drafts)
+        return LoadedSpeculator(made, found.weights, found.directory, found.notes)
 
     @property
-    def draft_config(self) -> DflashConfig:
-        """The draft model's geometry."""
-        return self.config
-
-    def with_config(self, config: DraftConfig) -> Self:
-        """The same with another geometry: layers rounded at load, or a rank's part."""
-        if not isinstance(config, type(self.config)):
-            raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
-        return replace(self, config=config)
-
-    @property
-    def attends_everything(self) -> bool:
-        """Where a layer has no window."""
-        return None in self.config.windows
-
-    @property
-    def waiting_boundaries(self) -> tuple[int, ...]:
-        """Those that it captures."""
-        return self.config.capture_boundaries
+    def longer_draft_length(self) -> int:
+        """That of the option."""
+        return self.longer
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers."""
@@ -95,6 +81,7 @@ class DflashSpeculator(Speculator):
             **vocabulary_report(self.config),
             "draft_layers": self.config.num_layers,
             "draft_block_size": self.config.block_size,
+            **({"max_block_drafts": self.longer} if self.longer else {}),
             **({} if self.config.selector is None else {"selector": asdict(self.config.selector)}),
             **({} if self.config.conv is None else {"convolution": asdict(self.config.conv)}),
         }
@@ -120,8 +107,9 @@ class DflashSpeculator(Speculator):
 
 def check_depth(config: DflashConfig, options: SpeculativeConfig) -> None:
     """Refuse more drafts than a block was trained with. Raises ConfigError."""
-    if options.num_speculative_tokens > config.max_drafts:
-        raise ConfigError(
-            f"num_speculative_tokens {options.num_speculative_tokens} is more than the {config.max_drafts} drafts of "
-            f"this draft model's block of {config.block_size} rows"
-        )
+    for name in ("num_speculative_tokens", "max_block_drafts"):
+        if getattr(options, name) > config.max_drafts:
+            raise ConfigError(
+                f"{name} {getattr(options, name)} is more than the {config.max_drafts} drafts of this draft model's "
+                f"block of {config.block_size} rows"
+            )

@@ -24,6 +24,7 @@ def parse_whole(directory: Path, target: ModelConfig, target_directory: Path | N
     draft model that was made for one target, such as EAGLE's.
     """
     config = read_model_config(directory, dtype=target.dtype)
+    config = config.for_context(config.usual_context)
     _check_whole(directory, config)
     delta = next((layer.mixer.chains_only for layer in config.layers if layer.mixer.chains_only), None)
     if delta is not None:
@@ -40,7 +41,7 @@ def parse_whole(directory: Path, target: ModelConfig, target_directory: Path | N
         stored_vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         vocab_size=target.vocab_size,
-        max_position=config.max_context,
+        max_position=config.usual_context,
         rms_norm_eps=config.rms_norm_eps,
         layers=config.layers,
         quantisation=config.quantisation,

@@ -4,20 +4,19 @@ Source: speculative decoding, arXiv 2211.17192 and 2302.01318.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 
 from lowlat.graphs import BufferSpec
-from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.sequence.paged_kv import decoder_cache_specs
 from lowlat.speculators.base import (
     LoadedSpeculator,
     PrefillScope,
-    Speculator,
     StateSizes,
     StepScope,
     draft_model_of,
@@ -27,16 +26,16 @@ from lowlat.speculators.draft_model.drafter import WholeDrafter
 from lowlat.speculators.draft_model.geometry import OWNER, WholeDraftConfig
 from lowlat.speculators.draft_model.weights import load_whole, whole_weight_plan
 from lowlat.speculators.draft_parts import vocabulary_report
+from lowlat.speculators.with_model import ModelSpeculator
 
 __all__ = ["DraftModelSpeculator"]
 
 
 @dataclass(frozen=True)
-class DraftModelSpeculator(Speculator):
+class DraftModelSpeculator(ModelSpeculator[WholeDraftConfig]):
     """Drafts with a whole model, whose geometry is `config`."""
 
     method: ClassVar[str] = WholeDraftConfig.method
-    config: WholeDraftConfig
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
@@ -49,22 +48,6 @@ class DraftModelSpeculator(Speculator):
         own = Path(draft_model_of(options))
         config = parse_whole(own, target, directory)
         return LoadedSpeculator(cls(config), load_whole(own, config, target), own)
-
-    @property
-    def draft_config(self) -> WholeDraftConfig:
-        """The draft model's geometry."""
-        return self.config
-
-    def with_config(self, config: DraftConfig) -> Self:
-        """The same with another geometry: layers rounded at load, or a rank's part."""
-        if not isinstance(config, WholeDraftConfig):
-            raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
-        return replace(self, config=config)
-
-    @property
-    def attends_everything(self) -> bool:
-        """Where a layer has no window."""
-        return None in self.config.windows
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:

@@ -4,7 +4,7 @@ Source: EAGLE-3, arXiv 2503.01840.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -13,13 +13,12 @@ import torch
 
 from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import RangeNames, Stage
-from lowlat.models.geometry import DraftConfig, ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import (
     LoadedSpeculator,
     PrefillScope,
     Scope,
-    Speculator,
     StateSizes,
     StepScope,
     draft_model_of,
@@ -34,6 +33,7 @@ from lowlat.speculators.eagle3.prefill import emit_draft_prefill
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
 from lowlat.speculators.eagle3.windows import check_draft_window, draft_kv_windows
 from lowlat.speculators.tree.dynamic import DynamicTree
+from lowlat.speculators.with_model import ModelSpeculator
 
 __all__ = ["Eagle3Speculator"]
 
@@ -50,7 +50,7 @@ RANGE_NAMES: RangeNames = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Eagle3Speculator(Speculator):
+class Eagle3Speculator(ModelSpeculator[Eagle3Config]):
     """Drafts with an EAGLE3 model.
 
     kind    how its draft models are told and read
@@ -63,7 +63,6 @@ class Eagle3Speculator(Speculator):
     method: ClassVar[str] = Eagle3Config.method
     kind: ClassVar[DraftKind] = EAGLE3
     emitter: ClassVar[type[Eagle3Emitter]] = Eagle3Emitter
-    config: Eagle3Config
     window: int | None = None
 
     @classmethod
@@ -83,17 +82,6 @@ class Eagle3Speculator(Speculator):
         return LoadedSpeculator(cls(found.config, options.draft_window), found.weights, found.directory, found.notes)
 
     @property
-    def draft_config(self) -> Eagle3Config:
-        """The draft model's geometry."""
-        return self.config
-
-    def with_config(self, config: DraftConfig) -> Self:
-        """The same with another geometry: layers rounded at load, or a rank's part."""
-        if not isinstance(config, type(self.config)):
-            raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
-        return replace(self, config=config)
-
-    @property
     def range_names(self) -> RangeNames:
         """Those that profiles of EAGLE3 look for."""
         return RANGE_NAMES
@@ -107,11 +95,6 @@ class Eagle3Speculator(Speculator):
     def kv_windows(self) -> tuple[int | None, ...]:
         """Those of its layers, or what the draft window makes of them."""
         return draft_kv_windows(self.config, self.window)
-
-    @property
-    def waiting_boundaries(self) -> tuple[int, ...]:
-        """Those that it captures."""
-        return self.config.capture_boundaries
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""

@@ -14,7 +14,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs.program import OWN_NAMES, RangeNames
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
 from lowlat.speculators.draft_parts import vocabulary_report
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter

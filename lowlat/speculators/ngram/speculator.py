@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 from lowlat.graphs.program import Stage
 from lowlat.models.geometry import ModelConfig
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator, StepScope
 
 __all__ = ["NgramSpeculator"]

@@ -12,7 +12,7 @@ import torch
 
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, StepScope
 from lowlat.speculators.eagle3.config import DraftKind
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator

@@ -17,7 +17,7 @@ from lowlat.kernels.reference.speculation.choose_drafts import NUM_BINS, PROPOSA
 from lowlat.kernels.reference.step.slots import FROM_TEXT
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layer_spec import Rotation
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Speculator, StateSizes, StepScope
 from lowlat.speculators.suffix.speculator import SuffixSpeculator
 

@@ -13,7 +13,8 @@ import torch
 from lowlat.graphs.program import Stage
 from lowlat.kernels.reference.speculation.suffix_draft import MAX_DEPTH
 from lowlat.models.geometry import ModelConfig
-from lowlat.options.config import WIDE_ROWS, SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
+from lowlat.options.speculative_checks import WIDE_ROWS
 from lowlat.speculators.base import LoadedSpeculator, Speculator, StepScope
 
 __all__ = ["SuffixSpeculator"]

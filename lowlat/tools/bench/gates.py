@@ -2,22 +2,28 @@
 
 A gate counts by its whole definition and under the same conditions: another threshold, scenario, commit or imposed
 acceptance is another gate. Full gates are measured only when the micro gates before them are green.
+
+Rows are written as they are made, and a verdict as soon as its rows are there: measuring that was broken off goes on
+where it ended.
 """
 
+import os
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
 
 from lowlat.errors import ConfigError
-from lowlat.tools.bench.results import Environment, Result, read_struct, write_struct
+from lowlat.tools.bench.results import GATES_OWN, Environment, Result, read_result, read_struct, write_struct
 from lowlat.tools.bench.run import Progress, Report, ScenarioRun, counter, measure_wall_of
 from lowlat.tools.bench.runtimes import Runtimes
 from lowlat.tools.bench.scenarios import Case, Gate
 from lowlat.tools.bench.subject import Subject
 
 __all__ = [
-    "GateRun", "GateState", "Standing", "Verdict", "check_gates", "judge", "read_state", "run_gates", "standing",
+    "GateRun", "GateState", "Standing", "Verdict", "check_gates", "gates_environment", "judge", "read_state",
+    "run_gates", "standing",
 ]  # fmt: skip
 
 STATE_FILE = "gates.json"
@@ -27,9 +33,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One gate's figures next to its thresholds.
 
     gate               its definition; None in files of before it was kept, which count for no gate
-    bound              speed-up that the bytes of both steps allow at this accept length; None where it is not asked for
-    required_speed_up  the threshold, or the share of the bound that is enough for a mixture of experts
-    accept_tested      false where acceptance was imposed: the accept length is then not judged
+    bound              speed-up that the bytes of both steps allow at this accept length; None without experts
+    required_speed_up  the threshold, or the share of the bound where that is more
+    accept_length      tokens a drafted step; a step, where steps chose their draft lengths
+    accept_tested      false where acceptance was imposed, or draft lengths chosen: the accept length is then not judged
+    drafted_share      of steps that chose their draft lengths, those that drafted
+    baseline_ms, drafted_ms  the median steps of both
+    baseline_over_floor, drafted_over_floor  these over what their bytes take; None without a GPU
+    distinct_experts   a layer of the drafted step
     error              why it could not be measured
     """
 
@@ -42,11 +53,17 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     accept_length: float | None = None
     required_accept_length: float
     accept_tested: bool = True
+    drafted_share: float | None = None
+    baseline_ms: float | None = None
+    drafted_ms: float | None = None
+    baseline_over_floor: float | None = None
+    drafted_over_floor: float | None = None
+    distinct_experts: float | None = None
     error: str | None = None
 
 
 class GateRun(msgspec.Struct, frozen=True, kw_only=True):
-    """Gates measured together, once; green when every one is.
+    """One round of a gate, or of gates that were measured together; green when every one is.
 
     forced  gates that they ask for first were not green, or were so by force
     """
@@ -88,7 +105,7 @@ def standing(state: GateState, environment: Environment, gate: Gate) -> Standing
     count, forced = 0, False
     for run in reversed(state.runs):
         verdict = next((each for each in run.gates if each.gate == gate), None)
-        if run.environment != environment or verdict is None:
+        if not run.environment.holds_for(environment) or verdict is None:
             continue
         if not verdict.green or count == gate.needed:
             break
@@ -123,52 +140,87 @@ def run_gates(
     directory: Path,
     *,
     times: int = 1,
+    only_missing: bool = False,
+    imposes: bool = False,
     commit: str = "",
     forced: bool = False,
     report: Report | None = None,
     progress: Progress | None = None,
 ) -> list[GateRun]:
-    """Measure every gate so many times, write the last rows next to the state, and remember the verdicts of each time.
+    """Measure every gate so many times, keep the last rows next to the state, and remember each verdict.
 
-    All that speculates is measured with one load of the model, and all that does not with another, where memory allows.
-    Raises ConfigError.
+    only_missing  no more rounds than a gate still needs to be green as often in a row as it has to be
+    imposes       the accept length that each gate asks for
+    All rows without drafts are measured with one load of the model, those of one acceptance and policy with another,
+    where memory allows. Rows of a round that was broken off are taken over. Raises ConfigError.
     """
-    state = read_state(directory)
-    environment = subject.environment(commit)
-    rounds = [[_scenario_run(gate, subject, directory, commit, forced) for gate in gates] for _ in range(times)]
-    runs = [run for each in rounds for run in each]
-    advance = counter(sum(run.num_repeats for run in runs), progress)
+    state, environment = read_state(directory), gates_environment(subject, commit, imposes=imposes)
+    rounds = [
+        _Round(gate, subject.imposing(gate.min_accept_length, gate.num_speculative_tokens) if imposes else subject,
+               directory, number, commit, forced)
+        for gate in gates
+        for number in range(_num_rounds(gate, state, environment, times, only_missing=only_missing))
+    ]  # fmt: skip
+    advance = counter(sum(each.run.num_repeats for each in rounds), progress)
     wall = measure_wall_of(subject.choice())
-    with Runtimes(subject, [need for run in runs for need in run.needs(False)]) as runtimes:
-        for run in runs:
-            run.measure(False, runtimes, wall, report, advance)
-    moe = subject.config.experts is not None
-    found = []
-    with Runtimes(subject, [need for run in runs for need in run.needs(True)]) as runtimes:
+    with Runtimes(subject, [need for each in rounds for need in each.run.needs(False)]) as runtimes:
         for each in rounds:
-            for run in each:
-                run.measure(True, runtimes, wall, report, advance)
-            verdicts = [judge(gate, run.finish(), moe=moe) for gate, run in zip(gates, each, strict=True)]
-            green = all(verdict.green for verdict in verdicts)
-            found.append(GateRun(green=green, environment=environment, gates=tuple(verdicts), forced=forced))
-            state.runs.append(found[-1])
-            write_struct(directory / STATE_FILE, state)
+            each.run.measure(False, runtimes, wall, report, advance)
+    experts = subject.config.experts is not None
+    found = []
+    for _, together in groupby(sorted(rounds, key=_Round.load), _Round.load):
+        alike = list(together)
+        with Runtimes(alike[0].subject, [need for each in alike for need in each.run.needs(True)]) as runtimes:
+            for each in alike:
+                each.run.measure(True, runtimes, wall, report, advance)
+                verdict = judge(each.gate, each.run.finish(), moe=experts)
+                each.keep()
+                found.append(GateRun(green=verdict.green, environment=environment, gates=(verdict,), forced=forced))
+                state.runs.append(found[-1])
+                write_struct(directory / STATE_FILE, state)
     return found
 
 
-def _scenario_run(gate: Gate, subject: Subject, directory: Path, commit: str, forced: bool) -> ScenarioRun:
-    name = f"gate-{gate.name}"
-    path = directory / f"{name}.json"
-    return ScenarioRun(name, gate.scenario(), subject, path, fresh=True, forced=forced, commit=commit)
+def gates_environment(subject: Subject, commit: str, *, imposes: bool) -> Environment:
+    """The conditions of gates; imposes: the accept length that each asks for. Raises ConfigError."""
+    found = subject.environment(commit)
+    return msgspec.structs.replace(found, simulated=(*found.simulated, GATES_OWN)) if imposes else found
+
+
+def _num_rounds(gate: Gate, state: GateState, environment: Environment, times: int, *, only_missing: bool) -> int:
+    if not only_missing:
+        return times
+    return min(times, max(gate.needed - standing(state, environment, gate).in_a_row, 0))
+
+
+class _Round:
+    """One measurement of a gate, whose rows lie in a file of their own until it is judged."""
+
+    def __init__(self, gate: Gate, subject: Subject, directory: Path, number: int, commit: str, forced: bool) -> None:
+        self.gate, self.subject = gate, subject
+        name = f"gate-{gate.name}"
+        self._rows, self._kept = directory / f"{name}.{number + 1}.json", directory / f"{name}.json"
+        fresh = True
+        if self._rows.exists():
+            known = read_result(self._rows)
+            fresh = (known.scenario, known.environment) != (gate.scenario(), subject.environment(commit))
+        self.run = ScenarioRun(name, gate.scenario(), subject, self._rows, fresh=fresh, forced=forced, commit=commit)
+
+    def load(self) -> tuple[str, str]:
+        """Equal for rounds that one load of the model can measure."""
+        return self.gate.policy, repr(self.subject.speculation)
+
+    def keep(self) -> None:
+        """Let its rows be the gate's last ones."""
+        os.replace(self._rows, self._kept)
 
 
 def judge(gate: Gate, result: Result, *, moe: bool) -> Verdict:
-    """Hold a gate's two judged rows against its thresholds; MoE layer: the target is a mixture of experts.
+    """Hold a gate's two judged rows against its thresholds; moe: the target has experts.
 
-    An accept length that was imposed is shown and not judged.
+    An accept length that was imposed, or comes of chosen draft lengths, is shown and not judged.
     """
-    cases = [Case(gate.context, gate.batch, depth) for depth in (0, gate.num_speculative_tokens)]
-    baseline, drafted = (result.row(case) for case in cases)
+    baseline, drafted = (result.row(case) for case in (Case(gate.context, gate.batch, 0), gate.judged))
     errors = "; ".join(f"{failure.case.name}: {failure.error}" for failure in result.failures)
     if baseline is None or drafted is None:
         return Verdict(
@@ -179,16 +231,18 @@ def judge(gate: Gate, result: Result, *, moe: bool) -> Verdict:
             required_accept_length=gate.min_accept_length,
             error=errors or "not measured",
         )
-    speed_up = drafted.tokens_per_s / baseline.tokens_per_s
-    length, tested = drafted.accept_length or 0.0, drafted.simulated_accept_length is None
+    speed_up, chosen = drafted.tokens_per_s / baseline.tokens_per_s, gate.policy == "auto"
+    length = drafted.effective_accept_length if chosen else drafted.accept_length or 0.0
+    tested = drafted.simulated_accept_length is None and not chosen
     required, bound = gate.min_speed_up, None
-    if moe and gate.experts_bound_share is not None:
+    if moe:
         bound = length * baseline.bytes_per_step / drafted.bytes_per_step
-        required = min(required, gate.experts_bound_share * bound)
+        required = max(required, (gate.experts_bound_share or 0.0) * bound)
     accepted = not tested or length >= gate.min_accept_length
+    drafts = not chosen or (drafted.drafted_share or 0.0) >= gate.min_drafted_share
     return Verdict(
         name=gate.name,
-        green=speed_up >= required and accepted and not errors,
+        green=speed_up >= required and accepted and drafts and not errors,
         gate=gate,
         speed_up=speed_up,
         required_speed_up=required,
@@ -196,5 +250,11 @@ def judge(gate: Gate, result: Result, *, moe: bool) -> Verdict:
         accept_length=length,
         required_accept_length=gate.min_accept_length,
         accept_tested=tested,
+        drafted_share=drafted.drafted_share,
+        baseline_ms=baseline.ms_per_step.p50,
+        drafted_ms=drafted.ms_per_step.p50,
+        baseline_over_floor=baseline.over_floor,
+        drafted_over_floor=drafted.over_floor,
+        distinct_experts=drafted.distinct_experts,
         error=errors or None,
     )

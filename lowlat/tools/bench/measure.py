@@ -21,8 +21,8 @@ from lowlat.engine.perf import PerfCounters, steps_by_width
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import LowlatError
 from lowlat.options.acceptance import expected_accept_length
-from lowlat.options.config import RuntimeConfig
 from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.variants import bodies_of, is_choice
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.results import ActiveSlots, Memory, Perf, Repeat, Row, Speculation, Spread

@@ -12,11 +12,12 @@ from lowlat.errors import ConfigError
 from lowlat.tools.bench.scenarios import Case, Scenario
 
 __all__ = [
-    "ActiveSlots", "Environment", "Failure", "Memory", "Perf", "Repeat", "Result", "Row", "Speculation", "Spread",
-    "read_result", "read_results", "read_struct", "write_struct",
+    "GATES_OWN", "ActiveSlots", "Environment", "Failure", "Memory", "Perf", "Repeat", "Result", "Row", "Speculation",
+    "Spread", "read_result", "read_results", "read_struct", "write_struct",
 ]  # fmt: skip
 
 VERSION = 1
+GATES_OWN = "acceptance: of each gate its own, imposed"
 T = TypeVar("T")
 
 
@@ -146,6 +147,17 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Tokens a drafted step, bonus included; None where nothing was drafted."""
         return None if self.eagle_speculation is None else self.eagle_speculation.mean_acceptance_length
 
+    @property
+    def drafted_share(self) -> float | None:
+        """The share of steps that chose to draft; None where none chose."""
+        counts = self.steps_by_width
+        return None if not counts else 1.0 - counts[0] / max(sum(counts), 1)
+
+    @property
+    def over_floor(self) -> float | None:
+        """The median step over its floor; None without a GPU."""
+        return None if self.floor_ms is None else self.ms_per_step.p50 / self.floor_ms
+
 
 class Failure(msgspec.Struct, frozen=True):
     """A case that could not be measured, and why."""
@@ -189,6 +201,17 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     activations: str = ""
     tensor_parallel_size: int = 1
     max_prefill_chunks: int | None = None
+
+    def holds_for(self, other: "Environment") -> bool:
+        """Whether gates that were measured under these conditions count under others: those that impose an acceptance
+        of their own do under every imposed one."""
+        if GATES_OWN not in self.simulated:
+            return self == other
+        mine, theirs = (
+            {each.split(":")[0] if each.startswith("acceptance:") else each for each in one.simulated}
+            for one in (self, other)
+        )
+        return mine == theirs and msgspec.structs.replace(self, simulated=other.simulated) == other
 
     def differences(self, other: "Environment") -> list[str]:
         """The fields that differ, as `field: mine, theirs`."""

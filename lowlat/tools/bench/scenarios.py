@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_BATCH, MAX_SPECULATIVE_TOKENS
+from lowlat.options.runtime import MAX_BATCH
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS
 
 __all__ = ["SHIPPED", "Case", "Gate", "Plan", "Scenario", "read_plan"]
 
@@ -19,6 +20,7 @@ Batch = Annotated[int, Meta(ge=1, le=MAX_BATCH)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_SPECULATIVE_TOKENS)]
 Policy = Literal["fixed", "auto"]
 Level = Literal["micro", "full"]
+Target = Literal["dense", "experts"]
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Positive = Annotated[float, Meta(gt=0)]
 
@@ -97,12 +99,16 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A measurement that large scenarios ask for first: a draft length next to none.
 
     num_speculative_tokens  the draft length that is judged
-    beside                further draft lengths that are measured with it, and are no part of the verdict
+    policy               auto: steps that choose their draft length are judged; acceptance is that of the draft length
+    target               the targets that it is for: dense ones, or those with experts; None: any
+    beside               further draft lengths that are measured with it, and are no part of the verdict
     level                micro: a few steps; full: a whole scenario, measured only when the micro gates are green
     needed               green so many times in a row
     min_speed_up         tokens/s over those without speculation, at least
-    experts_bound_share  of a mixture of experts, so much of the bound that was measured is enough where that is less
-    min_accept_length    tokens a drafted step, bonus included, at least
+    experts_bound_share  and of a target with experts at least so much of what the bytes of both steps allow
+    min_accept_length    tokens a drafted step, bonus included, at least: tested at a fixed draft length where it is
+                         not imposed; what is imposed where gates are to have an acceptance of their own
+    min_drafted_share    of steps, those with drafts at least
     """
 
     name: str
@@ -118,13 +124,27 @@ class Gate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     beside: tuple[Depth, ...] = ()
     warm_up: Count = 16
     repeats: Annotated[int, Meta(ge=1, le=100)] = 1
+    policy: Policy = "fixed"
+    target: Target | None = None
+    min_drafted_share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+    @property
+    def judged(self) -> Case:
+        """The case that is held against the one without drafts."""
+        depth = self.num_speculative_tokens if self.policy == "fixed" else MAX_SPECULATIVE_TOKENS
+        return Case(self.context, self.batch, depth, self.policy)
+
+    def is_for(self, experts: bool) -> bool:
+        """Whether it is for a target that has experts, or has none."""
+        return self.target in (None, "experts" if experts else "dense")
 
     def scenario(self) -> Scenario:
         """The two rows that it compares, and those next to them."""
+        own: int | Literal["auto"] = self.num_speculative_tokens if self.policy == "fixed" else "auto"
         return Scenario(
             contexts=(self.context,),
             batches=(self.batch,),
-            num_speculative_tokens=tuple(dict.fromkeys((0, self.num_speculative_tokens, *self.beside))),
+            num_speculative_tokens=tuple(dict.fromkeys((0, own, *self.beside))),
             steps=self.steps,
             warm_up=self.warm_up,
             repeats=self.repeats,
@@ -153,16 +173,17 @@ class Plan:
     shipped: tuple[Gate, ...]
     large: int
 
-    def gates_for(self, scenario: Scenario) -> list[Gate]:
-        """The gates that a scenario asks for: the shipped ones by what it measures, its file's where it says so."""
+    def gates_for(self, scenario: Scenario, experts: bool) -> list[Gate]:
+        """The gates that a scenario asks for of a target with or without experts: the shipped ones by what it measures,
+        its file's where it says so."""
         asked = [*self.gates] if scenario.gated else []
         if scenario.longest_drafted >= self.large:
             asked += self.shipped
-        return list(dict.fromkeys(asked))
+        return [gate for gate in dict.fromkeys(asked) if gate.is_for(experts)]
 
-    def gates_of(self, level: Level) -> list[Gate]:
-        """The gates of one level."""
-        return [gate for gate in self.gates if gate.level == level]
+    def gates_of(self, level: Level, experts: bool) -> list[Gate]:
+        """The gates of one level for a target with or without experts."""
+        return [gate for gate in self.gates if gate.level == level and gate.is_for(experts)]
 
     def scenario(self, name: str) -> Scenario:
         """One scenario. Raises ConfigError for an unknown name."""

@@ -17,8 +17,10 @@ from lowlat.executors.make import settle_executor
 from lowlat.graphs import Bucket
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget, read_model_config
-from lowlat.options.config import RuntimeConfig, SpeculativeConfig
+from lowlat.options.acceptance import acceptance_for
 from lowlat.options.installed import installed_version
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.mtp.geometry import MtpConfig
 from lowlat.speculators.tree.topology import TreeTopology
@@ -56,6 +58,10 @@ class Subject:
     def drafting(self, **fields: Any) -> "Subject":
         """The same subject, with these fields of SpeculativeConfig next to or in place of its own."""
         return replace(self, speculation={**(self.speculation or {}), **fields})
+
+    def imposing(self, accept_length: float, depth: int) -> "Subject":
+        """The same subject, with the acceptance imposed that brings so many tokens a step at a draft length."""
+        return self.drafting(simulated_acceptance=acceptance_for(accept_length, depth), simulated_accept_length=None)
 
     def speculative(self, depth: int, *, adaptive: bool = False) -> SpeculativeConfig | None:
         """The configuration at one depth, or of chosen ones up to it; None at 0.
@@ -184,12 +190,15 @@ def open_random(
     *,
     scratch: Path,
     drafts: bool,
+    whole_vocabulary: bool = False,
     prompts: Path | None = None,
     temperature: float = 0.0,
 ) -> Subject:
     """A geometry with random weights.
 
-    scratch  a directory for the configs, and for the draft model, which is written where `drafts` and none is named
+    scratch           a directory for the configs, and for the draft model, which is written where `drafts` and none is
+                      named
+    whole_vocabulary  the draft model drafts all of the target's ids
     Raises ConfigError.
     """
     device = choose_device(options.get("device", "auto"), options.get("executor", "auto")).device
@@ -199,7 +208,9 @@ def open_random(
     if drafts and method == MtpConfig.method:
         write_mtp_layer(target.config, target.directory)
     if drafts and method in DRAFT_MODELS and values.get("model") is None:
-        values["model"] = write_draft_model(geometry, target.config, scratch / f"{name}-draft-model", method=method)
+        shape, kind = (geometry.with_whole_vocabulary(), "-whole") if whole_vocabulary else (geometry, "")
+        folder = scratch / f"{name}-draft-model{kind}"
+        values["model"] = write_draft_model(shape, target.config, folder, method=method)
     found = _prompts(prompts, None, target.config.vocab_size)
     return Subject(target, name, target.config, values or None, options, found, temperature)
 

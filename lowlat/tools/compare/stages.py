@@ -16,8 +16,8 @@ from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op
 from lowlat.models.target import read_model_config
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.methods import draft_method
 from lowlat.tools.compare.recording import Recording
 

@@ -18,8 +18,8 @@ import torch
 from lowlat.checkpoint.formats import STORED_FORMATS
 from lowlat.errors import ConfigError
 from lowlat.models.target import read_model_config
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import MAX_LOGPROBS, SamplingParams, TokenLogprobs
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.bootstrap import block_sums, bootstrap
 from lowlat.tools.exactness.decode import decode
 from lowlat.tools.exactness.measure import BATCH, Load

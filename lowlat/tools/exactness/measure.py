@@ -14,7 +14,7 @@ from typing import Any
 
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
-from lowlat.options.config import SpeculativeConfig
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.exactness.decode import Meddler, cancelling, decode, pausing
 from lowlat.tools.exactness.report import Exactness, Sweep
 from lowlat.tools.exactness.requests import Conversation, Request, asked, conversation, conversations, prefixes

@@ -37,7 +37,8 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.speculators import base
 from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.speculator import DflashSpeculator
@@ -337,7 +338,7 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
     """The shapes of each rank's programs. Raises ConfigError for a pair that cannot be cut so."""
     config, speculative = pair.config, None
     options = RuntimeConfig(
-        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.max_context), dtype=config.dtype,
+        max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.usual_context), dtype=config.dtype,
         prefill_chunk=sizes.prefill_chunk, max_prefill_chunks=sizes.max_prefill_chunks,
         tensor_parallel_size=pair.tensor_parallel_size, tp_invariant=pair.tp_invariant,
         prompt_logprobs=False,  # as in strict mode, which is what tables are complete for

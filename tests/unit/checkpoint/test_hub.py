@@ -18,8 +18,8 @@ from lowlat.checkpoint.hub import fetch, outline
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.models.target import fetch_target, open_target
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.model_names import Repository, find_repository
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.serving.engine import RuntimeEngine
 from lowlat.text import TextCodec
 

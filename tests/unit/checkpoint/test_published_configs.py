@@ -299,7 +299,7 @@ def test_quantised_hybrids_leave_projections_plain_by_their_names(tmp_path: Path
 def test_keys_that_say_what_the_family_does(base: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
     config = read_model_config(write(tmp_path, base, changes))
     assert config.family == base["model_type"] and config.dtype == "bfloat16"
-    assert config.window_limit is None and config.max_context == config.max_position == 8192
+    assert set(config.windows) == {None} and config.max_context == config.usual_context == 8192
 
 
 @pytest.mark.parametrize(
@@ -394,30 +394,58 @@ def test_yarn_stretches_the_positions(stated: int, limit: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("base", "changes", "window"),
+    ("base", "changes", "windows"),
     [
-        pytest.param(MISTRAL, {"sliding_window": 4096}, 4096, id="Mistral-7B-v0.1"),
-        pytest.param(MISTRAL, {}, 4096, id="Mistral without the key"),
-        pytest.param(MISTRAL, {"sliding_window": None}, None, id="Mistral-7B-v0.3"),
-        pytest.param(QWEN2, {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 12}, 1024,
-                     id="Qwen2 with windows"),
-        pytest.param(QWEN2, {"use_sliding_window": False, "sliding_window": 1024}, None, id="Qwen2.5"),
-        pytest.param(QWEN2, {"layer_types": ["full_attention", "sliding_attention"] * 12, "sliding_window": 512}, 512,
-                     id="by layer"),
-        pytest.param(CODER, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 99}, 512,
+        pytest.param(MISTRAL, {"sliding_window": 4096}, [4096] * 24, id="Mistral-7B-v0.1"),
+        pytest.param(MISTRAL, {}, [4096] * 24, id="Mistral without the key"),
+        pytest.param(MISTRAL, {"sliding_window": None}, [None] * 24, id="Mistral-7B-v0.3"),
+        pytest.param(LLAMA, {"sliding_window": 4096}, [None] * 24, id="Llama, whose class knows no windows"),
+        pytest.param(QWEN2, {"use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 12},
+                     [None] * 12 + [1024] * 12, id="Qwen2 with windows"),
+        pytest.param(QWEN2, {"use_sliding_window": False, "sliding_window": 1024}, [None] * 24, id="Qwen2.5"),
+        pytest.param(QWEN2, {"layer_types": ["full_attention", "sliding_attention"] * 12, "sliding_window": 512},
+                     [None, 512] * 12, id="by layer"),
+        pytest.param(CODER, {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": 99}, [512] * 24,
                      id="Qwen3-MoE, of which every layer has it"),
     ],
 )  # fmt: skip
-def test_windows_limit_the_context(
-    base: dict[str, Any], changes: dict[str, Any], window: int | None, tmp_path: Path
+def test_windows_of_layers(
+    base: dict[str, Any], changes: dict[str, Any], windows: list[int | None], tmp_path: Path
 ) -> None:
+    """Contexts that a window holds run without it."""
     config = read_model_config(write(tmp_path, base, changes))
-    assert config.windows == (None,) * 24 and config.window_limit == window and config.max_position == 8192
-    assert config.max_context == (window or 8192)
-    config.check_context(config.max_context, "config.json")
-    message = f"exceeds sliding_window {window}.*--max-context" if window else "exceeds the model's max_position"
-    with pytest.raises(ConfigError, match=message):
-        config.check_context(config.max_context + 1, "config.json")
+    usual = min([8192, *(window for window in windows if window is not None)])
+    assert list(config.windows) == windows
+    assert config.usual_context == usual and config.max_context == config.max_position == 8192
+    assert set(config.for_context(usual).windows) == {None} and list(config.for_context(8192).windows) == windows
+    with pytest.raises(ConfigError, match=r"max_context 8193 exceeds the model's max_position.*--max-context"):
+        config.check_context(8193, "config.json")
+
+
+LONG_FACTORS = {"short_factor": [1.0, 1.5] * 24, "long_factor": [2.0] * 48}
+PHI = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hidden_size": 4096} | {
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+}
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su"])
+def test_longrope_chooses_its_factors_by_the_context(kind: str, tmp_path: Path) -> None:
+    """The trained context's, or those of longer ones for all positions; cos and sin have one factor in both."""
+    config = read_model_config(write(tmp_path, PHI, {"rope_scaling": {"type": kind, **LONG_FACTORS}}))
+    assert config.usual_context == 4096 and config.max_context == 131072 and config.attention.rotation.dims == 96
+    short, long = (config.for_context(size).attention.rope for size in (4096, 4097))
+    assert (short.factors, long.factors) == ((1.0, 1.5) * 24, (2.0,) * 48)
+    assert short.attention_factor == long.attention_factor == pytest.approx((1 + 5 / 12) ** 0.5)
+    for changes, message in (
+        ({"long_factor": [2.0] * 47}, "long_factor must be a list of 48 numbers .*found 47 entries"),
+        ({"short_factor": [0.0] * 48}, "short_factor must be a list of 48 numbers from 1e-06 to 1e.06, .*found 0.0"),
+        ({"original_max_position_embeddings": 2048}, "original_max_position_embeddings is 2048, and 4096 next to it"),
+    ):
+        write(tmp_path, PHI, {"rope_scaling": {"type": kind, **LONG_FACTORS, **changes}})
+        with pytest.raises(ConfigError, match=message):
+            read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ num_speculative_tokens = 3
 steps = 4
 warm_up = 1
 repeats = 1
+needed = 3
 min_speed_up = {speed_up}
 min_accept_length = 2.0
 """
@@ -150,6 +151,44 @@ def test_gates_open_the_large_suite_after_three_greens_in_a_row(tmp_path: Path) 
     assert "has no gates of level full" in refusal("bench", "gates", *common, "--level", "full")
     message = refusal("bench", "gates", *TINY, "--level", "full", "--out", tmp_path / "out")
     assert "16k-batch-4 was green 0 of 3 times in a row" in message and "--level micro" in message
+
+
+@pytest.mark.wide
+def test_gates_of_experts_impose_their_own_acceptance_and_go_on_where_they_were_broken_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = tmp_path / "own.toml"
+    small = GATES.format(speed_up=0.001).replace("needed = 3", "needed = 2")
+    chosen = small.replace('"small"', '"chosen"').replace(
+        "min_accept_length = 2.0", 'policy = "auto"\nmin_accept_length = 1.5'
+    )
+    plan.write_text(small + chosen)
+    common = ("--geometry", "tiny-experts", "--device", "cpu", "--own-accept-length", "--file", plan, "--commit", "c")
+    repeat, seen = CaseRun.repeat, []
+
+    def interrupted(self: CaseRun) -> None:
+        seen.append(self)
+        if len(seen) == 7:
+            raise KeyboardInterrupt
+        repeat(self)
+
+    monkeypatch.setattr(CaseRun, "repeat", interrupted)
+    arguments = ("gates", *common, "--times", 2, "--missing", "--out", tmp_path)
+    assert lowlat("bench", *arguments).exit_code == 130
+    state = read_struct(tmp_path / "gates.json", GateState)
+    assert [run.gates[0].name for run in state.runs] == ["chosen", "chosen"] and len(seen) == 7
+    whole = last_line(*arguments)
+    assert whole["in_a_row"] == {"small": 2, "chosen": 2} and whole["green"] and len(seen) == 9
+    runs = read_struct(tmp_path / "gates.json", GateState).runs
+    assert [run.gates[0].name for run in runs] == ["chosen", "chosen", "small", "small"]
+    verdicts = [run.gates[0] for run in runs]
+    assert all(each.bound and each.baseline_ms and not each.accept_tested for each in verdicts)
+    assert [each.drafted_share is not None for each in verdicts] == [True, True, False, False]
+    rows = read_result(tmp_path / "gate-small.json")
+    assert "probability 0.543689" in " ".join(rows.environment.simulated) and not list(tmp_path.glob("*.1.json"))
+    assert last_line(*arguments)["green"] and len(seen) == 9, "nothing is left to measure"
+    message = refusal("bench", *arguments, "--simulated-acceptance", 0.5)
+    assert "--own-accept-length and --simulated-acceptance" in message
 
 
 @pytest.mark.second

@@ -15,7 +15,7 @@ from lowlat.engine import numerics
 from lowlat.engine.loading import Loaded, load
 from lowlat.engine.numerics import digest_of, numerics_of
 from lowlat.executors.devices import DeviceChoice
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 
 SIZES: dict[str, Any] = {
     "device": "cpu", "max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8, "dtype": "bfloat16",

@@ -18,7 +18,7 @@ from lowlat.cli.options import (
     speculative_config,
 )
 from lowlat.cli.paths import MODEL, NEW_FOLDER
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 
 __all__ = ["command"]
 

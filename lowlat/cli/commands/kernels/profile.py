@@ -11,8 +11,9 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import as_json, bundled, record_options, speculation_options, speculative_config
 from lowlat.cli.paths import MODEL, NEW_FILE
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_BATCH, RuntimeConfig, SpeculativeConfig
 from lowlat.options.model_names import display_name
+from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
+from lowlat.options.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.executors.devices import DeviceChoice

@@ -14,7 +14,8 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
 from lowlat.cli.paths import MODEL, NEW_FILE, NEW_PATH
 from lowlat.errors import ConfigError
-from lowlat.options.config import MAX_SPECULATIVE_TOKENS, RuntimeConfig, SpeculativeConfig
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.tune.estimates import Estimates

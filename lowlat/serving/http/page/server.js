@@ -63,6 +63,7 @@ export async function* events(answer) {
     const parts = text.split("\n\n");
     text = parts.pop();
     for (const part of parts) {
+      if (part.startsWith(":")) continue; // a comment: the answer is still to come
       const data = part.replace(/^data: /, "");
       if (data === "[DONE]") return;
       const event = JSON.parse(data);

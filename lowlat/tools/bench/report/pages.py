@@ -187,8 +187,16 @@ def _gates(runs: Sequence[GateRun]) -> Table:
                 figures[-1] = "not tested"
             state = ("green" if gate.green else gate.error or "red") + (", by force" if run.forced else "")
             simulated = ", ".join(run.environment.simulated) or "nothing"
-            rows.append((gate.name, str(number), *figures, state, simulated))
-    columns = ("gate", "run", "speed-up", "asked for", "accept length", "asked for", "state", "simulated")
+            steps = [
+                "" if ms is None else f"{ms:.3f}" if over is None else f"{ms:.3f}, {over:.2f} x"
+                for ms, over in (
+                    (gate.baseline_ms, gate.baseline_over_floor),
+                    (gate.drafted_ms, gate.drafted_over_floor),
+                )
+            ]
+            rows.append((gate.name, str(number), *figures, *steps, state, simulated))
+    asked = ("speed-up", "asked for", "accept length", "asked for", "S = 0, ms over its floor", "drafted")
+    columns = ("gate", "run", *asked, "state", "simulated")
     return Table(columns, rows)
 
 

@@ -1,6 +1,6 @@
 """Plans that are derived without a table, held to measured times of plans.
 
-    python -m bench.experiments.plan_times bench/results/h200/plan_times.json bench/results/h100/plan_times.json
+    python -m bench.plan_times bench/results/h200/plan_times.json bench/results/h100/plan_times.json
 
 prints for each GPU and kind of launch how far derived plans lie above the fastest that were measured, where the derived
 plan was timed, too. `lowlat tune --times FILE` measures more on a GPU. No GPU is needed here.

@@ -1,6 +1,6 @@
 """Whole decode steps with a GPU's tuning table and without it, next to each other.
 
-    python -m bench.experiments.derived_plans --out bench/results/h200/derived_plans.json
+    python -m bench.derived_plans --out bench/results/h200/derived_plans.json
 
 Both steps have the same random weights and are replayed in turns; they differ in the plans of their launches alone, and
 no plan changes a bit: what they commit is compared. A row has both times, their ratio and the launches whose plans
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all cases; return 1 where a case failed or the derived steps are beyond the limit."""
     options = _options(arguments)
     if not torch.cuda.is_available():
-        raise ConfigError("bench.experiments.derived_plans compares plans of an NVIDIA GPU, and there is none")
+        raise ConfigError("bench.derived_plans compares plans of an NVIDIA GPU, and there is none")
     device = torch.device(options.device)
     with own_stream(device):
         return _measure_all(options, device)

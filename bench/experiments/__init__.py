@@ -1,1 +1,0 @@
-"""Programs that answered one question each; what they found stands in notes and in results."""

@@ -1,0 +1,183 @@
+"""Chunks on their way between the device and what is below it: what comes, what goes, and who holds them meanwhile.
+
+A chunk whose copy runs beside steps has the copy as one of its users, so that its blocks stay as they are.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.prefix_index import CachedChunk
+from lowlat.sequence.shared_chunks import SharedChunks
+from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Presence, Save
+from lowlat.sequence.tiers.tiers import READ_AHEAD
+
+__all__ = ["ChunkMoves", "GivenContents"]
+
+
+class Source(Protocol):
+    """Where contents of chunks come from.
+
+    apart  they are copied to the device while others decode, and are there later
+    """
+
+    apart: bool
+
+    def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
+        """A content, [n] uint8 in host memory; COMING: it will be there; None: it is not."""
+
+    def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
+        """Contents that will be asked for."""
+
+
+class GivenContents:
+    """Contents that a caller has; see `Source`."""
+
+    apart = False
+
+    def __init__(self, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
+        self._contents = contents
+
+    def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
+        """See Source."""
+        return self._contents.get(key)
+
+    def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
+        """See Source."""
+        return
+
+
+class ChunkMoves:
+    """The copies of chunks that are to begin (`loads`, `saves`), and those that are under way.
+
+    moving    chunks by the copies that hold them
+    arriving  chunks whose contents are not there yet
+    """
+
+    def __init__(self, chunks: SharedChunks) -> None:
+        self.loads: list[Load] = []
+        self.saves: list[Save] = []
+        self.moving: Counter[CachedChunk] = Counter()
+        self.arriving: set[CachedChunk] = set()
+        self._chunks = chunks
+
+    def settle(self) -> None:
+        """Let go of chunks whose copies to or from the tiers have ended."""
+        tiers = self._chunks.tiers
+        if tiers is not None and (ended := tiers.take_done()):
+            self.end(ended)
+
+    def hold(self, chunk: CachedChunk) -> CachedChunk:
+        """Keep a chunk's blocks as they are until `end` names it; its users have been counted."""
+        self.moving[chunk] += 1
+        return chunk
+
+    def end(self, holders: Iterable[object]) -> None:
+        """Copies of these chunks have ended."""
+        chunks = [holder for holder in holders if isinstance(holder, CachedChunk)]
+        for chunk in chunks:
+            self.moving[chunk] -= 1
+            if not self.moving[chunk]:
+                del self.moving[chunk]
+                self.arriving.discard(chunk)
+            self._chunks.retire(chunk)
+        above = {chunk.parent for chunk in chunks}
+        for chunk in chunks:
+            if chunk not in above:
+                self._chunks.index.touch_chain(chunk)
+
+    def save(self, digests: Iterable[bytes]) -> None:
+        """Chunks whose contents, of each pool that lists them, are to be kept in the tiers, where they are not yet."""
+        tiers, index = self._chunks.tiers, self._chunks.index
+        if tiers is None:
+            return
+        for digest in digests:
+            chunk = index.get(digest)
+            places = {"": None if chunk is None else chunk.blocks}
+            places |= {book.name: book.places(digest) for book in self._chunks.books}
+            for pool, found in places.items():
+                if found is not None and tiers.wants(ChunkKey(digest, pool)):
+                    holder = None
+                    if chunk is not None and not pool:
+                        index.acquire(chunk)
+                        holder = self.hold(chunk)
+                    self.saves.append(Save(ChunkKey(digest, pool), found, holder))
+
+    def contents(self, token_ids: Sequence[int], root: bytes, count: int) -> list[tuple[int, Save]]:
+        """The contents of the first chunks of some tokens that are listed, by number; those of the first pool are held.
+
+        Contents without a holder are to be read before anything else is launched.
+        """
+        chain, found = self._chunks.chain(token_ids, root), list[tuple[int, Save]]()
+        for k in range(count):
+            chunk = self._chunks.index.get(chain.digest(k))
+            if chunk is None:
+                break
+            self._chunks.index.acquire(chunk)
+            found.append((k, Save(ChunkKey(chunk.digest, ""), chunk.blocks, self.hold(chunk))))
+        digests = [save.key.digest for _, save in found]
+        for book in self._chunks.books:
+            for digest in book.needed(digests):
+                if (places := book.places(digest)) is not None:
+                    found.append((digests.index(digest), Save(ChunkKey(digest, book.name), places)))
+        return found
+
+    def restore(self, source: Source, prompt: Sequence[int], root: bytes, count: int) -> bool:
+        """List what a source holds of a prompt's first chunks, in unused blocks; False: more is on its way."""
+        chunks, held = self._chunks, list[CachedChunk]()
+        chain, ready = chunks.chain(prompt, root), True
+        for k in range(count):
+            digest = chain.digest(k)
+            chunk = chunks.index.get(digest)
+            if chunk is None:
+                found = source.find(ChunkKey(digest, ""))
+                if found is COMING:
+                    ready = False
+                    following = range(k + 1, min(count, k + READ_AHEAD))
+                    source.read_ahead(ChunkKey(chain.digest(later), "") for later in following)
+                if not isinstance(found, torch.Tensor) or chunks.num_available < chunks.per_chunk:
+                    break
+                chunk = chunks.index.add(digest, held[-1] if held else None, chunks.take(chunks.per_chunk))
+                if source.apart:  # its one user is the copy
+                    self.arriving.add(chunk)
+                    self.loads.append(Load("", chunk.blocks, found, self.hold(chunk)))
+                    chunks.index.acquire(chunk)
+                else:
+                    self.loads.append(Load("", chunk.blocks, found))
+            else:
+                chunks.index.acquire(chunk)
+            held.append(chunk)
+        ready = ready and self.arriving.isdisjoint(held)
+        digests = [chunk.digest for chunk in held]
+        for book in chunks.books if ready else ():
+            ready = self._restore_of(book, source, digests) and ready
+        for chunk in reversed(held):
+            chunks.index.retire(chunk)
+        return ready
+
+    def _restore_of(self, book: PoolBook, source: Source, digests: Sequence[bytes]) -> bool:
+        """The same of another pool."""
+        contents: dict[bytes, torch.Tensor] = {}
+        coming = False
+
+        def is_kept(digest: bytes) -> bool:
+            nonlocal coming
+            found = source.find(ChunkKey(digest, book.name))
+            coming = coming or found is COMING
+            if isinstance(found, torch.Tensor):
+                contents[digest] = found
+            return digest in contents
+
+        restored = book.restore(digests, is_kept)
+        self.loads += [Load(book.name, places, contents[digest]) for digest, places in restored.items()]
+        return not coming
+
+    def forget_kept(self, digest: bytes) -> None:
+        """Take a chunk that may hold NaN out of the tiers."""
+        tiers = self._chunks.tiers
+        if tiers is not None:
+            for pool in ("", *(book.name for book in self._chunks.books)):
+                tiers.drop(ChunkKey(digest, pool))

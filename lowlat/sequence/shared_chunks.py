@@ -1,0 +1,136 @@
+"""The chunks that prompts find on the device: listed by digest, pinned by their owners, gone when blocks are needed."""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+from lowlat.errors import ConfigError
+from lowlat.sequence.block_pool import BlockPool
+from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.prefix_chains import PrefixChain, PrefixChains
+from lowlat.sequence.prefix_index import CachedChunk, PrefixIndex
+from lowlat.sequence.tiers.tiers import CacheTiers
+
+__all__ = ["SharedChunks"]
+
+
+class SharedChunks:
+    """The index of chunks and the blocks that they are in, of the first pool.
+
+    num_blocks, block_size, prefill_chunk  see `lowlat.sequence.kvcache.KVCache`
+    reuse       False: no prompt finds anything
+    books       of other pools, which are told what becomes of chunks
+    tiers       below the device's memory, which pins chunks, too; None: there are none
+    generation  a number that grows whenever an admission that did not fit might fit now
+    Raises ConfigError for sizes that cannot work.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        prefill_chunk: int,
+        *,
+        reuse: bool,
+        books: Sequence[PoolBook],
+        tiers: CacheTiers | None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        if block_size < 1 or prefill_chunk < 1 or prefill_chunk % block_size:
+            raise ConfigError(
+                f"prefill_chunk must be a positive multiple of block_size {block_size}, got {prefill_chunk}"
+            )
+        self.prefill_chunk, self.per_chunk = prefill_chunk, prefill_chunk // block_size
+        self.reuse, self.books, self.tiers = reuse, tuple(books), tiers
+        self.index = PrefixIndex()
+        self.generation = 0
+        self._chains = PrefixChains(self.index, prefill_chunk)
+        self._pins: dict[Hashable, list[bytes]] = {}
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks of chunks that nobody holds."""
+        return self.index.num_unused * self.per_chunk
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give."""
+        return len(self.pool.free) + self.num_evictable
+
+    def chain(self, prompt: Sequence[int], root: bytes) -> PrefixChain:
+        """The digests of a prompt's chunks, under the root of its salt."""
+        return self._chains.of(prompt, root)
+
+    def num_chunks(self, prompt: Sequence[int]) -> int:
+        """The chunks of a prompt that it may find: its last token is always read."""
+        return (len(prompt) - 1) // self.prefill_chunk if self.reuse else 0
+
+    def num_whole(self, token_ids: Sequence[int]) -> int:
+        """The whole chunks of some tokens, where chunks are shared."""
+        return len(token_ids) // self.prefill_chunk if self.reuse else 0
+
+    def lookup(self, prompt: Sequence[int], root: bytes) -> tuple[list[bytes], list[CachedChunk]]:
+        """The first chunks of a prompt that are listed, and their digests."""
+        digests: list[bytes] = []
+        hits: list[CachedChunk] = []
+        chain = self.chain(prompt, root)
+        for k in range(self.num_chunks(prompt)):
+            digest = chain.digest(k)
+            chunk = self.index.get(digest)
+            if chunk is None:
+                break
+            digests.append(digest)
+            hits.append(chunk)
+        return digests, hits
+
+    def num_hits(self, digests: Sequence[bytes]) -> int:
+        """The chunks after which a prompt can go on in every layer."""
+        count = len(digests)
+        while count and (fewer := min((book.num_hits(digests, count) for book in self.books), default=count)) < count:
+            count = fewer
+        return count
+
+    def blocks_of(self, table: Sequence[int], k: int) -> Sequence[int]:
+        """The blocks of chunk k in a table."""
+        return table[k * self.per_chunk : (k + 1) * self.per_chunk]
+
+    def take(self, count: int) -> list[int]:
+        """So many blocks; chunks that were used longest ago go where too few are free."""
+        while len(self.pool.free) < count:
+            self.free(self.index.evict_oldest())
+        return self.pool.take(count)
+
+    def free(self, chunks: Iterable[CachedChunk], *, poisoned: bool = False) -> None:
+        """Free the blocks of chunks that left the index; poisoned: they are cleared before reuse."""
+        for chunk in chunks:
+            for book in self.books:
+                book.drop(chunk.digest, poisoned=poisoned)
+            if poisoned:
+                self.pool.dirty.update(chunk.blocks)
+            if not chunk.num_users:
+                self.pool.give_back(chunk.blocks)
+
+    def retire(self, chunk: CachedChunk) -> None:
+        """One less holds a chunk."""
+        self.pool.give_back(self.index.retire(chunk))
+
+    def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
+        """Have a chain of chunks stay while others can go, in every pool and tier, in place of the owner's before."""
+        self.unpin(owner)
+        self._pins[owner] = chain = list(digests)
+        self.index.pin(chain)
+        for book in self.books:
+            book.pin(chain)
+        if self.tiers is not None:
+            self.tiers.pin(chain)
+
+    def unpin(self, owner: Hashable) -> None:
+        """Let the chunks of an owner go as others do."""
+        chain = self._pins.pop(owner, [])
+        self.index.unpin(chain)
+        for book in self.books:
+            book.unpin(chain)
+        if self.tiers is not None:
+            self.tiers.unpin(chain)
+
+    def pinned(self, owner: Hashable) -> list[bytes]:
+        """The chain that an owner pins."""
+        return list(self._pins.get(owner, ()))

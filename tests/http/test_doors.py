@@ -1,0 +1,182 @@
+"""How a gateway is reached and left: addresses, Unix sockets, other sites' pages, signals amid answers."""
+
+import http.client
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, expected_text, expected_tokens
+from gateway import KEY, RunningGateway, gateway_at, running_gateway
+from served import serve_in
+
+from lowlat.errors import ConfigError
+from lowlat.ipc.limits import Limits
+from lowlat.serving.http.auth import origins_of
+from lowlat.serving.http.server import Address, check_free, parse_address
+
+ORIGIN = "http://localhost:3000"
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+    "authorization": "",
+}
+
+
+class OverUnix(http.client.HTTPConnection):
+    """A connection to a Unix socket."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=10)
+        self._path = path
+
+    def connect(self) -> None:
+        """See HTTPConnection."""
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(str(self._path))
+
+
+def test_a_unix_socket_serves_whoever_reaches_it_with_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "http.sock"
+    address = parse_address(f"unix:{path}")
+    assert address.local and address.url() == f"http+unix://{str(path).replace('/', '%2F')}"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))  # of a process that was killed
+    with gateway_at(f"ipc://{tmp_path}/none.sock", connect_timeout_s=0.05, host=address.host, path=path):
+        with pytest.raises(ConfigError, match=f"process {os.getpid()}, holds"):
+            check_free(address)
+        for key, status in ((KEY, 503), ("wrong", 401)):
+            connection = OverUnix(path)
+            connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert connection.getresponse().status == status
+            connection.close()
+    assert not path.exists()
+    check_free(address)
+
+
+def test_any_address_is_any_of_both_families(tmp_path: Path) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
+    with gateway_at(f"ipc://{tmp_path}/none.sock", connect_timeout_s=0.05, host="::") as bound:
+        for host in ("127.0.0.1", "::1"):
+            assert RunningGateway(Address(host, bound.port)).ask("/health")[0] == 503
+
+
+def test_pages_of_named_origins_may_ask(tmp_path: Path) -> None:
+    with running_gateway(tmp_path, origins=origins_of(f" {ORIGIN}, null")) as gateway:
+        for origin, allowed in ((ORIGIN, True), ("null", True), ("http://evil.example", False)):
+            own = {"origin": origin}
+            status, _, headers = gateway.ask("/v1/chat/completions", method="OPTIONS", headers=own | PREFLIGHT)
+            assert status == (200 if allowed else 400)
+            assert headers["access-control-allow-origin"] == (origin if allowed else None)
+            body = {"model": "fake", "prompt": "Hi", "max_tokens": 2, "stream": True}
+            for key, expected in ((KEY, 200), ("wrong", 401)):
+                status, _, headers = gateway.ask(
+                    "/v1/completions", body, headers=own | {"authorization": f"Bearer {key}"}
+                )
+                assert (status, headers["access-control-allow-origin"]) == (expected, origin if allowed else None)
+
+
+def test_pages_of_no_other_origin_may_ask_unless_named(gateway: RunningGateway) -> None:
+    status, _, headers = gateway.ask("/v1/models", method="OPTIONS", headers={"origin": ORIGIN} | PREFLIGHT)
+    assert status == 401 and headers["access-control-allow-origin"] is None
+    assert origins_of(None) == [] and origins_of("*") == ["*"]
+    for wrong in ("localhost:3000", "http://a/", "http://a.b/c", "a b"):
+        with pytest.raises(ConfigError, match="http_origins"):
+            origins_of(wrong)
+
+
+@contextmanager
+def process(*arguments: object) -> Iterator[tuple["subprocess.Popen[str]", Address]]:
+    """A gateway in a process of its own."""
+    command = [sys.executable, "-P", "-m", "lowlat.cli", "http", "0", "--json", *map(str, arguments)]
+    with subprocess.Popen(
+        command, env=os.environ | {"LOWLAT_API_KEY": KEY}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        try:
+            assert running.stdout is not None and select.select([running.stdout], [], [], 60)[0]
+            yield running, Address("127.0.0.1", int(json.loads(running.stdout.readline())["url"].rpartition(":")[2]))
+        finally:
+            running.kill()
+
+
+def asked(address: Address, prompt: int, max_tokens: int, **options: Any) -> http.client.HTTPConnection:
+    """A connection on which an answer of tokens is under way."""
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=20)
+    body = {"model": "fake", "prompt": [prompt], "max_tokens": max_tokens, **options}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"authorization": f"Bearer {KEY}"})
+    return connection
+
+
+def test_sigterm_lets_answers_end_and_tells_those_that_take_too_long(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    engine = FakeEngine(0.01, text=True)
+    with (
+        serve_in(tmp_path, engine, None, Limits(), {}) as served,
+        process(f"--endpoint={served.server.endpoint}", "--drain-s=0.6") as (running, address),
+    ):
+        short, long = asked(address, 1, 40, stream=True), asked(address, 2, 4000, stream=True)
+        whole, idle = asked(address, 3, 4000), http.client.HTTPConnection(address.host, address.port, timeout=20)
+        idle.request("GET", "/health")
+        idle.getresponse().read()
+        answers = [short.getresponse(), long.getresponse()]
+        running.terminate()
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            try:
+                socket.create_connection((address.host, address.port)).close()
+            except ConnectionRefusedError:
+                break
+        else:
+            raise AssertionError("it takes connections")
+        texts = [answer.read().decode() for answer in answers]
+        answer = whole.getresponse()
+        error = json.loads(answer.read())["error"]
+        assert running.wait(5) == 0
+        assert running.stderr is not None and running.stderr.read() == ""
+    said = [json.loads(line[6:]) for line in texts[0].splitlines() if line.startswith("data: {")]
+    assert "".join(event["choices"][0]["text"] for event in said) == expected_text(expected_tokens([1], 40))
+    assert texts[0].endswith("data: [DONE]\n\n")
+    last = json.loads(texts[1].rstrip().rpartition("\n")[2].removeprefix("data: "))
+    assert last["error"]["code"] == "gone" and "the gateway ends" in last["error"]["message"]
+    assert answer.status == 503 and "the gateway ends" in error["message"]
+    for connection in (short, long, whole, idle):
+        connection.close()
+
+
+def test_a_server_that_is_told_to_end_with_its_gateway_finishes_answers(tmp_path: Path) -> None:
+    """A service manager sends SIGTERM to all processes: the gateway leaves it to the server."""
+    tmp_path.chmod(0o700)
+    reading, writing = os.pipe()
+    engine = FakeEngine(0.01, text=True)
+    with serve_in(tmp_path, engine, None, Limits(), {}) as served:
+        os.set_inheritable(reading, True)
+        command = [sys.executable, "-P", "-m", "lowlat.cli", "http", "0", "--json", f"--parent={reading}"]
+        command.append(f"--endpoint={served.server.endpoint}")
+        with subprocess.Popen(
+            command, env=os.environ | {"LOWLAT_API_KEY": KEY}, stdout=subprocess.PIPE, pass_fds=(reading,), text=True
+        ) as running:
+            os.close(reading)
+            try:
+                assert running.stdout is not None
+                facts = json.loads(running.stdout.readline())
+                address = Address("127.0.0.1", int(facts["url"].rpartition(":")[2]))
+                connection = asked(address, 1, 60, stream=True)
+                answer = connection.getresponse()
+                running.send_signal(signal.SIGTERM)
+                served.server.drain()
+                assert answer.read().endswith(b"data: [DONE]\n\n")
+                connection.close()
+                assert running.poll() is None
+            finally:
+                os.close(writing)
+            assert running.wait(10) == 0
