@@ -1,14 +1,17 @@
 """More than eight slots: every request has the tokens that it has alone without drafts; what steps lack is refused."""
 
+from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from recording import check_invariants
+from rich.console import Console
 from stages import later
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.cli.commands.top import render
 from lowlat.engine.loading import bucket_batches
 from lowlat.errors import ConfigError
 from lowlat.options.runtime import RuntimeConfig
@@ -109,3 +112,15 @@ def test_runtimes_have_at_most_32_slots_and_several_gpus_eight() -> None:
         RuntimeConfig(max_batch=33)
     with pytest.raises(ConfigError, match="max_batch 9 is not implemented for tensor_parallel_size 2"):
         RuntimeConfig(max_batch=9, tensor_parallel_size=2)
+
+
+def test_top_shows_the_slots_that_are_taken() -> None:
+    """Each free one of a few has a line, those of many have one."""
+    taken = {"slot": 5, "phase": "decoding", "prompt_tokens": 7, "completion_tokens": 2, "max_tokens": 9}
+    shown = []
+    for num_slots in (8, 32):
+        console = Console(width=100, file=StringIO())
+        console.print(render({"num_slots": num_slots, "engine": {"slots": [taken]}}, "ipc:///x"))
+        shown.append(cast(StringIO, console.file).getvalue())
+    assert shown[0].count("free") == 7 and shown[0].count("decoding") == 1
+    assert shown[1].count("free") == 1 and "31 free" in shown[1] and shown[1].count("decoding") == 1
