@@ -75,7 +75,7 @@ GROUPS: dict[str, tuple[Page, ...]] = {
             _page(f"kernels-{name}", None, f"kernels/notes/{name}.md")
             for name in (
                 *("attention", "bookkeeping", "collectives", "compiling", "decode-gemm", "experts", "lowering"),
-                *("plans", "prefill", "recurrent"),
+                *("many-slots", "plans", "prefill", "recurrent"),
             )
         ),
     ),

@@ -432,7 +432,9 @@ class Steps:
 
     def _num_certain(self, depth: int) -> int | None:
         """Steps that are wanted after all that is under way, whatever that brings; None: any number."""
-        rooms = self._requests.rooms(self._in_flight.num_steps, depth)
+        bucket = self._in_flight.bucket
+        longest = depth if bucket is None else max(depth, bucket.num_speculative_tokens)
+        rooms = self._requests.rooms(self._in_flight.num_steps, longest)
         if not may_go_on(rooms, queued=self._scheduler.num_queued > 0):
             return 0
         return self.proposer.num_certain(depth)

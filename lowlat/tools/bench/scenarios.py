@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from lowlat.errors import ConfigError
+from lowlat.options.runtime import MAX_BATCH
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS
 
 __all__ = ["SHIPPED", "Case", "Gate", "Plan", "Scenario", "read_plan"]
@@ -15,7 +16,7 @@ __all__ = ["SHIPPED", "Case", "Gate", "Plan", "Scenario", "read_plan"]
 SHIPPED = Path(__file__).parent / "scenarios.toml"
 
 Context = Annotated[int, Meta(ge=1, le=1 << 20)]
-Batch = Annotated[int, Meta(ge=1, le=8)]
+Batch = Annotated[int, Meta(ge=1, le=MAX_BATCH)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_SPECULATIVE_TOKENS)]
 Policy = Literal["fixed", "auto"]
 Level = Literal["micro", "full"]
