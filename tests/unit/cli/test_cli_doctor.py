@@ -190,6 +190,13 @@ def test_doctor_environment() -> None:
     assert "--draft-model goes with its --target" in refusal("doctor", "--head", "some/head")
 
 
+def test_doctor_checks_a_machine_without_the_demo_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.cli.commands.doctor.has_bundled", lambda part: False)
+    found = answer("doctor", "--json")
+    assert found["healthy"] is True and "capture_shifts" not in found
+    assert "--target names none" in found["unchecked"] and "pip install lowlat-demo-models" in found["unchecked"]
+
+
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs that are not there; what is measured on them is made up."""
