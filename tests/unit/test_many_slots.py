@@ -14,7 +14,7 @@ from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.commands.top import render
 from lowlat.engine.loading import bucket_batches
 from lowlat.errors import ConfigError
-from lowlat.options.config import RuntimeConfig
+from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import MOST_STEP_ROWS, fit_slots, most_drafts
 
 SIZES: dict[str, Any] = {"max_context": 112, "block_size": 4, "prefill_chunk": 8, "device": "cpu", "dtype": "float32"}
