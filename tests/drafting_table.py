@@ -12,7 +12,11 @@ from itertools import combinations, product
 Case = Mapping[str, str]
 
 FACTORS: Mapping[str, tuple[str, ...]] = {
-    "method": ("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix", "beside", "none"),
+    # beside: drafts from text next to EAGLE3's, or to a whole model's
+    "method": (
+        *("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix"),
+        *("beside", "whole_beside", "none"),
+    ),
     "shape": ("chain", "static", "dynamic", "adaptive"),
     "partial": ("whole", "lossy", "lossless"),
     # wide steps that verify copies, with texts that requests name; or what a grammar forces; or longer blocks of drafts
@@ -37,7 +41,9 @@ MODELS = (
     "dspark",
     "draft_model",
     "beside",
+    "whole_beside",
 )  # methods that have a draft model of its own files
+BESIDE = {"beside": "eagle3", "whole_beside": "draft_model"}  # whose drafts they are
 TEXT = ("ngram", "suffix", "none")
 TREES = ("static", "dynamic")
 ADAPTIVE = ("adaptive",)
@@ -60,7 +66,7 @@ class Rule:
             yield {**SIMPLEST, **dict(zip(self.values, values, strict=True))}
 
 
-UNCOPIED = tuple(method for method in FACTORS["method"] if method not in ("suffix", "beside"))
+UNCOPIED = tuple(method for method in FACTORS["method"] if method not in ("suffix", *BESIDE))
 UNBLOCKED = tuple(method for method in FACTORS["method"] if method != "dflash")
 
 RULES = (
@@ -80,14 +86,20 @@ RULES = (
     Rule({"method": ("none",), "partial": ("lossy", "lossless")}, None),
     Rule({"method": ("none",), "drafts": ("fp8",)}, None),
     Rule({"method": ("ngram", "suffix"), "drafts": ("fp8",)}, "draft_quantize is an option of method"),
-    Rule({"method": ("ngram", "suffix", "draft_model"), "shape": ("static",)}, "tree is an option of method"),
     Rule(
-        {"method": ("ngram", "suffix", "dspark", "draft_model"), "shape": ("dynamic",)},
+        {"method": ("ngram", "suffix", "draft_model", "whole_beside"), "shape": ("static",)},
+        "tree is an option of method",
+    ),
+    Rule(
+        {"method": ("ngram", "suffix", "dspark", "draft_model", "whole_beside"), "shape": ("dynamic",)},
         "dynamic_tree_max_topk is an option of",
     ),
     Rule({"method": ("beside",), "shape": TREES}, "text_drafts 'suffix' goes with a chain"),
-    Rule(
-        {"method": ("beside",), "shape": ADAPTIVE}, "is not implemented for method 'eagle3' with text_drafts 'suffix'"
+    *(
+        Rule(
+            {"method": (name,), "shape": ADAPTIVE}, f"is not implemented for method '{model}' with text_drafts 'suffix'"
+        )
+        for name, model in BESIDE.items()
     ),
     Rule({"method": ("mtp",), "shape": TREES}, "trees of drafts are not implemented for targets with gated delta nets"),
     Rule({"method": ("mtp",), "partial": ("lossy", "lossless")}, "enable_specpv is not implemented for targets with"),

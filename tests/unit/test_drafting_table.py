@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 from drafting_models import DraftingModels
-from drafting_table import ADAPTIVE, FACTORS, MODELS, RULES, TEXT, Case, allowed, covering, every_pair, named, pairs_of
+from drafting_table import (
+    ADAPTIVE,
+    BESIDE,
+    FACTORS,
+    MODELS,
+    RULES,
+    TEXT,
+    Case,
+    allowed,
+    covering,
+    every_pair,
+    named,
+    pairs_of,
+)
 from fake_device import load_fake
 from recording import check_invariants
 from stages import later
@@ -75,9 +88,9 @@ def speculation(case: Case, models: DraftingModels) -> SpeculativeConfig | None:
         return None
     own: dict[str, Any] = {"method": method}
     if method in MODELS:
-        own["method"] = "eagle3" if method == "beside" else method
+        own["method"] = BESIDE.get(method, method)
         own["model"] = models.draft_model(case["weights"], own["method"])
-    if method == "beside":
+    if method in BESIDE:
         own["text_drafts"] = "suffix"
     if case["rows"] == "wide":
         own |= {"wide_rows": 32, "draft_text_tokens": 64}
@@ -215,7 +228,7 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
         # chance alone
         rarely = case["method"] in (*TEXT, "peagle", "mtp") or case["shape"] in ADAPTIVE or case["weights"] == "mxfp4"
         stats = runtime.summary().get("eagle_speculation", {})  # absent where nothing was drafted
-        assert stats.get("num_drafts", 0) > 0 or case["shape"] in ADAPTIVE
+        assert stats.get("num_drafts", 0) > 0 or case["shape"] in ADAPTIVE or case["method"] == "ngram"
         assert stats.get("total_accepted_tokens", 0) > 0 or rarely  # else the case would try little
     if case["partial"] != "whole":
         assert runtime.summary()["specpv"]["partial_steps"] > 0
@@ -223,7 +236,7 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
     assert isinstance(executor, RankedReferenceExecutor) == (case["ranks"] == "2")
     if case["ranks"] == "2" and case["method"] in (*MODELS, "mtp"):
         own = [each for name, each in executor.state.items() if name.startswith("head.k_cache")]
-        heads = 1 if case["method"] in ("mtp", "draft_model") else 4
+        heads = 1 if case["method"] in ("mtp", "draft_model", "whole_beside") else 4
         assert own and {cache.shape[1] for cache in own} == {heads}  # the draft model is cut, too
 
 
@@ -252,6 +265,6 @@ def test_every_pair_stands_in_a_case() -> None:
     found = {pair for case in CASES for pair in pairs_of(case)}
     assert found == every_pair()
     first = {pair for case in CASES[:FIRST] for pair in pairs_of(case)}
-    assert len(first) > 0.55 * len(found)
+    assert len(first) > 0.54 * len(found)
     for method in FACTORS["method"]:
         assert any(case["method"] == method for case in CASES[:FIRST])

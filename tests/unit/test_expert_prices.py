@@ -17,8 +17,8 @@ from tiny_models import make_target
 from lowlat.engine.expert_prices import LOOKS
 from lowlat.engine.runtime import Runtime
 from lowlat.models.layer_spec import ExpertsSpec
-from lowlat.options.config import SpeculativeConfig
 from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
 from lowlat.step.draft_length_costs import StepCosts
 from lowlat.step.expert_counts import ExpertCounts, chosen_rows
 

@@ -9,7 +9,7 @@ from fake_device import load_fake
 from recording import Recorder, check_invariants, prompt_of, run_all
 from stages import later, wide
 from tiny_dflash import dflash_draft_model
-from tiny_grammars import Automaton, Edges, random_edges
+from tiny_grammars import Automaton, Edges, documents, random_edges
 from tiny_models import PairPaths, copying_draft_model, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -35,19 +35,6 @@ MODES: dict[str, dict[str, Any]] = {
     "sampled": {"temperature": 0.9, "logprobs": 2},
     "penalised": {"temperature": 0.8, "presence_penalty": 0.5, "repetition_penalty": 1.2},
 }
-
-
-def documents(*lengths: int) -> Edges:
-    """A grammar of documents without an end: a token of many, or of few, then a text of each length in turn."""
-    edges: dict[int, dict[int, int]] = {}
-    for number, length in enumerate(lengths):
-        first = len(edges)
-        choices = range(3 + number, 90, 1 + number % 3)
-        edges[first] = dict.fromkeys(choices, first + 1)
-        for place in range(length):
-            edges[first + 1 + place] = {(7 * place + 11 * number) % 97: first + 2 + place}
-    edges[len(edges) - 1] = dict.fromkeys(edges[len(edges) - 1], 0)
-    return edges
 
 
 JSON = documents(9, 1, 40, 14, 0, 22, 5)

@@ -56,6 +56,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic        steady: all requests decode side by side; churn: they come, go and are cancelled
     reuse_prompts  share keys and values of prompts between repeats and cases: prefill is then timed only where it is
                    the first, in the largest case
+    kv_share       of the blocks of keys and values that a runtime has, those that its requests take
+    alike          a repeat that brings other tokens than the first is an error; of steady traffic
     gated          asks for the gates of its own file; one with drafts at a context of the shipped plan's gated
                    scenarios asks for the shipped gates, whatever its name and whatever this says
     """
@@ -70,6 +72,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic: Literal["steady", "churn"] = "steady"
     reuse_prompts: bool = False
     gated: bool = False
+    kv_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    alike: bool = False
 
     def cases(self) -> list[Case]:
         """All rows: those of one depth together, the largest first."""
