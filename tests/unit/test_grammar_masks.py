@@ -13,10 +13,10 @@ import pytest
 import torch
 from fake_device import load_fake
 from recording import prompt_of, run_all
+from sampling_cases import World
 from stages import later, wide
 from tiny_grammars import Automaton, Breaking, Edges, accepts, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
-from unit.kernels.sampling import World
 from unit.kernels.test_sample_distribution import ROWS, VOCABULARY, p_value
 from unit.test_lossless import MAX_TOKENS, OPTIONS, TREES, load, params
 
