@@ -1,0 +1,43 @@
+"""A launch of a mixture of experts, walked thread by thread on a CPU."""
+
+from typing import Any
+
+from kernel_walk import Walker, walkable
+
+from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
+from lowlat.kernels.moe.topk_routing import TopKRouting
+from lowlat.kernels.toolchain.kernel import Gpu
+
+SHARED = tuple(f"common.{part}" for part in ("pipeline", "norm_row", "norm_math", "sentinels", "activation"))
+PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
+PARTS = (
+    "expert_list",
+    "mainloop",
+    "copies",
+    "gemm",
+    "swiglu_epilogue",
+    "weighing_epilogue",
+    "topk_sum",
+)
+FRAGMENTS = ("formats.fragment", "moe.fragments")
+OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
+NAMES = (*SHARED, *PEERS, *FRAGMENTS, *OWN)
+
+ALONE = (*NAMES, "moe.topk_sum", "moe.decode.experts")  # each GEMM in a launch of its own
+
+
+def small_gpu(blocks: int) -> Gpu:
+    """One with so many SMs."""
+    return Gpu(blocks, 160 * 1024, (9, 0))
+
+
+def walk(
+    walker: Walker, arguments: dict[str, Any], routing: TopKRouting, blocks: int, *, early: bool = False,
+    plan: MlpPlan | None = None, many: bool = False,
+) -> None:  # fmt: skip
+    """All launches over the arguments' rows."""
+    with walkable(walker, *NAMES) as modules:
+        given = {"routing": routing, "early": early, "plan": plan, "many": many, **arguments}
+        calls = modules[-1].experts_mlp(gpu=small_gpu(blocks), **given)
+        for call in calls:
+            walker.run(call)
