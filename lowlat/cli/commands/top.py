@@ -15,7 +15,7 @@ from lowlat.cli.options import as_json
 from lowlat.cli.reports.served_models import OneServer, SeveralServers, Shown
 from lowlat.errors import ServerGone
 from lowlat.ipc.endpoint import default_endpoint
-from lowlat.options.config import FEW_SLOTS
+from lowlat.options.runtime import FEW_SLOTS
 from lowlat.serving.models.roster import roster_of
 
 if TYPE_CHECKING:
