@@ -75,9 +75,8 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         *(
             _page(f"kernels-{name}", None, f"kernels/notes/{name}.md")
             for name in (
-                *("attention", "bookkeeping", "collectives", "compiling", "decode-gemm", "experts"),
-                *("flash-attention", "lowering", "many-slots", "plans", "prefill", "prefill-gemm", "recurrent"),
-                "router",
+                *("attention", "bookkeeping", "collectives", "compiling", "decode-gemm", "experts", "flash-attention"),
+                *("lowering", "many-slots", "plans", "prefill", "prefill-gemm", "recurrent", "router"),
             )
         ),
     ),

@@ -119,6 +119,7 @@ def test_drafts_are_accepted_under_a_grammar(pair: PairPaths) -> None:
     assert accepted > 5
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("depth", "tree"), [(3, "bushy")])
 def test_neighbours_change_nothing(depth: int, tree: str | None, pair: PairPaths) -> None:
     """Some with a grammar, some without; they come, end, and are cancelled at any time."""
