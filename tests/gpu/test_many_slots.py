@@ -88,15 +88,15 @@ def test_epilogues_have_the_bits_of_others(launcher: Launcher) -> None:
         ):
             found, want = _both(launcher, out, **given)
             assert bool(want.isfinite().all()) and torch.equal(found, want), rows
-        best, found = [], []
+        bests, outs = [], []
         for shares in (True, False):
             pairs = torch.full((rows, 132, 2), 77, dtype=torch.int32, device="cuda")
             out = torch.full((rows, width), torch.nan, device="cuda")
-            given = {"x": x, "weight": plain, "out": out, "best": PartialArgmax(pairs, FINITE)}
-            launcher.run(*decode_gemm(**given, shares=shares, gpu=launcher.gpu))
-            best.append(best_of(pairs))
-            found.append(out)
-        assert torch.equal(*found) and all(map(torch.equal, *best))
+            best = PartialArgmax(pairs, FINITE)
+            launcher.run(*decode_gemm(x=x, weight=plain, out=out, best=best, shares=shares, gpu=launcher.gpu))
+            bests.append(best_of(pairs))
+            outs.append(out)
+        assert torch.equal(*outs) and all(map(torch.equal, *bests))
 
 
 @pytest.mark.parametrize(("quantised", "top_k"), [(True, 4), (False, 8), (False, 9)])
@@ -127,7 +127,7 @@ def _check_alone(launcher: Launcher, found: dict[str, Any]) -> None:
         def workspace(name: str, shape: Any, dtype: torch.dtype, kept: dict[str, torch.Tensor] = kept) -> torch.Tensor:
             return kept.setdefault(name, torch.full(shape, torch.nan, dtype=dtype, device="cuda"))
 
-        limits = {name: found[name] for name in ("limit", "alpha") if name in found}
+        limits: dict[str, Any] = {name: found[name] for name in ("limit", "alpha") if name in found}
         first = {"experts": found["gate_up"], "bias": found["gate_up_bias"], "out": activated, **limits}
         second = {"experts": found["down"], "bias": found["down_bias"], "out": out, "workspace": workspace}
         launcher.run(
