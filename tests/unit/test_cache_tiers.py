@@ -262,6 +262,7 @@ def test_the_host_tier_holds_no_more_than_its_budget_and_forgets_the_oldest() ->
     assert not put(tier, 37, 2 * page + 1)
     del held
     assert all(put(tier, number, 2 * page) for number in range(40, 44))  # slabs that are whole are cut anew
+    assert put(tier, 50, 0) and key(50) in tier  # of blocks of which no layer keeps anything: all have windows
     assert tier.num_bytes <= 16 * page and all(key(number) in tier for number in range(40, 44))
 
 
