@@ -17,7 +17,11 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
+from lowlat.engine.expert_prices import ExpertPrices
+from lowlat.engine.forced_steps import ForcedSteps
 from lowlat.engine.host_space import HostSpace
+from lowlat.engine.learner import Learner
+from lowlat.engine.longer_drafts import LongerDrafts
 from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import (
     DeviceNeed,
@@ -58,6 +62,7 @@ from lowlat.options.model_names import display_name
 from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
 from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
+from lowlat.options.speculative_checks import WIDE_ROWS
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.snapshot_book import SnapshotBook
@@ -70,10 +75,12 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
+from lowlat.step.draft_length_costs import Costs
 from lowlat.step.draft_length_times import set_costs
 from lowlat.step.ladder import StepLadder
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
+from lowlat.step.variants import PROPOSED, WIDE
 from lowlat.text import TextCodec
 
 __all__ = [
@@ -103,6 +110,7 @@ class Loaded:
     speculative  the options of the speculator, their method settled; None: there is none
     rank_config  the geometry of the first rank's part; the target's own where there is one rank
     memory       of each device
+    costs        by which the device chooses draft lengths; None: it chooses none
     """
 
     target: OpenedTarget
@@ -117,12 +125,18 @@ class Loaded:
     speculation_error: str | None
     rank_config: ModelConfig
     memory: tuple[HeldMemory, ...]
+    costs: Costs | None = None
 
     @property
     def gpu(self) -> Gpu:
         """The properties by which launches are cut; an H200's where no kernel runs."""
-        launcher = getattr(self.executor, "launcher", None)
-        return H200 if launcher is None else launcher.gpu
+        return _gpu_of(self.executor)
+
+    def make_learner(self) -> Learner | None:
+        """What learns from steps by what to choose the next ones; None: nothing does."""
+        if self.costs is None or not any(each.per_expert for each in self.costs.values()):
+            return None
+        return ExpertPrices(self.executor, self.costs, self.geometry.most_waiting)
 
     @property
     def takes_grammars(self) -> bool:
@@ -147,16 +161,20 @@ class Loaded:
             return {}
         draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
         boundaries = None if draft is None else draft.capture_boundaries
-        return {"method": used.method, **self.topologies[max(self.topologies)].limits, "capture_layers": boundaries}
+        limits = self.topologies[max(self.ladder.rows_of)].limits
+        return {"method": used.method, **limits, "capture_layers": boundaries}
 
     def make_proposer(self, parts: StepParts) -> Proposer:
-        """The source of proposals of this runtime's wide steps: SpecPV's steps, its speculator, or none."""
+        """The source of proposals of this runtime's wide steps, or of none; and of longer blocks of drafts."""
         partial, speculator = self.geometry.partial, self.geometry.speculator
         if partial is not None:
             return Refreshes(parts, partial)
+        own = Proposer(parts)
         if speculator is not None and speculator.wide_rows:
-            return WideSteps(parts, speculator.wide_rows, speculator.wide_source)
-        return Proposer(parts)
+            own = WideSteps(parts, speculator.wide_rows, speculator.wide_source)
+        elif speculator is not None and speculator.longer_draft_length and self.speculative is not None:
+            own = LongerDrafts(parts, self.speculative.num_speculative_tokens)
+        return ForcedSteps(own) if any(self.ladder.wide_steps(1, each) for each in (WIDE, PROPOSED)) else own
 
     def close(self) -> None:
         """End the tokenizer's process, and release the executor's buffers and weights."""
@@ -242,15 +260,36 @@ def load(
     )  # fmt: skip
     try:
         check_launches(options, executor.counts, used)
+        costs = None
         if geometry.max_draft_length is not None:
-            set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
+            costs = set_costs(
+                executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse,
+                read_gb_s=_gpu_of(executor).read_gb_s,
+            )  # fmt: skip
     except LowlatError:
         executor.close()
         raise
     rank_config, memory = ranks[0].config, held_memory(needs, devices)
     return Loaded(
-        target, codec, loaded, used, geometry, ladder, topologies, executor, choice, error, rank_config, memory
+        target,
+        codec,
+        loaded,
+        used,
+        geometry,
+        ladder,
+        topologies,
+        executor,
+        choice,
+        error,
+        rank_config,
+        memory,
+        costs,
     )
+
+
+def _gpu_of(executor: Executor) -> Gpu:
+    launcher = getattr(executor, "launcher", None)
+    return H200 if launcher is None else launcher.gpu
 
 
 def _check_call(model: object, speculative: object, *told: object) -> None:
@@ -268,13 +307,16 @@ def make_ladder(
     geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> StepLadder:
     """The buckets of a runtime."""
-    rows_of = {depth: topology.num_nodes for depth, topology in topologies.items()}
-    wide = None
-    if geometry.partial is not None and geometry.partial.lossless and speculative is not None:
-        wide = geometry.partial.buffer + 1, speculative.num_speculative_tokens
-    adaptive, speculator = geometry.max_draft_length is not None, geometry.speculator
-    proposed = () if speculator is None else speculator.wide_rows
-    return StepLadder(bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=wide, proposed=proposed)
+    longer = 0 if geometry.speculator is None else geometry.speculator.longer_draft_length
+    rows_of = {depth: topology.num_nodes for depth, topology in topologies.items() if depth != longer or not depth}
+    adaptive, speculator, partial = geometry.max_draft_length is not None, geometry.speculator, geometry.partial
+    length = 0 if speculative is None or speculator is None else speculative.num_speculative_tokens
+    must_fit = partial is not None and partial.lossless
+    wide = (partial.buffer + 1,) if partial is not None and must_fit else geometry.forced_rows
+    return StepLadder(
+        bucket_batches(geometry.max_batch), rows_of, adaptive=adaptive, wide=(wide, length), must_fit=must_fit,
+        proposed=() if speculator is None else speculator.wide_rows, longer=longer,
+    )  # fmt: skip
 
 
 def make_scheduler(
@@ -406,18 +448,19 @@ def _say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> N
 
 
 def make_topologies(speculative: SpeculativeConfig, max_batch: int = 1) -> dict[int, Topology]:
-    """The topology for each depth S: chains of every depth, or the baseline and the tree. Raises ConfigError.
+    """The topology for each depth S: chains of every depth, and of a longer block; or the baseline and the tree.
 
-    Of more than FEW_SLOTS slots, which have more buckets, chains are no longer than what was asked for.
+    Of more than FEW_SLOTS slots, which have more buckets, chains are no longer than what was asked for. Raises
+    ConfigError.
     """
     depth, top_k = speculative.num_speculative_tokens, speculative.dynamic_tree_max_topk
     if top_k is not None:
         drafts = speculative.max_total_draft_tokens or DEFAULT_DRAFT_TOKENS
         return {0: TreeTopology.chain(0), depth: DynamicTree(depth, top_k, drafts + 1)}
     if speculative.tree is None:
-        is_limited = speculative.adaptive_width or max_batch > FEW_SLOTS
+        is_limited, longer = speculative.adaptive_width or max_batch > FEW_SLOTS, speculative.max_block_drafts
         most = speculative.num_speculative_tokens if is_limited else MAX_SPECULATIVE_TOKENS
-        return {s: TreeTopology.chain(s) for s in range(most + 1)}
+        return {s: TreeTopology.line(s + 1) for s in (*range(most + 1), *([longer] if longer else []))}
     tree = TreeTopology.load(
         speculative.tree,
         max_path_len=speculative.max_path_len,
@@ -449,6 +492,7 @@ def make_geometry(
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
     simulated = speculative if speculator is not None else None
+    forced_rows = _forced_rows(options, simulated)
     plans = [weight_plan(config), {} if speculator is None else speculator.weight_plan(config.dtype)]
     own = [float(sum(prod(shape) * dtype.itemsize for shape, dtype in plan.values())) for plan in plans]
     partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, *own)
@@ -462,6 +506,8 @@ def make_geometry(
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip
     if speculator is not None and speculator.wide_rows:
         max_rows = path_width = max(max_rows, *speculator.wide_rows)
+    if forced_rows:
+        max_rows = path_width = max(max_rows, *forced_rows)
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     geometry = StepGeometry(
@@ -481,6 +527,7 @@ def make_geometry(
         num_drafted_rows=num_drafted_rows,
         partial=partial,
         max_draft_length=_max_draft_length(speculator, speculative),
+        forced_rows=forced_rows,
         prompt_logits=options.prompt_logits,
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
         checks=_checks(options, has_partial=partial is not None),
@@ -519,6 +566,21 @@ def _check_layers(
             f"trees of drafts are not implemented for targets with {layers}, whose states follow one chain; leave out "
             "tree and dynamic_tree_max_topk"
         )
+
+
+def _forced_rows(options: RuntimeConfig, used: SpeculativeConfig | None) -> tuple[int, ...]:
+    """The rows of steps that verify what grammars force. Raises ConfigError next to options that have none."""
+    if not options.forced_rows:
+        return ()
+    refused = {} if used is None else {
+        "enable_specpv": used.enable_specpv,
+        "adaptive_width (num_speculative_tokens 'auto')": used.adaptive_width,
+        "simulated_acceptance and simulated_accept_length": used.imposed_acceptance is not None,
+    }  # fmt: skip
+    for name, is_given in refused.items():
+        if is_given:
+            raise ConfigError(f"forced_rows {options.forced_rows} is not implemented for {name}; leave one of them out")
+    return tuple(rows for rows in WIDE_ROWS if rows <= options.forced_rows)
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:

@@ -289,6 +289,11 @@ class Mailbox:
         self._arrays["grammar_decided"][slot] = length  # the last: a step may be waiting to begin
         self._host.send(FORCED[1:])
 
+    def num_forced(self, slot: int, length: int) -> int:
+        """Tokens that were forced of a slot after so many committed tokens; 0 where that was not said yet."""
+        decided = self._arrays["grammar_decided"][slot] == length
+        return int(self._arrays["grammar_forced"][slot, 0]) if decided else 0
+
     def release(self, slot: int) -> None:
         """Let a slot's steps wait for its grammar no more: their tokens are dropped.
 

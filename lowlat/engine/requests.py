@@ -106,17 +106,19 @@ class Requests(Mapping[str, Request]):
             name, prompt_ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
         )
         request.session = session
-        request.draft_texts = self._joined(params, () if session is None else session.answers_beside(prompt_ids))
+        request.draft_texts = self._joined(params, prompt_ids, session)
         self._scheduler.check(scheduled)
         return request, scheduled
 
-    def _joined(self, params: SamplingParams, answers: Sequence[tuple[int, ...]] = ()) -> tuple[int, ...]:
+    def _joined(self, params: SamplingParams, prompt: Sequence[int], session: SessionRecord | None) -> tuple[int, ...]:
         """The texts that a request drafts from next to its own, -1 after each: those that it names, and earlier answers
-        of its session, as far as there is capacity for them."""
+        of its session, the ends of them for which there is capacity."""
         found: list[int] = []
+        answers = () if session is None or not self.checks.num_text_tokens else session.answers_beside(prompt)
         for text in (*params.draft_texts, *answers):
-            if len(found) + len(text) < self.checks.num_text_tokens and not isinstance(text, str):
-                found += (*text, -1)
+            most = self.checks.num_text_tokens - len(found) - 1
+            if most > 0 and not isinstance(text, str):
+                found += (*text[-most:], -1)
         return tuple(found)
 
     def open_prompt(
@@ -152,9 +154,7 @@ class Requests(Mapping[str, Request]):
 
     def _made(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
         stop_ids = self.checks.stop_ids(params)
-        made = Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
-        made.draft_texts = self._joined(params)
-        return made
+        return Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
 
     def begin(self, request: Request, *, speculative: bool) -> Request:
         """The request of a prompt that is whole, in place of the open one: its figures begin here.
@@ -164,6 +164,7 @@ class Requests(Mapping[str, Request]):
         begun = self._made(request.request_id, request.prompt, request.params, request.seed)
         begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
         begun.opening, begun.session = request.opening if speculative else None, request.session
+        begun.draft_texts = self._joined(begun.params, begun.prompt, begun.session)
         begun.continues(request)
         self._replace(begun)
         return begun

@@ -51,8 +51,8 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
     problem = None
     if any(isinstance(topology, DynamicTree) for topology in topologies.values()):
         problem = "counts chains and static trees, and dynamic_tree_max_topk makes a dynamic one"
-    elif geometry.speculator is not None and geometry.speculator.wide_rows:
-        problem = "counts steps of the draft length asked for, and wide_rows verifies more"
+    elif more := _verifying_more(geometry):
+        problem = f"counts steps of the draft length asked for, and {more} verifies more"
     elif geometry.partial is not None:
         problem = "counts attention to all of the KV cache, and enable_specpv attends to a part of it"
     elif uncounted := {spec.head_dim for spec in geometry.config.attentions.values()} - set(TILE_BYTES):
@@ -60,6 +60,14 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
         problem = f"counts the tiles of heads of {sizes}, and the target has some of {min(uncounted)}"
     if problem is not None:
         raise ConfigError(f"count_tiles {problem}; leave it out")
+
+
+def _verifying_more(geometry: StepGeometry) -> str:
+    """The option with which a step verifies more than the drafts asked for; "" where there is none."""
+    own = geometry.speculator
+    if own is not None and (own.wide_rows or own.longer_draft_length):
+        return "wide_rows" if own.wide_rows else "max_block_drafts"
+    return "forced_rows" if geometry.forced_rows else ""
 
 
 class _Heads(NamedTuple):

@@ -15,6 +15,7 @@ from lowlat.engine.proposer import Proposer, StepParts
 from lowlat.engine.request import Request
 from lowlat.graphs import Bucket
 from lowlat.kernels.reference.step.publish import ACCEPTED, FINISH, SLOT, VERIFIED, VERIFIED_SOURCE
+from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 from lowlat.step.variants import PROPOSED
 
 __all__ = ["WideSteps"]
@@ -56,6 +57,8 @@ class WideSteps(Proposer):
             self._wide_slots += is_wide
             self._wide_tokens += (accepted + 1) * is_wide
             enough = verified if not is_wide or bucket is None else min(verified, SHARE * (bucket.rows - 1))
+            if record[VERIFIED_SOURCE] == FORCED_DRAFTS and accepted >= enough and not record[FINISH]:
+                continue  # which says nothing of a copy
             goes_on = verified > 0 and record[VERIFIED_SOURCE] == self._source and accepted >= enough
             if goes_on and not record[FINISH]:
                 self._held[slot] = self._held.get(slot, 0) + accepted + 1

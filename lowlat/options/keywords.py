@@ -40,6 +40,7 @@ class SpeculativeOptions(TypedDict, total=False):
     suffix_cache_max_depth: int
     max_spec_factor: float
     min_token_prob: float
+    max_block_drafts: int
     wide_rows: int
     draft_text_tokens: int
     enabled: bool
@@ -94,6 +95,7 @@ class RuntimeOptions(TypedDict, total=False):
     prompt_logits: bool
     max_queue: int
     device_loop: bool
+    forced_rows: int
     perf_mode: Literal["default", "strict"] | str
     fuse: bool
     check: str | None

@@ -12,7 +12,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_min", "prompt_lookup_max"),
     "suffix": ("suffix_cache_max_depth", "max_spec_factor", "min_token_prob", "wide_rows", "draft_text_tokens"),
     "peagle": ("model", "draft_quantize", "capture_layers", "draft_window", *_VOCABULARY, *_TREES),
-    "dflash": ("model", "draft_quantize", "capture_layers", *_VOCABULARY, *_TREES),
+    "dflash": ("model", "draft_quantize", "capture_layers", "max_block_drafts", *_VOCABULARY, *_TREES),
     "dspark": ("model", "draft_quantize", "capture_layers", *_STATIC),
     "draft_model": ("model", "draft_quantize", "text_drafts", *_VOCABULARY),
 }

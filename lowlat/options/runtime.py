@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from lowlat.errors import ConfigError
 from lowlat.options.checks import parse_checks
 from lowlat.options.declaration import check_options, declare, documented, given_options
+from lowlat.options.speculative_checks import WIDE_ROWS
 
 if TYPE_CHECKING:
     from lowlat.options.keywords import RuntimeOptions
@@ -178,6 +179,14 @@ class RuntimeConfig:
         False,
         "Let the GPU repeat steps by itself while nobody joins or leaves. Needs executor graph.",
     )
+    forced_rows: int = declare(
+        0,
+        "Rows a slot, 16 or 32 at most, of steps that verify a long text which a request's grammar forces, such as the "
+        "keys of JSON; with any method of drafting, or none. 0: as many as drafts.",
+        0,
+        WIDE_ROWS[-1],
+        rare=True,
+    )
     perf_mode: Literal["default", "strict"] = declare(
         "default",
         "strict: greedy requests alone, no debugging, and an error in place of anything slower than the kernels that "
@@ -241,6 +250,8 @@ class RuntimeConfig:
             raise ConfigError("prompt_logits needs prefix_reuse off: shared chunks are not run again")
         if self.share_decoded and not self.prefix_reuse:
             raise ConfigError("share_decoded needs prefix_reuse, which is off")
+        if self.forced_rows not in (0, *WIDE_ROWS):
+            raise ConfigError(f"forced_rows must be 0, {' or '.join(map(str, WIDE_ROWS))}, got {self.forced_rows}")
         if self.on_failed_check != "end" and not self.checked_kinds:
             raise ConfigError(f"on_failed_check {self.on_failed_check!r} needs check, which names none")
         self._check_ranks()

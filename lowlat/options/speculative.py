@@ -26,6 +26,7 @@ MAX_TOPK = 16
 MAX_DRAFT_TOKENS = 31  # of a dynamic tree: with its root 32 rows
 MAX_LOOKUP = 16
 MAX_DEPTH = 32
+MAX_BLOCK_DRAFTS = WIDE_ROWS[0] - 1  # that a wide step verifies
 MAX_DRAFT_TEXT = 1 << 18
 
 _SIZES = frozenset({"num_speculative_tokens", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"})
@@ -166,6 +167,14 @@ class SpeculativeConfig:
     )
     draft_window: int | None = declare(
         None, "The draft model attends to the first 4 and the last N rows only.", 1, 1 << 20
+    )
+    max_block_drafts: int = declare(
+        0,
+        "DFlash's drafts of a step, up to 15, while those of the last steps were all accepted; 0: never more than "
+        "num_speculative_tokens.",
+        0,
+        MAX_BLOCK_DRAFTS,
+        rare=True,
     )
     prompt_lookup_min: int = declare(
         2, "Tokens of an n-gram, at least.", 1, MAX_LOOKUP, group="drafts from text", rare=True

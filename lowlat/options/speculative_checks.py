@@ -24,6 +24,7 @@ def check_together(options: "SpeculativeConfig") -> None:
     _check_adaptive(options)
     _check_specpv(options)
     _check_wide(options)
+    _check_block(options)
     _check_simulated(options)
 
 
@@ -122,6 +123,20 @@ def _check_wide(options: "SpeculativeConfig") -> None:
     for name in ("adaptive_width", "enable_specpv", "simulated_acceptance", "simulated_accept_length"):
         if getattr(options, name) not in (None, False):
             raise ConfigError(f"wide_rows {options.wide_rows} is not implemented for {name}; leave one of them out")
+
+
+def _check_block(options: "SpeculativeConfig") -> None:
+    """Refuse what longer blocks of drafts do not have."""
+    if not options.max_block_drafts:
+        return
+    for name in ("adaptive_width", "enable_specpv", "tree", "dynamic_tree_max_topk"):
+        if getattr(options, name) not in (None, False):
+            raise ConfigError(f"max_block_drafts is not implemented for {name}; leave one of them out")
+    if not 0 < options.num_speculative_tokens < options.max_block_drafts:
+        raise ConfigError(
+            f"max_block_drafts must be more than num_speculative_tokens, which must be 1 or more; got "
+            f"{options.max_block_drafts} and {options.num_speculative_tokens}"
+        )
 
 
 def _check_simulated(options: "SpeculativeConfig") -> None:

@@ -222,6 +222,11 @@ class Speculator(ABC):
         return FROM_METHOD
 
     @property
+    def longer_draft_length(self) -> int:
+        """A draft length above the options', of steps while the drafts of the last ones were accepted; 0: none."""
+        return 0
+
+    @property
     def num_text_tokens(self) -> int:
         """Tokens of texts that a request may name to draft from, next to its own; 0: none may be named."""
         return 0

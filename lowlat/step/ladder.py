@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import Bucket, BucketLadder
-from lowlat.step.variants import CHOICE, PROPOSED, WIDE, bodies_of, choice_bucket, first_token_bucket
+from lowlat.step.variants import CHOICE, PLAIN, PROPOSED, WIDE, bodies_of, choice_bucket, first_token_bucket
 
 __all__ = ["MAX_WIDE_ROWS", "StepLadder"]
 
-MAX_WIDE_ROWS = 64  # of all slots in a step that verifies proposals of its speculator
+MAX_WIDE_ROWS = 64  # of all slots in a step that is wide by choice
 
 
 class StepLadder:
@@ -17,12 +17,15 @@ class StepLadder:
     batches   batch sizes, each at least 1
     rows_of   for each draft length S that may be chosen, the rows T that a slot verifies (1 for S = 0)
     adaptive  the device chooses each step's S: of chains, from 0 to the largest
-    wide      the rows T of wide verification, and the S of its steps; None: there is none
-    proposed  the rows T of steps whose proposals are the speculator's, ascending; for as many slots as have
-              MAX_WIDE_ROWS rows in all
+    wide      the rows T of steps that verify what the host proposes, and the S of them all
+    must_fit  there are such steps for as many slots as there may be; else for as many as have MAX_WIDE_ROWS in all
+    proposed  the rows T of steps whose proposals are the speculator's, for as many slots as have MAX_WIDE_ROWS in all
+
+    longer    a draft length above those that may be chosen, of plain steps for as many slots; 0: there is none
 
     `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S, and
-    `wide_buckets` those of wide verification. Where the device chooses, one first token's is for all.
+    `wide_buckets` those of wide verification and of the longer draft length. Where the device chooses, one first
+    token's is for all.
     """
 
     def __init__(
@@ -31,8 +34,10 @@ class StepLadder:
         rows_of: dict[int, int],
         *,
         adaptive: bool = False,
-        wide: tuple[int, int] | None = None,
+        wide: tuple[Iterable[int], int] = ((), 0),
+        must_fit: bool = False,
         proposed: Iterable[int] = (),
+        longer: int = 0,
     ) -> None:
         self.batches = tuple(sorted(set(batches)))
         if not self.batches or self.batches[0] < 1:
@@ -49,13 +54,14 @@ class StepLadder:
             wanted = [choice_bucket(batch, self._longest) for batch in self.batches]
         self._steps = BucketLadder(wanted)
         self.buckets = tuple(self._steps)
-        self._wide_length = 0 if wide is None else wide[1]
-        self._wide = BucketLadder(() if wide is None else (Bucket(b, *wide, WIDE) for b in self.batches))
-        self._proposed = {
-            rows: BucketLadder(Bucket(b, rows, 0, PROPOSED) for b in self.batches if b * rows <= MAX_WIDE_ROWS)
-            for rows in sorted(proposed)
+        most = None if must_fit else MAX_WIDE_ROWS
+        self._wide = {
+            WIDE: self._wide_steps(*wide, WIDE, most),
+            PROPOSED: self._wide_steps(proposed, 0, PROPOSED),
+            PLAIN: self._wide_steps((longer + 1,) if longer else (), longer, PLAIN),
         }
-        self.wide_buckets = (*self._wide, *(bucket for each in reversed(self._proposed.values()) for bucket in each))
+        steps = [each for ladders in self._wide.values() for each in reversed(ladders.values())]
+        self.wide_buckets = tuple(bucket for each in steps for bucket in each)
         lengths = (0,) if adaptive else tuple(reversed(self.rows_of))
         self.first_tokens = tuple(first_token_bucket(length) for length in lengths)
 
@@ -72,17 +78,38 @@ class StepLadder:
             return self._steps.choose(num_active, self._longest, CHOICE)
         return self._steps.choose(num_active, num_speculative_tokens)
 
+    def _wide_steps(
+        self, sizes: Iterable[int], num_speculative_tokens: int, variant: str, most: int | None = MAX_WIDE_ROWS
+    ) -> dict[int, BucketLadder]:
+        """Wide steps of a variant by their rows, ascending; most: rows of all slots, None: any number."""
+        return {
+            rows: BucketLadder(
+                Bucket(batch, rows, num_speculative_tokens, variant)
+                for batch in self.batches
+                if most is None or batch * rows <= most
+            )
+            for rows in sorted(set(sizes))
+        }
+
+    def wide_steps(self, num_active: int, variant: str) -> list[Bucket]:
+        """The wide steps of a variant for `num_active` slots: the smallest batch of each count of rows, ascending.
+
+        PLAIN ones are those of the longer draft length.
+        """
+        fitting = [[step for step in each if step.batch >= num_active] for each in self._wide[variant].values()]
+        return [steps[-1] for steps in fitting if steps]
+
     def choose_wide(self, num_active: int) -> Bucket:
-        """The smallest bucket of wide verification for `num_active` slots. Raises ConfigError where there is none."""
-        return self._wide.choose(num_active, self._wide_length, WIDE)
+        """The smallest bucket for what the host proposes to `num_active` slots. Raises ConfigError without one."""
+        steps = self.wide_steps(num_active, WIDE)
+        if not steps:
+            raise ConfigError(f"no bucket verifies what the host proposes to {num_active} slots")
+        return steps[0]
 
     def choose_proposed(self, num_active: int, most_rows: int) -> Bucket | None:
         """The bucket of the most rows, at most so many, that verifies proposals of so many slots; None: none does."""
-        for rows, ladder in reversed(self._proposed.items()):
-            fitting = [bucket for bucket in ladder if bucket.batch >= num_active]
-            if rows <= most_rows and fitting:
-                return fitting[-1]
-        return None
+        steps = [step for step in self.wide_steps(num_active, PROPOSED) if step.rows <= most_rows]
+        return steps[-1] if steps else None
 
     def first_token(self, num_speculative_tokens: int) -> Bucket:
         """The bucket that chooses a first token and makes so many drafts; where the device chooses, it makes none."""

@@ -42,7 +42,7 @@ __all__ = [
     "waiting_boundaries",
 ]
 
-RING_ENTRIES = 64
+RING_ENTRIES, COMMANDS_A_SLOT = 64, 8  # of steps; of commands to a slot, between two steps
 EMPTY: Mapping[str, int] = MappingProxyType({})
 MAX_WAITING, MAX_PASS_ROWS = 64, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
 SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
@@ -64,6 +64,7 @@ class StepGeometry:
     max_prefill_chunks  chunks of a prompt that run at once, at most
     num_drafted_rows    rows of a draft model after a slot's last token
     max_draft_length  the greatest draft length, where each step's is chosen again; None: it is the bucket's
+    forced_rows  rows T of steps that verify what grammars force, ascending
     partial      SpecPV's sizes; None: everything is attended to
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
@@ -86,6 +87,7 @@ class StepGeometry:
     simulated_seed: int = 0
     max_draft_length: int | None = None
     num_drafted_rows: int = 0
+    forced_rows: tuple[int, ...] = ()
     partial: PartialKV | None = None
     prompt_logits: bool = False
     prompt_logprobs: bool = False
@@ -316,7 +318,7 @@ def _draft_length_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
 def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
     batch, rows, context = geometry.max_batch, geometry.max_rows, geometry.max_context
     commands: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-        ("command_ring", (RING_ENTRIES, COMMAND_WIDTH), torch.int64),
+        ("command_ring", (max(RING_ENTRIES, COMMANDS_A_SLOT * batch), COMMAND_WIDTH), torch.int64),
         ("command_tail", (1,), torch.int64),
         ("staged_ints", (batch, NUM_INTS), torch.int64),
         ("staged_floats", (batch, NUM_FLOATS), torch.float32),

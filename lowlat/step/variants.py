@@ -2,6 +2,7 @@
 
 The plain step verifies drafts that an earlier step made and makes the next ones.
 
+    PLAIN        no variant: the plain step
     FIRST_TOKEN  the step after a prompt's last chunk: one slot, one row, which comes out of prefill
     WIDE         the step of many rows that verifies what the host has proposed, over all of the KV cache
     PROPOSED     the step of many rows that verifies what its speculator proposes when it opens, and drafts nothing
@@ -16,6 +17,7 @@ __all__ = [
     "EXTENDED",
     "FIRST_TOKEN",
     "PASS",
+    "PLAIN",
     "PROPOSED",
     "WIDE",
     "bodies_of",
@@ -26,6 +28,7 @@ __all__ = [
 ]
 
 PASS = 0  # among programs of prefill, whose keys are the positions that they take: a pass over what they leave
+PLAIN = ""
 FIRST_TOKEN = "first token"
 WIDE = "wide"
 PROPOSED = "wide, proposed on the device"

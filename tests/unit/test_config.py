@@ -82,11 +82,11 @@ def test_every_option_is_covered_here() -> None:
     }
     others |= {"dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens"}
     others |= set(METHOD_OPTIONS["ngram"]) | {"text_drafts", "draft_quantize", *METHOD_OPTIONS["suffix"]}
-    others |= {"adaptive_width", "enable_specpv", "specpv_lossless", "draft_vocab"}
+    others |= {"adaptive_width", "enable_specpv", "specpv_lossless", "draft_vocab", "max_block_drafts"}
     assert {item.name for item in dataclasses.fields(SpeculativeConfig)} == {*SPECULATIVE_BOUNDS, *others}
     others = {"dtype", "device", "executor", "prefix_reuse", "share_decoded", "device_loop", "fuse", "perf_mode"}
     others |= {"traces", "watchdog_factor", "watchdog_min_s", "quantize", "quantize_lm_head", "prompt_logits"}
-    others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles"}
+    others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles", "forced_rows"}
     others |= {"kv_cache_dtype", "activations", "max_stall_ms", "devices", "tp_invariant", "state_cache_gib"}
     others |= {"host_cache_gib", "cache_dir", "cache_gib", "cache_copy_gb_per_s", "session_ttl_s", "can_sleep"}
     others |= {"pause_gib", "pause_deadline_s"}

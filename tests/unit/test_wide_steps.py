@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -234,22 +235,39 @@ def test_named_texts_are_copied_from_the_first(pairs: dict[str, PairPaths]) -> N
     assert 2 * steps[1] < steps[0] and steps[1] == steps[2] < steps[3] < steps[0]
 
 
-def test_a_sessions_earlier_answers_are_named_texts(pairs: dict[str, PairPaths]) -> None:
-    prompt, sampling = prompt_of(20, seed=8), SamplingParams(temperature=0.9, seed=5, max_tokens=90)
-    with load(pairs["llama"], "beside", draft_text_tokens=120) as runtime:
-        names = [runtime.submit(prompt, sampling, session="one") for _ in range(1)]
-        run_all(runtime)
-        names.append(runtime.submit(prompt, sampling, session="one"))
-        names.append(runtime.submit(prompt, sampling, session="other"))
-        run_all(runtime)
+def test_a_sessions_earlier_answers_are_named_texts(pairs: dict[str, PairPaths], tmp_path: Path) -> None:
+    """Of prompts that come at once, of open ones, and of a session from a file, in which its whole text is."""
+    prompt, sampling = prompt_of(20, seed=8), SamplingParams(temperature=0.9, seed=5, max_tokens=60)
+    with load(pairs["llama"], "beside", draft_text_tokens=90) as runtime:
+        names = [runtime.submit(prompt, sampling, session="one")]
+        first = run_all(runtime)[names[0]]
+        opened = runtime.open_prompt(sampling, session="one")  # finished on trial, and then it goes on
+        opened.append(prompt[:9])
+        opened.finish(speculative=True)
+        runtime.step()
+        opened.append(prompt[9:])
+        opened.finish()
+        fresh = runtime.open_prompt(sampling, session="other")
+        fresh.append(prompt)
+        fresh.finish()
+        names += [opened.request_id, runtime.submit(prompt, sampling, session="one"), fresh.request_id]
+        tokens = run_all(runtime)
+        assert [tokens[name] for name in names[1:]] == [first] * 3
         steps = [runtime.metrics(name).num_steps for name in names]
-    assert 2 * steps[1] < min(steps[0], steps[2])
+        assert 2 * max(steps[1:3]) < min(steps[0], steps[3])
+        runtime.session("one").save(tmp_path / "one.session")
+        runtime.session("one").close()
+        runtime.load_session(tmp_path / "one.session")
+        name = runtime.submit([9, *prompt], sampling, session="one")
+        assert runtime._requests[name].draft_texts == (*prompt, *first, -1)
+        runtime.cancel(name)
 
 
-def test_answers_that_a_prompt_goes_on_from_are_left_out() -> None:
+def test_answers_that_a_prompt_holds_are_left_out() -> None:
     record = SessionRecord(SessionKey("", "one"), 1.0)
-    record.token_ids, record.answers = (1, 2, 3), ((3,),)
-    assert record.answers_beside((1, 2, 3, 4)) == () and record.answers_beside((1, 2, 4)) == ((3,),)
+    record.answers = ((3, 4), (5,), (), (1 << 24, 0), (7, 8))
+    assert record.answers_beside((1, 3, 4, 5)) == ((1 << 24, 0), (7, 8))
+    assert record.answers_beside((3, 5, 4, 1, 0, 0, 7, 8)) == ((3, 4), (1 << 24, 0))  # 1, 0: its bytes, displaced
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def model_report(
         "sampling_advice": dict(read_advice(directory)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
-        "memory": plan.memory(runtime.max_batch, choice),
+        "memory": plan.memory(choice),
     }
     if len(plan.ranks) > 1:
-        report["cards"] = [plan.memory(runtime.max_batch, choice, rank) for rank in range(len(plan.ranks))]
+        report["cards"] = [plan.memory(choice, rank) for rank in range(len(plan.ranks))]
     if speculator is not None:
         report["speculator"] = speculator.report()
         own = speculator.weight_plan(config.dtype)

@@ -9,7 +9,7 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.checkpoint.stored import ahead_bytes
-from lowlat.engine.loading import bucket_batches, make_geometry, make_topologies, rank_geometries
+from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
 from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.devices import DeviceChoice
 from lowlat.graphs import Bucket, BufferSpec, Paging
@@ -27,9 +27,8 @@ from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
-from lowlat.step.prefill import build_prefills
+from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry
-from lowlat.step.variants import first_token_bucket
 
 __all__ = ["Plan", "buffer_dict", "parts_of", "plan_runtime"]
 
@@ -82,6 +81,7 @@ class Plan:
     geometry: StepGeometry
     ranks: tuple[StepGeometry, ...]
     topologies: Mapping[int, Topology]
+    ladder: StepLadder
     weights: Mapping[str, torch.Tensor]
     read_ahead_bytes: int
     made_bytes: int
@@ -105,19 +105,11 @@ class Plan:
             found[part] += spec.num_bytes // (spec.shape[0] * size)
         return found
 
-    def first_token(self, num_speculative_tokens: int, rank: int = 0) -> Program:
-        """The program that chooses a prompt's first token and drafts after it."""
-        bucket = first_token_bucket(num_speculative_tokens)
-        return build_step(self.ranks[rank], bucket, self.topologies[num_speculative_tokens])
-
-    def memory(self, max_batch: int, choice: DeviceChoice, rank: int = 0) -> dict[str, int]:
+    def memory(self, choice: DeviceChoice, rank: int = 0) -> dict[str, int]:
         """Bytes on a rank's device by part and in all, and the most that the host holds, Python and libraries left
         out."""
-        programs = [
-            self.program(batch, depth, rank) for batch in bucket_batches(max_batch) for depth in self.topologies
-        ]
-        firsts = [self.first_token(depth, rank) for depth in self.topologies]
-        every = (*programs, *firsts, *build_prefills(self.ranks[rank]).values())
+        own_rank = build_rank(self.ranks[rank], self.ladder, self.topologies)
+        every = (*own_rank.programs.values(), *own_rank.prefills.values())
         speculator, dtype = self.geometry.speculator, self.geometry.config.dtype
         own = () if speculator is None else speculator.weight_plan(dtype)
         need = memory_need(
@@ -156,7 +148,8 @@ def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeC
     weights = weight_shapes(config, speculator)
     geometry = make_geometry(config, speculator, topologies, options, speculative)
     ranks = tuple(rank_geometries(geometry, options, speculative))
-    return Plan(geometry, ranks, topologies, weights, ahead_bytes(target_groups(config)), made_bytes)
+    ladder = make_ladder(geometry, topologies, speculative)
+    return Plan(geometry, ranks, topologies, ladder, weights, ahead_bytes(target_groups(config)), made_bytes)
 
 
 def buffer_dict(spec: BufferSpec) -> dict[str, Any]:

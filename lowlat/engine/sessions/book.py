@@ -1,6 +1,7 @@
 """The sessions of one runtime: what each has said, how long it lives, and the chunks that it pins."""
 
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class SessionRecord:
     data         its owner's own, as JSON values: the messages of a chat, say
     ttl_s        how long it lives after its last request
     num_running  requests of it under way: it does not end before they do
-    answers      of the requests that ended last, the last one first
+    answers      of the requests that ended last, the last one first; of a session from a file all of its text
     """
 
     def __init__(self, key: SessionKey, ttl_s: float) -> None:
@@ -44,9 +45,9 @@ class SessionRecord:
         self.num_requests = 0
 
     def answers_beside(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The earlier answers of a request with this prompt; () where it goes on from the last one."""
-        size = len(self.token_ids)
-        return () if tuple(prompt[:size]) == self.token_ids else self.answers
+        """The earlier answers that a prompt does not hold."""
+        whole = array("i", prompt).tobytes()
+        return tuple(answer for answer in self.answers if not _stands_in(answer, whole))
 
 
 class SessionBook(Mapping[SessionKey, SessionRecord]):
@@ -156,6 +157,17 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
     def _touch(self, record: SessionRecord) -> None:
         record.deadline = self._clock() + record.ttl_s
         self._next = min(self._next, record.deadline)
+
+
+def _stands_in(answer: tuple[int, ...], whole: bytes) -> bool:
+    """Whether a text, packed, holds all tokens of an answer, one after the other."""
+    packed = array("i", answer)
+    place = whole.find(packed.tobytes())
+    while place % packed.itemsize:  # between two tokens; -1 is no place
+        if place < 0:
+            return False
+        place = whole.find(packed.tobytes(), place + 1)
+    return True
 
 
 def check_session_id(session_id: object) -> str:

@@ -126,6 +126,7 @@ def load_session(
 
         record = runtime.owned_call(open_new)
         record.token_ids, record.seed, record.data = token_ids, file.seed, file.data
+        record.answers = (token_ids,)
         if problem is None:
             file.restore(runtime, record)
     return Session(runtime, record)

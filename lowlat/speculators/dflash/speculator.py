@@ -37,25 +37,33 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
     """Drafts with a DFlash model, whose geometry is `config`.
 
     parse_files, load_files   how its directory is read: config and headers, and with them the weights
+    longer                    drafts of a block while the last ones were accepted; 0: as many as ever
     """
 
     method: ClassVar[str] = DflashConfig.method
     parse_files = staticmethod(parse_dflash)
     load_files = staticmethod(load_dflash)
+    longer: int = 0
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
         """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
         config, _ = cls.parse_files(Path(draft_model_of(options)), target, options.capture_layers)
         check_depth(config, options)
-        return cls(config)
+        return cls(config, options.max_block_drafts)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
         """The draft model with its weights. Raises ConfigError."""
         found = cls.load_files(draft_model_of(options), target, capture_layers=options.capture_layers)
         check_depth(found.config, options)
-        return LoadedSpeculator(cls(found.config), found.weights, found.directory, found.notes)
+        made = cls(found.config, options.max_block_drafts)
+        return LoadedSpeculator(made, found.weights, found.directory, found.notes)
+
+    @property
+    def longer_draft_length(self) -> int:
+        """That of the option."""
+        return self.longer
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
         """KV caches of the draft model's layers."""
@@ -73,6 +81,7 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
             **vocabulary_report(self.config),
             "draft_layers": self.config.num_layers,
             "draft_block_size": self.config.block_size,
+            **({"max_block_drafts": self.longer} if self.longer else {}),
             **({} if self.config.selector is None else {"selector": asdict(self.config.selector)}),
             **({} if self.config.conv is None else {"convolution": asdict(self.config.conv)}),
         }
@@ -98,8 +107,9 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
 
 def check_depth(config: DflashConfig, options: SpeculativeConfig) -> None:
     """Refuse more drafts than a block was trained with. Raises ConfigError."""
-    if options.num_speculative_tokens > config.max_drafts:
-        raise ConfigError(
-            f"num_speculative_tokens {options.num_speculative_tokens} is more than the {config.max_drafts} drafts of "
-            f"this draft model's block of {config.block_size} rows"
-        )
+    for name in ("num_speculative_tokens", "max_block_drafts"):
+        if getattr(options, name) > config.max_drafts:
+            raise ConfigError(
+                f"{name} {getattr(options, name)} is more than the {config.max_drafts} drafts of this draft model's "
+                f"block of {config.block_size} rows"
+            )

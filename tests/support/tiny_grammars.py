@@ -119,6 +119,19 @@ def random_edges(seed: int, vocab_size: int, num_states: int = 12, most: int = 9
     return edges
 
 
+def documents(*lengths: int) -> Edges:
+    """A grammar of documents without an end: a token of many, or of few, then a text of each length in turn."""
+    edges: dict[int, dict[int, int]] = {}
+    for number, length in enumerate(lengths):
+        first = len(edges)
+        choices = range(3 + number, 90, 1 + number % 3)
+        edges[first] = dict.fromkeys(choices, first + 1)
+        for place in range(length):
+            edges[first + 1 + place] = {(7 * place + 11 * number) % 97: first + 2 + place}
+    edges[len(edges) - 1] = dict.fromkeys(edges[len(edges) - 1], 0)
+    return edges
+
+
 def accepts(edges: Edges, tokens: Sequence[int], end_ids: Sequence[int] = ()) -> bool:
     """Whether an automaton allows these tokens from its start on."""
     try:

@@ -12,14 +12,20 @@ from itertools import combinations, product
 Case = Mapping[str, str]
 
 FACTORS: Mapping[str, tuple[str, ...]] = {
-    "method": ("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix", "beside", "none"),
+    # beside: drafts from text next to EAGLE3's, or to a whole model's
+    "method": (
+        *("eagle3", "peagle", "dflash", "dspark", "draft_model", "mtp", "ngram", "suffix"),
+        *("beside", "whole_beside", "none"),
+    ),
     "shape": ("chain", "static", "dynamic", "adaptive"),
     "partial": ("whole", "lossy", "lossless"),
-    "rows": ("usual", "wide"),  # wide steps that copies are verified by, with texts that requests name
+    # wide steps that verify copies, with texts that requests name; or what a grammar forces; or longer blocks of drafts
+    "rows": ("usual", "wide", "forced", "longer"),
     "weights": ("float32", "bfloat16", "fp8", "int4", "awq", "nvfp4", "mxfp4"),
     "drafts": ("plain", "fp8"),  # the draft model's weights
     "cache": ("plain", "fp8"),
     "ranks": ("1", "2"),
+    "slots": ("few", "many"),  # more than eight
     "grammar": ("free", "bound"),
     "sampling": ("greedy", "logprobs", "penalised"),
     "prefix": ("cold", "reused"),
@@ -35,7 +41,9 @@ MODELS = (
     "dspark",
     "draft_model",
     "beside",
+    "whole_beside",
 )  # methods that have a draft model of its own files
+BESIDE = {"beside": "eagle3", "whole_beside": "draft_model"}  # whose drafts they are
 TEXT = ("ngram", "suffix", "none")
 TREES = ("static", "dynamic")
 ADAPTIVE = ("adaptive",)
@@ -58,7 +66,8 @@ class Rule:
             yield {**SIMPLEST, **dict(zip(self.values, values, strict=True))}
 
 
-UNCOPIED = tuple(method for method in FACTORS["method"] if method not in ("suffix", "beside"))
+UNCOPIED = tuple(method for method in FACTORS["method"] if method not in ("suffix", *BESIDE))
+UNBLOCKED = tuple(method for method in FACTORS["method"] if method != "dflash")
 
 RULES = (
     Rule({"rows": ("wide",), "method": UNCOPIED[:-1]}, "wide_rows is an option of method 'suffix'"),
@@ -66,18 +75,31 @@ RULES = (
     # with method "suffix", too, of whose options it is: see test_wide_steps.py
     Rule({"rows": ("wide",), "shape": FACTORS["shape"][1:]}, "wide_rows is an option of method 'suffix'"),
     Rule({"rows": ("wide",), "partial": ("lossy", "lossless")}, "wide_rows is an option of method 'suffix'"),
+    Rule({"rows": ("longer",), "method": UNBLOCKED[:-1]}, "max_block_drafts is an option of method 'dflash'"),
+    Rule({"rows": ("longer",), "method": UNBLOCKED[-1:]}, None),
+    # with method "dflash", too, of whose options it is: see test_longer_drafts.py
+    Rule({"rows": ("longer",), "shape": FACTORS["shape"][1:]}, "max_block_drafts is an option of method 'dflash'"),
+    Rule({"rows": ("longer",), "partial": ("lossy", "lossless")}, "max_block_drafts is an option of method 'dflash'"),
+    Rule({"rows": ("forced",), "shape": ADAPTIVE}, "forced_rows 16 is not implemented for adaptive_width"),
+    Rule({"rows": ("forced",), "partial": ("lossy", "lossless")}, "forced_rows 16 is not implemented for enable_spec"),
     Rule({"method": ("none",), "shape": FACTORS["shape"][1:]}, None),
     Rule({"method": ("none",), "partial": ("lossy", "lossless")}, None),
     Rule({"method": ("none",), "drafts": ("fp8",)}, None),
     Rule({"method": ("ngram", "suffix"), "drafts": ("fp8",)}, "draft_quantize is an option of method"),
-    Rule({"method": ("ngram", "suffix", "draft_model"), "shape": ("static",)}, "tree is an option of method"),
     Rule(
-        {"method": ("ngram", "suffix", "dspark", "draft_model"), "shape": ("dynamic",)},
+        {"method": ("ngram", "suffix", "draft_model", "whole_beside"), "shape": ("static",)},
+        "tree is an option of method",
+    ),
+    Rule(
+        {"method": ("ngram", "suffix", "dspark", "draft_model", "whole_beside"), "shape": ("dynamic",)},
         "dynamic_tree_max_topk is an option of",
     ),
     Rule({"method": ("beside",), "shape": TREES}, "text_drafts 'suffix' goes with a chain"),
-    Rule(
-        {"method": ("beside",), "shape": ADAPTIVE}, "is not implemented for method 'eagle3' with text_drafts 'suffix'"
+    *(
+        Rule(
+            {"method": (name,), "shape": ADAPTIVE}, f"is not implemented for method '{model}' with text_drafts 'suffix'"
+        )
+        for name, model in BESIDE.items()
     ),
     Rule({"method": ("mtp",), "shape": TREES}, "trees of drafts are not implemented for targets with gated delta nets"),
     Rule({"method": ("mtp",), "partial": ("lossy", "lossless")}, "enable_specpv is not implemented for targets with"),
@@ -86,6 +108,9 @@ RULES = (
     Rule({"partial": ("lossy", "lossless"), "shape": ADAPTIVE}, "enable_specpv goes with a fixed number of drafts"),
     Rule({"partial": ("lossless",), "shape": TREES}, "specpv_lossless goes with chains"),
     Rule({"partial": ("lossy", "lossless"), "ranks": ("2",)}, "enable_specpv is not implemented for tensor_parallel"),
+    Rule({"slots": ("many",), "shape": TREES}, "is not implemented for max_batch"),
+    Rule({"slots": ("many",), "partial": ("lossy", "lossless")}, "enable_specpv is not implemented for max_batch"),
+    Rule({"slots": ("many",), "ranks": ("2",)}, "max_batch .* is not implemented for tensor_parallel_size 2"),
     Rule({"partial": ("lossless",), "grammar": ("bound",)}, "draw under no grammar's masks"),
     Rule({"prompt": ("growing",), "grammar": ("bound",)}, None),  # the table's grammar comes with a whole prompt
 )
