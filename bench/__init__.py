@@ -1,1 +1,1 @@
-"""Measurements, run from a checkout: `python -m bench.dense`. Nothing of it is installed."""
+"""Measurements, run from a checkout: `python -m bench.weights`. Nothing of it is installed."""

@@ -35,7 +35,6 @@ from bench.lib.run import Work, conditions_path, run_all, tokens_per_s, wall_of
 from bench.lib.step import Step, show_kernels
 from bench.lib.wall import Wall
 from bench.lib.weights import Weights, hold
-from bench.report import write_report
 from bench.soak import soak
 from lowlat.step.checks import CheckedKinds
 
@@ -120,11 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file to write; cases have a table and a picture next to it")
+    parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--case", action="append", default=[], help="a case's name; may repeat")
     add_timing_options(parser, replays=300)
     parser.add_argument("--profile", action="store_true", help="print each case's kernels, those that take most first")
-    parser.add_argument("--no-plot", action="store_true")
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="run N steps with checks; measure nothing")
     parser.add_argument("--context", type=int, nargs="+", default=[32768], help="of --soak: one or more, in turn")
@@ -174,7 +172,6 @@ def _measure_all(options: argparse.Namespace, device: torch.device) -> int:
     rows = run_all(works, stamps, write, [device], shown=lambda row: beside_wall(row, wall.gb_per_s))
     held.drop()
     _write(options, [wall, wall_of(device)], rows)
-    write_report(options.out, plot=not options.no_plot)
     return int(any("error" in row for row in rows))
 
 

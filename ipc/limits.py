@@ -21,7 +21,9 @@ class Limits:
         8 << 20, 1024, 1 << 30, "Bytes of a client's frame; a longer one disconnects it.", rare=True
     )
     max_clients: int = _limit(256, 1, 1 << 16, "Connections at once; further ones are refused.", rare=True)
-    max_requests_per_client: int = _limit(64, 1, 1 << 16, "Requests of one connection, waiting and running.", rare=True)
+    max_requests_per_client: int = _limit(
+        256, 1, 1 << 16, "Requests of one connection, waiting and running.", rare=True
+    )
     max_queue: int = _limit(256, 0, 1 << 20, "Requests of all clients that wait for a slot; beyond it `busy`.")
     default_max_tokens: int = _limit(
         4096,

@@ -122,7 +122,7 @@ class ServerLimits(Struct):
     """The server's limits that a client must know; the rest stays the server's own business.
 
     append_credit has the bytes of an open prompt's pieces that may be under way; it is absent where the server takes
-    no open prompts.
+    no open prompts. max_messages_per_s is absent where the server does not say.
     """
 
     max_message_bytes: int
@@ -133,6 +133,7 @@ class ServerLimits(Struct):
     slow_consumer_s: float
     heartbeat_interval_s: float
     append_credit: int | UnsetType = UNSET
+    max_messages_per_s: int | UnsetType = UNSET
 
 
 class Welcome(Struct):

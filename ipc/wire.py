@@ -64,10 +64,10 @@ A SUBMIT that is `open` begins a prompt that is still being written; it is read 
 `messages` to the last one's content) or token ids, and FINISH ends it: from then on it is a request like any other.
 FINISH with `speculative` begins the answer on trial: TOKENS are kept back until FINISH comes again without it, and an
 APPEND before that withdraws the answer. A client may send pieces while its balance of bytes (UTF-8, or 4 a token) is
-positive: `append_credit` of WELCOME, and what TAKEN adds to it; a piece without credit ends the request. So does a
-prompt that is too long, with ERROR and the code `invalid`, and one of which nothing comes for `prompt_idle_s`, with END
-and `deadline`. CANCEL abandons it. APPEND and FINISH are ignored for a request that has ended, and wrong after its
-FINISH. `deadline_ms` and times of END count from there. An open prompt cannot be paused.
+positive: `append_credit` of WELCOME, and what TAKEN adds to it; those that wait are joined, and take memory by their
+bytes. A piece without credit ends the request; so does a prompt that is too long, with ERROR and the code `invalid`,
+and one of which nothing comes for `prompt_idle_s`, with END and `deadline`. CANCEL abandons it. APPEND and FINISH are
+ignored for a request that has ended, and wrong after its FINISH. `deadline_ms` and times of END count from there.
 
 HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
 that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
@@ -80,7 +80,7 @@ back. A model that sleeps takes requests all the same: the first one wakes it, a
 An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
 wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. A SUBMIT that is wrong ends by its own ERROR where its
 number can be read. After `Limits.max_bad_messages` other wrong messages in a minute the server says BYE with the reason
-`dropped` and forgets the peer; so it does after `max_messages_per_s` messages in a second, of which STATS counts as 10.
+`dropped` and forgets the peer; so it does after WELCOME's `max_messages_per_s` in a second, a STATS counted as 10.
 A STATS reply may be 100 ms old.
 """
 

@@ -17,7 +17,8 @@ from bench.lib.weights import Plan
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_name
 from lowlat.models.geometry import ModelConfig
-from lowlat.tools.bench.step_bytes import cache_bytes, part_sizes, plan_sizes, program_bytes, weight_bytes
+from lowlat.step.weight_reads import weight_bytes
+from lowlat.tools.bench.step_bytes import cache_bytes, part_sizes, plan_sizes, program_bytes
 
 __all__ = ["StepBytes", "step_bytes"]
 

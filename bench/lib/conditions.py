@@ -11,7 +11,7 @@ import torch
 from bench.lib.clock import Timed, percentile, time_waited
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
-__all__ = ["SUMMARY", "add_timing_options", "release", "stamps_of", "summary_of", "write_json"]
+__all__ = ["add_timing_options", "release", "stamps_of", "summary_of", "write_json"]
 
 WAITED_REPLAYS = 100
 SUMMARY = ("ms_p50", "ms_p99", "ms_least", "host_ms_p50", "host_ms_p99")

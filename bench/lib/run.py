@@ -14,7 +14,7 @@ import torch
 from bench.lib.conditions import release
 from bench.lib.wall import Wall, measure_wall
 
-__all__ = ["Work", "conditions_path", "read_results", "run_all", "tokens_per_s", "wall_of"]
+__all__ = ["Work", "conditions_path", "run_all", "tokens_per_s", "wall_of"]
 
 Row = dict[str, Any]
 NO_WALL = Wall(100.0, 0, 0, {})  # where there is no GPU: figures mean nothing
@@ -75,9 +75,3 @@ def tokens_per_s(batch: int, ms: float, length: float | None) -> float:
 def conditions_path(results: Path) -> Path:
     """Where the conditions lie that all rows of a results file share."""
     return results.with_suffix(".conditions.json")
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """The rows of a results file, and their conditions."""
-    conditions = json.loads(conditions_path(path).read_text(encoding="utf-8"))
-    return {"conditions": conditions, "rows": json.loads(path.read_text(encoding="utf-8"))}

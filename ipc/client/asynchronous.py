@@ -130,6 +130,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         """Send pieces of an open prompt, each when the server takes it."""
         await self._started()
         connection, stream = self._submitted()
+        await self._keep_pace(connection)
         connection.check_news()  # grants, or why it has ended
         stream.check_open()
         try:
@@ -142,9 +143,17 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
             self._leave()
             raise
 
+    @staticmethod
+    async def _keep_pace(connection: AsyncConnection) -> None:
+        """Wait until a small message may be sent, where many were sent of late."""
+        delay = connection.protocol.pace.delay(time.monotonic())
+        if delay:
+            await asyncio.sleep(delay)
+
     async def _finish(self, *, speculative: bool, deadline: float | None) -> None:
         await self._started()
         connection, stream = self._submitted()
+        await self._keep_pace(connection)
         connection.check_news()
         connection.protocol.finish(stream, speculative=speculative)
         connection.pump()

@@ -78,6 +78,7 @@ class Generation(BaseGeneration[Connection]):
         """Send pieces of an open prompt, each when the server takes it."""
         self._client.check_process()
         connection, stream = self._submitted()
+        self._keep_pace(connection)
         with connection as protocol:
             connection.check()  # what has come: grants, or why it has ended
             stream.check_open()
@@ -93,9 +94,18 @@ class Generation(BaseGeneration[Connection]):
                 self._leave()
                 raise
 
+    @staticmethod
+    def _keep_pace(connection: Connection) -> None:
+        """Wait until a small message may be sent, where many were sent of late; other threads go on meanwhile."""
+        with connection as protocol:
+            delay = protocol.pace.delay(time.monotonic())
+        if delay:
+            time.sleep(delay)
+
     def _finish(self, *, speculative: bool, deadline: float | None) -> None:
         self._client.check_process()
         connection, stream = self._submitted()
+        self._keep_pace(connection)
         with connection as protocol:
             connection.check()
             protocol.finish(stream, speculative=speculative)

@@ -17,6 +17,7 @@ from msgspec import UNSET
 from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc.answer import Received
 from lowlat.ipc.chunk import Chunk
+from lowlat.ipc.client.pace import Pace
 from lowlat.ipc.client.request import Request
 from lowlat.ipc.messages import (
     VERSION,
@@ -236,6 +237,7 @@ class ClientProtocol:
     """The state of a connection, from HELLO to its end.
 
     outgoing   messages to send, in order, each a tuple of frames
+    pace       of messages that are small, and may be many
     welcome    the server's answer to HELLO, None before it
     failure    why nothing can come any more; a connection never recovers
     """
@@ -243,6 +245,7 @@ class ClientProtocol:
     def __init__(self, endpoint: str, name: str, window: int, now: float) -> None:
         self.endpoint = endpoint
         self.outgoing: deque[tuple[bytes, ...]] = deque()
+        self.pace = Pace()
         self.welcome: Welcome | None = None
         self.failure: LowlatError | None = None
         self.greeting: Reply[Welcome] = Reply()
@@ -490,6 +493,8 @@ class ClientProtocol:
             self.fail(text, ConfigError(text))
         else:
             self.welcome = self.greeting.value = message
+            if message.limits.max_messages_per_s is not UNSET:
+                self.pace = Pace(message.limits.max_messages_per_s)
         return self.greeting
 
     def _error(self, message: Error) -> Waiter | None:

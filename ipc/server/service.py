@@ -290,6 +290,7 @@ def _welcome(info: EngineInfo, limits: Limits, epoch: str, name: str) -> Welcome
             slow_consumer_s=limits.slow_consumer_s,
             heartbeat_interval_s=limits.heartbeat_interval_s,
             append_credit=limits.append_credit,
+            max_messages_per_s=limits.max_messages_per_s,
         ),
         numerics=info.numerics or UNSET,
         sampling_defaults=dict(info.sampling_defaults) or UNSET,

@@ -42,6 +42,7 @@ __all__ = [
 KIND = "experts"
 GATE_UP, DOWN = "gate_up", "down"
 MAX_PAIRS = 256  # of a row and one of its experts, in one launch: each has a thread while they are listed
+MANY_PAIRS, MANY_ROWS = 1024, 128  # of a launch over many slots' rows, where a thread lists several pairs
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
 MAX_PARTS = 8  # of K, and warps where K is summed in parts
@@ -171,6 +172,11 @@ class ExpertPlan:
         return self.warps * self.sum_bytes
 
     @property
+    def turns(self) -> int:
+        """Pairs that a thread lists, at most."""
+        return -(-self.capacity // self.threads)
+
+    @property
     def shares_at(self) -> int:
         """Bytes from the lists' begin, where the pairs' ids are, to their shares."""
         return self.capacity * 4 * (3 + self.columns)
@@ -202,11 +208,11 @@ class ExpertPlan:
         return self.warps * self.ring_bytes(shape) + areas + self.list_bytes
 
 
-def rows_a_launch(top_k: int, limit: int = 64) -> int:
+def rows_a_launch(top_k: int, limit: int = 64, pairs: int = MAX_PAIRS) -> int:
     """The most rows of one launch. Raises ShapeError for more experts a row than a launch has pairs."""
     if not 0 < top_k <= MAX_PAIRS:
         raise ShapeError(f"{top_k} experts a row; at most {MAX_PAIRS}")
-    return min(limit, MAX_PAIRS // top_k)
+    return min(limit, pairs // top_k)
 
 
 def next_power(count: int) -> int:
@@ -272,7 +278,7 @@ def plan_experts(
     if shape.parts is not None:  # a block must list its pairs, however few of its warps multiply
         finishing = max(finishing, MAX_PARTS - warps)
     threads = (warps + finishing) * 32
-    if capacity > min(MAX_PAIRS, threads):
+    if capacity > (MANY_PAIRS if capacity > MAX_PAIRS else threads):
         raise ShapeError(f"{rows} rows of {shape.top_k} experts; {threads} threads list no more pairs than they are")
     num_blocks, suspends = min(rows * shape.top_k * shape.tiles // sets, gpu.num_multiprocessors), gpu.suspends
     parts = range(min(part, MOST_PART, steps_a_warp(shape, warps)), 0, -1)
@@ -329,9 +335,15 @@ def partials_workspace(rows: int, top_k: int, width: int, parts: KParts | None =
     return "experts.partials", (rows, top_k * (1 if parts is None else parts.count), width), torch.float32
 
 
-def parts_of(rows: int, top_k: int) -> Iterator[tuple[slice, int]]:
-    """The rows of each launch over M of them, and how many they are. Raises ShapeError as `rows_a_launch` does."""
+def parts_of(rows: int, top_k: int, *, many: bool = False) -> Iterator[tuple[slice, int]]:
+    """The rows of each launch over M of them, and how many they are. Raises ShapeError as `rows_a_launch` does.
+
+    many  launches have up to MANY_ROWS rows, as few and as even as there can be: each reads nearly all experts
+    """
     most = rows_a_launch(top_k)
+    if many and rows > most:
+        launches = -(-rows // rows_a_launch(top_k, MANY_ROWS, MANY_PAIRS))
+        most = -(-rows // launches)
     for begin in range(0, rows, most):
         part = slice(begin, min(begin + most, rows))
         yield part, part.stop - begin

@@ -252,9 +252,9 @@ def _make_route_row(plan: RoutingArea, top_k: int, num_experts: int, over_all: b
     return route_row
 
 
-def make_publish(plan: RoutingArea) -> Any:
-    """A function of all threads: the last block writes ids and shares of `count` pairs to global memory."""
-    shares_at = plan.shares_at
+def make_publish(plan: RoutingArea, most: int) -> Any:
+    """A function of all threads: the last block writes ids and shares of `count` pairs, at most so many, to memory."""
+    shares_at, threads, turns = plan.shares_at, plan.threads, -(-most // plan.threads)
 
     @device_function
     def publish(area: Any, ids: Any, shares: Any, count: Any, thread: Any) -> None:
@@ -263,7 +263,12 @@ def make_publish(plan: RoutingArea) -> Any:
             ptx.store_global_u32(ids + at, ptx.load_shared_u32(own))
             ptx.store_global_f32(shares + at, ptx.load_shared_f32(own + uint32(shares_at)))
 
-    return publish
+    @device_function
+    def publish_in_turns(area: Any, ids: Any, shares: Any, count: Any, thread: Any) -> None:
+        for turn in range(turns):
+            publish(area, ids, shares, count, uint32(thread + uint32(turn * threads)))
+
+    return publish if turns == 1 else publish_in_turns
 
 
 @device_function

@@ -17,8 +17,10 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
+from lowlat.engine.expert_prices import ExpertPrices
 from lowlat.engine.forced_steps import ForcedSteps
 from lowlat.engine.host_space import HostSpace
+from lowlat.engine.learner import Learner
 from lowlat.engine.longer_drafts import LongerDrafts
 from lowlat.engine.memory.held import HeldMemory, held_memory
 from lowlat.engine.memory.plan import (
@@ -73,6 +75,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.adaptive import build_adaptive
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
+from lowlat.step.draft_length_costs import Costs
 from lowlat.step.draft_length_times import set_costs
 from lowlat.step.ladder import StepLadder
 from lowlat.step.prefill import build_prefills
@@ -107,6 +110,7 @@ class Loaded:
     speculative  the options of the speculator, their method settled; None: there is none
     rank_config  the geometry of the first rank's part; the target's own where there is one rank
     memory       of each device
+    costs        by which the device chooses draft lengths; None: it chooses none
     """
 
     target: OpenedTarget
@@ -121,12 +125,18 @@ class Loaded:
     speculation_error: str | None
     rank_config: ModelConfig
     memory: tuple[HeldMemory, ...]
+    costs: Costs | None = None
 
     @property
     def gpu(self) -> Gpu:
         """The properties by which launches are cut; an H200's where no kernel runs."""
-        launcher = getattr(self.executor, "launcher", None)
-        return H200 if launcher is None else launcher.gpu
+        return _gpu_of(self.executor)
+
+    def make_learner(self) -> Learner | None:
+        """What learns from steps by what to choose the next ones; None: nothing does."""
+        if self.costs is None or not any(each.per_expert for each in self.costs.values()):
+            return None
+        return ExpertPrices(self.executor, self.costs, self.geometry.most_waiting)
 
     @property
     def takes_grammars(self) -> bool:
@@ -250,15 +260,36 @@ def load(
     )  # fmt: skip
     try:
         check_launches(options, executor.counts, used)
+        costs = None
         if geometry.max_draft_length is not None:
-            set_costs(executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse)
+            costs = set_costs(
+                executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse,
+                read_gb_s=_gpu_of(executor).read_gb_s,
+            )  # fmt: skip
     except LowlatError:
         executor.close()
         raise
     rank_config, memory = ranks[0].config, held_memory(needs, devices)
     return Loaded(
-        target, codec, loaded, used, geometry, ladder, topologies, executor, choice, error, rank_config, memory
+        target,
+        codec,
+        loaded,
+        used,
+        geometry,
+        ladder,
+        topologies,
+        executor,
+        choice,
+        error,
+        rank_config,
+        memory,
+        costs,
     )
+
+
+def _gpu_of(executor: Executor) -> Gpu:
+    launcher = getattr(executor, "launcher", None)
+    return H200 if launcher is None else launcher.gpu
 
 
 def _check_call(model: object, speculative: object, *told: object) -> None:

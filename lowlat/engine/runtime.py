@@ -7,10 +7,11 @@ One thread owns a runtime: the program's own, which submits and steps (`lowlat.e
 from __future__ import annotations  # help() shows signatures as they are written here
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self, Unpack
+from typing import NoReturn, Self, Unpack
 
 from lowlat.engine.calls.choices import answer_choices
 from lowlat.engine.calls.driver import Driver, owned
@@ -96,7 +97,7 @@ class Runtime(SteppedRuntime):
                  tool_choice, template_options, allow_special, cache_salt, timeout_s: see CallOptions
         Messages go through the model's chat template, with `tools` where there are any. Their answer is parsed
         (`Answer.reasoning`, `Answer.tool_calls`) unless parse="none" says otherwise, and may be as long as the context
-        has room for, up to 4096 tokens, where neither params nor max_tokens is given.
+        has room for, up to 4096 tokens, where neither params nor max_tokens is given; that of other prompts up to 256.
         Any thread may call, several at once; more than have a slot wait. Ctrl-C cancels the request.
         Raises RequestError for what cannot be served; StreamError, with the tokens that came, where the request fails,
         timeout_s passes or the runtime is closed meanwhile; DeviceError when the device has failed.
@@ -220,18 +221,27 @@ class Runtime(SteppedRuntime):
 
         Calls that wait for an answer get a StreamError of the code "closed".
         """
-        if self._closed:
-            return
-        if self.driver is not None:
-            self.driver.stop()
-            make_current(self.device_choice.device)
-        self._closed = True
-        self._requests.close()
-        self._steps.close()
-        del self._steps, self._sleep  # their views of the executor's buffers go, too
-        if self.codec is not None:
-            self.codec.close()
-        self.executor.close()  # the last: a device that has failed says so
+        if os.getpid() != self._process:
+            return  # all of it is the other process's
+        with self._closing:  # threads that close at once: all return when it is closed
+            if self._closed:
+                return
+            if self.driver is not None:
+                self.driver.stop()
+                make_current(self.device_choice.device)
+            self._closed = True
+            self._requests.close()
+            self._steps.close()
+            del self._steps, self._sleep  # their views of the executor's buffers go, too
+            if self.codec is not None:
+                self.codec.close()
+            self.executor.close()  # the last: a device that has failed says so
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            "a Runtime cannot be copied or pickled: its weights and KV are a device's, and one thread steps it; load "
+            "one in each process, or serve it (lowlat serve) and ask it with lowlat.ipc.Client"
+        )
 
     def __repr__(self) -> str:
         name, depth = display_name(self.directory), self.num_speculative_tokens

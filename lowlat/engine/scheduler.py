@@ -5,7 +5,8 @@ among equals first come, first served: nothing overtakes the head of the queue, 
 fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. Only
 a request whose next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can
 share it. Among the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first
-token), but one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves.
+token), but one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves; or
+as many times as there are slots, where there are more, so that long prompts do not take every turn.
 
 A request that is paused gives its slot away, and comes back to the place in the queue that its arrival gives it. So
 does one of lower priority than the head, where that finds no slot or no blocks: the lowest first, of equals the last
@@ -185,6 +186,7 @@ class Scheduler:
         self.ladder = ladder
         self.kvcache = kvcache
         self.max_batch = max_batch
+        self.max_passed_over = max(MAX_PASSED_OVER, max_batch)
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
         self.max_prefill_chunks = max_prefill_chunks
@@ -459,7 +461,7 @@ class Scheduler:
                 problems.append(f"slot {number} and request {name} do not point at each other")
             if (slot.phase is Phase.PREFILLING) != (self._num_chunks_left(slot) > 0) and name not in self._open:
                 problems.append(f"request {name} is {slot.phase} with {self._num_chunks_left(slot)} chunks left")
-            if slot.passed_over > MAX_PASSED_OVER + self.max_batch:
+            if slot.passed_over > self.max_passed_over + self.max_batch:
                 problems.append(f"request {name} was passed over {slot.passed_over} times")
         holders = {*slotted, *(name for name, kept in self._kept.items() if kept.moved is None)}
         if holders != {name for name in self._requests if name in self.kvcache} or len(self.kvcache) != len(holders):
@@ -625,7 +627,7 @@ class Scheduler:
         waiting = self._prefilling()
         if not waiting:
             return None
-        overdue = [slot for slot in waiting if slot.passed_over >= MAX_PASSED_OVER]
+        overdue = [slot for slot in waiting if slot.passed_over >= self.max_passed_over]
         if overdue:
             chosen = min(overdue, key=lambda slot: slot.order)
         else:

@@ -7,6 +7,7 @@ and the slots, `lowlat.engine.steps` runs the steps.
 
 from __future__ import annotations  # help() shows signatures as they are written here
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -74,7 +75,8 @@ class SteppedRuntime:
         self._content_facts: ContentFacts | None = None
         self._closed = False
         self.driver: Driver | None = None  # the thread that owns it, from the first call that has one
-        self._starting = threading.Lock()
+        self._process = os.getpid()
+        self._starting, self._closing = threading.Lock(), threading.RLock()
 
     def submit(
         self,
@@ -326,6 +328,7 @@ class SteppedRuntime:
 
     def _check_by_hand(self, name: str) -> None:
         """Raise LowlatError for a call that the driver's thread alone may make."""
+        self._check_open()
         if self.driver is not None and not self.driver.is_current and not self.driver.has_ended:
             raise LowlatError(
                 f"{name}() is refused: since generate, stream or chat was called a thread of the runtime's own steps "
@@ -335,6 +338,12 @@ class SteppedRuntime:
     def _check_open(self) -> None:
         if self._closed:
             raise LowlatError("the runtime is closed")
+        if os.getpid() != self._process:
+            raise LowlatError(
+                f"the runtime was loaded by process {self._process}, and this is a fork of it, {os.getpid()}: load one "
+                "here (multiprocessing's start method 'spawn'), or serve it (lowlat serve) and ask it with "
+                "lowlat.ipc.Client"
+            )
 
     def _check_usable(self) -> None:
         """Raise LowlatError for a closed runtime, DeviceError for one whose step, or other change, was broken off."""

@@ -81,6 +81,7 @@ class Steps:
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
         self._failed_checks = FailedChecks(config.checked_kinds)
         self._tiles = _tile_counter(loaded) if config.count_tiles else None
+        self._learner = loaded.make_learner()
         self._tracer = Tracer.from_config(config.traces)
         self._kept = KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size)
         self._deadlines: dict[str, float] = {}
@@ -295,6 +296,7 @@ class Steps:
             **(self.proposer.report() | self.masks.report() | self._failed_checks.report()),
             **self.published.report(),
             **({} if self._tiles is None else self._tiles.report()),
+            **({} if self._learner is None else self._learner.report()),
             **steps_by_width(self._ladder, self.published.undrafted, speculation),
         }
 
@@ -402,6 +404,8 @@ class Steps:
             meanwhile = partial(self._fill_masks, bucket, amid=True)
         may_loop = ahead and not self._scheduler.has_work and not self.masks and may_repeat(bucket)
         self.launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
+        if self._learner is not None:
+            self._learner.launched(bucket, loops=self._in_flight.in_loop)
 
     def _fill_masks(self, bucket: Bucket | None, *, amid: bool = False) -> None:
         """The host's part of a step that runs in a bucket, or that it is amid: masks that slots' draws wait for."""

@@ -68,6 +68,12 @@ class Executor(Protocol):
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write buffers of the state by name, of every rank, after what was started before."""
 
+    def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
+        """Copy buffers to the host, of several ranks the first one's, as they are after what was started before.
+
+        Returns a function that gives the copies once they are there, None before; nothing waits for them.
+        """
+
     @property
     def mover(self) -> ContentMover:
         """The copies of blocks between the state of all ranks and host memory."""

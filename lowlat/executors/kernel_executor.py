@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from lowlat.step.variants import PASS
 __all__ = ["KernelExecutor", "Size", "abandon"]
 
 POLLS_BETWEEN_CHECKS = 4096
+PINNED_UNIT = 16  # bytes, at multiples of which copies begin
 POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
 Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
 
@@ -318,10 +320,29 @@ class KernelExecutor(ABC):
 
     @torch.inference_mode()
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write buffers of the state by name, on the executor's stream."""
+        """Write buffers of the state by name, on the executor's stream; what is pinned is not waited for."""
         with self._failures(), torch.cuda.stream(self.stream):
             for name, value in values.items():
-                self.state[name].copy_(value)
+                self.state[name].copy_(value, non_blocking=value.is_pinned())
+
+    @torch.inference_mode()
+    def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
+        """See `Executor.peek`."""
+        with self._failures(), torch.cuda.stream(self.stream):
+            ends = list(accumulate((-(-each.nbytes // PINNED_UNIT) * PINNED_UNIT for each in buffers), initial=0))
+            memory, copies = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True), list[torch.Tensor]()
+            for each, start in zip(buffers, ends, strict=False):
+                copies.append(memory[start : start + each.nbytes].view(each.dtype).view(each.shape))
+                copies[-1].copy_(each, non_blocking=True)
+            self.counts.copies += len(copies)
+            done = torch.cuda.Event()
+            done.record(self.stream)
+
+        def found() -> Sequence[torch.Tensor] | None:
+            with self._failures():
+                return copies if done.query() else None
+
+        return found
 
     @cached_property
     def mover(self) -> BlockMover:

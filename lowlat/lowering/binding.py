@@ -171,7 +171,7 @@ class Binding:
 
     @cached_property
     def shares_rows(self) -> bool:
-        """Whether GEMMs of more than 64 rows have blocks that share them: where there are more slots than FEW_SLOTS."""
+        """Whether GEMMs of many rows have blocks that share them: where there are more slots than FEW_SLOTS."""
         tokens = self.program.buffers.get("tokens")
         return tokens is not None and tokens.shape[0] > FEW_SLOTS
 

@@ -24,12 +24,14 @@ from lowlat.lowering.binding import in_parts
 from lowlat.lowering.prefill_attention import FLASH_DIM, attention_workspaces, refresh_bytes
 from lowlat.lowering.prefill_gemm import activation_workspace, codes_workspace, gemm_workspaces
 from lowlat.lowering.weight_parts import EXPERT_GEMMS, GEMMS
+from lowlat.options.runtime import FEW_SLOTS
+from lowlat.options.slots import MOST_STEP_ROWS
 
 __all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
 
 ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
-STEP_ROWS = 64  # of a launch of a step, at most
+STEP_ROWS = 64  # of a launch of a step of up to FEW_SLOTS slots, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
 
 ShapeOf = Callable[[str], torch.Size]
@@ -85,7 +87,7 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         if in_parts(op):
             parts = KParts(int(op.params["num_parts"] or 1), 1)
             rows_at_once = max(
-                min(rows, PARTS_ROWS), STEP_ROWS * parts.count
+                min(rows, PARTS_ROWS), _step_rows(program) * parts.count
             )  # steps keep each part's apart, in it, too
             partials = partials_workspace(rows_at_once, top_k, width)
             return [*lists, partials, parts_workspace(rows, width, parts)]
@@ -96,6 +98,11 @@ def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceSh
         rows = program.buffers[op.writes["expert_ids"]].shape[0]
         return [router_workspace(rows, shape_of(op.weights["weight"])[0])]
     return []
+
+
+def _step_rows(program: Program) -> int:
+    """The most rows of a launch of a step of the same runtime."""
+    return STEP_ROWS if program.buffers["tokens"].shape[0] <= FEW_SLOTS else MOST_STEP_ROWS
 
 
 def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:

@@ -100,6 +100,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
         activation=first.get("activation", "silu"),
         early=number > 0,  # nobody filled the first one's logits
         peers=binding.peer_rows(width, "moe") if all_reduce else None,
+        many=binding.shares_rows,
         gpu=binding.gpu,
     )
 

@@ -210,7 +210,7 @@ def _gate_up_of(binding: Binding, op: Op) -> dict[str, Any]:
 
 
 def _gate_up(binding: Binding, op: Op) -> Sequence[Call]:
-    return experts_gate_up(**_gate_up_of(binding, op))
+    return experts_gate_up(**_gate_up_of(binding, op), many=binding.shares_rows)
 
 
 def _grouped_gate_up(binding: Binding, op: Op) -> Sequence[Call]:
@@ -227,7 +227,7 @@ def _down_of(binding: Binding, op: Op) -> dict[str, Any]:
 
 
 def _down(binding: Binding, op: Op) -> Sequence[Call]:
-    return experts_down(**_down_of(binding, op))
+    return experts_down(**_down_of(binding, op), many=binding.shares_rows)
 
 
 def _grouped_down(binding: Binding, op: Op) -> Sequence[Call]:

@@ -60,6 +60,10 @@ def read_config(directory: Path) -> Fields:
     """The directory's config.json. Raises ConfigError when the directory or the file is missing or malformed."""
     if directory.is_file() and (why := foreign_files([directory.name])) is not None:
         raise ConfigError(f"{directory}: {why}")
+    if directory.is_file():
+        raise ConfigError(
+            f"{directory}: is a file; expected a Hugging Face model directory, or ORG/NAME of a repository"
+        )
     if not directory.is_dir():
         raise ConfigError(
             f"{directory}: no such directory; expected a Hugging Face model directory, or ORG/NAME of a repository"
@@ -142,7 +146,8 @@ def sliding_kinds(fields: Fields, count: int) -> tuple[str, ...]:
 
 def is_quantised(fields: Fields, directory: Path) -> bool:
     """Whether a config, or ModelOpt's file next to it, says that weights are quantised."""
-    return bool(fields.values.get("quantization_config")) or (directory / QUANTISATION_FILE).exists()
+    named = any(fields.values.get(key) for key in ("quantization_config", "compression_config"))
+    return named or (directory / QUANTISATION_FILE).exists()
 
 
 def stored_dtype(fields: Fields, checkpoint: Path) -> tuple[str, str]:

@@ -63,6 +63,14 @@ MINISTRAL_ROPE = {
     "llama_4_scaling_beta": 0.1,
     "original_max_position_embeddings": 16384,
 }
+FP8 = {
+    "quant_method": "fp8",
+    "activation_scheme": "static",
+    "dequantize": False,
+    "weight_block_size": None,
+    "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+}
+MINISTRAL = {"head_dim": 128, "rope_parameters": MINISTRAL_ROPE, "sliding_window": None, "quantization_config": FP8}
 QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN3_MOE = {**QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768} | {
     "norm_topk_prob": True
@@ -144,7 +152,7 @@ PUBLISHED = (
     ),
     Published(
         "mistralai/Ministral-3-8B-Instruct-2512", "mistral3", (4096, 14336, 34, 32, 8, 131072, 262144),
-        {**HEADS_OF_128, "rope_parameters": MINISTRAL_ROPE, "sliding_window": None}, inside="ministral3",
+        MINISTRAL, inside="ministral3",
     ),
     Published(
         "mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral", (4096, 14336, 32, 32, 8, 32000, 32768),

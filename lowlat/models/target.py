@@ -137,8 +137,11 @@ def target_recipes(config: ModelConfig, names: Collection[str] | None = None) ->
     family = FAMILIES[config.family]
     rename = family.names_in(names).stored
     recipes = [renamed_recipe(recipe, rename) for recipe in family.recipes(config)]
-    recipes = chosen_recipes(recipes, names, others=config.quantisation is not None)
-    return recipes if config.quantisation is None else config.quantisation.apply(recipes)
+    quantisation = config.quantisation
+    recipes = chosen_recipes(recipes, names, others=quantisation is not None)
+    if quantisation is None:
+        return recipes
+    return (quantisation if names is None else quantisation.in_files(names)).apply(recipes)
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:

@@ -37,7 +37,12 @@ def build_step(geometry: StepGeometry, bucket: Bucket, topology: Topology) -> Pr
 
 
 class StepBuilder:
-    """Emits one step's stages in order. Shapes: B slots, T rows a slot, M = B * T."""
+    """Emits one step's stages in order. Shapes: B slots, T rows a slot, M = B * T.
+
+    keeps_experts  see `Rows`
+    """
+
+    keeps_experts = False
 
     def __init__(self, geometry: StepGeometry, bucket: Bucket, topology: Topology) -> None:
         self.geometry = geometry
@@ -166,6 +171,7 @@ class StepBuilder:
             write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
             partial=self.partial,
             recurrent={name: name for name in ("slots", "dense_lens", "row_live")},
+            keeps_experts=self.keeps_experts,
         )
         stage, config = Stage.VERIFY, self.geometry.config
         if self.is_first_token:

@@ -1,8 +1,9 @@
 """The times of captured steps by their draft length, by which the device chooses it: measured at load, or read.
 
 Steps are timed back to back, as they run where the host is ahead, so that launches do not count; with sampling, over
-random tokens; at a short and a long context, between and beyond which times are taken as linear. Times are kept in the
-user's cache, and read there for the same GPU, models and sizes.
+random tokens; at a short and a long context, between and beyond which times are taken as linear. The experts that
+their rows chose are counted, so that a time is known for other ones. Times are kept in the user's cache, and read there
+for the same GPU, models and sizes.
 """
 
 import hashlib
@@ -10,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, cast
@@ -28,21 +29,23 @@ from lowlat.kernels.reference.step.slot_record import (
     TEMPERATURE,
     TOP_P,
 )
+from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.options.directories import cache_directory
 from lowlat.options.installed import installed_version
-from lowlat.step.draft_length_costs import Costs, StepCosts, by_bytes, cost_table
+from lowlat.step.draft_length_costs import Costs, StepCosts, by_bytes, cost_table, expert_bytes
+from lowlat.step.expert_counts import distinct_experts
 from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry
 from lowlat.step.variants import bodies_of
 
-__all__ = ["by_time", "set_costs"]
+__all__ = ["by_time", "set_costs", "write_costs"]
 
 PAGED = (Paging.POSITIONS, Paging.BLOCKS)
 STEPS = 6  # that run one after the other and are timed together, after one that is not timed
 LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # of all lengths: as many as fit into that time; medians count
 CONTEXTS = 256, 16384  # positions of a slot: few and many, if the runtime has as many
 TEMPERATURE_TIMED = 0.7
-FORMAT = 2  # of the file
+FORMAT = 3  # of the file
 
 logger = logging.getLogger("lowlat")
 
@@ -62,6 +65,12 @@ class StepRunner(Protocol):
 
     def synchronize(self) -> None:
         """Wait until all that was started is done."""
+
+    def program(self, bucket: Bucket) -> Program:
+        """The program of a bucket."""
+
+    def scratch(self, bucket: Bucket) -> BufferSet:
+        """The scratch buffers of a bucket."""
 
 
 class Mark(Protocol):
@@ -89,23 +98,40 @@ def set_costs(
     weights: Mapping[str, torch.Tensor],
     *,
     fuse: bool,
-) -> None:
+    read_gb_s: float,
+) -> Costs:
     """Give the device the costs by which it chooses lengths: times where steps are captured, else bytes of weights.
 
-    weights  by canonical name; their content is not read
+    weights    by canonical name; their content is not read
+    read_gb_s  the GPU's bandwidth, by which bytes of experts take times
+    Returns these costs.
     """
-    num_waiting = geometry.most_waiting
+    num_waiting, experts = geometry.most_waiting, _experts_of(geometry)
     if executor.name == "graph":
-        steps = cast(CapturedSteps, executor)
-        costs: Costs = _kept_times(steps, ladder.buckets, num_waiting, _facts(executor, geometry, fuse))
+        steps, per_expert = cast(CapturedSteps, executor), 0.0
+        if experts is not None:
+            shard = geometry.config.shard
+            own = expert_bytes(programs[bodies_of(ladder.buckets[0])[0]], weights, experts)
+            per_expert = own / (1 if shard is None else shard.size) / read_gb_s / 1e6
+        costs: Costs = _kept_times(steps, ladder.buckets, num_waiting, per_expert, _facts(executor, geometry, fuse))
     else:
-        costs = {bucket: by_bytes(programs, bucket, weights) for bucket in ladder.buckets}
-    _write_costs(executor, costs, num_waiting)
+        costs = {bucket: by_bytes(programs, bucket, weights, experts) for bucket in ladder.buckets}
+    write_costs(executor, costs, num_waiting)
+    return costs
 
 
-def _write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
+def _experts_of(geometry: StepGeometry) -> ExpertsSpec | None:
+    """The experts that all MoE layers of the target have; None where there are none, or layers differ."""
+    found = {layer.experts for layer in geometry.config.layers if layer.experts is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def write_costs(executor: StepRunner, costs: Costs, num_waiting: int) -> None:
+    """Give the device costs of all buckets, after what was started before; see `cost_table`."""
     shape, context = executor.state["draft_length_costs"].shape, executor.state["tokens"].shape[1]
-    executor.write_state({"draft_length_costs": cost_table(shape, costs, context, num_waiting)})
+    table = cost_table(shape, costs, context, num_waiting)
+    table = table.pin_memory() if executor.device.type == "cuda" else table  # so that the copy waits for no step
+    executor.write_state({"draft_length_costs": table})
 
 
 def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str, Any]:
@@ -126,20 +152,26 @@ def _facts(executor: StepRunner, geometry: StepGeometry, fuse: bool) -> dict[str
     }
 
 
-def by_time(executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int) -> dict[Bucket, StepCosts]:
+def by_time(
+    executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int, per_expert: float = 0.0
+) -> dict[Bucket, StepCosts]:
     """Milliseconds of each body of each bucket, in the order of the choice; the state is zero when it returns.
 
     num_waiting  positions that may wait for the draft model; 0: nothing waits
+    per_expert   milliseconds that an expert more takes, in every layer; 0.0: there are none to choose
     Nothing may be under way. Raises DeviceError where the device fails.
     """
     even = {bucket: StepCosts([1.0] * len(bodies_of(bucket)), [0.0] * len(bodies_of(bucket))) for bucket in buckets}
-    _write_costs(executor, even, 0)
+    write_costs(executor, even, 0)
     most = executor.state["tokens"].shape[1] - (STEPS + 1) * executor.state["drafts"].shape[1]
     near, far = (max(1, min(context, most)) for context in CONTEXTS)
     found = {}
     for bucket in buckets:
         times = [_times_of(executor, bucket, context, num_waiting) for context in dict.fromkeys((near, far))]
-        found[bucket] = StepCosts.between(times[0], times[-1], (bucket.batch * near, bucket.batch * far))
+        costs = StepCosts.between(times[0], times[-1], (bucket.batch * near, bucket.batch * far))
+        if per_expert:
+            costs = replace(costs, experts=_experts_in(executor, bucket, near), per_expert=per_expert)
+        found[bucket] = costs
     executor.synchronize()
     executor.forget()
     executor.state["length_bounds"].zero_()
@@ -165,6 +197,19 @@ def _times_of(executor: CapturedSteps, bucket: Bucket, context: int, num_waiting
     times = [median(each) for each in zip(*rounds, strict=True)]
     alone = STEPS * (times[most + 1] - times[0]) if num_waiting else 0.0  # in one step of them
     return [*times[: most + 1], times[0] + max(alone, 0.0)]
+
+
+def _experts_in(executor: CapturedSteps, bucket: Bucket, context: int) -> list[float]:
+    """The experts that the rows of a bucket's bodies choose, a layer, after so many positions of each slot."""
+    slots = {name: values.to(executor.device) for name, values in _slots(executor.state, bucket.batch, context).items()}
+    counts = []
+    for length, body in enumerate(bodies_of(bucket)[:-1]):
+        executor.state["length_bounds"].fill_(length)
+        executor.write_state({**slots, "extended": slots["lengths"] - 2})
+        executor.step(bucket)
+        executor.synchronize()
+        counts.append(distinct_experts(executor.program(body), executor.scratch(body)))
+    return [*counts, counts[0]]
 
 
 def _time_of(executor: CapturedSteps, bucket: Bucket, slots: Mapping[str, torch.Tensor]) -> float:
@@ -211,7 +256,11 @@ def _num_blocks(state: BufferSet) -> int:
 
 
 def _kept_times(
-    executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int, facts: Mapping[str, Any]
+    executor: CapturedSteps,
+    buckets: Sequence[Bucket],
+    num_waiting: int,
+    per_expert: float,
+    facts: Mapping[str, Any],
 ) -> Costs:
     """The times of these buckets' bodies: those in the user's cache for the same facts, or measured and put there.
 
@@ -223,7 +272,7 @@ def _kept_times(
     known = _read(path, text, buckets)
     if known is not None:
         return known
-    found = by_time(executor, buckets, num_waiting)
+    found = by_time(executor, buckets, num_waiting, per_expert)
     _write(path, {"facts": text, "times_ms": {str(bucket): asdict(times) for bucket, times in found.items()}})
     return found
 
@@ -232,23 +281,30 @@ def _read(path: Path, facts: str, buckets: Sequence[Bucket]) -> dict[Bucket, Ste
     """Times in a file; None where it holds none of these facts."""
     try:
         values = json.loads(path.read_text())
-        parts = {bucket: values["times_ms"][str(bucket)] for bucket in buckets}
-        numbers = {
-            bucket: [[float(each) for each in part[name]] for name in ("base", "per_position")]
-            for bucket, part in parts.items()
-        }
+        if values["facts"] != facts:
+            return None
+        found = {bucket: _costs_of(values["times_ms"][str(bucket)]) for bucket in buckets}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    fits = all(
-        len(base) == len(slopes) == len(bodies_of(bucket))
-        and min(base) >= 0.0
-        and max(base) > 0.0
-        and min(slopes) >= 0.0
-        for bucket, (base, slopes) in numbers.items()
+    return found if all(_fits(costs, bucket) for bucket, costs in found.items()) else None
+
+
+def _costs_of(values: Mapping[str, Any]) -> StepCosts:
+    base, slopes, experts = ([float(each) for each in values[name]] for name in ("base", "per_position", "experts"))
+    return StepCosts(base, slopes, experts, float(values["per_expert"]))
+
+
+def _fits(costs: StepCosts, bucket: Bucket) -> bool:
+    """Whether costs that were read may be a bucket's."""
+    count, experts = len(bodies_of(bucket)), costs.experts
+    return (
+        len(costs.base) == len(costs.per_position) == count
+        and min(costs.base) >= 0.0
+        and max(costs.base) > 0.0
+        and min(costs.per_position) >= 0.0
+        and costs.per_expert >= 0.0
+        and (len(experts) == count and min(experts) > 0.0 if costs.per_expert else not experts)
     )
-    if not fits or values.get("facts") != facts:
-        return None
-    return {bucket: StepCosts(*each) for bucket, each in numbers.items()}
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:

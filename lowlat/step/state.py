@@ -42,7 +42,7 @@ __all__ = [
     "waiting_boundaries",
 ]
 
-RING_ENTRIES = 64
+RING_ENTRIES, COMMANDS_A_SLOT = 64, 8  # of steps; of commands to a slot, between two steps
 EMPTY: Mapping[str, int] = MappingProxyType({})
 MAX_WAITING, MAX_PASS_ROWS = 64, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
 SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
@@ -318,7 +318,7 @@ def _draft_length_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
 def _host_buffers(geometry: StepGeometry) -> list[BufferSpec]:
     batch, rows, context = geometry.max_batch, geometry.max_rows, geometry.max_context
     commands: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-        ("command_ring", (RING_ENTRIES, COMMAND_WIDTH), torch.int64),
+        ("command_ring", (max(RING_ENTRIES, COMMANDS_A_SLOT * batch), COMMAND_WIDTH), torch.int64),
         ("command_tail", (1,), torch.int64),
         ("staged_ints", (batch, NUM_INTS), torch.int64),
         ("staged_floats", (batch, NUM_FLOATS), torch.float32),

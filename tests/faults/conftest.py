@@ -29,6 +29,6 @@ many streams at once                   nothing lost, doubled or reordered       
 Scripts (*_soak.py) stand next to this folder; test_soaks.py runs them.
 """
 
-from socket_fixtures import no_leaks, serve, transport
+from socket_fixtures import no_leaks, serve, soon, transport
 
-__all__ = ["no_leaks", "serve", "transport"]
+__all__ = ["no_leaks", "serve", "soon", "transport"]

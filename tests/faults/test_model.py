@@ -1,6 +1,7 @@
 """Faults of the model and the memory after a server: NaN, a head or a directory that is not right, too little room."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ import torch
 from checkpoint_files import edit_json
 from cli_calls import refusal
 from raw_client import raw_client
-from served_model import HEAD, TARGET, ServedModel, alone, load_bundled, load_small, served_model
-from serving_process import serving
+from served_model import TARGET, ServedModel, alone, load_small, served_model, small_pair
 from stages import later
 from stages import wide as wide_case
 
@@ -71,28 +71,26 @@ def test_kv_blocks_cannot_run_out_in_a_step(tmp_path: Path) -> None:
         assert "kv_blocks" in refused.error.message
 
 
-@pytest.mark.parametrize("fault", [later("truncated"), wide_case("missing")])
-def test_a_head_that_is_not_right_is_one_warning_and_the_baseline(tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize("fault", ["truncated", wide_case("missing")])
+def test_a_head_that_is_not_right_is_one_warning_and_the_baseline(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    sampling: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True}
+    with load_small() as with_draft_model:
+        expected = alone(with_draft_model, [11, 12, 13], **sampling)
     head = tmp_path / "head"
     if fault == "truncated":
-        shutil.copytree(HEAD, head)
+        shutil.copytree(small_pair().head, head)
         truncate(head / "model.safetensors")
-    arguments = ["--model", TARGET, "--head", head, "--max-context", 128, "--log-format", "json"]
-    with serving(tmp_path, arguments) as server:
-        assert server.ready["num_speculative_tokens"] == 0
-        assert server.ready["speculation_error"]
-        with Client(server.endpoint) as client:
-            chunks = list(client.generate([11, 12, 13], max_tokens=12, ignore_eos=True))
-            assert "eagle_speculation" not in (chunks[-1].metrics or {})
-            found = tuple(token for chunk in chunks for token in chunk.token_ids)
-            assert "eagle_speculation" not in client.stats()["engine"]
-    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-    warnings = [line["message"] for line in lines if line["level"].lower() == "warning"]
-    assert len(warnings) == 1
-    assert warnings[0].startswith("speculation is off")
-    with_draft_model = load_bundled(max_context=128)
-    assert found == alone(with_draft_model, [11, 12, 13], max_tokens=12, ignore_eos=True)
-    with_draft_model.close()
+    with caplog.at_level(logging.WARNING):
+        runtime = load_small(head=head, strict=False)
+    assert runtime.speculation_error
+    assert [record.getMessage().startswith("speculation is off") for record in caplog.records] == [True]
+    with served_model(tmp_path, runtime) as (server, _), Client(server.endpoint) as client:
+        chunks = list(client.generate([11, 12, 13], **sampling))
+        assert "eagle_speculation" not in (chunks[-1].metrics or {})
+        assert tuple(token for chunk in chunks for token in chunk.token_ids) == expected
+        assert "eagle_speculation" not in client.stats()["engine"]
 
 
 def test_a_strict_head_that_is_missing_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

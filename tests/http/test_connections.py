@@ -23,7 +23,7 @@ BODY = b'{"model": "fake", "prompt": "Hi", "max_tokens": 2}'
 SLOW_BODY = b'{"model": "fake", "prompt": "Hi", "max_tokens": 4000, "stream": true}'
 LIMITS = ConnectionLimits(
     headers_s=0.4, answer_s=0.5, idle_s=0.4, caller_idle_s=1.2, linger_s=0.4, max_linger_bytes=1 << 20,
-    max_strangers=8, max_callers=3,
+    stranger_s=0.02, max_strangers=8, max_callers=3,
 )  # fmt: skip
 
 
@@ -94,6 +94,15 @@ def test_strangers_keep_no_caller_out(quick: RunningGateway, sent: bytes) -> Non
     with many(quick, 5 * LIMITS.max_strangers, sent):
         for _ in range(3):
             assert quick.ask("/v1/models")[0] == 200
+
+
+def test_many_who_come_at_once_are_all_answered(tmp_path: Path) -> None:
+    """As a program that asks for hundreds of answers together: its connections come before any of its requests."""
+    limits = ConnectionLimits(max_strangers=8, stranger_s=5.0)
+    with running_gateway(tmp_path, connections=limits) as gateway, many(gateway, 40) as callers:
+        for caller in callers:
+            caller.sendall(request("GET /v1/models", b"", "connection: close"))
+        assert all(rest(caller).startswith(b"HTTP/1.1 200") for caller in callers)
 
 
 def test_of_callers_one_that_asks_nothing_is_let_go(quick: RunningGateway) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,12 @@ import pytest
 from fake_engine import FakeEngine, expected_text, expected_tokens
 from gateway import KEY, RunningGateway, gateway_at, running_gateway
 from served import serve_in
+from serving_process import gateway_of
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.limits import Limits
+from lowlat.serving import gateway as gateway_process
+from lowlat.serving.gateway import http_gateway
 from lowlat.serving.http.auth import origins_of
 from lowlat.serving.http.server import Address, check_free, parse_address
 
@@ -153,30 +157,29 @@ def test_sigterm_lets_answers_end_and_tells_those_that_take_too_long(tmp_path: P
         connection.close()
 
 
-def test_a_server_that_is_told_to_end_with_its_gateway_finishes_answers(tmp_path: Path) -> None:
-    """A service manager sends SIGTERM to all processes: the gateway leaves it to the server."""
+def test_a_gateway_leaves_sigterm_to_its_server_and_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service manager sends SIGTERM to all processes: answers are finished nevertheless."""
     tmp_path.chmod(0o700)
-    reading, writing = os.pipe()
-    engine = FakeEngine(0.01, text=True)
-    with serve_in(tmp_path, engine, None, Limits(), {}) as served:
-        os.set_inheritable(reading, True)
-        command = [sys.executable, "-P", "-m", "lowlat.cli", "http", "0", "--json", f"--parent={reading}"]
-        command.append(f"--endpoint={served.server.endpoint}")
-        with subprocess.Popen(
-            command, env=os.environ | {"LOWLAT_API_KEY": KEY}, stdout=subprocess.PIPE, pass_fds=(reading,), text=True
-        ) as running:
-            os.close(reading)
-            try:
-                assert running.stdout is not None
-                facts = json.loads(running.stdout.readline())
-                address = Address("127.0.0.1", int(facts["url"].rpartition(":")[2]))
-                connection = asked(address, 1, 60, stream=True)
-                answer = connection.getresponse()
-                running.send_signal(signal.SIGTERM)
-                served.server.drain()
-                assert answer.read().endswith(b"data: [DONE]\n\n")
-                connection.close()
-                assert running.poll() is None
-            finally:
-                os.close(writing)
-            assert running.wait(10) == 0
+    monkeypatch.setenv("LOWLAT_API_KEY", KEY)
+    with serve_in(tmp_path, FakeEngine(0.01, text=True), None, Limits(), {}) as served:
+        with http_gateway("0", served.server.endpoint, None, None) as facts:
+            address, pid = Address("127.0.0.1", int(facts["url"].rpartition(":")[2])), gateway_of(os.getpid())
+            connection = asked(address, 1, 60, stream=True)
+            answer = connection.getresponse()
+            os.kill(pid, signal.SIGTERM)
+            served.server.drain()
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+            connection.close()
+            assert Path(f"/proc/{pid}").exists()
+            begin = time.monotonic()
+        assert time.monotonic() - begin < gateway_process.END_S and not Path(f"/proc/{pid}").exists()
+
+
+def test_a_gateway_that_cannot_open_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_process, "find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
+    with pytest.raises(ConfigError, match=r"needs uvicorn: pip install 'lowlat\[http\]'"):
+        gateway_process.check_gateway("8000")
+    with pytest.raises(ConfigError, match="did not open"), http_gateway("1:2:3", "ipc:///none.sock", None, None):
+        pass

@@ -117,6 +117,32 @@ def test_a_path_that_is_none_is_not_found(gateway: RunningGateway) -> None:
         assert status == 405 and sorted(headers["allow"].split(", ")) == ["GET", "HEAD"]
 
 
+@pytest.mark.parametrize(
+    "path", ["//v1/completions", "/v1/completions/", "/v1//completions//", "http://localhost/v1/completions"]
+)
+def test_base_urls_are_put_before_paths_in_any_way(gateway: RunningGateway, path: str) -> None:
+    assert gateway.ask(path, COMPLETION | {"max_tokens": 1})[0] == 200
+    assert gateway.ask(path, COMPLETION, headers={"authorization": ""})[0] == 401
+    assert gateway.ask("/v1/models/")[1]["object"] == "list"
+
+
+def test_bodies_are_read_as_other_servers_read_them(gateway: RunningGateway) -> None:
+    """Marks of an encoding, and numbers and truths as some languages write them; what cannot be read is named."""
+    body = COMPLETION | {"max_tokens": 2.0, "seed": "7", "stream": 0, "temperature": "0.5"}
+    for mark in (b"", b"\xef\xbb\xbf"):
+        assert gateway.ask("/v1/completions", mark + json.dumps(body).encode())[1]["usage"]["completion_tokens"] == 2
+    for data, headers, status, words in (
+        (b'{"model": "fake", "prompt": "\xe9"}', {}, 400, "not in UTF-8"),
+        (json.dumps(body).encode("utf-16"), {}, 400, "no JSON"),
+        (b"x", {"content-encoding": "gzip"}, 415, "uncompressed"),
+        (b"x", {"content-encoding": "br", "content-type": "application/x-ndjson"}, 415, "uncompressed"),
+        (json.dumps(COMPLETION | {"max_tokens": 2.5}).encode(), {}, 400, "max_tokens"),
+        (json.dumps(COMPLETION | {"max_tokens": True}).encode(), {}, 400, "max_tokens"),
+    ):
+        found, answer, _ = gateway.ask("/v1/completions", data, headers=headers)
+        assert found == status and words in answer["error"]["message"], answer
+
+
 def test_a_default_of_a_client_that_is_another_model_is_refused_with_the_name(gateway: RunningGateway) -> None:
     for path, body in (("/v1/models/gpt-4o", None), ("/v1/responses", {"model": "gpt-4o", "input": "Hi"})):
         status, answer, _ = gateway.ask(path, body)
@@ -163,6 +189,8 @@ def test_a_key_is_needed(gateway: RunningGateway, given: str) -> None:
     ("host", "well"),
     [
         *[("localhost", True), ("LOCALHOST:80", True), ("[::1]:1", True), ("evil.example", False), ("", False)],
+        *[("localhost.:80", True), ("a.localhost", True), ("0.0.0.0:80", True), ("127.9.9.9", True), ("[::]", True)],
+        *[("notlocalhost", False), ("localhost.evil.example", False)],
         *[("127.0.0.1.evil.example", False), ("10.0.0.1", False), ("named.example:1", True)],
     ],
 )
@@ -172,6 +200,12 @@ def test_a_host_must_name_this_gateway(tmp_path: Path, host: str, well: bool) ->
         assert status == (200 if well else 403)
         assert well or "--http-host" in answer["error"]["message"]
         assert "access-control-allow-origin" not in headers
+
+
+def test_who_sends_no_host_is_no_browser(gateway: RunningGateway) -> None:
+    with socket.create_connection((gateway.address.host, gateway.address.port), timeout=10) as caller:
+        caller.sendall(b"GET /health HTTP/1.0\r\n\r\n")  # as a proxy's check may
+        assert caller.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 def test_any_address_names_a_gateway_that_is_bound_to_all(tmp_path: Path) -> None:

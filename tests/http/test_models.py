@@ -186,6 +186,16 @@ def test_who_cannot_be_woken_in_time_is_told_when_to_come_again(
     assert sharing.tokens("two") == expected["two"][:8]
 
 
+@pytest.mark.second
+def test_a_supervisor_that_is_killed_leaves_no_process(sharing: Models) -> None:
+    """The last test of this server."""
+    pids = [sharing.pid("one"), sharing.pid("two")]
+    sharing.server.process.kill()
+    sharing.server.process.wait()
+    for pid in pids:
+        eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), WAIT_S)  # type: ignore[misc]
+
+
 @pytest.mark.wide
 def test_the_first_streams_while_the_second_dies_and_loads_again(
     tmp_path: Path, targets: Path, expected: dict[str, list[int]]
@@ -224,15 +234,3 @@ def test_a_model_that_cannot_be_loaded_leaves_the_other_alone(
         status, body, headers = models.complete("broken")
         assert status == 503 and body["error"]["code"] == "model_failed" and "retry-after" not in headers
         assert "config.json" in body["error"]["message"]
-
-
-@pytest.mark.second
-def test_a_supervisor_that_is_killed_leaves_no_process(tmp_path: Path, targets: Path) -> None:
-    with served(tmp_path, targets, "") as server:
-        models = Models(server)
-        eventually(lambda: models.states() == {"one": "awake", "two": "awake"}, WAIT_S)
-        pids = [models.pid("one"), models.pid("two")]
-        server.process.kill()
-        server.process.wait()
-        for pid in pids:
-            eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), WAIT_S)  # type: ignore[misc]

@@ -3,6 +3,8 @@
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -10,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from serving_process import Serving, serving
+from served import eventually
+from serving_process import Serving, gateway_of, serving
 
 from lowlat.cli import COMMANDS
+from lowlat.ipc import Client
 from lowlat.ipc.wire import (
     Append,
     Cancel,
@@ -50,7 +54,7 @@ SHELL = [line for block in blocks(SERVING, "") for line in block.splitlines() if
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    with serving(tmp_path_factory.mktemp("run")) as started:
+    with serving(tmp_path_factory.mktemp("run"), ["--http", "0"]) as started:
         yield started
 
 
@@ -104,6 +108,39 @@ def test_serving_over_tcp_with_curve_keys_runs(tmp_path: Path) -> None:
         bare = local.replace("--curve-keys keys", "")
         without = run([*lowlat, *shlex.split(bare)[1:]], environment, client.parent)
         assert without.returncode == 1 and not without.stdout, without.stderr
+
+
+@pytest.mark.second
+def test_examples_over_http_run(server: Serving) -> None:
+    text = README.read_text().split("## Over HTTP")[1].split("\n## ")[0]
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
+    facts = server.ready["http"]
+    assert facts["page"] == f"{facts['url']}/#key={facts['key']}"
+    environment = {**server.environment, "LOWLAT_API_KEY": facts["key"]}
+    (asked,) = re.findall(r"^curl .*?\'$", text, re.MULTILINE | re.DOTALL)
+    (example,) = blocks(text, "python")
+    metrics = 'curl -sS http://127.0.0.1:8000/metrics -H "Authorization: Bearer $LOWLAT_API_KEY"'
+    said = []
+    for command in (["sh", "-c", asked], [sys.executable, "-c", example], ["sh", "-c", metrics]):
+        command[-1] = command[-1].replace("http://127.0.0.1:8000", facts["url"])
+        done = run(command, environment)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    assert said[0].endswith("data: [DONE]\n\n") and said[0].count("data: {") > 2
+    with Client(server.endpoint) as client:
+        chunks = list(client.generate("The President shall", max_tokens=32, temperature=0.0))
+    assert said[1] == "".join(chunk.text for chunk in chunks) + "\n" and len(said[1]) > 20
+    assert 'lowlat:request_success_total{finished_reason="length",model_name="lowlat-demo"}' in said[2]
+
+
+@pytest.mark.second
+def test_a_server_outlives_its_gateway(server: Serving) -> None:
+    """The last test of this server."""
+    os.kill(gateway_of(server.process.pid), signal.SIGKILL)
+    eventually(lambda: "the HTTP gateway ended with exit code -9" in server.log.read_text())
+    with Client(server.endpoint) as client:
+        assert client.health().state == "serving"
 
 
 def test_the_settings_shown_exist(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: py
     bucket = choice_bucket(1, 2)
     measured: list[int] = []
 
-    costs = StepCosts([1.0, 1.5, 1.75, 1.25], [0.0, 0.25, 0.5, 0.0])
+    costs = StepCosts([1.0, 1.5, 1.75, 1.25], [0.0, 0.25, 0.5, 0.0], [4.0, 6.5, 8.0, 4.0], 0.125)
 
     def by_time(*_: Any) -> dict[Bucket, StepCosts]:
         measured.append(1)
@@ -158,7 +158,7 @@ def test_times_are_kept_for_the_same_facts_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(draft_length_times, "cache_directory", lambda: tmp_path)
 
     def times(**facts: Any) -> Any:
-        return draft_length_times._kept_times(None, [bucket], 8, facts)  # type: ignore[arg-type]
+        return draft_length_times._kept_times(None, [bucket], 8, 0.125, facts)  # type: ignore[arg-type]
 
     assert times(gpu="a") == times(gpu="a") == {bucket: costs}
     assert len(measured) == 1

@@ -31,7 +31,7 @@ from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
 
 CPU = torch.device("cpu")
-clock, micro, report, run = bench("lib.clock"), bench("micro"), bench("report"), bench("lib.run")
+clock, micro, run = bench("lib.clock"), bench("micro"), bench("lib.run")
 
 
 def case_of(row: dict[str, Any]) -> Case:
@@ -138,7 +138,7 @@ def test_percentiles_and_turns() -> None:
     assert [len(entry.ms) for entry in entries] == [5, 5]
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_case_that_fails_and_one_without_time_have_rows(capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> dict[str, Any]:
         raise ShapeError("no")
@@ -149,13 +149,6 @@ def test_a_case_that_fails_and_one_without_time_have_rows(capsys: pytest.Capture
     assert rows[0]["error"] == "ShapeError: no" and rows[1]["ms_p50"] == 1.0 and written == [1, 2]
     (late,) = run.run_all(works[1:], {}, lambda rows: None, [CPU], limit_s=-1.0)
     assert late["skipped"] == "-1 s were over" and "ms_p50" not in late
-
-
-@pytest.mark.parametrize("name", ["dense", "gpt_oss"])
-def test_reports_are_those_of_their_rows(repository: Path, name: str) -> None:
-    path = repository / "bench" / "results" / "h200" / f"{name}.json"
-    result = run.read_results(path)
-    assert f"{report.table(result['rows'])}\n\n{report.caption(result)}\n" == path.with_suffix(".md").read_text()
 
 
 def test_rows_of_single_kernels() -> None:
@@ -258,7 +251,7 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_sample_with_imposed_acceptance_has_the_logits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes give one text, whatever the states were left at; a state that is not brought back is seen."""
     monkeypatch.setattr("bench.soak.ROOM", 24)

@@ -1,9 +1,11 @@
 """Scenarios, gates, comparisons and reports: what TOML declares, what a case measures, what is made of results."""
 
+import math
 import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +16,7 @@ from profiling_cases import cover, record_of
 
 from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, LowlatError
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import GateRun, GateState, Verdict, check_gates, judge, standing
@@ -24,6 +26,7 @@ from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.report.pages import StageProfile, make_report
 from lowlat.tools.bench.report.plots import plain_svg
 from lowlat.tools.bench.results import GATES_OWN, read_results, write_struct
+from lowlat.tools.bench.runtimes import Need, Runtimes
 from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
 from lowlat.tools.bench.step_bytes import attended
 from lowlat.tools.draft_model.random_models import write_draft_model
@@ -182,6 +185,37 @@ def test_a_case_measures_steps_tokens_and_acceptance(tiny: tuple[Runtime, Runtim
     assert found.mean_context > 200 and found.simulated_accept_length == 2.5
     assert found.floor_ms == found.bytes_per_step / 2.0 / 1e6
     assert found.time_to_first_token_ms is not None and found.time_to_first_token_ms.count == 2  # the first repeat's
+
+
+def test_a_soak_s_repeats_bring_the_same_tokens_in_a_cache_that_is_nearly_full(
+    tiny: tuple[Runtime, Runtime], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, drafting = tiny
+    case, scenario = Case(24, 2, 3), Scenario((24,), (2,), (3,), steps=4, warm_up=1, repeats=3, alike=True)
+    run = CaseRun(drafting, case, scenario, Prompts.random(160))
+    for _ in range(2):
+        run.repeat()
+    run._first[1][5] += 1
+    with pytest.raises(LowlatError, match=r"2 x 24, S=3: repeat 3 brought request 1 other tokens .* from token 5 on"):
+        run.repeat()
+    need = Need(3, 2, 100, False, kv_share=0.75)
+    assert need.blocks == math.ceil(2 * 6 / 0.75) and Need(3, 2, 100, False).blocks == 12
+    made: list[dict[str, Any]] = []
+
+    class Loads:
+        def load(self, depth: int, **sizes: Any) -> Any:
+            made.append(sizes)
+            config = SimpleNamespace(**{name: sizes[name] for name in ("max_batch", "max_context", "kv_blocks")})
+            ladder = SimpleNamespace(rows_of={3: 4}, adaptive=False)
+            return SimpleNamespace(
+                config=config, ladder=ladder, speculator=1, speculate=lambda _: None, close=lambda: None
+            )
+
+    smaller = need._replace(batch=1)
+    runtimes = Runtimes(Loads(), [need, need, smaller])  # type: ignore[arg-type]
+    for each in (need, need, smaller):
+        runtimes.take(each)
+    assert [sizes["kv_blocks"] for sizes in made] == [17, 9], "each has as much free as it asks for"
 
 
 def test_churn_ends_every_request_and_leaves_nothing(tiny: tuple[Runtime, Runtime]) -> None:
@@ -384,7 +418,7 @@ def test_the_report_shows_tables_and_conditions_without_another_host(results: Pa
         make_report(results / "none")
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_the_report_draws_its_plots_into_the_page(results: Path) -> None:
     pytest.importorskip("matplotlib")
     page = make_report(results).html

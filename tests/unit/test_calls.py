@@ -1,7 +1,11 @@
 """Calls of the public API with arguments of every wrong type: refused by name, and nothing is changed by them."""
 
 import array
+import copy
+import os
+import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +147,29 @@ def test_a_closed_runtime_refuses_everything_and_has_nothing_left(pair: PairPath
     for call in calls:
         with pytest.raises(LowlatError, match="the runtime is closed"):
             call()
+
+
+def test_threads_that_close_at_once_all_find_it_closed(pair: PairPaths) -> None:
+    runtime = Runtime.load(pair.target, **SIZES)
+    runtime.generate([1], max_tokens=1)
+    with ThreadPoolExecutor(3) as pool:
+        for done in [pool.submit(runtime.close) for _ in range(3)]:
+            done.result(20)
+    with pytest.raises(LowlatError, match="the runtime is closed"):
+        runtime.generate([1])
+
+
+def test_a_runtime_is_of_one_process_and_no_copies(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"a Runtime cannot be copied or pickled: .* lowlat.ipc.Client"):
+            call(runtime)
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    for refused in (lambda: runtime.submit([1], ONE), lambda: runtime.generate([1]), runtime.step, runtime.summary):
+        with pytest.raises(LowlatError, match=r"loaded by process .* fork of it, 1: load one here"):
+            refused()
+    runtime.close()  # leaves what is the other process's
+    monkeypatch.undo()
+    assert runtime.submit([1], ONE) in run_all(runtime)
 
 
 def test_outputs_without_an_error_have_no_code(runtime: Runtime) -> None:

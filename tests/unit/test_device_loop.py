@@ -136,7 +136,7 @@ def alone(pair: PairPaths) -> dict[int, list[list[int]]]:
 @pytest.mark.second
 @pytest.mark.parametrize(
     ("device_loop", "lead", "seed"),
-    [(*way, number % 2) for number, way in enumerate((WAYS[1], WAYS[2], WAYS[4]), start=1)],
+    [wide(*WAYS[1], 1), wide(*WAYS[2], 0), (*WAYS[4], 1)],
 )
 def test_any_order_gives_the_tokens_of_each_request_alone(
     device_loop: bool, lead: int, seed: int, alone: dict[int, list[list[int]]], make: Make
@@ -157,7 +157,7 @@ def test_any_order_gives_the_tokens_of_each_request_alone(
             assert tokens[number] == expected
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_recurrent_states_follow_a_loop(tmp_path: Path) -> None:
     """Steps of a hybrid that the host has not asked for: what they reject is rewound where it was made."""
     pair, script = make_pair(tmp_path, "qwen3_next"), Script(0)
@@ -206,6 +206,7 @@ def test_a_loop_gives_each_step_as_it_comes_and_all_that_has_come(
         assert several > 3
 
 
+@pytest.mark.second
 def test_a_new_request_stops_the_loop_and_is_prefilled_after_it(
     make: Make,
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_new_request_stops_the_loop_and_is_prefilled_after_it(
         assert len(tokens_of(outputs, first)) + len(tokens[first]) == 120
 
 
+@pytest.mark.second
 def test_a_full_house_keeps_looping_while_others_wait(make: Make) -> None:
     runtime, device = make(max_batch=1)
     with runtime:
@@ -361,14 +363,13 @@ def test_stop_strings_cut_what_ran_ahead() -> None:
         params = SamplingParams(max_tokens=48, stop=(text[25:31],))
         expected = run(reference, params)
         assert expected[-1].stop_reason == text[25:31]
-    for device_loop, lead in ((False, 2), (True, 100)):
-        runtime, _ = load_fake(DEMO / "target", head, device_loop=device_loop, lead=lead, **sizes)
-        with runtime:
-            found = run(runtime, params)
-            assert [(o.token_ids, o.text, o.finish_reason) for o in found] == [
-                (o.token_ids, o.text, o.finish_reason) for o in expected
-            ]
-            assert runtime.summary()["num_live"] == 0
+    runtime, _ = load_fake(DEMO / "target", head, device_loop=True, lead=100, **sizes)
+    with runtime:
+        found = run(runtime, params)
+        assert [(o.token_ids, o.text, o.finish_reason) for o in found] == [
+            (o.token_ids, o.text, o.finish_reason) for o in expected
+        ]
+        assert runtime.summary()["num_live"] == 0
 
 
 @pytest.mark.parametrize("device_loop", [later(False), True])

@@ -6,22 +6,21 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from draft_length_replay import Replay, imposed, speeds
 from lowered import Pair
 from stages import later
 
 from lowlat.graphs import Bucket, BufferSet
+from lowlat.graphs.program import Stage
 from lowlat.kernels.reference.speculation.draft_lengths import UNIT, choose_draft_length
 from lowlat.kernels.reference.speculation.length_probabilities import (
     MAX_LENGTH,
-    NUM_RUNS,
-    join_lengths,
-    learn_draft_lengths,
 )
-from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.step.begin_step import CHOSEN
 from lowlat.step.draft_length_costs import StepCosts, cost_table
 from lowlat.step.draft_length_times import by_time
@@ -30,8 +29,6 @@ from lowlat.step.variants import choice_bucket
 
 TEXTS = Path(__file__).parents[1] / "data" / "right_drafts.json"  # of the bundled pair: right drafts at each position
 DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
-WAITING = 64  # positions that wait for the draft model, at most
-INTS: dict[str, Any] = {"dtype": torch.int32}
 TIMES_US: dict[str, Sequence[float]] = {  # of a step of length 0 to 7, and of zero with the draft model, near an H200's
     "bundled": (141, 183, 224, 246, 300, 329, 348, 366, 165),
     "llama": (3700, 3990, 4260, 4480, 4860, 5150, 5400, 5580, 3760),
@@ -39,73 +36,10 @@ TIMES_US: dict[str, Sequence[float]] = {  # of a step of length 0 to 7, and of z
 }
 
 
-class Replay:
-    """A slot whose draft lengths the reference chooses, on texts that say at each position how many drafts are right.
-
-    times  us that steps take; known: those by which lengths are chosen
-    """
-
-    def __init__(self, times: Sequence[float], known: Sequence[float] | None = None) -> None:
-        self.times = times
-        bucket = choice_bucket(1, MAX_LENGTH)
-        costs = {bucket: StepCosts(times if known is None else known, [0.0] * len(times))}
-        ints = torch.zeros(1, NUM_INTS, dtype=torch.int64)
-        ints[0, DRAFT_LIMIT] = MAX_LENGTH
-        self._record: dict[str, Any] = {
-            "extended": torch.zeros(1, **INTS),
-            "length_probabilities": torch.zeros(2, NUM_RUNS, MAX_LENGTH, 2, **INTS),
-            "length_runs": torch.zeros(1, **INTS),
-            "length_expected": torch.zeros(1, MAX_LENGTH + 1, **INTS),
-        }
-        self._policy = {
-            name: torch.zeros(1, **INTS) for name in ("length_last", "length_waited", "draft_length_choice")
-        }
-        self._chosen_by = {
-            "slot_ints": ints,
-            "draft_length_costs": cost_table((1, 2, MAX_LENGTH + 2), costs, 1024, WAITING),
-        }
-        self._chosen_by |= {"length_bounds": torch.tensor([0, MAX_LENGTH], **INTS), "active": torch.ones(1, **INTS)}
-        self._slots = torch.zeros(1, **INTS)
-
-    def run(self, text: Sequence[int]) -> tuple[int, float]:
-        """Tokens and us of a request; what is learnt stays for the next one."""
-        place, spent, length = 0, 0.0, torch.tensor([100], **INTS)
-        live = torch.ones(1, dtype=torch.uint8)
-        join_lengths(self._slots, length, live, **self._record, length_waited=self._policy["length_waited"])
-        while place < len(text):
-            given = {name: self._record[name] for name in ("extended", "length_expected")}
-            choose_draft_length(lengths=length, **self._chosen_by, **given, **self._policy, row=0, most_waiting=WAITING)
-            body = int(self._policy["draft_length_choice"])
-            drafts = min(body if body <= MAX_LENGTH else 0, len(text) - place - 1)
-            right = min(text[place], drafts)
-            told = (torch.tensor([value], **INTS) for value in (right + 1, drafts, int(drafts > 0), int(length) - 1))
-            learn_draft_lengths(self._slots, *told, **self._record, extends=body > 0)
-            spent += self.times[body]
-            place, length = place + right + 1, length + right + 1
-        return place, spent
-
-
-def tokens_per_us(texts: Sequence[Sequence[int]], step_us: float, length: int) -> float:
-    """The speed of one fixed length on texts."""
-    tokens = steps = 0
-    for text in texts:
-        place = 0
-        while place < len(text):
-            place, steps = place + 1 + min(text[place], length, len(text) - place - 1), steps + 1
-        tokens += place
-    return tokens / (steps * step_us)
-
-
 def recorded() -> dict[tuple[str, float], list[list[int]]]:
     """Recorded texts by domain and temperature."""
     rows = json.loads(TEXTS.read_text())["rows"]
     return {(row["domain"], row["temperature"]): [list(map(int, text)) for text in row["texts"]] for row in rows}
-
-
-def imposed(mean: float, seed: int, length: int = 600) -> list[list[int]]:
-    """Two texts where the same number of drafts is right everywhere, or by a coin one more."""
-    source = random.Random(seed)
-    return [[int(mean - 1) + (source.random() < mean % 1) for _ in range(length)] for _ in range(2)]
 
 
 def regimes(length: int = 3000, period: int = 500) -> list[list[int]]:
@@ -118,13 +52,6 @@ def regimes(length: int = 3000, period: int = 500) -> list[list[int]]:
             right += 1
         text.append(right)
     return [text]
-
-
-def speeds(replay: Replay, texts: Sequence[Sequence[int]]) -> tuple[float, list[float]]:
-    """Tokens a us of chosen lengths and of each fixed one."""
-    parts = [replay.run(text) for text in texts]
-    chosen = sum(tokens for tokens, _ in parts) / sum(spent for _, spent in parts)
-    return chosen, [tokens_per_us(texts, us, length) for length, us in enumerate(replay.times[: MAX_LENGTH + 1])]
 
 
 @pytest.mark.second
@@ -233,6 +160,21 @@ class Gpu:
     def forget(self) -> None:
         """Nothing is looked at afterwards."""
 
+    def program(self, bucket: Bucket) -> Any:
+        """Two layers with experts, of which the draft model's is none."""
+        stages = (Stage.VERIFY, Stage.DRAFT, Stage.VERIFY)
+        return SimpleNamespace(
+            ops=[
+                SimpleNamespace(kind="router", stage=stage, writes={"expert_ids": f"ids.{number}"})
+                for number, stage in enumerate(stages)
+            ]
+        )
+
+    def scratch(self, bucket: Bucket) -> Any:
+        """Every row chose two experts of its own in the first layer, and all the same two in the last."""
+        rows = torch.arange(bucket.batch * bucket.rows)[:, None]
+        return {"ids.0": rows * 2 + torch.arange(2), "ids.2": torch.tensor([[5, -1], [6, 5]])}
+
 
 @pytest.mark.parametrize("launch_us", [5.0, 40.0])
 def test_times_are_those_of_steps_that_follow_each_other(launch_us: float) -> None:
@@ -241,8 +183,12 @@ def test_times_are_those_of_steps_that_follow_each_other(launch_us: float) -> No
     geometry = replace(pair.geometry, max_context=4096, max_batch=2)
     gpu = Gpu(BufferSet(state_specs(geometry), torch.device("cpu")), geometry.num_waiting, launch_us)
     buckets = [choice_bucket(batch, MAX_LENGTH) for batch in (2, 1)]
-    costs = by_time(gpu, buckets, geometry.num_waiting)
+    costs = by_time(gpu, buckets, geometry.num_waiting, 0.25)
     for bucket in buckets:
+        rows = [*range(1, MAX_LENGTH + 2), 1]
+        assert (
+            costs[bucket].experts == [1.0 + bucket.batch * each for each in rows] and costs[bucket].per_expert == 0.25
+        )
         for positions in (200, 2000, 5000):
             found = costs[bucket].at(positions)
             for body in range(MAX_LENGTH + 2):

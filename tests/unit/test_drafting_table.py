@@ -34,7 +34,8 @@ from lowlat.options.request import StepOutput
 
 FIRST = 11  # cases of the first stage: they hold most pairs
 CASES = covering()
-SIZES: dict[str, Any] = {"max_batch": 3, "max_context": 96, "block_size": 4, "prefill_chunk": 8, "tp_invariant": True}
+SLOTS = {"few": 3, "many": 9}
+SIZES: dict[str, Any] = {"max_context": 96, "block_size": 4, "prefill_chunk": 8, "tp_invariant": True}
 SPECPV: dict[str, Any] = {
     "enable_specpv": True,
     "specpv_block_size": 2,
@@ -71,6 +72,7 @@ def runtime_options(case: Case) -> dict[str, Any]:
     rounded = case["weights"] in ("fp8", "int4")
     return {
         **SIZES,
+        "max_batch": SLOTS[case["slots"]],
         "dtype": "float32" if case["weights"] == "float32" else "bfloat16",
         "quantize": case["weights"] if rounded else None,
         "kv_cache_dtype": "fp8" if case["cache"] == "fp8" else "auto",
@@ -129,10 +131,12 @@ class Run:
         self.growing: list[tuple[OpenPrompt, list[list[int]]]] = []
         if case["prefix"] == "reused":
             self._run([submit(runtime, case, PROMPTS[0][:20], 9, max_tokens=2)])
-        extra = ["waits"] * 3 if case["event"] == "full" else []  # more than there are slots
+        slots = SLOTS[case["slots"]]
+        extra = slots - len(PROMPTS) + (3 if case["event"] == "full" else 0)  # more than there are slots
         enter = self._open if case["prompt"] == "growing" else partial(submit, runtime, case)
         self.names = [enter(prompt, number) for number, prompt in enumerate(PROMPTS)]
-        self._run([*self.names, *(submit(runtime, case, PROMPTS[1], 5 + n) for n, _ in enumerate(extra))])
+        brief = {"max_tokens": 3} if case["slots"] == "many" else {}
+        self._run([*self.names, *(submit(runtime, case, PROMPTS[1], 5 + n, **brief) for n in range(extra))])
         check_invariants(runtime)
 
     def _open(self, prompt: list[int], number: int) -> str:

@@ -61,10 +61,11 @@ def traced(runtime: Runtime, prompt: list[int], depth: Depth = None) -> tuple[li
     return tokens, recorder.logits[name]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        later("gemma-4-31b", "eagle3"),
+        wide("gemma-4-31b", "eagle3"),
         wide("gemma-4-26b-a4b", "ngram"),
         ("gemma-4-e2b", "suffix"),
         wide("gemma-4-e2b", "eagle3"),
@@ -115,6 +116,7 @@ def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dic
             assert run_one(runtime, prompt, SAMPLED) == tokens
 
 
+@pytest.mark.second
 def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_path: Path) -> None:
     """As z-lab's of Gemma 4: Qwen3's layers, four of five with windows, six captured streams, capped logits."""
     target, prompt = make_target(tmp_path / "target", "gemma4_text", num_hidden_layers=4), prompt_of(60)
@@ -141,7 +143,7 @@ def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_pa
         assert windows == [window, window, None]
 
 
-@pytest.mark.parametrize("options", [wide({"num_key_value_heads": 4}), later({**MOE, **CUT}), wide({**E2B, **CUT})])
+@pytest.mark.parametrize("options", [wide({"num_key_value_heads": 4}), wide({**MOE, **CUT}), wide({**E2B, **CUT})])
 def test_the_number_of_ranks_changes_no_bit(options: dict[str, Any], tmp_path: Path) -> None:
     """With keys as values, shared keys, and fewer of them than ranks; experts next to a dense FFN."""
     make_target(tmp_path, "gemma4_text", **{**CUT, **options})

@@ -1,6 +1,6 @@
 """Admission, prefill order and slots, against what every request must be given."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from lowlat.engine.host_space import HostSpace
 from lowlat.engine.pace import PrefillPace
 from lowlat.engine.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
 from lowlat.errors import CapacityError, ConfigError, RequestError
@@ -422,3 +423,39 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(stateful_step_count=50)
+
+
+def test_32_slots_fill_in_order_and_one_gives_way() -> None:
+    """All decode at once in the bucket of fewest slots that holds them; a higher priority takes the newest slot."""
+    ladder = StepLadder([1, 2, 4, 8, 16, 32], {0: 1, 3: 4})
+    cache = KVCache(2049, BLOCK, CHUNK, reuse=False, share_decoded=False)
+    scheduler = Scheduler(ladder, cache, 32, 9, CHUNK, space=HostSpace(1 << 20))
+    for number in range(41):
+        scheduler.enqueue(request(f"r{number}", 5))
+    assert scheduler.is_full
+    buckets, ended = [], []
+    while scheduler.num_active < 32:
+        chunk = step(scheduler).prefill
+        ended += [chunk.request_id] if chunk is not None and chunk.last else []
+        buckets += [scheduler.choose_bucket(3).batch] if scheduler.num_active else []
+    assert ended == [f"r{number}" for number in range(32)]
+    assert list(dict.fromkeys(buckets)) == [1, 2, 4, 8, 16, 32] and scheduler.num_queued == 9
+    for name in ("r3", "r40"):
+        scheduler.cancel(name)
+    scheduler.enqueue(replace(request("urgent", 5), priority=1))
+    assert step(scheduler).admitted[0].request_id == "urgent" and scheduler.slot("urgent") == 3
+    scheduler.enqueue(replace(request("second", 5), priority=1))
+    (departed,) = step(scheduler).departed
+    assert departed.request_id == "r31" and scheduler.slot("second") == 31
+
+
+def test_a_short_prompt_has_its_turn_among_31_long_ones() -> None:
+    cache = KVCache(2049, BLOCK, CHUNK, reuse=False, share_decoded=False)
+    scheduler = Scheduler(StepLadder([32], {0: 1}), cache, 32, 8, CHUNK)
+    for number in range(31):
+        scheduler.enqueue(request(f"long{number}", 40))
+    for _ in range(70):  # all of them have been passed over for long
+        step(scheduler)
+    scheduler.enqueue(request("short", 3))
+    served = [chunk.request_id for _ in range(33) if (chunk := step(scheduler).prefill) is not None]
+    assert "short" in served

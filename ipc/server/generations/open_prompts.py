@@ -16,7 +16,6 @@ from lowlat.ipc.server.threads.events import (
     DecodeGrow,
     DecodeOpen,
     DecodeSubmit,
-    Grow,
     Grown,
     OpenCommand,
 )
@@ -47,8 +46,8 @@ class Owner(Protocol):
 class OpenPrompts:
     """The requests whose prompts are still being written; used under the I/O thread's lock alone.
 
-    A piece becomes token ids in a text thread, and these go to the engine where it has the request; else they wait for
-    that next to the stream. One that has ended by then is handed over as any other.
+    Pieces become token ids in a text thread, those that wait together as one, and these go to the engine where it has
+    the request; else they wait for that next to the stream. One that has ended by then is handed over as any other.
     """
 
     def __init__(
@@ -84,8 +83,12 @@ class OpenPrompts:
     def begin(self, stream: Stream, submit: Submit, body: bytes) -> None:
         """Take the piece that came with a SUBMIT."""
         text = submit.text if submit.messages is None else submit.messages[-1].content
-        if text or body:
-            self._text_threads.grow(Grow(stream, body or text))
+        if (text or body) and stream.opening is not None:
+            self._add(stream, stream.opening, body or text or "", is_counted=False)
+
+    def _add(self, stream: Stream, opening: Opening, piece: str | bytes, *, is_counted: bool = True) -> None:
+        if opening.pieces.add(piece, is_counted=is_counted):
+            self._text_threads.grow(stream)
 
     def append(self, stream: Stream, piece: str | bytes) -> None:
         """Take a piece of an open prompt; an empty one is none."""
@@ -106,7 +109,7 @@ class OpenPrompts:
         opening.num_pending += num_bytes
         opening.on_trial = False
         self._wait_for_more(stream, opening)
-        self._text_threads.grow(Grow(stream, piece, num_bytes))
+        self._add(stream, opening, piece)
 
     def finish(self, stream: Stream, *, speculative: bool) -> None:
         """End an open prompt, or begin its answer on trial."""
@@ -125,7 +128,8 @@ class OpenPrompts:
             if stream.handed:
                 stream.handed = stream.arrived
             self._owner.start_deadline(stream, opening.deadline_ms)
-        self._text_threads.grow(Grow(stream, None, speculative=speculative))
+        if opening.pieces.end(speculative=speculative):
+            self._text_threads.grow(stream)
 
     def grown(self, event: Grown) -> None:
         """Take the token ids of a piece, or of an end, and hand them on."""
@@ -180,6 +184,7 @@ class OpenPrompts:
         self._timers.cancel(opening.idle)
         self._owner.release_bytes(stream, opening.num_pending)
         opening.num_pending = 0
+        opening.pieces.clear()
         opening.token_ids, opening.tried = [], None
 
     def _tell(self, stream: Stream, opening: Opening, num_bytes: int) -> None:

@@ -9,13 +9,14 @@ import msgspec
 from msgspec import UNSET, Struct
 
 from lowlat.errors import RequestError, is_panic
-from lowlat.ipc.engine import Codec, Engine
+from lowlat.ipc.engine import Codec, Engine, Growing
 from lowlat.ipc.messages import MAX_GRAMMAR
 from lowlat.ipc.server.generations.convert import convert, encode_prompt
 from lowlat.ipc.server.generations.fair_queue import FairQueue
+from lowlat.ipc.server.generations.pieces import Waiting
 from lowlat.ipc.server.generations.streams import Stream
 from lowlat.ipc.server.logs import describe
-from lowlat.ipc.server.threads.events import Grow, Grown, Post, Prepare, Prepared
+from lowlat.ipc.server.threads.events import Grown, Post, Prepare, Prepared
 from lowlat.ipc.wake import Inbox
 from lowlat.ipc.wire import Sampling, Submit, unpack_tokens
 
@@ -71,14 +72,15 @@ def prepare(
     return Prepared(stream, () if submit.open else prompt)
 
 
-def grow(job: Grow, engine: Engine, log: logging.Logger) -> Grown:
-    """Token ids of a piece of an open prompt, or the reason why it cannot be served; never an exception."""
-    stream, piece, size = job.stream, job.piece, job.num_bytes
-    opening = stream.opening
-    text = None if opening is None else opening.text
+def grow(stream: Stream, text: Growing | None, waiting: Waiting, engine: Engine, log: logging.Logger) -> Grown:
+    """Token ids of pieces of an open prompt, or the reason why it cannot be served; never an exception.
+
+    text  gives those of text; None: there is no tokenizer
+    """
+    piece, size = waiting.content, waiting.num_bytes
     try:
         if piece is None:
-            return Grown(stream, () if text is None else text.rest(), 0, ends=True, speculative=job.speculative)
+            return Grown(stream, () if text is None else text.rest(), 0, ends=True, speculative=waiting.speculative)
         if isinstance(piece, str):
             if text is None:
                 raise RequestError("this server's model has no tokenizer; send token ids")
@@ -164,22 +166,21 @@ class _TextThread(threading.Thread):
         self._offer = offer
         self._log = log
         self._default_max_tokens = default_max_tokens
-        self._queue: FairQueue[Prepare | Grow] = FairQueue()
-        self.jobs: Inbox[Prepare | Grow | _Stop] = Inbox()
+        self._queue: FairQueue[Prepare | Stream] = FairQueue()
+        self.jobs: Inbox[Prepare | Stream | _Stop] = Inbox()
 
     def run(self) -> None:
         jobs, queue = self.jobs, self._queue
         while True:
             job = jobs.take() if queue.num_items else jobs.wait()
-            while isinstance(job, Prepare | Grow):
-                queue.push(job.stream.peer.user.account, job.stream.peer, job)
+            while isinstance(job, Prepare | Stream):
+                self._push(job)
                 job = jobs.take()
             if job is not None:
                 return
             job = queue.pop()
-            if isinstance(job, Grow):
-                if not job.stream.over:
-                    self._offer(grow(job, self._engine, self._log))
+            if isinstance(job, Stream):
+                self._grow(job)
                 continue
             stream, submit, body = job.take()
             if submit is None:
@@ -192,6 +193,21 @@ class _TextThread(threading.Thread):
                 self._offer(prepared)
             elif self._slower is not None and job.put_back(submit, body):
                 self._slower.jobs.put(job)
+
+    def _push(self, job: Prepare | Stream) -> None:
+        peer = job.peer if isinstance(job, Stream) else job.stream.peer
+        self._queue.push(peer.user.account, peer, job)
+
+    def _grow(self, stream: Stream) -> None:
+        """Take what waits of an open prompt, pieces of one kind; others have their turns before what is left."""
+        opening = stream.opening
+        if stream.over or opening is None:
+            return
+        waiting, has_more = opening.pieces.take()
+        if waiting is not None:
+            self._offer(grow(stream, opening.text, waiting, self._engine, self._log))
+        if has_more:
+            self._push(stream)
 
 
 class TextThreads:
@@ -224,9 +240,9 @@ class TextThreads:
         else:
             (self._short if is_short else self._long).jobs.put(job)
 
-    def grow(self, job: Grow) -> None:
-        """Queue a piece of an open prompt; its Grown is offered to the I/O thread, unless the request is over."""
-        self._pieces.jobs.put(job)
+    def grow(self, stream: Stream) -> None:
+        """Queue an open prompt of which something waits; its Grown are offered to the I/O thread, until it is over."""
+        self._pieces.jobs.put(stream)
 
     def start(self) -> None:
         """Start the threads."""

@@ -9,6 +9,7 @@ from msgspec import Struct, field
 
 from lowlat.ipc.chunk import accepted_of, call_parts, logprobs_of
 from lowlat.ipc.engine import EngineOutput, Growing
+from lowlat.ipc.server.generations.pieces import Pieces
 from lowlat.ipc.server.generations.timers import Timer
 from lowlat.ipc.wire import (
     End,
@@ -49,7 +50,8 @@ class Opening(Struct, eq=False):
     token_ids    those of them that the engine does not have: it has them all once the request is inside
     tried        the token ids with which it seems to end
     ended        it has ended, and `token_ids` are all of it
-    num_pending  bytes of pieces that are no token ids yet
+    pieces       that are no token ids yet
+    num_pending  their bytes
     num_untold   bytes that are, of which the client was not told
     on_trial     its client has ended it on trial, and nothing has come since
     finished     its client has ended it
@@ -65,6 +67,7 @@ class Opening(Struct, eq=False):
     token_ids: list[int] = []
     tried: Sequence[int] | None = None
     ended: bool = False
+    pieces: Pieces = field(default_factory=Pieces)
     num_pending: int = 0
     num_untold: int = 0
     on_trial: bool = False

@@ -23,7 +23,6 @@ __all__ = [
     "EngineFigures",
     "Event",
     "Failed",
-    "Grow",
     "Grown",
     "OpenCommand",
     "PauseDone",
@@ -65,9 +64,9 @@ class Prepared(Struct, frozen=True):
 
 
 class Grown(Struct, frozen=True):
-    """To the I/O thread: a piece of an open prompt has its token ids; or code and message say why not.
+    """To the I/O thread: pieces of an open prompt have their token ids; or code and message say why not.
 
-    num_bytes  of the piece
+    num_bytes  of the pieces, as far as their client had credit for them
     ends       the prompt ends with these token ids, or seems to: `speculative`
     """
 
@@ -185,18 +184,6 @@ class DecodeResidence(Struct, frozen=True):
 
 OpenCommand = DecodeSubmit | DecodeOpen | DecodeGrow | DecodeFinish
 Command = OpenCommand | DecodeCancel | DecodePause | DecodeStop | DecodeResidence
-
-
-class Grow(Struct, frozen=True):
-    """To a text thread: make token ids of a piece of an open prompt, or of what its end leaves.
-
-    piece  text, or packed token ids; None: the end
-    """
-
-    stream: Stream
-    piece: str | bytes | None
-    num_bytes: int = 0
-    speculative: bool = False
 
 
 class Prepare(Struct):

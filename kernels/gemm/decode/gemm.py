@@ -6,7 +6,7 @@ across tiles. Other warps add a tile's sums in order and finish it, with what th
 go on: the order of accumulation depends on the weight's shape alone, and a row has the same bits whatever the number
 of rows. Weights come first: no kernel writes them, so a block fills itself before the kernel before this one has
 ended, throttled so that what that one reads need not queue. The rows' own k steps are copied next to the weights', or a
-block norms few rows for itself and holds them. Of 65 to 128 rows blocks may share each step's: see `shared_rows`.
+block norms few rows for itself and holds them. Of 33 to 128 rows blocks may share each step's: see `shared_rows`.
 """
 
 from collections.abc import Callable, Iterator
@@ -135,7 +135,7 @@ def decode_gemm(
     peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
                  without norm, activation, rotation or best
-    shares       more than 64 rows go in launches of 128 whose blocks share them, where `shares_rows`; no bit changes
+    shares       more than 32 rows go in launches of 128 whose blocks share them, where `shares_rows`; no bit changes
     rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
     GPU, plan   what it runs on, and how to cut it; None: by the GPU's table, or `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
@@ -211,7 +211,7 @@ def _chosen(
     """A launch's plan, and its place in tables where it was not given."""
     if plan is not None:
         return _given(plan, shape, held), None
-    return choose_shared_plan(shape, gpu) if wide else choose_decode_plan(rows, shape, gpu, held)
+    return choose_shared_plan(rows, shape, gpu) if wide else choose_decode_plan(rows, shape, gpu, held)
 
 
 def _span(rows: torch.Tensor) -> torch.Tensor:
@@ -513,20 +513,21 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
 
 
 def _shared_rows(gpu: Gpu) -> list[Kernel]:
-    """Blocks that share 128 rows: all cuts, epilogues that need most registers, weights that do."""
+    """Blocks that share 64 and 128 rows: all cuts, epilogues that need most registers, weights that do."""
     heads = HeadsShape(32, 8, 128, 4, 32, 129)
-    shapes = (
-        DecodeGemmShape(28672, 4096, SILU, False, True),
-        DecodeGemmShape(6144, 4096, ROTATE, False, False, heads),
-        DecodeGemmShape(4096, 14336, ADD, False, False),
-        DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(gpu.num_multiprocessors, FINITE)),
-        DecodeGemmShape(28672, 4096, SILU, False, True, weights=FP8.tiles(wide=False)),
-        DecodeGemmShape(28672, 4096, SILU, True, True, weights=int4_format(32, has_zeros=True).tiles(wide=True)),
-        DecodeGemmShape(4096, 4096, ADD, False, False, weights=NVFP4.tiles(wide=False)),
+    cases = (
+        (128, DecodeGemmShape(28672, 4096, SILU, False, True)),
+        (128, DecodeGemmShape(6144, 4096, ROTATE, False, False, heads)),
+        (128, DecodeGemmShape(4096, 14336, ADD, False, False)),
+        (128, DecodeGemmShape(128256, 4096, FLOAT32, False, False, best=ArgmaxShape(gpu.num_multiprocessors, FINITE))),
+        (64, DecodeGemmShape(28672, 4096, SILU, False, True)),
+        (64, DecodeGemmShape(4096, 4096, ADD, False, False)),
+        (128, DecodeGemmShape(28672, 4096, SILU, False, True, weights=FP8.tiles(wide=False))),
+        (128, DecodeGemmShape(28672, 4096, SILU, True, True, weights=int4_format(32, has_zeros=True).tiles(wide=True))),
+        (64, DecodeGemmShape(4096, 4096, ADD, False, False, weights=NVFP4.tiles(wide=False))),
     )
-    return [
-        _make(shape, shared_plans(shape, gpu)[0]) for shape in examples_for(gpu, shapes, 1) if shared_plans(shape, gpu)
-    ]
+    chosen = ((rows, shape) for rows, shape in examples_for(gpu, cases, 1) if shared_plans(rows, shape, gpu))
+    return [_make(shape, shared_plans(rows, shape, gpu)[0]) for rows, shape in chosen]
 
 
 def _many_steps(gpu: Gpu) -> list[Kernel]:

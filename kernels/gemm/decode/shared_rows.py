@@ -1,9 +1,9 @@
-"""The body of a decode GEMM of 65 to 128 rows: a block copies a k step's rows once, and all its warps multiply them.
+"""The body of a decode GEMM of 33 to 128 rows: a block copies a k step's rows once, and all its warps multiply them.
 
 The usual kernel's eight warps share the k steps of a tile in turn, and their sums are added in their order. Here every
 warp walks the steps of the first of those, then of the second, and adds the sums up in the same order: so a row has the
-same bits. Warps have two weight tiles each, and where a block has fewer than 16, rows side by side. A block's weights
-and rows go through one pipeline of copies, which runs on across tiles; each step begins with a barrier of the block.
+same bits. Warps have two weight tiles each, and where a block has fewer than 16 tiles, rows side by side. A block's
+weights and rows go through one pipeline of copies, which runs on across tiles; each step begins with a barrier.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,6 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, uint32
 
 __all__ = ["shared_rows_kernel"]
-
-OWN_ROW_TILES = 2  # that a warp copies
 
 
 def _make_after(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
@@ -41,21 +39,23 @@ def _make_after(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
 
 
 def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
-    """Functions of a warp: copy its own weight tile of a stage, and its own rows of it."""
-    tiles, tile_bytes, row_bytes = plan.weight_tiles, plan.tile_bytes, 2 * shape.depth
-    own_rows = replace(plan.of_warp, row_tiles=OWN_ROW_TILES, weight_tiles=tiles)  # rows come after all weights
+    """Functions of a warp: copy its own weight tiles of a stage, and its own rows of it."""
+    tiles, tile_bytes, row_bytes, copied = plan.weight_tiles, plan.tile_bytes, 2 * shape.depth, plan.copied_row_tiles
+    own_rows = replace(plan.of_warp, row_tiles=copied, weight_tiles=tiles)  # rows come after all weights
     issue_tile = make_issue_weights(shape, replace(plan.of_warp, weight_tiles=1))
-    issue_row_tiles, apart = make_issue_rows(shape, own_rows), OWN_ROW_TILES * plan.rows_bytes
+    issue_row_tiles, apart = make_issue_rows(shape, own_rows), copied * plan.rows_bytes
 
     @device_function
     def issue_weights(place: Any, weight: Any, group: Any, step: Any, warp: Any, lane: Any) -> None:
-        if warp < uint32(tiles):
-            tile = uint32(group * uint32(tiles) + warp)
-            issue_tile(uint32(place + warp * uint32(tile_bytes)), weight, tile, uint32(0), step, lane)
+        for first in range(0, tiles, WARPS):
+            own = uint32(warp + uint32(first))
+            if own < uint32(tiles):
+                tile = uint32(group * uint32(tiles) + own)
+                issue_tile(uint32(place + own * uint32(tile_bytes)), weight, tile, uint32(0), step, lane)
 
     @device_function
     def issue_rows(place: Any, x: Any, step: Any, count: Any, warp: Any, lane: Any) -> None:
-        first = int64(warp) * int64(OWN_ROW_TILES * 8)
+        first = int64(warp) * int64(copied * 8)
         if first < count:
             own = uint32(place + warp * uint32(apart))
             issue_row_tiles(own, x + first * int64(row_bytes), step, lane, count - first)

@@ -1,7 +1,7 @@
-"""How a decode GEMM of 65 to 128 rows is cut: blocks whose warps share the rows of a k step.
+"""How a decode GEMM of 33 to 128 rows is cut, if its blocks' warps share the rows of a k step.
 
-A warp of the usual kernel copies rows for itself, which costs more than the weights beyond 64 rows. Here a k step's
-rows are copied once for a block, and its warps have weight tiles and rows of them side by side.
+A warp of the usual kernel copies rows for itself, which beyond 32 rows is more than its weights. Here a k step's rows
+are copied once for a block, and its warps have weight tiles and rows of them side by side.
 """
 
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ from lowlat.kernels.tuning.table import Fact, Planned, choose_plan
 
 __all__ = ["MOST_SHARED_ROWS", "SharedRowsPlan", "choose_shared_plan", "shared_plans", "shares_rows"]
 
-ROW_TILES = 16
-MOST_SHARED_ROWS = 8 * ROW_TILES
+FEW_ROWS, MOST_SHARED_ROWS = 32, 128  # up to which blocks do not share them, and up to which they may
+ROW_TILES = (8, 16)
 TILES_A_WARP = 2  # weight tiles: one reading of rows from shared memory is for both
-TILES_A_BLOCK, TILES_OF_GROUPS = (2, 4, 8), (2, 4)  # of groups' own sums registers lack for more
+TILES_A_BLOCK = (2, 4, 8, 16)
+MOST_OWN_ROW_TILES, MOST_OF_GROUPS = 8, 4  # of a warp: sums are in registers, of groups twice
 LEAST_STAGES, MOST_STAGES = 2, 8
 
 
@@ -24,9 +25,10 @@ LEAST_STAGES, MOST_STAGES = 2, 8
 class SharedRowsPlan(DecodeGemmPlan):
     """How such a GEMM is cut: none of it changes any bit of the result.
 
-    weight_tiles  tiles of 16 weight rows of a block: 2, 4 or 8
+    row_tiles     tiles of 8 rows: 8 or 16
+    weight_tiles  tiles of 16 weight rows of a block: 2, 4, 8 or 16
     stages        k steps of a block that are under way or multiplied
-    Everything else is as every plan of a decode GEMM has it, with 16 tiles of 8 rows.
+    Everything else is as every plan of a decode GEMM has it.
     """
 
     @property
@@ -38,6 +40,11 @@ class SharedRowsPlan(DecodeGemmPlan):
     def own_row_tiles(self) -> int:
         """Tiles of rows that a warp has."""
         return self.row_tiles * self.warp_columns // WARPS
+
+    @property
+    def copied_row_tiles(self) -> int:
+        """Tiles of rows that a warp copies."""
+        return self.row_tiles // WARPS
 
     @property
     def of_warp(self) -> DecodeGemmPlan:
@@ -73,42 +80,51 @@ class SharedRowsPlan(DecodeGemmPlan):
 
 
 def shares_rows(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> bool:
-    """Whether blocks may share so many rows: more than the usual kernel takes at once, without what it alone has."""
+    """Whether blocks may share so many rows: more than are cheap to copy for each warp, without what that alone has."""
     alone = shape.norm_eps is None and shape.parts is None and shape.block is None and shape.ranks == 1
-    return 64 < rows <= MOST_SHARED_ROWS and alone and bool(shared_plans(shape, gpu))
+    return FEW_ROWS < rows <= MOST_SHARED_ROWS and alone and bool(shared_plans(rows, shape, gpu))
+
+
+def shared_plans(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, ...]:
+    """The plans for M rows that fit a GPU, the derived one first; empty where none does."""
+    return _plans(next(tiles for tiles in ROW_TILES if 8 * tiles >= rows), shape, gpu)
 
 
 @cache
-def shared_plans(shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, ...]:
-    """The plans that fit a GPU, the derived one first; empty where none does.
+def _plans(row_tiles: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, ...]:
+    """The plans for so many tiles of rows.
 
     A block reads its own weights and all rows. So the time is that of the bytes which the busiest SM reads from the L2.
     """
     sms, plans = gpu.num_multiprocessors, []
-    for tiles in TILES_OF_GROUPS if shape.weights.groups else TILES_A_BLOCK:
+    most = MOST_OF_GROUPS if shape.weights.groups else MOST_OWN_ROW_TILES
+    for tiles in TILES_A_BLOCK:
+        if row_tiles * tiles // (TILES_A_WARP * WARPS) > most:
+            continue
         groups = -(-shape.width // (16 * tiles))
         fitting = [
             plan
             for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
-            if (plan := _cut(tiles, stages, min(groups, sms), shape, gpu)).shared_bytes <= gpu.shared_bytes
+            if (plan := _cut(row_tiles, tiles, stages, min(groups, sms), shape, gpu)).shared_bytes <= gpu.shared_bytes
         ]
         plans += [(rank, -(-groups // sms) * plan.step_bytes, plan) for rank, plan in enumerate(fitting)]
     return tuple(plan for _, _, plan in sorted(plans, key=lambda each: each[:2]))
 
 
-def _cut(tiles: int, stages: int, num_blocks: int, shape: DecodeGemmShape, gpu: Gpu) -> SharedRowsPlan:
+def _cut(row_tiles: int, tiles: int, stages: int, num_blocks: int, shape: DecodeGemmShape, gpu: Gpu) -> SharedRowsPlan:
     return SharedRowsPlan(
-        ROW_TILES, 8, tiles, stages, 1, num_blocks, 1, gpu.suspends, keeps_argmax=shape.best is not None,
+        row_tiles, 8, tiles, stages, 1, num_blocks, 1, gpu.suspends, keeps_argmax=shape.best is not None,
         tile_bytes=shape.weights.shared_bytes,
     )  # fmt: skip
 
 
-def choose_shared_plan(shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, Planned]:
-    """The plan by a GPU's table, or the derived one; and its place in tables."""
+def choose_shared_plan(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, Planned]:
+    """The plan for M rows by a GPU's table, or the derived one; and its place in tables."""
+    plans = shared_plans(rows, shape, gpu)
     facts: dict[str, Fact] = {
-        "rows": MOST_SHARED_ROWS, "N": shape.width, "K": shape.depth, "epilogue": shape.epilogue, "normed": False,
-        "argmax": shape.best is not None,
+        "shared_rows": 8 * plans[0].row_tiles, "N": shape.width, "K": shape.depth, "epilogue": shape.epilogue,
+        "normed": False, "argmax": shape.best is not None,
     }  # fmt: skip
     if shape.weights.name != "bf16":
         facts["weights"] = shape.weights.label
-    return choose_plan(gpu.tuning, KIND, facts, shared_plans(shape, gpu))
+    return choose_plan(gpu.tuning, KIND, facts, plans)

@@ -21,6 +21,8 @@ def make_list_units(plan: ExpertPlan, top_k: int) -> Any:
 
     A barrier must stand between the writes of the ids and this call.
     """
+    if plan.turns > 1:
+        return _make_list_in_turns(plan)
     if plan.capacity <= 32:
         return _make_list_few(plan)
     return _make_list_twice(plan) if plan.capacity <= 64 and top_k > USUAL else _make_list_many(plan)
@@ -165,6 +167,56 @@ def _make_list_many(plan: ExpertPlan) -> Any:
         return units
 
     return list_many
+
+
+def _make_list_in_turns(plan: ExpertPlan) -> Any:
+    """Several pairs a thread, as `_make_list_many` has one; a barrier a turn, and two."""
+    capacity, columns, turns, threads = plan.capacity, plan.columns, plan.turns, plan.threads
+    leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
+
+    @device_function
+    def store_unit(area: Any, pair: Any, unit: Any) -> None:
+        """The first pair's unit: itself, and those after it that chose its expert."""
+        mine, members = ptx.load_shared_u32(area + pair * uint32(4)), uint32(0)
+        place, start = area + uint32(pairs_at) + unit * uint32(4 * columns), uint32(pair & ~uint32(3))
+        while start < uint32(capacity) and members < uint32(columns):
+            four = ptx.load_shared_128(area + start * uint32(4))
+            for inner in range(4):
+                other = uint32(start + uint32(inner))
+                if four[inner] == mine and other >= pair and members < uint32(columns):
+                    ptx.store_shared_u32(place + members * uint32(4), other)
+                    members = uint32(members + uint32(1))
+            start = uint32(start + uint32(4))
+        ptx.store_shared_u32(area + uint32(units_at) + unit * uint32(4), uint32(mine) | (members << uint32(24)))
+
+    @device_function
+    def list_in_turns(area: Any, count: Any, thread: Any) -> Any:
+        units = uint32(0)
+        for turn in range(turns):
+            pair = uint32(thread + uint32(turn * threads))
+            if pair < uint32(capacity) and int64(pair) >= count:
+                ptx.store_shared_u32(area + pair * uint32(4), uint32(FULL_WARP))
+        cuda.syncthreads()
+        for turn in range(turns):
+            pair, leads = uint32(thread + uint32(turn * threads)), uint32(0)
+            if pair < uint32(capacity):
+                mine = ptx.load_shared_u32(area + pair * uint32(4))
+                if int32(mine) >= int32(0):
+                    before = _sum_before(area, pair, mine)
+                    leads = uint32(1) if before % uint32(columns) == uint32(0) else uint32(0)
+                ptx.store_shared_u32(area + uint32(leaders_at) + pair * uint32(4), leads)
+            ptx.sync_warp()  # the barrier that counts wants whole warps
+            units = uint32(units + uint32(cuda.syncthreads_count(leads)))
+        for turn in range(turns):
+            pair = uint32(thread + uint32(turn * threads))
+            if pair < uint32(capacity) and ptx.load_shared_u32(area + uint32(leaders_at) + pair * uint32(4)) != uint32(
+                0
+            ):
+                store_unit(area, pair, _sum_before(area + uint32(leaders_at), pair, uint32(1)))
+        cuda.syncthreads()
+        return units
+
+    return list_in_turns
 
 
 @device_function

@@ -61,6 +61,7 @@ def experts_gate_up(
     limit: float | None = None,
     alpha: float | None = None,
     activation: str = SILU,
+    many: bool = False,
     gpu: Gpu = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
@@ -76,6 +77,7 @@ def experts_gate_up(
     activation  "silu", or "gelu_tanh" without a limit: up * gelu(gate)
     GPU        what it runs on
     plan        how to cut the GEMM; None: by the GPU's table, or `plan_experts`'
+    many        launches have more rows, see `parts_of`; no bit changes
     A launch for every `rows_a_launch` rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured:
     yes. Raises ShapeError for shapes that do not fit.
     """
@@ -84,7 +86,9 @@ def experts_gate_up(
     check_dtype(torch.bfloat16, x=x, out=out)
     if experts.rows % 16:
         raise ShapeError(f"experts_gate_up: a matrix must have a multiple of 16 rows, got {experts.rows}")
-    return _calls(GATE_UP, x, expert_ids, None, experts, bias, out, limit, alpha, gpu, plan, activation=activation)
+    return _calls(
+        GATE_UP, x, expert_ids, None, experts, bias, out, limit, alpha, gpu, plan, activation=activation, many=many
+    )
 
 
 def experts_down(
@@ -97,6 +101,7 @@ def experts_down(
     out: torch.Tensor,
     workspace: Workspace,
     parts: KParts | None = None,
+    many: bool = False,
     gpu: Gpu = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
@@ -111,7 +116,7 @@ def experts_down(
                                + bias), every product and sum rounded by itself; zero for a dead row
     workspace       is asked for `partials_workspace`
     parts           of I: each gives such a sum, the first with the bias, and they are added as `cuts.tree_sum` does
-    GPU, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
+    many, GPU, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
     """
     rows, top_k = expert_ids.shape
     check_shape("activated", activated, rows, top_k, experts.columns)
@@ -128,7 +133,7 @@ def experts_down(
         )
     partials = workspace(*partials_workspace(rows, top_k, experts.rows, parts))
     beside = (None, None, gpu, plan, parts)
-    calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, *beside)
+    calls = _calls(DOWN, activated, expert_ids, expert_weights, experts, bias, partials, *beside, many=many)
     if parts is None:
         return calls + add_topk(partials=partials, expert_ids=expert_ids, out=out)
     return calls + add_topk_parts(partials=partials, parts=parts.count, expert_ids=expert_ids, out=out)
@@ -148,6 +153,7 @@ def _calls(
     plan: ExpertPlan | None,
     parts: KParts | None = None,
     activation: str = SILU,
+    many: bool = False,
 ) -> list[KernelCall]:
     rows, top_k = ids.shape
     check_expert_bias(bias, experts)
@@ -157,7 +163,7 @@ def _calls(
     clamped = kind == DOWN or limit is not None
     shape = shape_of(kind, experts, top_k, biased=bias is not None, clamped=clamped, parts=parts, activation=activation)
     calls = []
-    for part, count in parts_of(rows, top_k):
+    for part, count in parts_of(rows, top_k, many=many):
         cut, planned = (plan, None) if plan else choose_expert_plan(count, shape, gpu, experts.num_experts)
         own: Argument = 0 if shares is None else shares[part]
         addresses = (*experts.arguments, 0 if bias is None else bias, x[part], ids[part], own, out[part])
@@ -225,7 +231,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
 
 def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
     """A function of all threads: ids, and shares where they are used, of `count` pairs to the lists; one barrier."""
-    shares_at, weighs = plan.shares_at, shape.kind == DOWN
+    shares_at, weighs, turns, threads = plan.shares_at, shape.kind == DOWN, plan.turns, plan.threads
 
     @device_function
     def load_routing(lists: Any, ids: Any, shares: Any, count: Any, thread: Any) -> None:
@@ -236,7 +242,12 @@ def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
                 ptx.store_shared_f32(own + uint32(shares_at), ptx.load_global_f32(shares + at))
         cuda.syncthreads()
 
-    return load_routing
+    @device_function
+    def load_in_turns(lists: Any, ids: Any, shares: Any, count: Any, thread: Any) -> None:
+        for turn in range(turns):
+            load_routing(lists, ids, shares, count, uint32(thread + uint32(turn * threads)))
+
+    return load_routing if turns == 1 else load_in_turns
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
@@ -252,5 +263,6 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (1, ExpertShape(DOWN, 2048, 192, 8, BF16, biased=False, parts=KParts(2, 1))),
         (4, ExpertShape(GATE_UP, 1024, 2048, 9, BF16, biased=False, clamped=False)),
         (1, ExpertShape(GATE_UP, 1408, 2816, 8, BF16, biased=False, clamped=False, activation=GELU_TANH)),
+        (128, ExpertShape(DOWN, 2880, 2880, 4, MXFP4)),
     )
     return [_make(shape, plan_experts(rows, shape, gpu)) for rows, shape in examples_for(gpu, cases, 2)]

@@ -64,6 +64,7 @@ def experts_mlp(
     activation: str = SILU,
     early: bool = False,
     peers: PeerRows | None = None,
+    many: bool = False,
     gpu: Gpu = H200,
     plan: MlpPlan | None = None,
 ) -> list[KernelCall]:
@@ -89,6 +90,7 @@ def experts_mlp(
     early           logits are awaited while the kernel before still writes them: they must have been filled with
                     `sentinels.MISSING` before the kernel before that one has ended
     peers           the sums of partials are added up over GPUs, of which each has a part of every expert's inner width
+    many            launches have more rows, see `parts_of`; no bit changes
     GPU            what it runs on: all blocks must be on it at once, one an SM
     plan            how to cut both GEMMs; None: by the GPU's table, or `plan_mlp`'s
     activated and partials must be filled with `sentinels.MISSING` before: blocks await there what others compute.
@@ -115,7 +117,7 @@ def experts_mlp(
     biases: list[Argument] = [0 if each is None else each for each in (gate_up_bias, down_bias)]
     gpus = _gpus(peers, min(rows, rows_a_launch(top_k)), down.rows)
     calls = []
-    for part, count in parts_of(rows, top_k):
+    for part, count in parts_of(rows, top_k, many=many):
         chosen, planned = plan, None
         if chosen is None:
             chosen, planned = choose_mlp_plan(count, up_shape, down_shape, gpu, routing.num_experts, gpus)
@@ -185,7 +187,7 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: 
     finish_up = make_finishing(up, first, swiglu, up_sums, warps * 32)
     finish_down = make_finishing(down, second, weighing, down_sums, warps * 32)
     clear_up, clear_down, begin_up, begin_down = swiglu.clear, weighing.clear, up_sums.begin, down_sums.begin
-    route, publish = make_route(whole, up.top_k, num_experts, over_all, shared), make_publish(whole)
+    route, publish = make_route(whole, up.top_k, num_experts, over_all, shared), make_publish(whole, whole.capacity)
     list_units, wait_for_all = make_list_units(whole, up.top_k), ptx.copies_wait(0)
     up_warps, down_warps, top_k = first.warps, second.warps, up.top_k
     sum_rows = make_sum_rows(down.rows, top_k, first.finishing, gpus)
@@ -261,6 +263,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (3, (192, 96, 104), 2, BF16, True, False, 5),
         (1, (1024, 512, 2048), 11, BF16, False, True, 513),
         (4, (1024, 512, 2048), 9, BF16, False, True, 257),
+        (128, (1536, 768, 2048), 8, BF16, False, False, 128),
     )
     for rows, (width, inner, hidden), top_k, weight_format, biased, shared, num_experts in examples_for(gpu, cases, 1):
         up = ExpertShape(GATE_UP, width, hidden, top_k, weight_format, biased, biased)

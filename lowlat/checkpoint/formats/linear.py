@@ -5,8 +5,8 @@ GPTQModel's packing, TensorRT Model Optimizer's exports.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -25,6 +25,7 @@ __all__ = [
 
 FLOATS = ("F32", "BF16", "F16")
 E4M3 = ("F8_E4M3",)
+SCALE_NAMES = ("weight_scale", "weight_scale_inv")  # of FP8
 WORDS = ("I32",)
 BLOCK = 128
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each nibble of a word holds
@@ -44,6 +45,10 @@ class StoredLinear(ABC):
     @abstractmethod
     def packed(self) -> MatrixFormat:
         """The format that it becomes."""
+
+    def in_files(self, names: Collection[str]) -> "StoredLinear":
+        """The same, by the names that files with tensors of these names have for its parts."""
+        return self
 
     @abstractmethod
     def pieces(self, module: str, rows: int, columns: int) -> dict[str, Piece]:
@@ -67,7 +72,7 @@ class WrittenLinear(StoredLinear):
 class Fp8Linear(WrittenLinear):
     """`weight` in e4m3 and scales that are multiplied: one, one a row, or one for each block of 128 by 128.
 
-    scale  the scales' name: `weight_scale_inv` is no inverse, whatever it says
+    scale  the scales' name: `weight_scale_inv` is no inverse, whatever it says. Files have either
     """
 
     per: Literal["tensor", "channel", "block"]
@@ -77,6 +82,11 @@ class Fp8Linear(WrittenLinear):
     def packed(self) -> MatrixFormat:
         """See `StoredLinear.packed`."""
         return FP8_BLOCK if self.per == "block" else FP8
+
+    def in_files(self, names: Collection[str]) -> "Fp8Linear":
+        """See `StoredLinear.in_files`."""
+        found = {name.rpartition(".")[2] for name in names}.intersection(SCALE_NAMES)
+        return replace(self, scale=found.pop()) if len(found) == 1 else self
 
     def pieces(self, module: str, rows: int, columns: int) -> dict[str, Piece]:
         """See `StoredLinear.pieces`."""

@@ -32,12 +32,18 @@ MODELOPT_LAYERS = {"FP8": Fp8Linear("tensor")} | dict.fromkeys(
 )
 
 
+def quantisation_config(fields: Fields) -> Fields | None:
+    """What a config says about quantisation, under the key's older name, too. Raises ConfigError."""
+    older, own = (fields.optional_object(key) for key in ("compression_config", "quantization_config"))
+    return own if own is not None and own.values else older
+
+
 def read_quantisation(fields: Fields, directory: Path) -> Quantisation | None:
     """The quantised layers of a model by its config, or by ModelOpt's file next to it; None for plain weights.
 
     Raises ConfigError for a quant_method, and for keys and values of one, that are not implemented.
     """
-    own = fields.optional_object("quantization_config")
+    own = quantisation_config(fields)
     beside = directory / QUANTISATION_FILE
     if own is None and beside.exists():
         file = Fields(read_object(beside), str(beside))
@@ -50,7 +56,8 @@ def read_quantisation(fields: Fields, directory: Path) -> Quantisation | None:
     if method is None or method not in METHODS:
         known = ", ".join(map(repr, METHODS))
         raise ConfigError(
-            f"{own.label}: quant_method {method!r} is not implemented for this family; implemented: {known}"
+            f"{own.label}: quant_method {method!r} is not implemented for this family; implemented: {known}; or take "
+            'the plain model, and round it at load (--quantize fp8 or int4, quantize="int4")'
         )
     return METHODS[method](own)
 

@@ -4,7 +4,7 @@ Recipes are written for plain weights; those of layers that a rule names become 
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -26,6 +26,7 @@ SCALES = tuple({f".{each.scales}" for each in DENSE_FORMATS.values() if each.sca
 # tensors of quantised activations and caches; these are no weights, see `lowlat.checkpoint.kv_scales`
 UNUSED = (
     *("input_scale", "input_global_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale"),
+    "activation_scale",
     *("kv_scale", "k_zero_point", "v_zero_point"),
 )
 MAX_EXPRESSION, MAX_REPEATS = 256, 4
@@ -120,6 +121,10 @@ class Quantisation:
     def format_names(self) -> frozenset[str]:
         """The formats of all rules, those of rules that match no layer included."""
         return frozenset(rule.stored.packed.name for rule in self.rules)
+
+    def in_files(self, names: Collection[str]) -> "Quantisation":
+        """The same, its layouts by the names that files with tensors of these names have for their parts."""
+        return replace(self, rules=tuple(replace(rule, stored=rule.stored.in_files(names)) for rule in self.rules))
 
     def stored(self, module: str) -> StoredLinear | None:
         """The layout of a linear layer; None for one that is plain."""

@@ -15,6 +15,7 @@ from lowlat.cli.options import as_json
 from lowlat.cli.reports.served_models import OneServer, SeveralServers, Shown
 from lowlat.errors import ServerGone
 from lowlat.ipc.endpoint import default_endpoint
+from lowlat.options.runtime import FEW_SLOTS
 from lowlat.serving.models.roster import roster_of
 
 if TYPE_CHECKING:
@@ -141,7 +142,9 @@ def _slots(stats: dict[str, Any], engine: dict[str, Any]) -> "RenderableType":
     for name in ("slot", "phase", "prompt", "generated", "at most", ""):
         table.add_column(name, justify="left" if name in ("phase", "") else "right")
     by_slot = {slot["slot"]: slot for slot in engine.get("slots", ())}
-    for number in range(stats.get("num_slots", 0)):
+    num_slots = stats.get("num_slots", 0)
+    is_long = num_slots > FEW_SLOTS  # then those that are free have one line
+    for number in sorted(by_slot) if is_long else range(num_slots):
         slot = by_slot.get(number)
         if slot is None:
             table.add_row(str(number), "free")
@@ -150,6 +153,8 @@ def _slots(stats: dict[str, Any], engine: dict[str, Any]) -> "RenderableType":
         table.add_row(
             *(str(number), slot["phase"], str(slot["prompt_tokens"]), str(done), str(most)), _bar(done / max(most, 1))
         )
+    if is_long and len(by_slot) < num_slots:
+        table.add_row("", f"{num_slots - len(by_slot)} free")
     return table
 
 

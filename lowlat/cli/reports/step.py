@@ -18,7 +18,8 @@ from lowlat.graphs.program import Op, Program
 from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.lower import FUSIONS, LoweredGroup
 from lowlat.models.geometry import ModelConfig
-from lowlat.tools.bench.step_bytes import cache_bytes, weight_bytes, weight_sizes
+from lowlat.step.weight_reads import weight_bytes
+from lowlat.tools.bench.step_bytes import cache_bytes, weight_sizes
 from lowlat.tools.planned_step import LoweredProgram, PlannedStep
 
 __all__ = ["step_report"]

@@ -1,7 +1,7 @@
 """From a caller's prompt and options to token ids and parameters, in the caller's own thread."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,10 @@ def is_quick(prompt: Prompt, params: SamplingParams | None, options: CallOptions
     if is_chat(prompt) or any(name in options for name in (*GRAMMAR_OPTIONS, "draft_texts")):
         return False
     slow = params is not None and any(getattr(params, name, None) for name in ("grammar_option", "draft_texts"))
-    return len(prompt) <= QUICK_CHARACTERS and not slow
+    try:
+        return len(prompt) <= QUICK_CHARACTERS and not slow
+    except TypeError:  # an iterator of ids, or no prompt at all
+        return False
 
 
 def prepare(runtime: "Runtime", prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> Prepared:
@@ -78,7 +81,11 @@ def prepare(runtime: "Runtime", prompt: Prompt, params: SamplingParams | None, o
                 raise RequestError(f"{name} is for chat messages; this prompt has no template")
         settled = _with(params, given)
         text: Any = prompt
-        ids = encode_prompt(runtime.codec, text, allow_special, max_context, settled.max_tokens)
+        fit = params is None and "max_tokens" not in given
+        ids = encode_prompt(
+            runtime.codec, text, allow_special, max_context, max(1, settled.min_tokens) if fit else settled.max_tokens
+        )
+        settled = _fitted(runtime, ids, settled) if fit else settled
     runtime.checks.check_texts(settled)  # before they are encoded
     settled = encode_texts(runtime.codec, settled)
     checked = runtime.checks.check(ids, settled)
@@ -89,6 +96,14 @@ def check_timeout(timeout_s: Any) -> None:
     """Raise RequestError for what is no time to wait."""
     if timeout_s is not None:
         check_number("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S, RequestError, above=True)
+
+
+def _fitted(runtime: "Runtime", ids: Any, settled: SamplingParams) -> SamplingParams:
+    """The usual max_tokens, or what a prompt leaves of the context where that is less."""
+    if not isinstance(ids, Sized):
+        return settled
+    room = min(runtime.checks.max_context, runtime.checks.max_total_tokens) - len(ids)
+    return settled if room >= settled.max_tokens else replace(settled, max_tokens=max(1, settled.min_tokens, room))
 
 
 def _with(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:

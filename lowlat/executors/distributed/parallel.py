@@ -193,6 +193,11 @@ class ParallelExecutor:
         """Write into the state of every rank; see `Executor.write_state`."""
         self._ask_each(lambda rank: rank.write_state(values))
 
+    def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
+        """See `Executor.peek`."""
+        with self._leader.current():
+            return self._leader.peek(buffers)
+
     def forget(self) -> None:
         """See `GraphExecutor.forget`: every rank forgets."""
         self._ask_each(lambda rank: rank.forget())

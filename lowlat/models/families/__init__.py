@@ -55,30 +55,34 @@ class Family:
         return next((each for each in self.names if stored is not None and each.fit(stored)), self.names[0])
 
 
+def _stems(usual: str, skipped: tuple[str, ...]) -> tuple[TensorNames, ...]:
+    """The names of files of a text model and of a vision-language one: some have the others' names."""
+    stems = sorted(("model", "model.language_model", "language_model.model"), key=lambda stem: stem != usual)
+    return tuple(
+        TensorNames(stem, "language_model.lm_head" if stem == "language_model.model" else "lm_head", skipped)
+        for stem in stems
+    )
+
+
 def _hybrid(stem: str = "model") -> Family:
-    return Family(qwen3_5.parse, qwen3_5.recipes, (TensorNames(stem, skipped=qwen3_5.SKIPPED),), ties_by_files=True)
+    return Family(qwen3_5.parse, qwen3_5.recipes, _stems(stem, qwen3_5.SKIPPED), ties_by_files=True)
 
 
-def _gemma3(*stems: str) -> Family:
-    names = tuple(TensorNames(stem, skipped=gemma3.SKIPPED) for stem in stems)
-    return Family(gemma3.parse, gemma3.recipes, names)
+def _gemma3(stem: str) -> Family:
+    return Family(gemma3.parse, gemma3.recipes, _stems(stem, gemma3.SKIPPED))
 
 
 def _gemma4(stem: str) -> Family:
-    return Family(gemma4.parse, gemma4.recipes, (TensorNames(stem, skipped=gemma4.SKIPPED),))
+    return Family(gemma4.parse, gemma4.recipes, _stems(stem, gemma4.SKIPPED))
 
 
-QWEN_VL = tuple(TensorNames(stem, skipped=qwen_vl.SKIPPED) for stem in ("model.language_model", "model"))
-MISTRAL3 = (
-    TensorNames("language_model.model", "language_model.lm_head", mistral.SKIPPED),
-    TensorNames("model.language_model", skipped=mistral.SKIPPED),
-)
+QWEN_VL = _stems("model.language_model", qwen_vl.SKIPPED)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(llama.parse),
     "mistral": Family(mistral.parse),
     "ministral3": Family(mistral.parse),
-    "mistral3": Family(mistral.parse, names=MISTRAL3),
+    "mistral3": Family(mistral.parse, names=_stems("language_model.model", mistral.SKIPPED)),
     "mixtral": Family(mixtral.parse, mixtral.recipes),
     "qwen2": Family(qwen2.parse),
     "qwen3": Family(qwen3.parse),
@@ -92,7 +96,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_moe_text": _hybrid(),
     "qwen3_next": _hybrid(),
     "gemma2": Family(gemma2.parse, gemma2.recipes),
-    "gemma3": _gemma3("language_model.model", "model.language_model"),
+    "gemma3": _gemma3("language_model.model"),
     "gemma3_text": _gemma3("model"),
     "gemma4": _gemma4("model.language_model"),
     "gemma4_text": _gemma4("model"),

@@ -137,7 +137,7 @@ def parse_decoder(
     """
     check_architecture(fields, (architecture,) if isinstance(architecture, str) else architecture)
     check_settled(fields, qk_norm=qk_norm)
-    fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
+    fields.refuse_unless("hidden_act", ("silu", "swish"), "only the SiLU gate")
     quantisation = read_quantisation(fields, directory)
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)

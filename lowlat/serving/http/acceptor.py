@@ -1,4 +1,4 @@
-"""Taking connections from a listener, also when no file descriptors are left.
+"""Taking connections from a listener as there is room for them, also when no file descriptors are left.
 
 asyncio's own way logs a traceback for every attempt then, and tries again at once.
 """
@@ -15,6 +15,7 @@ __all__ = ["Acceptor"]
 
 AT_ONCE = 128  # connections, before other work has its turn
 PAUSE_S = 0.1
+FULL_PAUSE_S = 0.01
 LOG_S = 10.0
 _SCARCE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -26,15 +27,21 @@ class Acceptor:
 
     make        a protocol
     make_room   closes a connection that can be spared
+    has_room    whether another one may be accepted next to so many that are on their way; else it waits in the queue
     """
 
     def __init__(
-        self, listener: socket.socket, make: Callable[[], asyncio.Protocol], make_room: Callable[[], bool]
+        self,
+        listener: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        make_room: Callable[[], bool],
+        has_room: Callable[[int], bool] = lambda num_coming: True,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make = make
         self._make_room = make_room
+        self._has_room = has_room
         self._opening: set[asyncio.Task[object]] = set()
         self._pause: asyncio.TimerHandle | None = None
         self._logged = -LOG_S
@@ -49,6 +56,9 @@ class Acceptor:
 
     def _accept(self) -> None:
         for _ in range(AT_ONCE):
+            if not self._has_room(len(self._opening)):
+                self._wait(FULL_PAUSE_S)
+                return
             try:
                 accepted, _address = self._listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -56,7 +66,9 @@ class Acceptor:
             except OSError as error:
                 if error.errno not in _SCARCE:
                     raise
-                self._wait(error)
+                self._tell(error)
+                self._make_room()
+                self._wait(PAUSE_S)
                 return
             accepted.setblocking(False)
             opening = self._loop.create_task(self._open(accepted))
@@ -69,8 +81,8 @@ class Acceptor:
         except OSError:  # it is gone already
             accepted.close()
 
-    def _wait(self, error: OSError) -> None:
-        """Leave connections in the listener's queue for a moment, and let one go that asks nothing."""
+    def _tell(self, error: OSError) -> None:
+        """Log that connections cannot be accepted, now and then."""
         now = time.monotonic()
         if now - self._logged >= LOG_S:
             self._logged = now
@@ -78,9 +90,11 @@ class Acceptor:
             logger.warning(
                 "no connection can be accepted now: %s (ulimit -n is %d); new ones wait", error.strerror, limit
             )
-        self._make_room()
+
+    def _wait(self, seconds: float) -> None:
+        """Leave connections in the listener's queue for a moment."""
         self._loop.remove_reader(self._listener)
-        self._pause = self._loop.call_later(PAUSE_S, self._resume)
+        self._pause = self._loop.call_later(seconds, self._resume)
 
     def _resume(self) -> None:
         self._pause = None

@@ -19,6 +19,7 @@ from lowlat.serving.http.errors import ApiError, answer_error
 from lowlat.serving.http.gateway import Gateways
 from lowlat.serving.http.openai import chat, completions, responses, tokenize
 from lowlat.serving.http.openai.request_ids import RequestIds
+from lowlat.serving.http.paths import Paths
 
 __all__ = ["make_app"]
 
@@ -82,6 +83,7 @@ def make_app(
         routes=routes,
         middleware=[
             Middleware(RequestIds),
+            Middleware(Paths),
             *_cross_origin(origins),
             Middleware(Guard, key=key, host=host, hosts=hosts, open_paths=OPEN_PATHS),
         ],

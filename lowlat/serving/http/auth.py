@@ -1,7 +1,8 @@
 """Access control: a Host header that names this machine, and the key; checked before anything of a request is read.
 
 The Host is checked because a page of another site can have its own name resolve to this machine (DNS rebinding): its
-requests then carry that name. An address in digits cannot be rebound.
+requests then carry that name. An address in digits cannot be rebound, nor can names of the loopback; and what sends no
+Host, as some health checks do, is no browser.
 """
 
 import hmac
@@ -19,7 +20,6 @@ from lowlat.serving.http.exchange import exchange_of
 __all__ = ["KEY_VARIABLE", "Guard", "checked_key", "key_of", "origins_of"]
 
 KEY_VARIABLE = "LOWLAT_API_KEY"
-LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})
 MIN_KEY = 16
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s,]+")
@@ -64,22 +64,24 @@ class Guard:
         self._app = app
         self._key = None if key is None else key.encode()
         own = () if host is None or host in WILDCARDS else (host,)
-        self._hosts = {name.lower() for name in (*LOOPBACK_NAMES, *hosts, *own)}
+        self._hosts = {name.lower() for name in (*hosts, *own)}
         self._any_name, self._any_address = host is None, host in WILDCARDS
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers: dict[bytes, bytes] = dict(scope["headers"])
-            error = self._check_host(headers.get(b"host", b"")) or self._check_key(scope, headers)
+            error = self._check_host(headers.get(b"host")) or self._check_key(scope, headers)
             if error is not None:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check_host(self, header: bytes) -> ApiError | None:
+    def _check_host(self, header: bytes | None) -> ApiError | None:
+        if self._any_name or header is None:
+            return None
         name = _host_name(header.decode("latin-1").lower())
-        if self._any_name or name in self._hosts or (self._any_address and _is_address(name)):
+        if name in self._hosts or _is_loopback(name) or (self._any_address and _address(name) is not None):
             return None
         return ApiError(
             403, f"the Host header names {name!r:.80}, which is not this gateway; --http-host adds names", code="host"
@@ -109,15 +111,22 @@ class Guard:
 
 
 def _host_name(header: str) -> str:
-    """The name in a Host header, without port and brackets."""
+    """The name in a Host header, without port, brackets and the root's dot."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
-    return header.partition(":")[0]
+    return header.partition(":")[0].removesuffix(".")
 
 
-def _is_address(name: str) -> bool:
+def _is_loopback(name: str) -> bool:
+    """Whether a name means this machine whatever a name server says; 0.0.0.0 leads to it, too."""
+    address = _address(name)
+    if address is None:
+        return f".{name}".endswith(".localhost")
+    return address.is_loopback or address.is_unspecified
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(name)
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None

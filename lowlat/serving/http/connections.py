@@ -6,6 +6,8 @@ that asks nothing is let go, and of too many callers one that asks nothing.
 """
 
 import asyncio
+import itertools
+import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +32,8 @@ class ConnectionLimits:
     caller_idle_s      that a caller's may: longer than clients keep theirs, or they would send into one that closes
     linger_s           that what is sent after an answer is dropped before the connection is closed: a socket that is
     max_linger_bytes   closed with unread bytes would take the answer away from its reader
-    max_strangers      connections of those who have not shown the key
+    stranger_s         that a stranger keeps its place at least: many callers may come at once, and their requests later
+    max_strangers      connections of those who have not shown the key; more wait until they are accepted
     max_callers        connections of those who have
     """
 
@@ -40,6 +43,7 @@ class ConnectionLimits:
     caller_idle_s: float = 75.0
     linger_s: float = 2.0
     max_linger_bytes: int = 4 << 20
+    stranger_s: float = 0.5
     max_strangers: int = 256
     max_callers: int = 1000
 
@@ -60,6 +64,14 @@ class Connections:
 
     def __iter__(self) -> Iterator["Connection"]:
         return iter([*self._strangers, *self._callers])
+
+    def has_room(self, num_coming: int) -> bool:
+        """Whether another connection may be accepted next to those that come: it has a place, or takes one that a
+        stranger has had for its time.
+        """
+        if len(self._strangers) + num_coming < self.limits.max_strangers:
+            return True
+        return sum(1 for _ in self._spent()) > num_coming
 
     def add(self, connection: "Connection") -> None:
         """Take a new connection; of too many strangers one is let go."""
@@ -86,12 +98,18 @@ class Connections:
         self._callers.pop(connection, None)
 
     def drop_stranger(self) -> bool:
-        """Close the oldest stranger that asks nothing, or the oldest of all; False where there is none."""
-        found = next((other for other in self._strangers if other.idle), next(iter(self._strangers), None))
+        """Close the oldest stranger that has had its time, one that asks nothing where there is one; False without."""
+        spent = list(self._spent())
+        found = next((other for other in spent if other.idle), spent[0] if spent else None)
         if found is None:
             return False
         self._let_go(found)
         return True
+
+    def _spent(self) -> Iterator["Connection"]:
+        """The strangers that have had their time, oldest first."""
+        end = time.monotonic() - self.limits.stranger_s
+        return itertools.takewhile(lambda other: other.made_at <= end, self._strangers)
 
     def _let_go(self, connection: "Connection") -> None:
         self.discard(connection)
@@ -111,6 +129,7 @@ class Connection(H11Protocol):
         self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None  # closes the connection; None: it may take its time
         self._is_admitted = False
+        self.made_at = time.monotonic()
         self._num_lingered: int | None = None  # bytes dropped after the last answer
         self.timeout_keep_alive = places.limits.idle_s  # type: ignore[assignment]
 

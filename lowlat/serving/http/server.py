@@ -153,7 +153,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then take connections."""
         await super().startup(sockets)
-        self._acceptor = Acceptor(self._listener, self._connection, self._places.drop_stranger)
+        self._acceptor = Acceptor(self._listener, self._connection, self._places.drop_stranger, self._places.has_room)
 
     async def main_loop(self) -> None:
         """Wait until the server is to end, and note it at once; meanwhile keep the Date header."""

@@ -24,6 +24,7 @@ __all__ = [
     "Answer",
     "Caller",
     "EventStream",
+    "check_coding",
     "event",
     "read_body",
     "respond",
@@ -68,8 +69,16 @@ def event(value: Any, name: str | None = None) -> bytes:
     return b"".join((head, b"data: ", _encode(value), b"\n\n"))
 
 
+def check_coding(request: Request) -> None:
+    """Refuse a body that is compressed. Raises ApiError."""
+    coding = request.headers.get("content-encoding", "identity")
+    if coding.strip().lower() not in ("", "identity"):
+        raise ApiError(415, f"content-encoding: {coding:.40}; bodies are taken uncompressed", code="content_encoding")
+
+
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError for one that is too long or too slow."""
+    """The whole body. Raises ApiError for one that is too long, too slow or compressed."""
+    check_coding(request)
     too_long = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
     told = request.headers.get("content-length", "")
     if told.isdecimal() and int(told[:20]) > MAX_BODY_BYTES:

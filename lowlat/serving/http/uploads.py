@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 from lowlat.errors import StreamError
 from lowlat.ipc.client import AsyncGeneration, AsyncOpenPrompt
 from lowlat.serving.http.errors import ApiError, invalid
-from lowlat.serving.http.streaming import BODY_TIMEOUT_S, CLIENT_GONE, MAX_BODY_BYTES
+from lowlat.serving.http.streaming import BODY_TIMEOUT_S, CLIENT_GONE, MAX_BODY_BYTES, check_coding
 
 __all__ = ["Lines", "feed", "is_lines"]
 
@@ -44,9 +44,10 @@ def is_lines(request: Request) -> bool:
 
 
 class Lines:
-    """The lines of a request's body, as they come; empty ones are left out."""
+    """The lines of a request's body, as they come; empty ones are left out. Raises ApiError for compressed ones."""
 
     def __init__(self, request: Request) -> None:
+        check_coding(request)
         self._body: AsyncIterator[bytes] = aiter(request.stream())
         self._held = bytearray()
         self._num_bytes = 0

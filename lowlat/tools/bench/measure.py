@@ -122,6 +122,8 @@ class CaseRun:
         self._runtime, self._case, self._scenario, self._prompts = runtime, case, scenario, prompts
         self._temperature, self._wall = temperature, wall_gb_per_s
         self._samples: list[Samples] = []
+        self._tokens: dict[str, list[int]] | None = {} if scenario.alike else None
+        self._first: list[list[int]] = []  # what the first repeat brought each request
         self._experts: list[int] = []
 
     def repeat(self) -> None:
@@ -218,7 +220,22 @@ class CaseRun:
         samples.tiles = _sum_tiles(_tiles(self._runtime), tiles, -1)
         samples.stats, samples.perf = _since(before, self._stats(lengths)), self._runtime.perf().since(perf)
         self._end(lengths)
+        self._compare(lengths)
         return samples
+
+    def _compare(self, names: Iterable[str]) -> None:
+        """Hold what a repeat has brought next to what the first one did. Raises LowlatError where they differ."""
+        if self._tokens is None:
+            return
+        brought = [self._tokens.pop(name, []) for name in names]
+        for number, (own, first) in enumerate(zip(brought, self._first, strict=False)):
+            place = next((at for at, pair in enumerate(zip(own, first, strict=False)) if pair[0] != pair[1]), None)
+            if place is not None:
+                raise LowlatError(
+                    f"{self._case.name}: repeat {len(self._samples) + 1} brought request {number} other tokens than "
+                    f"the first did, from token {place} on"
+                )
+        self._first = self._first or brought
 
     def _begin(self) -> dict[str, int]:
         """Submit the requests and step until each has a token, without drafts where that is allowed; their lengths."""
@@ -309,6 +326,8 @@ class CaseRun:
             if output.finish_reason is not None and (not may_end or output.error):
                 reason = output.error or output.finish_reason
                 raise LowlatError(f"{self._case.name}: {output.request_id} ended early: {reason}")
+            if self._tokens is not None:
+                self._tokens.setdefault(output.request_id, []).extend(output.token_ids)
             place = seen[output.request_id]
             seen[output.request_id] += 1
             if place == len(steps):

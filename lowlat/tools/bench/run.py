@@ -147,7 +147,9 @@ class ScenarioRun:
 
     def _need(self, case: Case) -> Need:
         depth, positions = case.num_speculative_tokens, case.context + self._room(case)
-        return Need(depth, case.batch, positions, self.scenario.reuse_prompts, case.policy == "auto")
+        return Need(
+            depth, case.batch, positions, self.scenario.reuse_prompts, case.policy == "auto", self.scenario.kv_share
+        )
 
     def _room(self, case: Case) -> int:
         options = self.subject.options

@@ -1,6 +1,7 @@
 """The runtimes that cases are measured with: one at a time, made for as many cases ahead as there is memory for."""
 
 import gc
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ class Need(NamedTuple):
     positions  of one request, prompt included
     reuse      share keys and values of prompts
     adaptive   each step chooses its depth
+    kv_share   of the runtime's KV blocks, those that its requests take
     """
 
     depth: int
@@ -30,11 +32,13 @@ class Need(NamedTuple):
     positions: int
     reuse: bool
     adaptive: bool = False
+    kv_share: float = 1.0
 
     @property
     def blocks(self) -> int:
-        """KV blocks of all its requests."""
-        return self.batch * -(-(self.positions + EXTRA_ROWS) // BLOCK_SIZE)
+        """KV blocks of all its requests, and those that are to be free."""
+        own = self.batch * -(-(self.positions + EXTRA_ROWS) // BLOCK_SIZE)
+        return math.ceil(own / self.kv_share)
 
 
 class Runtimes:
@@ -76,6 +80,8 @@ class Runtimes:
     def _load_largest(self, needs: list[Need]) -> Runtime:
         first = needs[0]
         needs = [need for need in needs if _kind(need) == _kind(first)]
+        if first.kv_share < 1.0:
+            needs = [need for need in needs if need.blocks == first.blocks]
         while len(needs) > 1:
             largest = max(need.blocks for need in needs)
             try:
@@ -106,7 +112,10 @@ class Runtimes:
         fits = need.batch <= config.max_batch and need.positions <= config.max_context
         known = need.depth in runtime.ladder.rows_of and (need.depth > 0) is (runtime.speculator is not None)
         known = known and runtime.ladder.adaptive is need.adaptive
-        return known and fits and need.blocks < (config.kv_blocks or 0)
+        has_room = need.blocks < (config.kv_blocks or 0)
+        if need.kv_share < 1.0:  # no more free than that
+            has_room = need.blocks + 1 == config.kv_blocks
+        return known and fits and has_room
 
 
 def _kind(need: Need) -> tuple[bool, bool, bool]:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from lowlat.errors import ConfigError
+from lowlat.options.runtime import MAX_BATCH
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS
 
 __all__ = ["SHIPPED", "Case", "Gate", "Plan", "Scenario", "read_plan"]
@@ -15,7 +16,7 @@ __all__ = ["SHIPPED", "Case", "Gate", "Plan", "Scenario", "read_plan"]
 SHIPPED = Path(__file__).parent / "scenarios.toml"
 
 Context = Annotated[int, Meta(ge=1, le=1 << 20)]
-Batch = Annotated[int, Meta(ge=1, le=8)]
+Batch = Annotated[int, Meta(ge=1, le=MAX_BATCH)]
 Depth = Annotated[int, Meta(ge=0, le=MAX_SPECULATIVE_TOKENS)]
 Policy = Literal["fixed", "auto"]
 Level = Literal["micro", "full"]
@@ -55,6 +56,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic        steady: all requests decode side by side; churn: they come, go and are cancelled
     reuse_prompts  share keys and values of prompts between repeats and cases: prefill is then timed only where it is
                    the first, in the largest case
+    kv_share       of the blocks of keys and values that a runtime has, those that its requests take
+    alike          a repeat that brings other tokens than the first is an error; of steady traffic
     gated          asks for the gates of its own file; one with drafts at a context of the shipped plan's gated
                    scenarios asks for the shipped gates, whatever its name and whatever this says
     """
@@ -69,6 +72,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     traffic: Literal["steady", "churn"] = "steady"
     reuse_prompts: bool = False
     gated: bool = False
+    kv_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    alike: bool = False
 
     def cases(self) -> list[Case]:
         """All rows: those of one depth together, the largest first."""

@@ -20,6 +20,7 @@ from lowlat.models.partial_kv import PartialKV
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.weight_plan import WeightPlan
 from lowlat.speculators.base import Speculator, weight_shapes
+from lowlat.step.weight_reads import weight_bytes
 
 __all__ = [
     "attended",
@@ -29,14 +30,10 @@ __all__ = [
     "plan_sizes",
     "program_bytes",
     "step_bytes",
-    "weight_bytes",
     "weight_sizes",
 ]
 
 LIMITS = ("first", "window", "keep_first")  # of the positions that attention reads
-EXPERT_OPS = ("experts_gate_up", "experts_down")
-# operations that read some rows of a table
-FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs", "walk_candidates")
 
 
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
@@ -65,14 +62,6 @@ def program_bytes(
     """
     weights = sum(weight_bytes(op, sizes, experts_share) for op in program.ops)
     return round(weights + sum(cache_bytes(program, op, lengths, partial) for op in program.ops))
-
-
-def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> float:
-    """Bytes of the weights that an operation reads; arguments as `program_bytes` has them."""
-    if op.kind in FEW_ROWS:
-        return 0.0
-    share = experts_share if op.kind in EXPERT_OPS else 1.0
-    return share * sum(sizes.get(name, 0) for name in op.weights.values())
 
 
 def cache_bytes(program: Program, op: Op, lengths: Sequence[float], partial: PartialKV | None = None) -> float:

@@ -37,7 +37,8 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
-from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
+from lowlat.options.slots import most_drafts
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.speculators import base
 from lowlat.speculators.base import Speculator
@@ -117,8 +118,11 @@ class Sizes:
         """
         short = (replace(self, batches=(batch,), max_context=SHORT_POSITIONS // batch) for batch in self.batches)
         least = ((batch, finely_split(batch, kv_heads)) for batch in self.batches)
-        fine = (replace(self, batches=(batch,), max_context=longest) for batch, longest in least if longest)
-        return replace(self, max_context=LONG_CONTEXT * num_gpus), *short, *fine
+        fine = (replace(self, batches=(batch,), max_context=most) for batch, most in least if most)
+        longest = replace(self, max_context=LONG_CONTEXT * num_gpus)
+        # runtimes of many slots have GEMMs of their own, also in their buckets of few
+        parts = (tuple(batch for batch in self.batches if (batch > FEW_SLOTS) == many) for many in (False, True))
+        return *(replace(longest, batches=part) for part in parts if part), *short, *fine
 
 
 def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:
@@ -355,7 +359,12 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
 def _programs(geometry: StepGeometry, sizes: Sizes) -> Iterator[Program]:
     depths = sizes.depths if geometry.speculator is not None else (0,)
     buckets = [
-        *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
+        *(
+            Bucket(batch, depth + 1, depth)
+            for batch in sizes.batches
+            for depth in depths
+            if depth <= most_drafts(batch)
+        ),
         *(first_token_bucket(depth) for depth in depths),
     ]
     yield from (build_step(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)) for bucket in buckets)

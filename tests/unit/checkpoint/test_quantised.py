@@ -61,8 +61,9 @@ def load_layer(directory: Path, config: dict[str, Any], rows: int, columns: int)
     """The layer "layer" of a directory as one canonical weight."""
     checkpoint = Checkpoint.open(directory)
     plain = Recipe("own.weight", (Piece("layer.weight", (rows, columns)),), torch.float32)
-    recipes = quantisation_of(config, directory).apply([plain])
-    check_recipes(checkpoint, recipes)
+    quantisation = quantisation_of(config, directory).in_files(checkpoint.entries)
+    recipes = quantisation.apply([plain])
+    check_recipes(checkpoint, recipes, quantisation.unused(checkpoint))
     return matrix(StoredWeights(checkpoint, part_groups(recipes, {})).loaded(), "own.weight")
 
 

@@ -108,7 +108,7 @@ def test_json_is_the_whole_profile(gpu: dict[str, Any]) -> None:
     assert gpu["max_batch"] == 2 and gpu["speculative"].num_speculative_tokens == 1
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_of_several_gpus_each_tells_what_it_all_reduces(gpu: dict[str, Any]) -> None:
     shown = lowlat(*SMALL, "--tensor-parallel", 2, "--devices", "2,3")
     assert shown.exit_code == 0, shown.output

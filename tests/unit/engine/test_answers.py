@@ -162,6 +162,7 @@ def test_a_chat_is_parsed_and_its_answer_goes_into_the_next_turn(runtime: Runtim
         (PROMPT, {"tool_choice": "none"}, "tool_choice is for chat messages"),
         (PROMPT, {"params": {"max_tokens": 3}}, "params must be SamplingParams"),
         ([], {}, "the prompt is empty"),
+        (5, {}, "the prompt must be text or a sequence of token ids, got int"),
         ([{"content": "x"}], {}, "chat messages: Object missing required field `role`"),
         ([{"role": "user", "content": "x"}], {"tools": [{}]}, r"tools\[0\] must be"),
         (
@@ -181,6 +182,18 @@ def test_what_cannot_be_served_is_refused_to_its_caller_alone(
         with pytest.raises(RequestError, match=words):
             asyncio.run(runtime.agenerate(prompt, **options))
         assert len(other.answer().token_ids) == 20
+
+
+def test_the_usual_length_is_what_the_context_has_room_for(runtime: Runtime) -> None:
+    """Where neither max_tokens nor params say it: a prompt near the context's end is answered all the same."""
+    room, prompt = 3, [5] * (runtime.config.max_context - 3)
+    assert len(runtime.generate(prompt, ignore_eos=True).token_ids) == room
+    given: Any = iter(prompt)  # read once, whatever asks for its length
+    assert len(asyncio.run(runtime.agenerate(given, max_tokens=room, ignore_eos=True)).token_ids) == room
+    with pytest.raises(RequestError, match=r"max_tokens 256 exceed \d+ \(max_context\)"):
+        runtime.generate(prompt, SamplingParams())
+    with pytest.raises(RequestError, match=rf"and max_tokens 1 exceed {runtime.config.max_context} "):
+        runtime.generate([5] * runtime.config.max_context)
 
 
 def test_leaving_a_stream_cancels_it(runtime: Runtime) -> None:

@@ -34,7 +34,7 @@ def test_as_many_blocks_fit_on_a_multiprocessor_as_a_plan_says(compiled: Compile
     [
         wide((8, 0), 256, 4, False),
         wide(HOPPER, 256, 1, False),
-        later(HOPPER, 256, 4, True),
+        wide(HOPPER, 256, 4, True),
         wide((12, 0), 256, 4, True),
         wide((8, 0), 512, 4, True),
         wide(HOPPER, 512, 1, True),

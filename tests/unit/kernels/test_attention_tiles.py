@@ -64,7 +64,7 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None, num_blocks: int) -
     ("lengths", "masks", "options"),
     [
         wide([290, 70], chain(2), {}),
-        ([70], tree(4, 2), {"group": 5}),
+        wide([70], tree(4, 2), {"group": 5}),
         ([60], tree(4, 4), {"window": 100, "group": 5, "live": [1, 1, 0, 1]}),
         wide([330], chain(3), {"window": 65, "keep_first": 70, "first": 1}),
         wide([300], tree(2, 1), {"window": 257, "tail": 8}),

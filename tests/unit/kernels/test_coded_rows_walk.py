@@ -7,6 +7,7 @@ import torch
 from gpu_arithmetic import e4m3_code
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
+from stages import wide
 from walked_groups import walkable_groups
 
 from lowlat.errors import ShapeError
@@ -95,7 +96,7 @@ def fp8_weight(width: int, depth: int, order: torch.Tensor) -> tuple[PackedMatri
         (64, 40, 256, (1, 2), (64, 1, 2, False)),
         (128, 136, 256, (2, 1), (128, 1, 2, True)),
         (128, 136, 512, (1, 4), (128, 2, 2, False)),
-        (256, 264, 384, (2, 2), (256, 1, 2, False, 2, 80)),
+        wide(256, 264, 384, (2, 2), (256, 1, 2, False, 2, 80)),
     ],
 )
 @pytest.mark.second

@@ -146,7 +146,7 @@ def check_instructions(capability: tuple[int, int], kernel: Kernel, ptx: str) ->
         assert not vote or "bar.warp.sync" in before, "a barrier that votes wants whole warps"
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_moe_in_parts_of_one_step_finds_the_next_unit() -> None:
     """Where the assembler counts twice, if a unit's number is not `varying`: with bf16 weights, in such parts alone."""
     moe, top_k = make_moe(4, 2880, 2880, quantised=False), 4

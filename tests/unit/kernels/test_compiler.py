@@ -268,7 +268,7 @@ def test_types_that_are_known_change_no_code(monkeypatch: pytest.MonkeyPatch) ->
     assert made() == known
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_what_tests_of_a_gpu_launch_is_compiled_without_one(tmp_path: Path, repository: Path) -> None:
     """By `pytest --compile-only`: nothing is asserted, launched or failed."""
     options = ("-p", "no:cacheprovider", "-W", "ignore", "--assert=plain", "-s", "--basetemp", str(tmp_path / "base"))

@@ -7,9 +7,10 @@ import pytest
 import torch
 from expert_cases import choices
 from kernel_walk import Walker, walkable
+from stages import later
 
 from lowlat.kernels.formats import BF16
-from lowlat.kernels.moe.plan import DOWN, ExpertShape, plan_experts
+from lowlat.kernels.moe.plan import DOWN, ExpertShape, parts_of, plan_experts
 from lowlat.kernels.toolchain.kernel import H200
 
 NAMES = ("moe.plan", "moe.decode.expert_list")
@@ -35,8 +36,8 @@ def list_units(ids: torch.Tensor, top_k: int) -> list[tuple[int, list[int]]]:
         def listing(source: int, count: int, target: int) -> None:
             ptx.wait_for_previous_kernel()
             area, thread = ptx.shared_address(cuda.shared.array(shape=0, dtype=torch.float32)), cuda.threadIdx.x
-            if thread < count:
-                ptx.store_shared_u32(area + 4 * thread, ptx.load_global_i32(source + 4 * thread) & 0xFFFFFFFF)
+            for pair in range(thread, count, plan.threads):
+                ptx.store_shared_u32(area + 4 * pair, ptx.load_global_i32(source + 4 * pair) & 0xFFFFFFFF)
             cuda.syncthreads()
             units = list_them(area, count, thread)
             for word in range(thread, plan.list_bytes // 4, plan.threads):
@@ -69,6 +70,18 @@ def test_units_come_in_the_order_of_their_first_pairs(rows: int, top_k: int, kin
     if kind != "apart":
         ids[:, -1] = torch.where(ids[:, -1] < 0, -1, experts)
     list_units(ids.contiguous(), top_k)
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(40, "dead"), later(70, "random")])
+def test_a_thread_lists_several_pairs(rows: int, kind: str) -> None:
+    list_units(choices(kind, rows, 9, 12).contiguous(), 9)
+
+
+def test_launches_of_many_rows_are_few_and_even() -> None:
+    """Of up to 128 rows and 1024 pairs; a usual launch has 64 rows and 256 pairs."""
+    counts = {top_k: [count for _, count in parts_of(128, top_k, many=True)] for top_k in (4, 8, 9, 11)}
+    assert counts == {4: [128], 8: [128], 9: [64, 64], 11: [64, 64]}
+    assert [count for _, count in parts_of(128, 8)] == [32] * 4 and [*parts_of(20, 8, many=True)] == [*parts_of(20, 8)]
 
 
 def test_no_units_of_dead_rows() -> None:

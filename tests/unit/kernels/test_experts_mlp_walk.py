@@ -77,6 +77,20 @@ def test_every_row_takes_a_shared_expert_too(
 
 
 @pytest.mark.wide
+def test_many_rows_are_one_launch() -> None:
+    """With the bits of several: more pairs than a block has threads."""
+    rows, top_k = 70, 4
+    moe, logits = make_moe(6, 64, 32, quantised=False), make_logits("random", rows, 6)
+    found = [moe.arguments(moe.rows(rows), top_k) for _ in range(2)]
+    found[1]["x"] = found[0]["x"]
+    found[1]["residual"] = found[0]["residual"]
+    for given, many in zip(found, (True, False), strict=True):
+        walk(Walker(True), given, TopKRouting(logits), 3, early=True, many=many)
+    moe.check(found[0])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in ("expert_ids", "partials", "total"))
+
+
+@pytest.mark.wide
 def test_gpus_add_up_their_parts_of_every_expert() -> None:
     """Two GPUs with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
     rows, top_k, gpus, hidden = 3, 2, 2, 72

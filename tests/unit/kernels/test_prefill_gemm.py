@@ -7,7 +7,7 @@ import torch
 from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
 from quantised_layers import random_parts
-from stages import later
+from stages import later, wide
 from walked_groups import walkable_groups
 
 from lowlat.errors import ShapeError
@@ -102,7 +102,7 @@ def packed_weight(name: str, width: int, depth: int, order: torch.Tensor) -> tup
         ("fp8", 256, 136, 200, (2, 2), (256, 1, 3, True, 2)),
         ("nvfp4", 128, 264, 240, (2, 2), (128, 1, 2, True)),
         ("fp8_block", 128, 136, 120, (1, 2), (128, 2, 2, False)),
-        ("bf16", 512, 264, 200, (4, 1), (256, 1, 2, False, 2, 80)),
+        wide("bf16", 512, 264, 200, (4, 1), (256, 1, 2, False, 2, 80)),
         ("fp8", 256, 136, 200, (2, 2), (256, 1, 2, False, 1, 80)),
     ],
 )

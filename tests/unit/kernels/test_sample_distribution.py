@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sampling_cases import World
 from stages import later, wide
-from unit.kernels.sampling import World
 
 from lowlat.kernels.reference.sampling.random import philox
 from lowlat.kernels.reference.sampling.sample import keep
@@ -28,7 +28,7 @@ def p_value(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 1.0},
+        wide({"temperature": 1.0}),
         wide({"temperature": 0.6, "top_k": 11}),
         later({"temperature": 1.2, "top_k": 30, "top_p": 0.9, "min_p": 0.03}),
     ],
@@ -61,7 +61,7 @@ def check_draws_under_a_mask(draw: Callable[[World, torch.Tensor], torch.Tensor]
     assert p_value(counts, torch.softmax(left.double(), 0)) > 1e-3
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_draws_under_a_mask_follow_what_it_leaves() -> None:
     check_draws_under_a_mask(lambda world, logits: torch.tensor(world.draw(logits, [0])[0]), seed=11)
 

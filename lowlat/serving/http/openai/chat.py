@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,6 +21,7 @@ from lowlat.serving.http.openai.schema import (
     GrowingChatRequest,
     check_growing,
     decode,
+    decoder_of,
     unsupported,
 )
 from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
@@ -32,8 +32,8 @@ from lowlat.serving.http.uploads import Lines, feed, is_lines
 __all__ = ["call_of", "chat_completions", "chat_messages", "check_template", "text_of"]
 
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
-_DECODER = msgspec.json.Decoder(ChatRequest)
-_GROWING = msgspec.json.Decoder(GrowingChatRequest)
+_DECODER = decoder_of(ChatRequest)
+_GROWING = decoder_of(GrowingChatRequest)
 
 
 async def chat_completions(request: Request) -> Response:

@@ -20,6 +20,7 @@ from lowlat.serving.http.openai.schema import (
     GrowingCompletionRequest,
     check_growing,
     decode,
+    decoder_of,
     unsupported,
 )
 from lowlat.serving.http.openai.structured import structured_options
@@ -31,8 +32,8 @@ __all__ = ["completions"]
 
 MAX_COMPLETIONS = 4096  # of one request; MAX_AT_ONCE are under way
 DEFAULT_TOKENS = 16  # OpenAI's
-_DECODER = msgspec.json.Decoder(CompletionRequest)
-_GROWING_DECODER = msgspec.json.Decoder(GrowingCompletionRequest)
+_DECODER = decoder_of(CompletionRequest)
+_GROWING_DECODER = decoder_of(GrowingCompletionRequest)
 
 
 async def completions(request: Request) -> Response:

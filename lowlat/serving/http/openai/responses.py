@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,6 +22,7 @@ from lowlat.serving.http.openai.schema import (
     ResponseFormat,
     Tool,
     decode,
+    decoder_of,
     unsupported,
 )
 from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
@@ -31,7 +31,7 @@ from lowlat.serving.http.streaming import read_body, respond
 
 __all__ = ["responses"]
 
-_DECODER = msgspec.json.Decoder(ResponsesRequest)
+_DECODER = decoder_of(ResponsesRequest)
 
 
 async def responses(request: Request) -> Response:

@@ -4,6 +4,7 @@ A field of the type None is one that is not served: null says nothing and is tak
 unknown fields are refused, too.
 """
 
+import codecs
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -36,6 +37,7 @@ __all__ = [
     "ToolCall",
     "check_growing",
     "decode",
+    "decoder_of",
     "unsupported",
 ]
 
@@ -343,15 +345,22 @@ class GrowingCompletionRequest(CompletionRequest, kw_only=True):
     max_prompt_tokens: int | None = None
 
 
+def decoder_of(kind: type[Body]) -> "msgspec.json.Decoder[Body]":
+    """A decoder of bodies of this kind; as other servers' do, it takes 8.0 and "8" for a number, and 1 for true."""
+    return msgspec.json.Decoder(kind, strict=False)
+
+
 def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
     """A body, checked. Raises ApiError that names the parameter."""
     try:
-        return decoder.decode(data)
+        return decoder.decode(data.removeprefix(codecs.BOM_UTF8))
     except RecursionError:
         raise ApiError(400, "the body is nested too deep", code="nesting") from None
     except msgspec.ValidationError as error:
         raise _refusal(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not in UTF-8: {error.reason}", code="json") from None
+    except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error!s:.200}", code="json") from None
 
 

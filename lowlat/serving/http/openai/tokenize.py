@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -11,7 +10,7 @@ from lowlat.ipc.prompts import Prompt
 from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.chat import chat_messages, check_template
-from lowlat.serving.http.openai.schema import ChatMessage, Tool, decode, unsupported
+from lowlat.serving.http.openai.schema import ChatMessage, Tool, decode, decoder_of, unsupported
 from lowlat.serving.http.openai.structured import Calling
 from lowlat.serving.http.streaming import read_body
 
@@ -48,8 +47,8 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
 
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+_TOKENIZE = decoder_of(TokenizeRequest)
+_DETOKENIZE = decoder_of(DetokenizeRequest)
 
 
 async def tokenize(request: Request) -> Response:

@@ -25,6 +25,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "drafts": ("plain", "fp8"),  # the draft model's weights
     "cache": ("plain", "fp8"),
     "ranks": ("1", "2"),
+    "slots": ("few", "many"),  # more than eight
     "grammar": ("free", "bound"),
     "sampling": ("greedy", "logprobs", "penalised"),
     "prefix": ("cold", "reused"),
@@ -107,6 +108,9 @@ RULES = (
     Rule({"partial": ("lossy", "lossless"), "shape": ADAPTIVE}, "enable_specpv goes with a fixed number of drafts"),
     Rule({"partial": ("lossless",), "shape": TREES}, "specpv_lossless goes with chains"),
     Rule({"partial": ("lossy", "lossless"), "ranks": ("2",)}, "enable_specpv is not implemented for tensor_parallel"),
+    Rule({"slots": ("many",), "shape": TREES}, "is not implemented for max_batch"),
+    Rule({"slots": ("many",), "partial": ("lossy", "lossless")}, "enable_specpv is not implemented for max_batch"),
+    Rule({"slots": ("many",), "ranks": ("2",)}, "max_batch .* is not implemented for tensor_parallel_size 2"),
     Rule({"partial": ("lossless",), "grammar": ("bound",)}, "draw under no grammar's masks"),
     Rule({"prompt": ("growing",), "grammar": ("bound",)}, None),  # the table's grammar comes with a whole prompt
 )

@@ -205,6 +205,10 @@ class FakeDevice:
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         self.inner.write_state(values)
 
+    def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
+        self.synchronize()
+        return self.inner.peek(buffers)
+
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         self.synchronize()
         self.log.append(("clear", *blocks))

@@ -56,6 +56,12 @@ def fp8(rng: np.random.Generator, rows: int, columns: int, per: str, name: str =
     return {"weight": torch.from_numpy(codes).view(torch.float8_e4m3fn), name: stored}, e4m3(codes) * wide
 
 
+def static(parts: dict[str, torch.Tensor], values: np.ndarray) -> Layer:
+    """The same with a scale of activations next to its own, both of no dimension, as Ministral 3's files have them."""
+    flat = {"weight_scale_inv": parts["weight_scale_inv"].reshape(()), "activation_scale": torch.tensor(0.3)}
+    return parts | flat, values
+
+
 @dataclass(frozen=True)
 class Drawn:
     """Random codes, zero points and scales of groups of inputs, and the numbers that they stand for."""
@@ -158,6 +164,10 @@ LAYOUTS: Mapping[str, tuple[dict[str, Any], Make]] = {
     "fp8-block": (
         {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
         partial(fp8, per="block", name="weight_scale_inv"),
+    ),
+    "fp8-static": (
+        {"quant_method": "fp8", "activation_scheme": "static", "dequantize": False, "weight_block_size": None},
+        lambda rng, rows, columns: static(*fp8(rng, rows, columns, "tensor", "weight_scale_inv")),
     ),
     "w4a16-32": (compressed("pack-quantized", **INT4, group_size=32), partial(packed, group=32, symmetric=True)),
     "w4a16-zeros": (

@@ -17,9 +17,9 @@ from lowlat.ipc.server import Server
 from lowlat.options.request import StepOutput
 from lowlat.serving.engine import RuntimeEngine
 
-__all__ = ["HEAD", "TARGET", "ServedModel", "alone", "load_bundled", "load_small", "served_model"]
+__all__ = ["HEAD", "TARGET", "ServedModel", "alone", "load_bundled", "load_small", "served_model", "small_pair"]
 
-TARGET = Path(__file__).parents[1] / "lowlat" / "demo" / "target"
+TARGET = Path(__file__).parents[2] / "lowlat" / "demo" / "target"
 HEAD = TARGET.with_name("head")
 
 
@@ -30,21 +30,22 @@ def load_bundled(**options: Any) -> Runtime:
 
 def load_small(**options: Any) -> Runtime:
     """A random pair of two layers, with 97 tokens and no text, which steps in a seventh of the bundled one's time."""
-    return _load(_small_pair(), options)
+    return _load(small_pair(), options)
 
 
 @cache
-def _small_pair() -> PairPaths:
+def small_pair() -> PairPaths:
+    """The files of that pair."""
     folder = tempfile.TemporaryDirectory(prefix="lowlat-")
     atexit.register(folder.cleanup)
     return make_pair(Path(folder.name), "llama")
 
 
 def _load(pair: PairPaths, options: dict[str, Any]) -> Runtime:
-    options = {"max_batch": 3, "max_context": 256, "device": "cpu", **options}
-    return Runtime.load(
-        pair.target, SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True), **options
+    draft = SpeculativeConfig(
+        model=options.pop("head", pair.head), num_speculative_tokens=3, strict=options.pop("strict", True)
     )
+    return Runtime.load(pair.target, draft, **{"max_batch": 3, "max_context": 256, "device": "cpu", **options})
 
 
 def alone(runtime: Runtime, prompt: Sequence[int], **sampling: Any) -> tuple[int, ...]:

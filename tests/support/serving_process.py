@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Serving", "serving", "serving_environment"]
+__all__ = ["Serving", "gateway_of", "serving", "serving_environment"]
 
 START_S = 240.0  # on a GPU kernels may have to be compiled first, next to other tests that do
 KEPT = ("LOWLAT_KERNEL_CACHE",)
@@ -73,3 +73,12 @@ def _await_ready(process: "subprocess.Popen[str]", log: Path) -> dict[str, Any]:
     ready: dict[str, Any] = json.loads(line)
     assert ready["event"] == "ready"
     return ready
+
+
+def gateway_of(server: int) -> int:
+    """The process of a server's gateway."""
+    children = Path(f"/proc/{server}/task").glob("*/children")
+    for pid in (int(pid) for file in children for pid in file.read_text().split()):
+        if b"--parent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    raise AssertionError("no gateway")

@@ -1,0 +1,28 @@
+"""Paths as clients mean them: base URLs are put before them in more than one way."""
+
+import re
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+__all__ = ["Paths", "plain_path"]
+
+_AUTHORITY = re.compile(r"https?://[^/]*", re.IGNORECASE)
+_SLASHES = re.compile("/{2,}")
+
+
+def plain_path(path: str) -> str:
+    """A path without what may stand before it (a scheme and a host, as proxies send it), and without empty parts."""
+    return _SLASHES.sub("/", _AUTHORITY.sub("", path, count=1)).rstrip("/") or "/"
+
+
+class Paths:
+    """Gives an application plain paths: no redirect is needed, whose address would be wrong after a proxy with TLS."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if scope["type"] == "http" and (plain := plain_path(path)) != path:
+            scope = {**scope, "path": plain}
+        await self._app(scope, receive, send)

@@ -1,0 +1,23 @@
+"""The bytes of weights that a step's operation must read: few rows of a table, the experts that rows chose, or all."""
+
+from collections.abc import Mapping
+
+from lowlat.graphs.program import Op
+
+__all__ = ["EXPERT_OPS", "weight_bytes"]
+
+EXPERT_OPS = ("experts_gate_up", "experts_down")
+# operations that read some rows of a table
+FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs", "walk_candidates")
+
+
+def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> float:
+    """Bytes of the weights that an operation reads.
+
+    sizes          bytes of weights as operations name them, of a quantised matrix those of all its parts
+    experts_share  of a layer's experts that rows choose
+    """
+    if op.kind in FEW_ROWS:
+        return 0.0
+    share = experts_share if op.kind in EXPERT_OPS else 1.0
+    return share * sum(sizes.get(name, 0) for name in op.weights.values())

@@ -1,0 +1,165 @@
+"""Draft lengths priced by the experts that rows choose: what is counted, what that gains, and what a runtime learns."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from draft_length_replay import Replay, speeds
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_models import make_target
+
+from lowlat.engine.expert_prices import LOOKS
+from lowlat.engine.runtime import Runtime
+from lowlat.models.layer_spec import ExpertsSpec
+from lowlat.options.request import SamplingParams
+from lowlat.options.speculative import SpeculativeConfig
+from lowlat.step.draft_length_costs import StepCosts
+from lowlat.step.expert_counts import ExpertCounts, chosen_rows
+
+EXPERTS = ExpertsSpec(num_experts=128, num_experts_per_token=4, inner_size=64)
+BATCHES, LENGTHS = (1, 2, 4, 8), 7
+UNIFORM = {slots: [EXPERTS.expected_distinct(slots * rows) for rows in range(1, LENGTHS + 2)] for slots in BATCHES}
+
+
+def step(source: random.Random, slots: int, rows: int, near: float) -> list[list[int]]:
+    """Rows of a step: each expert of a row is, with a chance, one of the row before, else any."""
+    found = []
+    for _ in range(slots):
+        chosen: list[list[int]] = []
+        for _ in range(rows):
+            own: set[int] = set()
+            while len(own) < 4:
+                kept = chosen and source.random() < near
+                own.add(source.choice(chosen[-1]) if kept else source.randrange(128))
+            chosen.append(sorted(own))
+        found.append([sum(1 << each for each in row) for row in chosen])
+    return found
+
+
+@given(st.lists(st.lists(st.sets(st.integers(0, 20), min_size=1), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_every_number_of_slots_and_rows_of_a_step_is_counted(sets: list[list[set[int]]]) -> None:
+    counts, width = ExpertCounts(UNIFORM), max(map(len, sets))
+    ids = torch.full((len(sets) + 1, width, 21), -1)
+    for slot, rows in enumerate(sets):
+        for row, each in enumerate(rows):
+            ids[slot, row, : len(each)] = torch.tensor(sorted(each))
+    found = chosen_rows(ids.view(-1, 21), len(sets) + 1, [*range(len(sets)), -1])
+    assert [len(each) for each in found] == [len(each) for each in sets]
+    counts.see(found)
+    for slots in BATCHES:
+        expected = counts.expected(slots)
+        for num_rows in range(1, min(map(len, sets)) + 1):
+            if slots <= len(sets):
+                seen = {each for rows in sets[:slots] for row in rows[:num_rows] for each in row}
+                assert expected[num_rows - 1] == len(seen)
+
+
+@pytest.mark.parametrize(("near", "slots", "rows"), [(0.0, 4, 4), (0.7, 1, 4), (0.7, 4, 2), (1.0, 1, 2)])
+def test_steps_that_were_seen_tell_of_longer_and_larger_ones(near: float, slots: int, rows: int) -> None:
+    """Better than what was known before, which holds of a router that spreads rows evenly."""
+    source, counts = random.Random(7), ExpertCounts(UNIFORM)
+    for _ in range(200):
+        counts.see(step(source, slots, rows, near))
+    for batch in (1, 4):
+        true = [0.0] * (LENGTHS + 1)
+        for _ in range(100):
+            union = [0] * (LENGTHS + 1)
+            for each in step(source, batch, LENGTHS + 1, near):
+                seen = 0
+                for row, chosen in enumerate(each):
+                    seen |= chosen
+                    union[row] |= seen
+            true = [mean + each.bit_count() / 100 for mean, each in zip(true, union, strict=True)]
+        learnt = counts.expected(batch)
+        off = [abs(one - other) for one, other in zip(learnt, true, strict=True)]
+        before = [abs(one - other) for one, other in zip(UNIFORM[batch], true, strict=True)]
+        if near:
+            assert sum(off) < (0.7 if batch > slots or near == 1.0 else 0.4) * sum(before), (batch, learnt, true)
+        else:
+            assert max(off) < 0.06 * max(true)
+
+
+# ms of gpt-oss-120b on an H200 at 32K: S = 0, and S = 3 of 14.0 experts and of 4.0, between which lie those of others
+PLAIN_MS, DRAFT_MS, EXPERT_MS = 2.05, 0.25, 0.111
+
+
+def times_of(experts: Sequence[float]) -> list[float]:
+    """Microseconds by draft length, of rows that choose so many experts by their number."""
+    times = [PLAIN_MS + DRAFT_MS * length + EXPERT_MS * (each - 4.0) for length, each in enumerate(experts)]
+    return [1000 * each for each in (*times, PLAIN_MS + 0.06)]
+
+
+@pytest.mark.second
+def test_prices_of_the_experts_that_rows_choose_gain_what_others_lose() -> None:
+    """Of random texts, whose rows choose at random, prices are too high for texts whose rows choose alike."""
+    alike = [4.0, 6.3, 8.3, 10.0, 11.5, 12.9, 14.2, 15.4]
+    costs = StepCosts(times_of(UNIFORM[1]), [0.0] * 9, [*UNIFORM[1], 4.0], 1000 * EXPERT_MS)
+    true = times_of(alike)
+    assert costs.choosing(alike).base == pytest.approx(true)
+    gains = []
+    for chance in (0.65, 0.92):
+        spent = []
+        for known in (costs.base, true):
+            replay = Replay(true, known)
+            speeds(replay, coins(chance, 5))  # what is right is learnt first
+            spent.append(speeds(replay, coins(chance, 7))[0])
+        gains.append(spent[1] / spent[0] - 1)
+    assert min(gains) > 0.02 and max(gains) > 0.05, gains
+
+
+def coins(chance: float, seed: int) -> list[list[int]]:
+    """A text at each of whose positions drafts are right until a coin says no."""
+    source = random.Random(seed)
+    return [[next((n for n in range(LENGTHS) if source.random() >= chance), LENGTHS) for _ in range(800)]]
+
+
+def loaded(directory: Path, alike: bool, **options: Any) -> Runtime:
+    """A small target whose router spreads its rows, or has all choose alike; drafts are copies of its text."""
+    make_target(directory, "gpt_oss", num_local_experts=16, num_experts_per_tok=2)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    for name in [each for each in weights if ".router." in each]:
+        if alike:
+            weights[name] = torch.zeros_like(weights[name]) if name.endswith("weight") else torch.arange(16.0)
+        elif name.endswith("weight"):
+            weights[name] = torch.randn(weights[name].shape)
+    save_file({name: each.contiguous() for name, each in weights.items()}, path, metadata={"format": "pt"})
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive_width=True)
+    return Runtime.load(directory, speculative, device="cpu", max_batch=2, max_context=128, block_size=16, **options)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_runtime_learns_what_its_router_does(alike: bool, tmp_path: Path) -> None:
+    with loaded(tmp_path, alike) as runtime:
+        costs, state = runtime._steps._learner._costs, runtime.executor.state  # type: ignore[union-attr]
+        before = state["draft_length_costs"].clone()
+        for bucket, each in costs.items():
+            assert each.experts == [
+                pytest.approx(16 * (1 - (14 / 16) ** (bucket.batch * rows))) for rows in (1, 2, 3, 4, 1)
+            ]
+        for seed in range(2):
+            runtime.submit([5, 6, 7, 8] * 4, SamplingParams(max_tokens=40, ignore_eos=True, seed=seed))
+        num_steps = 0
+        while runtime.busy and num_steps < 3 * LOOKS:
+            runtime.step()
+            num_steps += 1
+        found = runtime.summary()["experts_by_rows"]
+        assert all(2.0 <= each <= 16.0 for each in found["1"]) and found["1"][0] == 2.0
+        told = state["draft_length_costs"]
+        expected = runtime._steps._learner._counts.expected(1)  # type: ignore[union-attr]
+        assert expected[3] == 2.0 if alike else expected[3] > 3.0
+        if alike:
+            longest, shortest = told[0, 0, 3] / before[0, 0, 3], told[0, 0, 0] / before[0, 0, 0]
+            assert longest < shortest, "drafts are cheaper than where rows choose at random"
+
+
+def test_costs_stay_where_nothing_is_to_be_chosen() -> None:
+    costs = StepCosts([1.0, 2.0], [0.0, 0.0], [4.0, 4.0], 0.5)
+    assert costs.choosing([4.0]) == replace(costs, experts=(4.0, 4.0))
+    assert costs.choosing([0.0]).base == [0.1, 0.2], "a step costs something"
