@@ -19,7 +19,7 @@ from lowlat.step.variants import PROPOSED, WIDE
 
 __all__ = ["ForcedSteps"]
 
-# Llama-8B's shape on one H200: a step of 32 rows takes a third longer than one of 16, and that is no longer than one of 8
+# Llama-8B's shape on one H200: a step of 32 rows takes a third longer than one of 16, and that no longer than one of 8
 # which drafts 7. A slot gets 3 to 5 tokens of a usual step: two more should pay for either.
 GAIN = 2  # tokens that a wider step must verify more for each slot
 PATIENCE = 16  # steps of a slot without a long forced text, from which on steps are launched ahead again
