@@ -1,7 +1,7 @@
 """The time that serving adds to a token: clients over ipc next to the engine alone, in turns, with steps of one length.
 
     python -m pytest bench/test_ipc.py --serving-out bench/results/cpu/serving.json
-    PYTHONPATH=tests python -m bench.serving bench/results/cpu/serving.json
+    PYTHONPATH=tests/support python -m bench.serving bench/results/cpu/serving.json
 
 The first measures, the second prints the table. The server is another process; its engine sleeps for a step, without
 the GIL, as a device's step does. A round asks for a few tokens in every way, in an order by chance: of the
@@ -48,7 +48,7 @@ while True:
         time.sleep(step_s)
     router.send_multipart(message)
 """
-SERVER = Path(__file__).parents[1] / "tests" / "fake_server.py"
+SERVER = Path(__file__).parents[1] / "tests" / "support" / "fake_server.py"
 BARE_BYTES = 48
 
 Times = list[list[float]]

@@ -46,6 +46,7 @@ GROUPS: dict[str, tuple[Page, ...]] = {
             (Part(USING, ("", "Models and commands", "What it runs")), Part("lowlat/models/README.md")),
         ),
         _page("speculators", None, "lowlat/speculators/README.md"),
+        _page("specpv", None, "lowlat/speculators/SPECPV.md"),
         _page("embed", "In a process", USING, "In a process"),
         Page("serve", "Serving", (Part(USING, ("From other processes", "Over HTTP")),)),
         _page("http", None, "lowlat/serving/http/README.md"),
@@ -74,8 +75,8 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         *(
             _page(f"kernels-{name}", None, f"kernels/notes/{name}.md")
             for name in (
-                *("attention", "bookkeeping", "collectives", "compiling", "decode-gemm", "experts", "lowering"),
-                *("many-slots", "plans", "prefill", "recurrent"),
+                *("attention", "bookkeeping", "collectives", "compiling", "decode-gemm", "experts", "flash-attention"),
+                *("lowering", "many-slots", "plans", "prefill", "prefill-gemm", "recurrent", "router"),
             )
         ),
     ),

@@ -116,8 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     selected = str(config.getoption("markexpr"))
     later = {stage for stage in ("second", "wide") if stage not in selected}
     if not any("::" in argument for argument in config.args):
-        left = [item for item in items if any(mark.name in later for mark in item.iter_markers())]
-        items[:] = [item for item in items if not any(mark.name in later for mark in item.iter_markers())]
+        left = [item for item in items if _stage_of(item) in later]
+        items[:] = [item for item in items if _stage_of(item) not in later]
         config.hook.pytest_deselected(items=left)
     import torch  # here: the process that only hands tests out needs none
 
@@ -133,6 +133,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
     alone = {item.path for item in items if _is_alone(item)}
     items.sort(key=lambda item: _turn(item.path, item.path in alone))  # of one file they stay as they are
+
+
+def _stage_of(item: pytest.Item) -> str:
+    """The last stage that an item is marked for: a case of wide runs may be one of a test of the second stage."""
+    return next((stage for stage in ("wide", "second") if item.get_closest_marker(stage) is not None), "first")
 
 
 def _turn(file: Path, alone: bool) -> int:

@@ -70,7 +70,7 @@ def make_request(
     text: str | None = None
     messages: list[Message] | None = None
     body: bytes | None = None
-    if prompt is None:
+    if prompt is None and is_open:
         pass
     elif isinstance(prompt, str):
         text = prompt

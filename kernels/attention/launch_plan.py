@@ -11,7 +11,7 @@ from itertools import chain, product
 
 from lowlat.kernels.attention.limits import HEAD_DIM
 from lowlat.kernels.attention.plan import MAX_WARP_DIM
-from lowlat.kernels.toolchain.kernel import Gpu
+from lowlat.kernels.toolchain.kernel import HOPPER, Gpu
 from lowlat.kernels.tuning.table import Knobs, Planned, choose_plan
 
 __all__ = [
@@ -47,7 +47,6 @@ MOST_BLOCKS = 3  # but of codes and few query rows, which have fewer sums
 FEW_ROWS = 8
 LONG_SPLIT = 512
 MANY_WINDOWS = 0.9  # of half the SMs: reading so many windows again for each tile of rows is dear
-HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)

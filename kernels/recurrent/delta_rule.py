@@ -9,7 +9,7 @@ from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.recurrent.delta_step import HeadSizes, StepSizes, make_step
 from lowlat.kernels.recurrent.limits import KEY_DIM, TAPS, VALUE_DIM
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, HOPPER, Argument, Gpu, Kernel, KernelCall
 
 __all__ = [
     "check_heads",
@@ -23,7 +23,6 @@ __all__ = [
 ]
 
 MAX_ROWS = 32  # a slot
-CLUSTERS = (9, 0)  # the capability that brought them
 
 
 def check_heads(heads: HeadSizes) -> None:
@@ -36,7 +35,7 @@ def check_heads(heads: HeadSizes) -> None:
 
 def joins_blocks(heads: HeadSizes, gpu: Gpu) -> bool:
     """Whether the blocks of a head can share what its norm needs: there is one, or they are a cluster."""
-    return heads.parts == 1 or gpu.capability >= CLUSTERS
+    return heads.parts == 1 or gpu.capability >= HOPPER
 
 
 def check_taps(weight: torch.Tensor, channels: int) -> None:
@@ -194,7 +193,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         StepSizes(moe, 1, moe.channels + 4096, 11, 16, None, False, True),
         StepSizes(HeadSizes(2, 4, 32, 32), 4, 256 + 128, 7, 8, 1e-6, False, True),
     ]
-    if gpu.capability >= CLUSTERS:
+    if gpu.capability >= HOPPER:
         made += [
             StepSizes(moe, 1, moe.channels + 4096, 11, 16, 1e-6, False, True),
             StepSizes(dense, 4, dense.channels + 6144, 11, 16, 1e-6, False, True),

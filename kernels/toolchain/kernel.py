@@ -15,6 +15,7 @@ from lowlat.kernels.tuning.table import Planned, TuningTable
 
 __all__ = [
     "H200",
+    "HOPPER",
     "Argument",
     "Gpu",
     "Kernel",
@@ -27,6 +28,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+HOPPER = (9, 0)  # the compute capability of an H100 and an H200
 RESERVED_BYTES = 1024  # of shared memory, a block: what the driver takes from 8.0 on
 GRAIN = 128  # of shared memory
 H200_GB_S = 4850.0  # of memory; for GPUs that do not say
@@ -57,7 +59,7 @@ class Gpu:
     @property
     def suspends(self) -> bool:
         """Whether a warp that waits at a barrier in shared memory may be suspended."""
-        return self.capability >= (9, 0)
+        return self.capability >= HOPPER
 
     @property
     def read_gb_s(self) -> float:
@@ -73,7 +75,7 @@ class Gpu:
         return self.most_bytes(blocks + 1) + GRAIN
 
 
-H200 = Gpu(132, 227 * 1024, (9, 0))  # an H100 SXM's too
+H200 = Gpu(132, 227 * 1024, HOPPER)  # an H100 SXM's too
 
 
 def examples_for(gpu: Gpu, cases: Sequence[T], few: int) -> Sequence[T]:

@@ -21,6 +21,8 @@ with warnings.catch_warnings():
     from numba import cuda, float32, float64, int32, int64, uint32, uint64
     from numba.cuda import extending, types
 
+from lowlat.kernels.toolchain.kernel import HOPPER
+
 __all__ = [
     "SIMULATED",
     "compile_lto",
@@ -40,7 +42,6 @@ __all__ = [
 ]
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
-HOPPER = (9, 0)
 RARELY = (100_000, 50, 1000)  # Numba makes millions of small objects and keeps most: to look for cycles is in vain
 _functions: dict[Hashable, Any] = {}  # what `device_function` has made
 _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the device is replaced while it runs

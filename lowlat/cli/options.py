@@ -33,6 +33,7 @@ __all__ = [
     "depth_option",
     "draft_model_option",
     "given_options",
+    "has_bundled",
     "json_file_option",
     "json_flag",
     "parse_biases",
@@ -124,12 +125,24 @@ def bundled(part: str) -> Path:
     A checkout has the models next to the prompts; an installed lowlat has those of the wheel lowlat-demo-models.
     Raises ConfigError where neither is there.
     """
+    path = _bundled(part)
+    if path is None:
+        raise ConfigError(NO_DEMO_MODELS)
+    return path
+
+
+def has_bundled(part: str) -> bool:
+    """Whether a demo model's directory is there: see `bundled`."""
+    return _bundled(part) is not None
+
+
+def _bundled(part: str) -> Path | None:
     for package in ("lowlat.demo", "lowlat_demo_models"):
         spec = find_spec(package)
         for folder in () if spec is None else spec.submodule_search_locations or ():
             if (path := Path(folder).resolve() / part).exists():
                 return path
-    raise ConfigError(NO_DEMO_MODELS)
+    return None
 
 
 def declared_options(

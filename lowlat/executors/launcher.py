@@ -11,14 +11,13 @@ import torch
 from lowlat.errors import DeviceError, ShapeError
 from lowlat.graphs.launch import KernelLaunch, Launch, LibraryLaunch
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
-from lowlat.kernels.toolchain.kernel import Argument, Gpu, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import HOPPER, Argument, Gpu, Kernel, KernelCall
 from lowlat.kernels.tuning.choice import tuned_gpu
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.options.directories import cache_directory, tuning_directory, uses_tuning_tables
 
 __all__ = ["Launcher", "default_cache_directory"]
 
-HOPPER = (9, 0)
 _SCALARS: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "uint32": ctypes.c_uint32,

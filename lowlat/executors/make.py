@@ -33,10 +33,6 @@ __all__ = [
     "settle_executor",
 ]
 
-HOPPER = (9, 0)
-# where codes of rows are multiplied: positions of a chunk, rows and columns of a matrix are multiples of these
-CHUNK_UNIT, ROW_UNIT, COLUMN_UNIT = 64, 8, 128
-
 
 def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
     """Raise ConfigError for a context that the kernels' attention does not reach, in a layer without a window.
@@ -72,19 +68,24 @@ def refuse_codes(choice: DeviceChoice, ranks: Sequence["Rank"], chunk: int) -> N
                     shapes[op.weights["weight"]] = ends[0].shape[1], ends[1].shape[1]
     if not shapes or not choice.has_kernels:
         return
+    from lowlat.kernels.gemm.prefill.arranged import arranged_gemm  # which loads the kernels
+    from lowlat.kernels.toolchain.kernel import H200
+
     capability = torch.cuda.get_device_capability(choice.device)
-    if capability != HOPPER:
+    gemm = arranged_gemm(replace(H200, capability=capability))
+    if gemm is None:
         raise ConfigError(
             f"activations 'fp8' is for GPUs of capability 9.0, and {choice.device} has "
             f"{capability[0]}.{capability[1]}; leave it out, or use executor 'reference'"
         )
-    if chunk % CHUNK_UNIT:
-        raise ConfigError(f"activations 'fp8' needs a prefill_chunk that is a multiple of {CHUNK_UNIT}, got {chunk}")
+    if chunk % gemm.rows:
+        raise ConfigError(f"activations 'fp8' needs a prefill_chunk that is a multiple of {gemm.rows}, got {chunk}")
     for name, (rows, columns) in shapes.items():
-        if rows % ROW_UNIT or columns % COLUMN_UNIT:
+        if rows % gemm.width or columns % gemm.code_width:
             raise ConfigError(
-                f"activations 'fp8' is multiplied by kernels of matrices of a multiple of {ROW_UNIT} rows and "
-                f"{COLUMN_UNIT} columns, and {name} is {rows} x {columns}; leave it out, or use executor 'reference'"
+                f"activations 'fp8' is multiplied by kernels of matrices of a multiple of {gemm.width} rows and "
+                f"{gemm.code_width} columns, and {name} is {rows} x {columns}; leave it out, or use executor "
+                "'reference'"
             )
 
 

@@ -14,7 +14,7 @@ from lowlat.lowering.gemm_fusions import GEMM_FUSIONS
 from lowlat.lowering.linear import LINEAR_FUSIONS
 from lowlat.lowering.moe_fusions import MOE_FUSIONS
 from lowlat.lowering.operations import early_reads, lower_alone, operation_layouts
-from lowlat.lowering.prefill_gemm import PREFILL_FUSIONS
+from lowlat.lowering.prefill_fusions import PREFILL_FUSIONS
 from lowlat.lowering.recurrent_fusions import RECURRENT_FUSIONS
 from lowlat.lowering.row_fusions import ROW_FUSIONS
 from lowlat.lowering.step_fusions import STEP_FUSIONS

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[1] / "support"
 MAX_GROWTH = 0.01
 MAX_P99_CHANGE = 0.05
 KINDS = ("without", "elsewhere", "with")

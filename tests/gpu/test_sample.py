@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_cases import World
 from selection_cases import Memory, best_pairs, draw_scores, make_world
-from unit.kernels.sampling import World
 from unit.kernels.test_sample_distribution import check_draws_under_a_mask
 
 from lowlat.executors.launcher import Launcher

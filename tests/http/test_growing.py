@@ -20,10 +20,12 @@ from fake_engine import FakeCodec, FakeEngine, expected_tokens
 from gateway import KEY, RunningGateway, gateway_at, running_gateway
 from served import Served, eventually
 from served_model import alone, load_bundled, served_model
+from tiny_chat import make_chat_model
 from unit.test_open_prompts import PIECES, codec_of, cut
 from unit.test_text_special import BOS, TEMPLATES, like
 
 import lowlat
+from lowlat import Runtime, SpeculativeConfig
 from lowlat.errors import RequestError
 from lowlat.ipc import Client
 from lowlat.ipc.client import Generation
@@ -127,7 +129,15 @@ def test_a_chats_last_message_may_grow(kind: str, tmp_path: Path) -> None:
 def test_the_model_answers_as_to_the_whole(tmp_path: Path) -> None:
     """Over both doors: with drafts and prefix reuse, on trial, in sessions and under a grammar; nothing is left."""
     source = random.Random(1)
-    runtime = load_bundled(prefill_chunk=16, block_size=8)
+    options: dict[str, Any] = {
+        "max_batch": 3,
+        "max_context": 256,
+        "device": "cpu",
+        "prefill_chunk": 16,
+        "block_size": 8,
+    }
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    runtime = Runtime.load(make_chat_model(tmp_path / "model", [TEXT]), drafts, **options)
     assert runtime.codec is not None
     texts = [TEXT[start : start + source.randint(1, 100)] for start in (0, 30, 60, 0)]
     variants: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"choice": ("yes", "no", "perhaps")}, {"priority": 2}]
@@ -269,12 +279,12 @@ def test_many_short_lines_are_few_messages(tmp_path: Path) -> None:
 
 
 def test_lines_that_cannot_be_joined_are_sent_at_a_pace(tmp_path: Path) -> None:
-    engine, limits = FakeEngine(text=True, max_context=1000), Limits(max_messages_per_s=300)
+    engine, limits = FakeEngine(text=True, max_context=1000), Limits(max_messages_per_s=250)
     with running_gateway(tmp_path, engine, limits, FakeCodec()) as gateway:
-        lines = [{"model": "fake", "max_tokens": 4}, *("x", [5]) * 200]
+        lines = [{"model": "fake", "max_tokens": 4}, *("x", [5]) * 140]
         body = b"\n".join(json.dumps(line).encode() for line in lines)
         status, answer, *_ = gateway.ask("/v1/completions", body, headers=HEADERS)
-    expected = expected_tokens([*b"x", 5] * 200, 4)
+    expected = expected_tokens([*b"x", 5] * 140, 4)
     assert (status, answer["choices"][0]["text"]) == (200, "".join(f"t{token} " for token in expected))
 
 

@@ -317,6 +317,7 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
     [
         ([], {}, "prompt is empty"),
         (b"raw", {}, "got bytes"),
+        (None, {}, "got NoneType"),
         (5, {}, "got int"),
         ({"role": "user"}, {}, "got dict"),
         ([1, -5], {}, "token 1 is -5"),

@@ -14,7 +14,7 @@ collect_ignore_glob = [] if SIMULATED else ["test_*.py"]
 
 @pytest.fixture(scope="session", autouse=True)
 def fibers() -> Iterator[None]:
-    """Blocks run as tests/simulated_blocks.py says."""
+    """Blocks run as tests/support/simulated_blocks.py says."""
     from simulated_blocks import fibers_for_threads  # it imports the simulator
 
     undo = fibers_for_threads()

@@ -84,6 +84,7 @@ def expected(pair: PairPaths) -> list[list[int]]:
         return tokens_of_six(runtime)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("way", ["chain", "tree", later("two"), later("adaptive")])
 def test_speculation_reuse_and_neighbours_change_nothing(way: str, pair: PairPaths, expected: list[list[int]]) -> None:
     config = SpeculativeConfig(model=pair.head, strict=True, **WAYS[way])

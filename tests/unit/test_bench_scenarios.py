@@ -196,7 +196,7 @@ def test_a_soak_s_repeats_bring_the_same_tokens_in_a_cache_that_is_nearly_full(
     for _ in range(2):
         run.repeat()
     run._first[1][5] += 1
-    with pytest.raises(LowlatError, match="2 x 24, S=3: repeat 3 brought request 1 other tokens .* from token 5 on"):
+    with pytest.raises(LowlatError, match=r"2 x 24, S=3: repeat 3 brought request 1 other tokens .* from token 5 on"):
         run.repeat()
     need = Need(3, 2, 100, False, kv_share=0.75)
     assert need.blocks == math.ceil(2 * 6 / 0.75) and Need(3, 2, 100, False).blocks == 12

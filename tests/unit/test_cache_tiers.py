@@ -80,7 +80,8 @@ def test_another_process_goes_on_from_the_files(
         assert tiers["read"] >= 6 and tiers["disk_bytes"] > 0 and tiers["misses"] == 0
 
 
-@pytest.mark.parametrize("family", staged(FAMILIES, first=["llama"], second=["qwen3_5_text"]))
+@pytest.mark.second
+@pytest.mark.parametrize("family", staged(FAMILIES, first=["llama"], second=[]))
 def test_ranks_keep_their_contents_together(targets: dict[str, Path], family: str, tmp_path: Path) -> None:
     """In files, in host memory, and in a session's file; those of another number of ranks are none."""
     prompt, two = prompt_of(5 * CHUNK + 3), {**OPTIONS, "tensor_parallel_size": 2, "tp_invariant": True}

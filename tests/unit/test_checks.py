@@ -294,6 +294,7 @@ def spoil_drafts_of_slot_1(arrays: Arrays) -> None:
     arrays["num_drafts"][1] = -2
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("action", ["end", later("single")])
 def test_a_request_with_a_grammar_is_dropped_before_its_rows_are_told(action: str) -> None:
     """The host waits for no rows of it; on steps of one token it goes on under its grammar."""

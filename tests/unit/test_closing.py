@@ -63,6 +63,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return found
 
 
+@pytest.mark.second
 def test_nothing_is_left_after_close(memory: Memory) -> None:
     runtime = Runtime.load(TARGET, SPECULATIVE, max_batch=2, max_context=64)
     ended = runtime.submit([1, 2, 3], SamplingParams(max_tokens=8))
@@ -116,6 +117,7 @@ def test_a_damaged_tokenizer_is_found_before_anything_is_loaded(memory: Memory, 
     assert not read
 
 
+@pytest.mark.second
 def test_what_fails_after_the_executor_is_there_closes_it(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for the books")

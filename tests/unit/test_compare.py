@@ -128,6 +128,7 @@ def test_a_quantised_target_is_compared_with_a_plain_one(tmp_path: Path) -> None
         compare(*arguments, tmp_path / "other")
 
 
+@pytest.mark.second
 def test_a_recording_names_the_first_layer_that_changed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     target, head = pair
     saved = tmp_path / "folder" / "saved.safetensors"

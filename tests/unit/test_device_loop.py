@@ -157,7 +157,7 @@ def test_any_order_gives_the_tokens_of_each_request_alone(
             assert tokens[number] == expected
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_recurrent_states_follow_a_loop(tmp_path: Path) -> None:
     """Steps of a hybrid that the host has not asked for: what they reject is rewound where it was made."""
     pair, script = make_pair(tmp_path, "qwen3_next"), Script(0)
@@ -206,6 +206,7 @@ def test_a_loop_gives_each_step_as_it_comes_and_all_that_has_come(
         assert several > 3
 
 
+@pytest.mark.second
 def test_a_new_request_stops_the_loop_and_is_prefilled_after_it(
     make: Make,
 ) -> None:
@@ -229,6 +230,7 @@ def test_a_new_request_stops_the_loop_and_is_prefilled_after_it(
         assert len(tokens_of(outputs, first)) + len(tokens[first]) == 120
 
 
+@pytest.mark.second
 def test_a_full_house_keeps_looping_while_others_wait(make: Make) -> None:
     runtime, device = make(max_batch=1)
     with runtime:

@@ -44,6 +44,7 @@ def totals(runtime: Runtime) -> tuple[int, int]:
     return counts["total_accepted_tokens"], counts["total_draft_tokens"]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("family", "ways"),
     [
@@ -100,6 +101,7 @@ def test_no_draft_model_changes_a_token(
             assert totals(runtime)[1] > 0
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("layout", ["fp8-channel", later("awq"), later("nvfp4")])
 def test_quantised_files_draft_as_they_run(layout: str, tmp_path: Path) -> None:
     """A draft model in a format of its own, before a plain target; it is right about its own quantised target."""
@@ -116,6 +118,7 @@ def test_quantised_files_draft_as_they_run(layout: str, tmp_path: Path) -> None:
             assert drafted > 0 and (target == "plain" or accepted == drafted)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("tied", [True, later(False)])
 def test_ranks_share_it(tied: bool, tmp_path: Path) -> None:
     """Layers and LM head are cut, tied or not, and the drafts are one rank's."""

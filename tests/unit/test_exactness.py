@@ -137,7 +137,7 @@ class Seen(Exception):
             raise cls(sweep)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_a_sound_pair_is_exact(pair: PairPaths) -> None:
     told: list[Sweep] = []
     found = measure(pair, told.append)
@@ -162,6 +162,7 @@ def test_prefixes_have_every_length_modulo_a_block(pair: PairPaths) -> None:
     assert {length % 16 for length in lengths} == set(range(16)) and min(lengths) > 64
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("plant", "red"),
     [

@@ -68,6 +68,7 @@ def test_a_request_that_ends_with_its_first_token_takes_no_step(
         assert runtime.kvcache.stats().num_used == 0
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("tree", [later(None), TREE], ids=["chain", "tree"])
 def test_the_first_step_verifies_drafts(tree: Any, pair: PairPaths) -> None:
     """As many as any step; and those of a first token of another depth."""

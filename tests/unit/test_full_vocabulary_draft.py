@@ -32,6 +32,7 @@ def full_pair(directory: Path, *, own_lm_head: bool) -> PairPaths:
     return paths
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("tree", "own_lm_head"), [(None, True), (TREE, False)], ids=["chain", "tree"])
 def test_a_full_head_drafts_every_id_and_changes_no_token(own_lm_head: bool, tree: Any, tmp_path: Path) -> None:
     pair = full_pair(tmp_path, own_lm_head=own_lm_head)

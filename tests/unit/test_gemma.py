@@ -61,6 +61,7 @@ def traced(runtime: Runtime, prompt: list[int], depth: Depth = None) -> tuple[li
     return tokens, recorder.logits[name]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "method"),
     [
@@ -115,6 +116,7 @@ def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dic
             assert run_one(runtime, prompt, SAMPLED) == tokens
 
 
+@pytest.mark.second
 def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_path: Path) -> None:
     """As z-lab's of Gemma 4: Qwen3's layers, four of five with windows, six captured streams, capped logits."""
     target, prompt = make_target(tmp_path / "target", "gemma4_text", num_hidden_layers=4), prompt_of(60)

@@ -13,10 +13,10 @@ import pytest
 import torch
 from fake_device import load_fake
 from recording import prompt_of, run_all
+from sampling_cases import World
 from stages import later, wide
 from tiny_grammars import Automaton, Breaking, Edges, accepts, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
-from unit.kernels.sampling import World
 from unit.kernels.test_sample_distribution import ROWS, VOCABULARY, p_value
 from unit.test_lossless import MAX_TOKENS, OPTIONS, TREES, load, params
 
@@ -119,6 +119,7 @@ def test_drafts_are_accepted_under_a_grammar(pair: PairPaths) -> None:
     assert accepted > 5
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("depth", "tree"), [(3, "bushy")])
 def test_neighbours_change_nothing(depth: int, tree: str | None, pair: PairPaths) -> None:
     """Some with a grammar, some without; they come, end, and are cancelled at any time."""

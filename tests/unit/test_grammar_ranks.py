@@ -78,6 +78,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("depth", "size"), [(3, 2), wide(0, 2), wide(7, 2)])
 def test_ranks_draw_what_one_draws(depth: int, size: int, pair: PairPaths) -> None:
     """Those that come and go next to them change nothing."""
@@ -146,7 +147,7 @@ def late_runtime(
         wide(0, 0.0, {}),
         wide(3, 0.3, {}),
         (3, 0.0, {"adaptive_width": True}),
-        (2, 0.3, {"tree": [[0], [1], [0, 0]]}),
+        wide(2, 0.3, {"tree": [[0], [1], [0, 0]]}),
     ],
 )
 @pytest.mark.second
@@ -186,6 +187,7 @@ def test_a_late_rank_has_drawn_before_its_slot_has_another_request(
         check()
 
 
+@pytest.mark.second
 def test_a_late_rank_verifies_what_the_first_does_for_a_request_that_is_given_up(
     pair: PairPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

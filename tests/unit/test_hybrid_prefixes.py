@@ -57,6 +57,7 @@ def test_a_turn_reads_what_is_new_and_has_the_tokens_of_a_cold_start(target: Pat
     assert all(read <= CHUNK for _, read in again)
 
 
+@pytest.mark.second
 def test_without_memory_for_snapshots_all_is_read_and_said(target: Path) -> None:
     with Runtime.load(target, state_cache_gib=0.0, **OPTIONS) as runtime:
         assert [read for _, read in turns(runtime, 5)][:2] == [4 * CHUNK + 3, 4 * CHUNK + 3 + 16]

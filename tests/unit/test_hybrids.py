@@ -106,6 +106,7 @@ def test_files_say_whether_the_lm_head_is_the_embedding(outer: bool, has_head: b
     assert torch.equal(loaded.weights["lm_head.weight"], loaded.weights["embed.weight"]) != has_head
 
 
+@pytest.mark.second
 def test_nan_in_a_state_ends_its_request_alone(tmp_path: Path) -> None:
     """And nothing of it is left to the next request in its slot."""
     pair, prompts = make_pair(tmp_path, "qwen3_next"), [prompt_of(9), prompt_of(21, seed=1)]
@@ -134,6 +135,7 @@ def test_nan_in_a_state_ends_its_request_alone(tmp_path: Path) -> None:
         assert runtime.executor.state["delta_state.0"].isfinite().all()
 
 
+@pytest.mark.second
 def test_cancelled_requests_leave_nothing_and_prefixes_give_hits(tmp_path: Path) -> None:
     make_target(tmp_path, "qwen3_5_text")
     prompt = prompt_of(50)
@@ -163,7 +165,7 @@ def test_trees_and_specpv_are_refused_by_name(options: dict[str, Any], what: str
         Runtime.load(pair.target, SpeculativeConfig(model=pair.head, strict=True, **options), **OPTIONS)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -194,6 +196,7 @@ def test_heads_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
         Runtime.load(tmp_path, tensor_parallel_size=4, **OPTIONS)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("options", [{"quantize": "int4", "kv_cache_dtype": "fp8"}])
 def test_formats_lose_no_token_to_drafts(options: dict[str, Any], tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64} | {

@@ -317,6 +317,7 @@ def test_scanner_lets_the_harmless_pass(source: str) -> None:
     assert not list(dangers(ast.parse(source)))
 
 
+@pytest.mark.second
 def test_nothing_runs_code_out_of_data(modules: list[Module]) -> None:
     found = [f"{module.path}:{danger}" for module in modules for danger in dangers(module.tree, module.package)]
     assert not found, "\n".join(found)
@@ -393,6 +394,7 @@ def test_gpu_libraries_are_imported_where_they_belong(modules: list[Module]) -> 
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.second
 def test_a_machine_without_a_gpu_loads_no_compiler() -> None:
     code = (
         "import sys, lowlat.engine.runtime, lowlat.cli, lowlat.executors.make\n"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lowered import pretend_gpu
 from prefill_cases import NAMES, make_named
+from stages import wide
 from tensors_alive import left_in, storages
 from tiny_models import make_pair
 
@@ -50,7 +51,11 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return chosen
 
 
-@pytest.mark.parametrize(("gpu", "name"), [*((H200, name) for name in NAMES), (AMPERE, "gpt_oss")], indirect=["gpu"])
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [(H200, "llama"), *(wide(H200, name) for name in NAMES if name != "llama"), (AMPERE, "gpt_oss")],
+    indirect=["gpu"],
+)
 @pytest.mark.second
 def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, gpu: Gpu, tmp_path: Path) -> None:
     """And with multiples of 64 rows, by wide products where the GPU has them."""

@@ -103,6 +103,7 @@ def expected(pair: PairPaths) -> list[list[int]]:
         return tokens_of_six(runtime)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("way", ["tree", later("dynamic"), wide("chain")])
 def test_speculation_reuse_and_a_crowded_pool_change_nothing(
     way: str, pair: PairPaths, expected: list[list[int]]

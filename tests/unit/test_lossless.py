@@ -242,20 +242,20 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         ({"num_hidden_layers": 2}, "greedy", "bushy adaptive"),
         later({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "dynamic"),
         later({"windows": (5,), "norm_before_residual": False}, "penalised", "adaptive"),
-        later({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain"),
-        later({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy"),
-        later({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "dynamic"),
+        wide({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain"),
+        wide({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy"),
+        wide({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "dynamic"),
         later(
             {"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True},
             "sampled",
             "bushy",
         ),
-        later({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
-        later({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
+        wide({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
+        wide({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
         ({"layout": "z-lab", "copies": True, "conv": (2, 8), "selector": (8, 6)}, "sampled", "chain adaptive"),
         later({"layout": "z-lab", "copies": True, "conv": (3, 16), "selector": (8, 6)}, "greedy", "bushy dynamic"),
         later({"layout": "speculators", "copies": True, "windows": (9, None), "causal": True}, "filtered", "chain"),
-        later({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
+        wide({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
         later(
             {"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"},
             "filtered",
@@ -287,6 +287,7 @@ def test_no_form_of_draft_model_changes_anything(
         assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("family", "shared"), [("llama", True), ("gpt_oss", False)])
 def test_a_random_tree_changes_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
@@ -392,6 +393,7 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
             assert_same(traced(runtime, request, sampling), baseline(pair, request, sampling))
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), later("qwen3_5_moe_text")])
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
@@ -404,6 +406,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
     assert [tokens[name] for name in names] == expected
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("family", "length"), [wide("llama", 9), wide("qwen3", 8), ("gpt_oss", 1), later("qwen3_5_moe_text", 9)]
 )
@@ -437,6 +440,7 @@ def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[s
             assert_same(traced(runtime, prompt, sampling), expected)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("family", ["llama", wide("gpt_oss")])
 def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pairs: dict[str, PairPaths]) -> None:
     """One or three at once; and after prefixes of other lengths that others have left in the cache."""
@@ -453,6 +457,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
         assert_same(trace, found[0])
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), later("qwen3_5_moe_text")])
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from recording import check_invariants, prompt_of, run_all, run_one, tokens_of
-from stages import later
+from stages import wide
 from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -114,6 +114,7 @@ def test_min_tokens_hold_stop_tokens_back(temperature: float, pair: PairPaths) -
     assert not set(stops) & set(runs[0][:12])
 
 
+@pytest.mark.second
 def test_a_request_may_limit_or_forbid_its_drafts(pair: PairPaths) -> None:
     prompt = prompt_of(11, seed=2)
     with load(pair) as runtime:
@@ -162,7 +163,8 @@ def poison(runtime: Runtime, name: str, kind: str) -> None:
     state[kind][block] = torch.nan
 
 
-@pytest.mark.parametrize(("family", "tree"), [("llama", TREE), later("gpt_oss", None)])
+@pytest.mark.second
+@pytest.mark.parametrize(("family", "tree"), [("llama", TREE), wide("gpt_oss", None)])
 def test_nan_fails_its_request_alone(family: str, tree: Any, pairs: dict[str, PairPaths]) -> None:
     prompts = [prompt_of(length, seed=length) for length in (6, 17, 21)]
     sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=4)
@@ -267,6 +269,7 @@ def test_an_unknown_or_ended_request_cannot_be_cancelled(pair: PairPaths) -> Non
             runtime.cancel(name)
 
 
+@pytest.mark.second
 def test_a_slot_that_was_cancelled_leaves_nothing_to_the_next(pair: PairPaths) -> None:
     """Drafts, penalties' counts, biases and stop ids of the one before must not reach the next in its slot."""
     prompt, plain = prompt_of(12), SamplingParams(max_tokens=20)

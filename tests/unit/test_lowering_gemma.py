@@ -96,6 +96,7 @@ def test_every_operation_has_a_launch_of_its_own(shape: str, pair_of: Made) -> N
         assert any(group.stage is Stage.PREFILL or group.stage is Stage.VERIFY for group in made.groups)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("shape", "options"),
     [("dense", {}), ("per-layer", {"tp_invariant": True}), later("moe", {}), later("dense", {"tp_invariant": True})],

@@ -53,6 +53,7 @@ def kernels(target: Path, size: int, gpu: Any = H200, **options: Any) -> Mapping
     return kernels_of(target, None, RuntimeConfig(**given), gpu)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("name", ["qwen3_moe", later("llama"), later("mxfp4")])
 def test_sums_are_cut_the_same_by_any_number_of_ranks(name: str, targets: Mapping[str, Path]) -> None:
     """Where K is cut for ranks there are 8 / N parts, of a unit that all ranks have; elsewhere K is summed at once in

@@ -46,6 +46,7 @@ def acceptance(runtime: Runtime) -> int:
     return int(runtime.summary()["eagle_speculation"]["total_accepted_tokens"])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("temperature", [wide(0.0), later(1.0)])
 def test_every_draft_length_gives_the_same_tokens_next_to_neighbours(hybrid: Path, temperature: float) -> None:
     prompts = [prompt_of(11), [4, 5, 6] * 5, prompt_of(3, seed=2)]
@@ -136,6 +137,7 @@ def test_auto_takes_the_layer_or_what_the_draft_model_is_for(hybrid: Path, tmp_p
         assert runtime.speculator is None  # without a method there is no speculation
 
 
+@pytest.mark.second
 def test_a_draft_vocabulary_changes_no_token(hybrid: Path, tmp_path: Path) -> None:
     """Of ids in a file, all or those that occur most; rows of the LM head are gathered."""
     prompt, sampling = [4, 5, 6] * 5, SamplingParams(max_tokens=30, temperature=0.7, seed=5)

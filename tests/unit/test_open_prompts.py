@@ -145,7 +145,8 @@ def speculation(pair: PairPaths) -> SpeculativeConfig:
     return SpeculativeConfig(num_speculative_tokens=3, strict=True, **own)
 
 
-@pytest.mark.parametrize("family", ["llama", later("gpt_oss"), later("qwen3_5_text")])
+@pytest.mark.second
+@pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), "qwen3_5_text"])
 @pytest.mark.parametrize("reuse", [True, wide(False)])
 def test_an_open_prompt_has_the_answer_of_the_whole(family: str, reuse: bool, pairs: dict[str, PairPaths]) -> None:
     """However it comes, next to others, and after answers that were begun on trial."""

@@ -350,6 +350,7 @@ def third_party_imports(tree: ast.Module) -> Iterator[tuple[str, bool]]:
                 yield top, id(node) in at_module_level
 
 
+@pytest.mark.second
 def test_dependencies_are_those_that_are_imported(
     repository: Path, tree_files: list[Path], settings: dict[str, Any]
 ) -> None:

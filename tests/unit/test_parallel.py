@@ -59,6 +59,7 @@ class Idle(kernel_executor.KernelExecutor):
         raise AssertionError(f"{size} was run")
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("name", ["llama", "mxfp4"])
 def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_all_reduce_by(name: str, tmp_path: Path) -> None:

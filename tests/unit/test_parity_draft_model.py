@@ -220,7 +220,7 @@ PLAINEST = [case for number, case in enumerate(NUMBERED) if number % 8 == 0]
     staged(
         [case for case in NUMBERED if case in PLAINEST or case[0] not in MET_ELSEWHERE],
         first=PLAINEST,
-        second=NUMBERED[::2],
+        second=NUMBERED[::4],
     ),
 )
 def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, tmp_path: Path) -> None:
@@ -232,6 +232,7 @@ def test_drafts_equal_the_paper_after_every_acceptance(name: str, family: str, t
     assert set(accepted) >= {0, 1, 2, 3}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("family", "by_expert"),
     [

@@ -50,6 +50,7 @@ def test_drafts_equal_the_equations_after_every_acceptance(family: str, flags: d
     assert set(accepted) >= {0, 1, 2, 3}
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("flags", [EAGLE3, DFLASH, {**DSPARK, **APART}], ids=str)
 def test_ranks_share_out_the_heads_of_such_layers(flags: dict[str, Any], tmp_path: Path) -> None:
     """Of keys that are values, too, in fewer heads than there are ranks; drafts are those of one rank."""

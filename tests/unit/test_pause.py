@@ -42,17 +42,17 @@ METHODS: dict[str, dict[str, Any]] = {
     "lossless": {"num_speculative_tokens": 3, **SPECPV, **LOSSLESS},
 }
 CASES = [
-    later("llama", "none", "sampled"),
+    wide("llama", "none", "sampled"),
     ("llama", "eagle3", "penalised"),
     wide("llama", "eagle3+", "filtered"),
-    later("llama", "tree", "sampled"),
+    wide("llama", "tree", "sampled"),
     wide("llama", "beside", "greedy"),
-    later("gpt_oss", "eagle3", "sampled"),  # windows
+    wide("gpt_oss", "eagle3", "sampled"),  # windows
     wide("gpt_oss", "ngram", "filtered"),
     later("qwen3_5_text", "mtp", "sampled"),  # recurrent states
     wide("qwen3_5_text", "ngram", "penalised"),
-    later("llama", "specpv", "sampled"),
-    later("llama", "lossless", "sampled"),
+    wide("llama", "specpv", "sampled"),
+    wide("llama", "lossless", "sampled"),
 ]
 
 
@@ -78,6 +78,7 @@ def sampling(mode: str, seed: int = 7, **others: Any) -> SamplingParams:
     return SamplingParams(**{"seed": seed, "max_tokens": 18, **MODES[mode], **others})
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(("family", "method", "mode"), CASES)
 @pytest.mark.parametrize("few", [True, wide(False)])
 def test_any_moves_change_no_token(family: str, method: str, mode: str, few: bool, pairs: dict[str, PairPaths]) -> None:
@@ -102,6 +103,7 @@ def test_a_request_may_be_paused_after_each_of_its_steps(family: str, method: st
         assert paused_each_step(runtime, request) == expected
 
 
+@pytest.mark.second
 def test_checks_of_steps_hold_for_requests_that_come_back(pairs: dict[str, PairPaths]) -> None:
     options = {**CPU, **FEW, "check": "masks,spans,lengths"}
     with Runtime.load(pairs["llama"].target, speculation(pairs["llama"], "eagle3"), **options) as runtime:
@@ -110,6 +112,7 @@ def test_checks_of_steps_hold_for_requests_that_come_back(pairs: dict[str, PairP
         assert play(runtime, random_moves(5, 60), requests, expected) > 1
 
 
+@pytest.mark.second
 def test_ranks_move_their_states_together(pairs: dict[str, PairPaths]) -> None:
     requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
     with Runtime.load(pairs["llama"].target, tensor_parallel_size=2, **CPU, **FEW) as runtime:
@@ -117,6 +120,7 @@ def test_ranks_move_their_states_together(pairs: dict[str, PairPaths]) -> None:
         assert play(runtime, random_moves(5, 60), requests, expected) > 1
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("loops", [False, later(True)])
 def test_steps_under_way_are_waited_for_and_grammars_go_on(loops: bool, pairs: dict[str, PairPaths]) -> None:
     """The device works later, and repeats steps by itself; some requests have a grammar."""

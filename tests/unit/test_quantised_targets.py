@@ -91,6 +91,7 @@ def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp
 DRAFTING = [case for case in CASES if case[1] in ("fp8-channel", "fp8-block", "w4a16-zeros", "gptq-v1", "nvfp4")]
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("family", "layout"),
     [

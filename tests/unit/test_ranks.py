@@ -76,6 +76,7 @@ class Decoded:
             self.logits.append(arguments["logits"].clone())
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("name", "head", "options"),
     [

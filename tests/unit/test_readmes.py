@@ -166,7 +166,7 @@ def specpv(repository: Path) -> dict[str, Any]:
 
 def test_what_is_advised_of_specpv_is_in_its_files(specpv: dict[str, Any], pages: dict[str, str]) -> None:
     """A gain is SpecPV's speed at its best draft length over full attention's at its best."""
-    page = pages["lowlat/speculators/README.md"]
+    page = pages["lowlat/speculators/SPECPV.md"]
     best: dict[tuple[str, int, int], dict[str, float]] = {}
     for row in specpv["lossy"]:
         speeds = best.setdefault((row["model"], row["batch"], row["context"]), {"full": 0.0, "partial": 0.0})

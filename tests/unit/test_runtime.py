@@ -135,7 +135,7 @@ def _all_steps(runtime: Runtime) -> Iterator[StepOutput]:
         yield from runtime.step()
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_what_decoding_wrote_is_shared_only_when_asked_for() -> None:
     prompt = list(range(300, 340))
     cached = {}

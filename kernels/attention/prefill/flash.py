@@ -26,12 +26,11 @@ from lowlat.kernels.common.pipeline import BARRIER_BYTES, make_pipeline
 from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx, ptx_hopper
-from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, HOPPER, Gpu, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["GROUPS", "examples", "has_prefill_flash", "prefill_flash"]
 
-HOPPER = (9, 0)
 DIMS = (64, 128, 256, 512)
 GROUPS = (1, 2)  # warpgroups of a block that multiply
 MAX_SUMS = 256  # dimensions for whose sums a warpgroup has registers: of wider heads two have the same rows

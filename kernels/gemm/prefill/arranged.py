@@ -11,7 +11,7 @@ import torch
 
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix
-from lowlat.kernels.gemm.prefill.coded_rows import is_coded_by_row
+from lowlat.kernels.gemm.prefill.coded_rows import CODED_STEP, is_coded_by_row
 from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates
 from lowlat.kernels.gemm.prefill.plan import APART_ROWS, MOST_ROWS, has_prefill_gemm
 from lowlat.kernels.gemm.tiles import BF16_TILES
@@ -27,6 +27,7 @@ class ArrangedGemm:
     name            for messages
     runs_on         whether a GPU has its instructions
     rows, width     it takes multiples of so many rows, and of so many weight rows and columns
+    code_width      and of codes of rows multiples of so many columns
     most_rows       of a launch
     most_in_parts   of a launch that sums K in several parts
     multiply        `arranged_prefill_gemm`, or what takes its arguments
@@ -39,6 +40,7 @@ class ArrangedGemm:
     runs_on: Callable[[Gpu], bool]
     rows: int
     width: int
+    code_width: int
     most_rows: int
     most_in_parts: int
     multiply: Callable[..., list[KernelCall]]
@@ -57,8 +59,8 @@ class ArrangedGemm:
 
 
 WGMMA = ArrangedGemm(
-    "wgmma", has_prefill_gemm, 64, 8, MOST_ROWS, APART_ROWS, arranged_prefill_gemm, gated_prefill_gemm, gates,
-    is_coded_by_row,
+    "wgmma", has_prefill_gemm, 64, 8, CODED_STEP, MOST_ROWS, APART_ROWS, arranged_prefill_gemm, gated_prefill_gemm,
+    gates, is_coded_by_row,
 )  # fmt: skip
 ARRANGED_GEMMS = (WGMMA,)
 

@@ -14,7 +14,7 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.ranking import MEMORY_BYTES_A_US, STEP_US, PlanCost, time_us
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
-from lowlat.kernels.toolchain.kernel import Gpu
+from lowlat.kernels.toolchain.kernel import HOPPER, Gpu
 from lowlat.kernels.tuning.table import Fact, Knobs, Planned, choose_plan
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
 ]
 
 KIND = "prefill_gemm"
-HOPPER = (9, 0)
 STEP = 64  # columns
 GROUP_ROWS = 64  # weight rows that a warpgroup multiplies at once
 STEP_ROW_BYTES = 2 * STEP

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.options import as_json, bundled, draft_model_option, record_options
+from lowlat.cli.options import as_json, bundled, draft_model_option, has_bundled, record_options
 from lowlat.cli.paths import FILE, MODEL, NEW_FILE
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS
@@ -82,6 +82,12 @@ def command(
     if not json_output:
         _print_environment(report)
     healthy = True
+    if target is None and not proves and not has_bundled("target"):
+        environment_only = True
+        report["unchecked"] = (
+            "no pair was checked: --target names none, and the demo models are not installed "
+            "(`pip install lowlat-demo-models`, or from a checkout ./lowlat/demo)"
+        )
     if not environment_only:
         from lowlat.cli.models import local_draft_model, local_target
         from lowlat.cli.reports.shifts import read_prompts
@@ -121,6 +127,8 @@ def command(
             _print_shifts(results, report["verdict"])
             _print_limits(checks)
     report["healthy"] = healthy
+    if "unchecked" in report and not json_output:
+        click.echo(report["unchecked"])
     if json_output:
         print_json(report)
     if not healthy:

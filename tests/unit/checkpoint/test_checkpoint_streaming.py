@@ -225,7 +225,7 @@ def growth(directory: Path, how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_host_memory_is_bounded_however_large_the_model(sharded: tuple[Path, int]) -> None:
     directory, total = sharded
     assert total > 200 * MEGABYTE

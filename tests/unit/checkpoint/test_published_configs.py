@@ -256,6 +256,7 @@ def test_hybrids_that_are_refused(changes: dict[str, Any], message: str, tmp_pat
         read_model_config(write(tmp_path, QWEN35_9B, {"text_config": text}))
 
 
+@pytest.mark.second
 def test_quantised_hybrids_leave_projections_plain_by_their_names(tmp_path: Path) -> None:
     """FP8 by blocks: delta nets' small projections and routers stay as they are, queries and gates are taken apart."""
     plain = ["lm_head", "model.language_model.embed_tokens"]

@@ -25,6 +25,7 @@ from lowlat.tools import all_reduce_times
 BUSY_MACHINE = 4  # times slower than an idle one
 
 
+@pytest.mark.second
 def test_doctor_measures_the_shifts(pair: PairPaths, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.json"
     prompts.write_text(json.dumps([[place, place + 1, place + 2] for place in range(1, 60, 10)]))
@@ -63,7 +64,7 @@ def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: 
     assert "computed in float32" in refusal("doctor", "--fidelity", *files)
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_doctor_compares_distributions_with_transformers(tmp_path: Path) -> None:
     out = tmp_path / "fidelity.json"
     shown = lowlat("doctor", "--fidelity", "--num-prompts", 3, "--max-tokens", 48, "-S", 2, "--out", out)
@@ -187,6 +188,13 @@ def test_doctor_environment() -> None:
     assert found["device"]["reason"] and found["healthy"] is True
     assert "capture_shifts" not in found
     assert "--draft-model goes with its --target" in refusal("doctor", "--head", "some/head")
+
+
+def test_doctor_checks_a_machine_without_the_demo_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.cli.commands.doctor.has_bundled", lambda part: False)
+    found = answer("doctor", "--json")
+    assert found["healthy"] is True and "capture_shifts" not in found
+    assert "--target names none" in found["unchecked"] and "pip install lowlat-demo-models" in found["unchecked"]
 
 
 @pytest.fixture

@@ -46,6 +46,7 @@ def run(folder: Path, *arguments: object, code: int | None = None) -> "subproces
     return done
 
 
+@pytest.mark.second
 def test_without_arguments_the_bundled_model_is_served_on_the_default_endpoint(folder: Path) -> None:
     with serving(folder, ["--log-format", "json"]) as server:
         assert server.endpoint == f"ipc://{folder}/lowlat/default.sock"

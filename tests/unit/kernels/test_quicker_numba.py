@@ -60,7 +60,7 @@ def test_internals_are_those_that_were_read() -> None:
     assert metadata.version("numba-cuda") == quicker_numba.READ_FROM
 
 
-@pytest.mark.second
+@pytest.mark.wide
 def test_numpy_may_lack_what_later_releases_lack() -> None:
     """`row_stack` is gone from 2.5 on; it is not left after, nor is NumPy's own replaced where it has one."""
     code = """

@@ -149,7 +149,7 @@ def test_rotate_refuses_what_does_not_go_together() -> None:
 @pytest.mark.wide
 @pytest.mark.timeout(600)
 def test_results_in_the_simulator(repository: Path) -> None:
-    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(repository / "tests")}
+    environment = {**os.environ, "NUMBA_ENABLE_CUDASIM": "1", "PYTHONPATH": str(repository / "tests" / "support")}
     script = Path(__file__).with_name("row_kernels_simulated.py")
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from unit.kernels.sampling import World
+from sampling_cases import World
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.sampling.random import gumbel

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from sampling_cases import World
 from stages import later, wide
-from unit.kernels.sampling import World
 
 from lowlat.kernels.reference.sampling.random import philox
 from lowlat.kernels.reference.sampling.sample import keep

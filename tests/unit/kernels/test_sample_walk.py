@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 from kernel_walk import Walker, walkable
+from sampling_cases import World
 from selection_cases import Memory, best_pairs, make_world
-from unit.kernels.sampling import World
 
 from lowlat.kernels.gemm.packing import pack
 from lowlat.kernels.reference import OPERATIONS

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from compiled_examples import Compiled
+from sampling_cases import World
 from selection_cases import Memory, draw_scores
 from stages import later, wide
-from unit.kernels.sampling import World
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS

@@ -17,7 +17,7 @@ import pytest
 __all__ = ["COMMIT", "DEMO", "Hub", "hub_here", "hub_running"]
 
 COMMIT = "c0ffee" * 6 + "beef"
-DEMO = Path(__file__).resolve().parents[1] / "lowlat" / "demo"
+DEMO = Path(__file__).resolve().parents[2] / "lowlat" / "demo"
 
 
 @dataclass

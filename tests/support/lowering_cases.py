@@ -23,7 +23,7 @@ from lowlat.lowering.lower import FUSIONS
 ATTENTION = re.compile(r"attention_\d.*_\d+x\d+x\d+(s?)(e?)(r?)w?\dx\d+(_.*)?")
 # the rule's launch that reads lengths and states early
 RULE = re.compile(r"gated_delta_\d.*_True")
-DEMO = Path(__file__).parents[1] / "lowlat" / "demo"
+DEMO = Path(__file__).parents[2] / "lowlat" / "demo"
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 TREE = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0))
 SHAPES: dict[bool | str, dict[str, Any]] = {

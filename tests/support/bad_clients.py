@@ -47,7 +47,7 @@ STEP_S = 0.02
 NUM_GOOD = 4
 NUM_SLOTS = 8
 PAUSE_S = 0.01  # between two attacks, on average: a process that takes a whole core slows others without a server, too
-TABLE = Path(__file__).parent / "ipc" / "bad_frames" / "v1.json"
+TABLE = Path(__file__).parents[1] / "ipc" / "bad_frames" / "v1.json"
 
 
 def slow(endpoint: str) -> None:

@@ -33,7 +33,7 @@ from lowlat.ipc.server import Server
 NUM_STREAMS = 4
 WARM_UP = 0.3  # of the rounds
 SETTLE_S = 5.0
-TARGET = Path(__file__).parents[1] / "lowlat" / "demo" / "target"
+TARGET = Path(__file__).parents[2] / "lowlat" / "demo" / "target"
 HEAD = TARGET.with_name("head")
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from unit.kernels.sampling import MAX_ROWS, World
+from sampling_cases import MAX_ROWS, World
 
 from lowlat.kernels.reference.sampling.random import gumbel
 from lowlat.kernels.reference.sampling.sample import allowed, keep, penalise

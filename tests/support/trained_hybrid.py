@@ -9,8 +9,8 @@ from pathlib import Path
 
 __all__ = ["TRAINED_HYBRID", "beginnings"]
 
-TRAINED_HYBRID = Path(__file__).parent / "data" / "hybrid"
-PROMPTS = Path(__file__).parents[1] / "lowlat" / "demo" / "prompts.json"
+TRAINED_HYBRID = Path(__file__).parents[1] / "data" / "hybrid"
+PROMPTS = Path(__file__).parents[2] / "lowlat" / "demo" / "prompts.json"
 
 
 def beginnings(domains: int, each: int = 1) -> list[str]:

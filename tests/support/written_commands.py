@@ -21,7 +21,7 @@ from lowlat.cli.help import DeclaredOption
 
 __all__ = ["WrongCommandError", "check_command", "check_option", "commands_of", "shell_lines"]
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = {"&&", "||", "|", ";", "&", "(", ")", "<", ">", ">>"}
 # programs of others, whose arguments are theirs to check
 OTHERS = frozenset(
@@ -118,7 +118,7 @@ def leaves(group: click.Group = cli) -> Iterator[click.Command]:
 def known_options() -> frozenset[str]:
     """The options of lowlat's commands, and of the programs in bench/ and tests/."""
     own = {text for command in leaves() for each in command.params for text in (*each.opts, *each.secondary_opts)}
-    files = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/*.py"), *ROOT.glob("tests/conftest.py")]
+    files = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/support/*.py"), *ROOT.glob("tests/conftest.py")]
     programs = {name for file in files for name in re.findall(r'"(--[a-z][\w-]*)"', file.read_text())}
     return frozenset(own | programs | {"--help", "--help-all", "-m", "-n", "-lto"})  # pytest's, and the linker's
 

@@ -19,7 +19,7 @@ from lowlat.serving.engine import RuntimeEngine
 
 __all__ = ["HEAD", "TARGET", "ServedModel", "alone", "load_bundled", "load_small", "served_model", "small_pair"]
 
-TARGET = Path(__file__).parents[1] / "lowlat" / "demo" / "target"
+TARGET = Path(__file__).parents[2] / "lowlat" / "demo" / "target"
 HEAD = TARGET.with_name("head")
 
 

@@ -1,6 +1,6 @@
 """Run the first case of every GPU test of a kernel under compute-sanitizer, one tool after another.
 
-    python tests/sanitize.py memcheck racecheck
+    python tests/support/sanitize.py memcheck racecheck
 
 Tests of whole runtimes are left out, but for one of captured steps, and so are those of which the reference takes long;
 torch's own kernels run under the tool as well. Racecheck leaves out what has a product of the step in it: there a warp
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 LEFT_OUT = re.compile(
     r"test_(capture_traps|device_loop|executors|profile|reference_on_cuda|serving|stream_read)\.py"
