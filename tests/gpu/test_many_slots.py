@@ -120,8 +120,13 @@ def _check_alone(launcher: Launcher, found: dict[str, Any]) -> None:
     for many in (True, False):
         activated = torch.full_like(found["activated"], torch.nan)
         out = torch.full_like(found["total"], torch.nan, dtype=torch.float32)
-        first = {"experts": found["gate_up"], "bias": found["gate_up_bias"], "out": activated, **limits}
-        second = {"experts": found["down"], "bias": found["down_bias"], "out": out, "workspace": Poisoned("cuda")}
+        first: dict[str, Any] = {"experts": found["gate_up"], "bias": found["gate_up_bias"], "out": activated, **limits}
+        second: dict[str, Any] = {
+            "experts": found["down"],
+            "bias": found["down_bias"],
+            "out": out,
+            "workspace": Poisoned("cuda"),
+        }
         launcher.run(
             *experts_gate_up(found["x"], ids, **first, many=many, gpu=launcher.gpu),
             *experts_down(activated, ids, found["expert_weights"], **second, many=many, gpu=launcher.gpu),
