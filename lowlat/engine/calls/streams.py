@@ -89,7 +89,7 @@ class _Reading(Generic[Box]):
 
 
 class Stream(_Reading[ThreadMailbox]):
-    """The chunks of one request as they come; the last one has a finish_reason and metrics.
+    """Stream yields the chunks of one request as they come; the last one has a finish_reason and metrics.
 
     Leaving it before its end (break, `close`, the end of a `with`, or dropping it) cancels the request. One thread
     reads it. Raises StreamError, with the tokens that came before, where the request fails or the runtime is closed
@@ -136,7 +136,7 @@ class Stream(_Reading[ThreadMailbox]):
 
 
 class AsyncStream(_Reading[LoopMailbox]):
-    """The chunks of one request as they come, for one task; see Stream.
+    """AsyncStream yields the chunks of one request as they come, for one task; see Stream.
 
     Leaving it (break, `aclose`, the end of an `async with`, cancelling the task that waits, dropping it) cancels the
     request. What cannot be served raises RequestError with the first chunk.
