@@ -3,13 +3,14 @@
 import fcntl
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +94,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let one worker have all tests of the gateway, for OpenAI's package takes 5 s to import; else a file at a time."""
+    """Let one worker have all tests with OpenAI's package, whose import takes seconds; else a file at a time."""
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]  # which has no types
         def _split_scope(self, nodeid: str) -> str:
-            return "http" if nodeid.startswith("tests/http/") else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return "openai" if _uses_openai(file) else file
 
     return Scheduling(config, log)
+
+
+@cache
+def _uses_openai(file: str) -> bool:
+    """Whether a test's file, by its path below the checkout, imports OpenAI's package."""
+    return re.search(r"^ *(import|from) openai\b", (REPOSITORY / file).read_text(), re.MULTILINE) is not None
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:

@@ -14,8 +14,8 @@ from served import Serve, eventually
 from lowlat.ipc import AsyncClient, Chunk, Client
 
 HEARTBEATS = {"heartbeat_interval_s": 0.1, "heartbeat_timeout_s": 0.4}
-SILENT_S = 1.2  # several times as long as a silent client is borne with
-LONG_PROMPT = [7] * 2_000_000  # nearly 8 MiB
+SILENT_S = 0.9  # several times as long as a silent client is borne with
+LONG_PROMPT = [7] * 1_000_000  # nearly 4 MiB
 LONG_CONTEXT = 3_000_000
 
 

@@ -127,6 +127,8 @@ async def _answer_http(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code, detail, headers = error.status_code, error.detail, error.headers
     message = f"{request.method} {request.url.path!s:.100}: {detail}"
-    if code == 404:
+    if code == 404 and request.url.path.startswith("/v1/"):
+        message += "; served are /v1/chat/completions, /v1/completions, /v1/responses and /v1/models"
+    elif code == 404:
         message += "; clients' base URL is the gateway's address and /v1, as in /v1/chat/completions"
     return ApiError(code, message, code=HTTP_CODES.get(code), headers=dict(headers or {})).response()
