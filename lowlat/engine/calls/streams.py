@@ -3,7 +3,7 @@
 import asyncio
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Self, TypeVar
 
@@ -40,6 +40,11 @@ class _Reading(Generic[Box]):
     def request_id(self) -> str:
         """The request's name, for `Runtime.metrics`; "" until the runtime has taken it."""
         return "" if self._ticket is None else self._ticket.request_id
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt's token ids; () until the runtime has taken it."""
+        return () if self._ticket is None else self._ticket.prompt
 
     def __repr__(self) -> str:
         state = "ended" if self._done else "under way"

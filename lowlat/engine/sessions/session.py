@@ -128,7 +128,11 @@ def load_session(
         record.token_ids, record.seed, record.data = token_ids, file.seed, file.data
         record.answers = (token_ids,)
         if problem is None:
-            file.restore(runtime, record)
+            try:
+                file.restore(runtime, record)
+            except BaseException:
+                runtime.owned_call(lambda owned: owned.sessions.end(record))  # another try may take its name
+                raise
     return Session(runtime, record)
 
 
