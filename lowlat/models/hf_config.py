@@ -52,7 +52,6 @@ WRAPPERS = (
 OUTER_KEYS = ("model_type", "architectures", "tie_word_embeddings")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 LONGROPE = ("longrope", "su")  # the second as Phi-3's first files had it
-MAX_FACTORS = 1024
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # how positions of images turn: those of text are all alike
 DTYPES = ("auto", "bfloat16", "float32")
 

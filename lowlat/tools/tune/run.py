@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "COMMANDS",
     "Compiled",
     "Tuned",
     "Walked",
@@ -42,7 +41,6 @@ __all__ = [
     "tune",
 ]
 
-COMMANDS = (*KINDS, "all")
 WALL_BYTES, WALL_REPLAYS = 1 << 30, 10
 
 Update = Callable[[int, int | None], None]
