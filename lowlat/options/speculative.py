@@ -44,7 +44,7 @@ class Limited(Protocol):
 @documented
 @dataclass(frozen=True, repr=False)
 class SpeculativeConfig:
-    """How to speculate: the method, the depth, and the tree.
+    """SpeculativeConfig says how to speculate: the method, the depth, and the tree.
 
     `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
     `ORG/NAME[@REVISION]`; "draft_model", with any smaller model of the target's vocabulary; or "mtp", with the target's

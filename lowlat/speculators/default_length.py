@@ -15,16 +15,15 @@ from lowlat.options.slots import most_drafts
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import Speculator
 
-__all__ = ["AUTO", "default_lengths", "with_default_length"]
+__all__ = ["default_lengths", "with_default_length"]
 
-AUTO = "auto"
 FILE = Path(__file__).with_name("default_lengths.json")
 OWN_LENGTHS = ("tree", "dynamic_tree_max_topk", "enable_specpv", "wide_rows")  # options that say what is verified
 
 
 @cache
 def default_lengths() -> dict[str, int | str]:
-    """The default draft lengths by kind of target: numbers, or auto."""
+    """The default draft lengths by kind of target: numbers, or "auto"."""
     found: dict[str, int | str] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
@@ -43,6 +42,6 @@ def with_default_length(
     if asked or options.adaptive_width or not has_experts or speculator.waiting_boundaries is None:
         return options
     length = default_lengths()["experts"]
-    if length != AUTO:
+    if isinstance(length, int):
         return options if options.num_speculative_tokens == length else replace(options, num_speculative_tokens=length)
     return replace(options, num_speculative_tokens=most_drafts(max_batch), adaptive_width=True)

@@ -116,7 +116,7 @@ def test_moe_launches_of_many_rows_have_the_bits_of_others(launcher: Launcher, q
 def _check_alone(launcher: Launcher, found: dict[str, Any]) -> None:
     """Each GEMM in a launch of its own, of many rows and of few."""
     ids, outs = found["expert_ids"], []
-    limits = {name: found[name] for name in ("limit", "alpha") if name in found}
+    limits: dict[str, Any] = {name: found[name] for name in ("limit", "alpha") if name in found}
     for many in (True, False):
         activated = torch.full_like(found["activated"], torch.nan)
         out = torch.full_like(found["total"], torch.nan, dtype=torch.float32)

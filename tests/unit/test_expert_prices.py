@@ -174,7 +174,7 @@ def test_costs_stay_where_nothing_is_to_be_chosen() -> None:
 @pytest.mark.parametrize(("asked", "decided", "length"), [({}, 3, 3), ({}, "auto", 7), ({}, 2, 2),
                                                           ({"num_speculative_tokens": 3}, "auto", 3)])  # fmt: skip
 def test_a_target_with_experts_has_the_draft_length_that_gates_decide_for(
-    asked: dict[str, int], decided: Any, length: int, monkeypatch: pytest.MonkeyPatch
+    asked: dict[str, Any], decided: Any, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(default_length, "default_lengths", lambda: {"experts": decided})
     layers = {"experts": [SimpleNamespace(experts=EXPERTS)], "dense": [SimpleNamespace(experts=None)]}

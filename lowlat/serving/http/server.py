@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from urllib.parse import quote
@@ -116,15 +117,23 @@ def run(
             ws="none",
             proxy_headers=False,
         )
-        opened(address)
-        asyncio.run(_Server(config, limits, gateways, drain_s).run_until_ended(listener, parent))
+        server = _Server(config, limits, gateways, drain_s, partial(opened, address))
+        asyncio.run(server.run_until_ended(listener, parent))
 
 
 class _Server(uvicorn.Server):
     """A server that a signal ends well (uvicorn's own raises the signal again) and that bounds its connections."""
 
-    def __init__(self, config: uvicorn.Config, limits: ConnectionLimits, gateways: Gateways, drain_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        limits: ConnectionLimits,
+        gateways: Gateways,
+        drain_s: float,
+        opened: Callable[[], None],
+    ) -> None:
         super().__init__(config)
+        self._opened = opened
         self._places = Connections(limits)
         self._gateways = gateways
         self._drain_s = drain_s
@@ -151,9 +160,10 @@ class _Server(uvicorn.Server):
         await self.serve(sockets=[])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then take connections."""
+        """Start the application, then take connections and say so: from then on a signal ends it well."""
         await super().startup(sockets)
         self._acceptor = Acceptor(self._listener, self._connection, self._places.drop_stranger, self._places.has_room)
+        self._opened()
 
     async def main_loop(self) -> None:
         """Wait until the server is to end, and note it at once; meanwhile keep the Date header."""
