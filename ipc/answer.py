@@ -17,7 +17,7 @@ SHOWN = 40  # characters of a text in a repr
 
 
 class ToolCall(Struct, frozen=True):
-    """A call that the model asks for.
+    """ToolCall is a call that the model asks for.
 
     id         names it in the message that answers it
     name       the function's
@@ -29,7 +29,7 @@ class ToolCall(Struct, frozen=True):
     arguments: str = ""
 
     def values(self) -> dict[str, Any]:
-        """The arguments by name. Raises RequestError for what is no JSON object, as where max_tokens cut it off."""
+        """Return the arguments by name. Raises RequestError for what is no object, as where max_tokens cut it off."""
         try:
             values = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -39,7 +39,7 @@ class ToolCall(Struct, frozen=True):
         return values
 
     def result(self, content: object) -> dict[str, Any]:
-        """The chat message that answers the call; what is no text becomes JSON. Raises RequestError where it cannot."""
+        """Make the chat message that answers the call; what is no text becomes JSON. Raises RequestError."""
         if not isinstance(content, str):
             try:
                 content = json.dumps(content, ensure_ascii=False)

@@ -15,7 +15,7 @@ def _limit(default: float, low: float, high: float, help: str, *, rare: bool = F
 
 @dataclass(frozen=True)
 class Limits:
-    """The server's limits. Raises ConfigError for a value out of its range."""
+    """Limits holds the server's limits. Raises ConfigError for a value out of its range."""
 
     max_message_bytes: int = _limit(
         8 << 20, 1024, 1 << 30, "Bytes of a client's frame; a longer one disconnects it.", rare=True

@@ -28,7 +28,9 @@ _starting: set["asyncio.Task[None]"] = set()  # an event loop does not keep its 
 
 
 class AsyncGeneration(BaseGeneration[AsyncConnection]):
-    """The chunks of one request, in order; see BaseGeneration. Cancelling a task that waits for a chunk cancels it.
+    """AsyncGeneration yields the chunks of one request, in order; see BaseGeneration.
+
+    Cancelling a task that waits for a chunk cancels it.
 
     starting  the task that connects and sends the request; None once it is sent
     """
@@ -241,7 +243,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
 
 
 class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
-    """A client of a lowlat server for asyncio; belongs to the loop that first uses it. See Client for the options."""
+    """AsyncClient asks a lowlat server, for asyncio; it belongs to the loop that first uses it. See Client."""
 
     @property
     def server(self) -> Welcome:
@@ -322,7 +324,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         allow_special: bool = False,
         add_special_tokens: bool = True,
     ) -> tuple[int, ...]:
-        """The token ids of a text or of chat messages; see Client.tokenize."""
+        """Return the token ids of a text or of chat messages; see Client.tokenize."""
         request = make_request(
             prompt,
             {},
@@ -337,11 +339,11 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         return tuple(token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
-        """The text of token ids, special tokens included; see Client.detokenize."""
+        """Return the text of token ids, special tokens included; see Client.detokenize."""
         return await self._text(token_ids, "text", timeout_s)
 
     async def token_texts(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> list[str]:
-        """The text of each token alone; see Client.token_texts."""
+        """Return the text of each token alone; see Client.token_texts."""
         return msgspec.json.decode(await self._text(token_ids, "token_texts", timeout_s), type=list[str])
 
     async def _text(self, token_ids: Sequence[int], result: Result, timeout_s: float | None) -> str:
@@ -368,11 +370,11 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         return AsyncGeneration(self, submission, deadline, starting)
 
     async def health(self, timeout_s: float = 5.0) -> Pong:
-        """Whether the server serves, and the age of its last step while requests run."""
+        """Tell whether the server serves, and the age of its last step while requests run."""
         return await self._ask(ClientProtocol.health, timeout_s)
 
     async def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """A snapshot of the server's figures."""
+        """Return a snapshot of the server's figures."""
         return await self._ask(ClientProtocol.stats, timeout_s)
 
     async def drain(self, deadline_s: float = 10.0, timeout_s: float = 5.0) -> Pong:

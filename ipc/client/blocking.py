@@ -27,7 +27,7 @@ Value = TypeVar("Value")
 
 
 class Generation(BaseGeneration[Connection]):
-    """The chunks of one request, in order; see BaseGeneration."""
+    """Generation yields the chunks of one request, in order; see BaseGeneration."""
 
     def __iter__(self) -> Self:
         return self
@@ -136,7 +136,7 @@ class Generation(BaseGeneration[Connection]):
 
 
 class Client(BaseClient[Connection, "threading.Lock"]):
-    """A client of a lowlat server, for programs that block; safe for several threads at once.
+    """Client asks a lowlat server, for programs that block; it is safe for several threads at once.
 
     endpoint           ipc:///a/path.sock or tcp://host:port; None: LOWLAT_ENDPOINT, or the user's own default
     name               for the server's logs and statistics, at most 64 characters
@@ -242,7 +242,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         allow_special: bool = False,
         add_special_tokens: bool = True,
     ) -> tuple[int, ...]:
-        """The token ids of a text or of chat messages, as `generate` would begin with them.
+        """Return the token ids of a text or of chat messages, as `generate` would begin with them.
 
         add_special_tokens  put around a text what the tokenizer does; a chat's template writes all of its own
         The other options, and what it raises, are those of `generate`; of tokens it takes at least 131,072.
@@ -259,11 +259,11 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         return tuple(token for chunk in chunks for token in chunk.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> str:
-        """The text of token ids, special tokens included. Raises what `generate` does."""
+        """Return the text of token ids, special tokens included. Raises what `generate` does."""
         return self._text(token_ids, "text", timeout_s)
 
     def token_texts(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> list[str]:
-        """The text of each token alone; what is no whole character is replaced. Raises what `generate` does."""
+        """Return the text of each token alone; what is no whole character is replaced. Raises what `generate` does."""
         return msgspec.json.decode(self._text(token_ids, "token_texts", timeout_s), type=list[str])
 
     def _text(self, token_ids: Sequence[int], result: Result, timeout_s: float | None) -> str:
@@ -281,11 +281,11 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         return Generation(self, submission, deadline)
 
     def health(self, timeout_s: float = 5.0) -> Pong:
-        """Whether the server serves, and the age of its last step while requests run."""
+        """Tell whether the server serves, and the age of its last step while requests run."""
         return self._ask(ClientProtocol.health, timeout_s)
 
     def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """A snapshot of the server's figures."""
+        """Return a snapshot of the server's figures."""
         return self._ask(ClientProtocol.stats, timeout_s)
 
     def drain(self, deadline_s: float = 10.0, timeout_s: float = 5.0) -> Pong:

@@ -36,7 +36,7 @@ class Pipeline:
     after: Any
 
 
-def make_pipeline(areas: int, givers: int, takers: int, *, suspends: bool, cluster: int = 1) -> Pipeline:
+def make_pipeline(areas: int, producers: int, consumers: int, *, suspends: bool, cluster: int = 1) -> Pipeline:
     """A pipeline for so many areas and warps.
 
     suspends  a waiting warp may be suspended, as `Gpu.suspends` has it
@@ -48,8 +48,8 @@ def make_pipeline(areas: int, givers: int, takers: int, *, suspends: bool, clust
     def begin(barriers: Any) -> None:
         for area in range(areas):
             at = uint32(barriers + uint32(area * BARRIER_BYTES))
-            ptx.barrier_init(at, uint32(givers))
-            ptx.barrier_init(uint32(at + uint32(FREE)), uint32(takers * cluster))
+            ptx.barrier_init(at, uint32(producers))
+            ptx.barrier_init(uint32(at + uint32(FREE)), uint32(consumers * cluster))
 
     @device_function
     def await_full(barriers: Any, area: Any, parity: Any) -> None:

@@ -99,7 +99,7 @@ def _make_scaled_embed_norm(width: int, tiled: bool, eps: float, wide: bool, sca
         finish_norm(first, weights, target, False, weight, place, int64(0), live, sums, width, eps)
 
     name = f"{_name('embed_norm', width, tiled, scale)}_eps{eps!r}{weights_label(wide)}"
-    return Kernel(name, scaled_embed_norm, (types.int64,) * 6, THREADS, settles=True)
+    return Kernel(name, scaled_embed_norm, (types.int64,) * 6, THREADS, waits_before_trigger=True)
 
 
 def _name(kind: str, width: int, tiled: bool, scale: float | None) -> str:
@@ -120,7 +120,9 @@ def _make_embed(width: int, tiled: bool, scale: float | None = None) -> Kernel:
             token = int32(ptx.load_global_i32(tokens + row * int64(4)))
             gather(weight, token, chunk, out + row * int64(width * 2), width, tiled)
 
-    return Kernel(_name("embed", width, tiled, scale), embed, (types.int64,) * 3, EMBED_THREADS, settles=True)
+    return Kernel(
+        _name("embed", width, tiled, scale), embed, (types.int64,) * 3, EMBED_THREADS, waits_before_trigger=True
+    )
 
 
 @cache
@@ -145,7 +147,7 @@ def _make_embed_norm(width: int, tiled: bool, eps: float, wide: bool = False) ->
         finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), live, sums, width, eps)
 
     name = f"{_name('embed_norm', width, tiled, None)}_eps{eps!r}{weights_label(wide)}"
-    return Kernel(name, embed_norm, (types.int64,) * 6, THREADS, settles=True)
+    return Kernel(name, embed_norm, (types.int64,) * 6, THREADS, waits_before_trigger=True)
 
 
 def embed(

@@ -111,7 +111,7 @@ def _make_norms(width: int, parts: int, eps: float, wide_weights: bool = False) 
 
     signature = (types.int64,) * 8
     name = f"norms_n{width}_parts{parts}_eps{eps!r}{weights_label(wide_weights)}"
-    return Kernel(name, norms, signature, THREADS, settles=True)
+    return Kernel(name, norms, signature, THREADS, waits_before_trigger=True)
 
 
 @cache
@@ -134,7 +134,7 @@ def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = Fals
 
     signature = (types.int64,) * 6
     name = f"add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}{weights_label(wide_weights)}"
-    return Kernel(name, add_norm, signature, THREADS, settles=True)
+    return Kernel(name, add_norm, signature, THREADS, waits_before_trigger=True)
 
 
 def rms_norm(

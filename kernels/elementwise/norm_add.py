@@ -199,7 +199,7 @@ def _make(shape: _Shape) -> Kernel:
         if follows:
             store_next(words, kept_next, inverse_of(words, next_sums, next_eps), live, out, row, rows, thread)
 
-    return Kernel(shape.name, norm_add, (types.int64,) * 9, THREADS, settles=True)
+    return Kernel(shape.name, norm_add, (types.int64,) * 9, THREADS, waits_before_trigger=True)
 
 
 def norm_add(

@@ -85,7 +85,7 @@ def _make_inputs(size: int, layers: int, scale: float, eps: float, wide: bool = 
                     ptx.store_global_128(out + offset, a, b, c, d)
 
     name = f"per_layer_inputs_{layers}x{size}_scale{scale!r}_eps{eps!r}{weights_label(wide)}"
-    return Kernel(name, per_layer_inputs, (types.int64,) * 5, THREADS, settles=True)
+    return Kernel(name, per_layer_inputs, (types.int64,) * 5, THREADS, waits_before_trigger=True)
 
 
 @cache
@@ -108,7 +108,9 @@ def _make_gate(size: int, pitch: int) -> Kernel:
                 a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
             ptx.store_global_128(out + row * int64(2 * size) + int64(chunk) * int64(16), a, b, c, d)
 
-    return Kernel(f"per_layer_gated_{size}_of{pitch}", per_layer_gate, (types.int64,) * 5, THREADS, settles=True)
+    return Kernel(
+        f"per_layer_gated_{size}_of{pitch}", per_layer_gate, (types.int64,) * 5, THREADS, waits_before_trigger=True
+    )
 
 
 def per_layer_inputs(

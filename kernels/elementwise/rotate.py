@@ -302,7 +302,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             store(target, low)
             store(target + int64(dim), high)
 
-    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS, settles=True)
+    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS, waits_before_trigger=True)
 
 
 def rotate(

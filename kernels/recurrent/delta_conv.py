@@ -156,7 +156,7 @@ def _make(width: int, channels: int, ring: int, rows: int, pairs: int = 0) -> Ke
 
     kind = f"gated_delta_conv_{rows}" if rows else "prefill_gated_delta_conv"
     name = f"{kind}_{width}_{channels}_{ring}" + (f"_kept{pairs}" if pairs >= 0 and not rows else "")
-    return Kernel(name, delta_conv_kernel, (types.int64,) * 9, THREADS, settles=True)
+    return Kernel(name, delta_conv_kernel, (types.int64,) * 9, THREADS, waits_before_trigger=True)
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, conv_state: torch.Tensor, out: torch.Tensor) -> int:

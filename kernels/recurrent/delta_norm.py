@@ -86,7 +86,7 @@ def _make(heads: int, dim: int, width: int, wide_weight: bool, eps: float) -> Ke
             ptx.store_global_64(out + place * int64(2), low, high)
 
     name = f"gated_delta_norm_{heads}_{dim}_{width}_{'f32' if wide_weight else 'bf16'}_eps{eps!r}"
-    return Kernel(name, delta_norm_kernel, (types.int64,) * 5, threads, settles=True)
+    return Kernel(name, delta_norm_kernel, (types.int64,) * 5, threads, waits_before_trigger=True)
 
 
 def delta_norm(

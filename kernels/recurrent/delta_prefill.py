@@ -98,7 +98,9 @@ def _make_rows(heads: HeadSizes) -> Kernel:
 
     name = f"gated_delta_rows_{key_heads}_{value_heads}_{dim}_{heads.value_dim}"
     shared = WARPS * 8 * dim
-    return Kernel(name, gated_delta_rows, (types.int64,) * 8, WARPS * 32, shared_bytes=shared, settles=True)
+    return Kernel(
+        name, gated_delta_rows, (types.int64,) * 8, WARPS * 32, shared_bytes=shared, waits_before_trigger=True
+    )
 
 
 @cache
@@ -309,7 +311,7 @@ def _make_walk(heads: HeadSizes, pairs: int, most_blocks: int = 0) -> Kernel:
     shared = outputs + 2 * output_bytes
     return Kernel(
         name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, most_blocks=most_blocks,
-        settles=True,
+        waits_before_trigger=True,
     )  # fmt: skip
 
 

@@ -477,5 +477,5 @@ def make_step(sizes: StepSizes) -> Kernel:
 
     return Kernel(
         plan_name("gated_delta", sizes), gated_delta, (types.int64,) * 16, threads, shared_bytes=shared_bytes,
-        cluster=parts if norms else 1, settles=True,
+        cluster=parts if norms else 1, waits_before_trigger=True,
     )  # fmt: skip

@@ -32,7 +32,7 @@ def _make() -> Kernel:
             elif slot >= 0 and byte_at(row_live, owner * rows) != 0:
                 set_int(state_lens, slot, length)
 
-    return Kernel("advance_states", advance_states_kernel, (types.int64,) * 6, THREADS, settles=True)
+    return Kernel("advance_states", advance_states_kernel, (types.int64,) * 6, THREADS, waits_before_trigger=True)
 
 
 def advance_states(

@@ -162,7 +162,11 @@ def _make_rows(accepted: int, count: int, drafting: int, width: int) -> Kernel:
             )  # fmt: skip
 
     return Kernel(
-        f"block_rows_{accepted}_{count}_{drafting}_{width}", kernel, (types.int64,) * 13, threads, settles=True
+        f"block_rows_{accepted}_{count}_{drafting}_{width}",
+        kernel,
+        (types.int64,) * 13,
+        threads,
+        waits_before_trigger=True,
     )
 
 
@@ -291,7 +295,7 @@ def _make_input(
     stored = f"_block{block_size}" if block_size else ""
     name = f"block_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_{drafting}{stored}_eps{eps!r}"
     name += weights_label(wide)
-    return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS, settles=True)
+    return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS, waits_before_trigger=True)
 
 
 def mask_rows(
@@ -375,7 +379,7 @@ def _make_mask_rows(accepted: int, count: int) -> Kernel:
             start, place = int_at(draft_lens, owner) - 1, owner * count + row
             note(place, owner, row, token, going, start, tokens, positions, row_live, write_lens)
 
-    return Kernel(f"mask_rows_{accepted}_{count}", kernel, (types.int64,) * 9, MASK_THREADS, settles=True)
+    return Kernel(f"mask_rows_{accepted}_{count}", kernel, (types.int64,) * 9, MASK_THREADS, waits_before_trigger=True)
 
 
 def mask_input(
@@ -442,7 +446,7 @@ def _make_mask_input(width: int, tiled: bool, accepted: int, count: int, eps: fl
         finish_norm(words, weights, source, tiled, weight, normed + offset, int64(0), known, sums, width, eps)
 
     name = f"mask_input_n{width}_{'packed' if tiled else 'rows'}_{accepted}_{count}_eps{eps!r}{weights_label(wide)}"
-    return Kernel(name, mask_input, (types.int64,) * 13, NORM_THREADS, settles=True)
+    return Kernel(name, mask_input, (types.int64,) * 13, NORM_THREADS, waits_before_trigger=True)
 
 
 def examples() -> list[Kernel]:

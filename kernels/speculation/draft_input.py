@@ -75,7 +75,7 @@ def _make_concat_norms(width: int, eps: float, wide: bool = False) -> Kernel:
         finish_norm(words, weights, source, False, weight, target, copy, live, sums, width, eps)
 
     name = f"concat_norms_n{width}_eps{eps!r}{weights_label(wide)}"
-    return Kernel(name, concat_norms, (types.int64,) * 7, THREADS, settles=True)
+    return Kernel(name, concat_norms, (types.int64,) * 7, THREADS, waits_before_trigger=True)
 
 
 @cache
@@ -125,7 +125,7 @@ def _make_draft_input(width: int, tiled: bool, rows: int, block_size: int, eps: 
 
     stored = f"_rows{rows}_block{block_size}" if block_size else ""
     name = f"draft_input_n{width}_{'packed' if tiled else 'rows'}{stored}_eps{eps!r}{weights_label(wide)}"
-    return Kernel(name, draft_input, (types.int64,) * 13, THREADS, settles=True)
+    return Kernel(name, draft_input, (types.int64,) * 13, THREADS, waits_before_trigger=True)
 
 
 @cache
@@ -216,7 +216,7 @@ def _make_level_input(
     address = types.int64
     flags, words = types.Array(types.uint8, 2, "C"), types.Array(types.int64, 2, "C")
     signature = (*(address,) * 12, flags, address, words, *(address,) * 6)
-    return Kernel(name, draft_level_input, signature, THREADS, settles=True)
+    return Kernel(name, draft_level_input, signature, THREADS, waits_before_trigger=True)
 
 
 def _check_halves(

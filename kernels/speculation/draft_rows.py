@@ -195,7 +195,7 @@ def _make_take(taken: int, first: int, second: int) -> Kernel:
             zero_row(thread, threads, count, target)
 
     kind = "take_last" if taken == 1 else f"take_block_{taken}"
-    return Kernel(f"{kind}_{first}_{second}", kernel, (types.int64,) * 6, threads, settles=True)
+    return Kernel(f"{kind}_{first}_{second}", kernel, (types.int64,) * 6, threads, waits_before_trigger=True)
 
 
 @device_function

@@ -103,7 +103,7 @@ def _make_conv(width: int, rows: int, taps: int, group: int, side: int, reads: b
 
     kinds = f"{'f' if reads else 'b'}{'f' if writes else 'b'}"
     name = f"local_conv_{kinds}_{width}_{rows}_{taps}x{group}_{side}"
-    return Kernel(name, kernel, (types.int64,) * 5, THREADS, settles=True)
+    return Kernel(name, kernel, (types.int64,) * 5, THREADS, waits_before_trigger=True)
 
 
 def walk_candidates(

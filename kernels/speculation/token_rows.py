@@ -69,7 +69,7 @@ def _make(columns: int, rows: int, column: int, ahead: int, counted: bool) -> Ke
             set_byte(row_live, place, 1 if alive else 0)
 
     name = f"token_rows_{columns}_{rows}_{column}_{ahead}{'_counted' if counted else ''}"
-    return Kernel(name, kernel, (types.int64,) * 8, THREADS, settles=True)
+    return Kernel(name, kernel, (types.int64,) * 8, THREADS, waits_before_trigger=True)
 
 
 def examples() -> list[Kernel]:

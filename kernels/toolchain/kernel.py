@@ -102,8 +102,8 @@ class Kernel:
                   programs alone: by the linker, from the compiler's intermediate code
     cluster       neighbouring blocks in x that run together and reach each other's shared memory (9.0 on); a grid is a
                   multiple of it
-    settles       all its blocks wait for the kernel before it ahead of letting the next one start: kernels after it
-                  find done, before they wait, what was launched before it
+    waits_before_trigger   all its blocks wait for the kernel before it and then let the next one start (programmatic
+                  dependent launch): kernels after it find done, before they wait, what was launched before it
     """
 
     name: str
@@ -117,7 +117,7 @@ class Kernel:
     specific: bool = False
     whole: bool = False
     cluster: int = 1
-    settles: bool = False
+    waits_before_trigger: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)

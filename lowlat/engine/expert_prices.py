@@ -20,8 +20,8 @@ from lowlat.step.variants import bodies_of, is_choice
 
 __all__ = ["ExpertPrices"]
 
-INTERVAL = 96  # steps from one run of looks to the next
-LOOKS = 8  # at steps in a row
+DRAFTED_INTERVAL = 32  # steps from one look to the next, while drafts are made
+IDLE_INTERVAL, LOOKS = 128, 8  # while none are, to the next looks at so many steps in a row
 LEAST_CHANGE = 0.01  # of a cost: smaller ones are not told to the device
 
 Rows = list[list[int]]
@@ -42,21 +42,24 @@ class ExpertPrices:
         self._told: Costs = costs
         self._counts = ExpertCounts({bucket.batch: each.by_rows() for bucket, each in costs.items()})
         self._looks: deque[tuple[int, Bucket, Look]] = deque()
-        self._num_launched = 0
+        self._num_launched = self._layer = 0
+        self._drafts = False  # whether the last step that was looked at had some
         self._chain = NO_CHAIN  # the last step without drafts, its slots, their rows so far
 
     def launched(self, bucket: Bucket, *, loops: bool) -> None:
         """See `Learner`."""
         if not is_choice(bucket):
             return
-        self._num_launched += 1
         if loops:
             self._chain = NO_CHAIN  # the last steps of two loops do not follow one another
-            wanted = not self._looks
+            wanted, self._layer = not self._looks, self._layer + 1
         else:
-            wanted = self._num_launched % INTERVAL < LOOKS
+            interval, looks = (DRAFTED_INTERVAL, 1) if self._drafts else (IDLE_INTERVAL, LOOKS)
+            place = self._num_launched % interval
+            wanted, self._layer = place < looks, self._layer + (place == 0)
         if wanted:
             self._look(bucket)
+        self._num_launched += 1
         if self._looks:
             self._take()
 
@@ -67,7 +70,7 @@ class ExpertPrices:
 
     def _look(self, bucket: Bucket) -> None:
         executor, bodies = self._executor, bodies_of(bucket)
-        layer = self._num_launched // INTERVAL % len(routers_of(executor.program(bodies[0])))
+        layer = self._layer % len(routers_of(executor.program(bodies[0])))
         ids = [
             executor.scratch(body)[routers_of(executor.program(body))[layer].writes["expert_ids"]] for body in bodies
         ]
@@ -85,16 +88,17 @@ class ExpertPrices:
             self._looks.popleft()
             choice, slots, *ids = found
             rows = chosen_rows(ids[int(choice)], bucket.batch, slots.tolist())
+            self._drafts = 0 < int(choice) <= bucket.num_speculative_tokens
             self._counts.see(self._in_a_row(number, slots.tolist(), rows))
         self._tell()
 
     def _in_a_row(self, number: int, slots: list[int], rows: Rows) -> Rows:
-        """A step's rows; where each slot has one, with those of the steps before that it follows."""
+        """A step's rows; where each slot has one, then those of the steps before that it follows, the last first."""
         if any(len(each) != 1 for each in rows):
             return rows
         last, before, chain = self._chain
         if last == number - 1 and before == slots and len(chain) == len(rows):
-            rows = [[*known, *each] for known, each in zip(chain, rows, strict=True)]
+            rows = [[*each, *known][:LOOKS] for known, each in zip(chain, rows, strict=True)]
         self._chain = number, slots, rows
         return rows
 

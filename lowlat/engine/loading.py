@@ -69,6 +69,7 @@ from lowlat.sequence.snapshot_book import SnapshotBook
 from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
+from lowlat.speculators.default_length import with_default_length
 from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -415,6 +416,9 @@ def _load_speculation(
         return speculative, None, baseline, str(error)
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
+    chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch)
+    if chosen is not speculative:
+        speculative, topologies = chosen, make_topologies(chosen, max_batch)
     return speculative, loaded, topologies, None
 
 

@@ -21,7 +21,7 @@ NUM_LENGTHS = MAX_SPECULATIVE_TOKENS + 1  # 0 to 6, and 7 or more
 
 @dataclass
 class SpeculativeDecodingStats:
-    """How often the target agreed with the drafts; add with `record`, read at any time.
+    """SpeculativeDecodingStats counts how often the target agreed with the drafts; add with `record`, read at any time.
 
     num_drafts                 steps in which at least one draft token was verified
     total_draft_tokens         draft tokens verified in them
@@ -236,7 +236,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RuntimeMetrics:
-    """A Runtime's totals: over every request ended, and those still live.
+    """RuntimeMetrics totals what a Runtime did: over every request ended, and those still live.
 
     num_requests           requests ended, however
     num_live               requests queued or running
@@ -290,7 +290,7 @@ class _Sums:
 
 
 class MetricsBook:
-    """The latest metrics of live requests and of the last `max_ended` ended ones, and totals over all.
+    """MetricsBook keeps the latest metrics of live requests and of the last `max_ended` ended, and totals over all.
 
     Not safe to call from several threads at once.
     """

@@ -153,7 +153,8 @@ class Runtime(SteppedRuntime):
 
         n        answers; each has a seed of its own, the first the one that was given
         best_of  answers that are made; the n likeliest by the mean logprob of their tokens are returned, the best first
-        The other arguments and errors are those of `generate`; where one answer fails, the others are cancelled.
+        The other arguments and errors are those of `generate`; where one answer fails, the others are cancelled. A
+        session goes on from the first answer that is returned.
         """
         return answer_choices(self, prompt, n, best_of, params, options)
 

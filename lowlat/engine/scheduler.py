@@ -408,6 +408,7 @@ class Scheduler:
         *,
         num_written: int | None = None,
         poisoned: bool = False,
+        whole: bool = True,
     ) -> Phase:
         """Take a request out wherever it is, ended or not; return its phase.
 
@@ -425,7 +426,9 @@ class Scheduler:
         elif self._aside.pop(request_id, None) is None:
             self._unqueue(request_id)
         if request_id in self.kvcache:
-            self.kvcache.release(request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner)
+            self.kvcache.release(
+                request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner, whole=whole
+            )
         self._forget(request_id)
         del self._requests[request_id], self._arrivals[request_id]
         self._open.discard(request_id)

@@ -260,7 +260,7 @@ class SteppedRuntime:
 
     @owned
     def metrics(self, request_id: str) -> RequestMetrics:
-        """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
+        """Return the figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
         found = self._requests.metrics(request_id)
         is_live = request_id in self._requests
         return replace(found, finish_reason="error") if is_live and self._whole.failure else found
@@ -273,7 +273,7 @@ class SteppedRuntime:
 
     @owned
     def summary(self) -> dict[str, Any]:
-        """Totals since the load, as JSON: blocks such as `eagle_speculation` only of what has run."""
+        """Return totals since the load, as JSON: blocks such as `eagle_speculation` only of what has run."""
         self._check_open()
         totals = self._requests.totals()
         return {
@@ -292,7 +292,7 @@ class SteppedRuntime:
 
     @owned
     def slots(self) -> list[dict[str, Any]]:
-        """The requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, and their bound."""
+        """List the requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, their bound."""
         return self._requests.describe()
 
     @property
@@ -316,7 +316,7 @@ class SteppedRuntime:
         return what(self)
 
     def content_facts(self) -> ContentFacts:
-        """The facts that decide what the contents of chunks are, next to `numerics`."""
+        """Return the facts that decide what the contents of chunks are, next to `numerics`."""
         if self._content_facts is None:
             self._content_facts = content_facts(self.directory, self._draft_directory, self.executor.mover.states)
         return self._content_facts

@@ -522,7 +522,10 @@ class Steps:
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
         # these run on one stream, one after the other; what is shared lies before the positions that are written.
         committed, written = request.committed if shares else None, request.num_written
-        phase = self._scheduler.cancel(request.request_id, committed, num_written=written, poisoned=poisoned)
+        whole = request.finish_reason in ("stop", "length")
+        phase = self._scheduler.cancel(
+            request.request_id, committed, num_written=written, poisoned=poisoned, whole=whole
+        )
         if request.opening is None or not request.opening.is_speculative:
             self._deadlines.pop(request.request_id, None)
         if phase in (Phase.PREFILLING, Phase.DECODING):

@@ -14,8 +14,9 @@ def kv_summary(
     scheduler: Scheduler, sessions: SessionBook, tiers: CacheTiers | None, cache_dtype: str
 ) -> dict[str, Any]:
     """Count blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
-    found = {**asdict(scheduler.kvcache.stats()), "cache_dtype": cache_dtype}
-    if counted := sessions.stats():
+    counted = sessions.stats()  # first: those whose time has passed pin nothing
+    found: dict[str, Any] = {**asdict(scheduler.kvcache.stats()), "cache_dtype": cache_dtype}
+    if counted:
         found["sessions"] = counted
     in_tiers = {} if tiers is None else {"tiers": tiers.stats()}
     return found | scheduler.kvcache.pool_stats() | in_tiers

@@ -94,7 +94,7 @@ class Binding:
 
     loop            the control of the device loop whose body the step is, if it is one
     switches        whether the choice of a width is for a SWITCH node
-    num_awaited     mixtures of experts so far whose logits are awaited; each fills the next one's with sentinels
+    num_awaited     MoE layers so far whose logits are awaited; each fills the next one's with sentinels
     exchanges       the memory by which this rank exchanges rows with others; None: it is the only one
     left            the partial argmax that the last GEMM left next to its logits, if it did
     is_invariant    no bit may depend on how many ranks there are: not on extents of which each has a part

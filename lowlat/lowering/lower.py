@@ -89,7 +89,7 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
 
 
 def _settles(call: Call) -> bool:
-    return isinstance(call, KernelCall) and call.kernel.settles
+    return isinstance(call, KernelCall) and call.kernel.waits_before_trigger
 
 
 def _awaits_all(call: Call) -> Call:

@@ -44,6 +44,7 @@ WRAPPERS = (
     "gemma4",
     "gemma4_unified",
     "mistral3",
+    "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
     "qwen3_vl_moe",

@@ -71,6 +71,7 @@ FP8 = {
     "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
 }
 MINISTRAL = {"head_dim": 128, "rope_parameters": MINISTRAL_ROPE, "sliding_window": None, "quantization_config": FP8}
+LONGROPE = ("short_factor", "long_factor")  # their numbers are left out: they change no size
 QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN3_MOE = {**QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768} | {
     "norm_topk_prob": True
@@ -163,6 +164,16 @@ PUBLISHED = (
         "microsoft/phi-4", "phi3", (5120, 17920, 40, 40, 10, 100352, 16384),
         {"rope_theta": 250000.0, "rope_scaling": None, "original_max_position_embeddings": 16384, "embd_pdrop": 0.0,
          "resid_pdrop": 0.0, "sliding_window": None, "attention_bias": False},
+    ),
+    Published(
+        "microsoft/Phi-4-mini-instruct", "phi3", (3072, 8192, 32, 24, 8, 200064, 131072),
+        {"rope_theta": 10000.0, "rope_scaling": {"type": "longrope", **dict.fromkeys(LONGROPE, [1.0] * 48)},
+         "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "sliding_window": 262144,
+         "tie_word_embeddings": True},
+    ),
+    Published(
+        "zai-org/GLM-4-9B-0414", "glm4", (4096, 13696, 40, 32, 2, 151552, 32768),
+        {**HEADS_OF_128, "attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 10000.0},
     ),
     Published(
         "ibm-granite/granite-3.3-8b-instruct", "granite", (4096, 12800, 40, 32, 8, 49159, 131072),

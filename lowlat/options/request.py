@@ -64,7 +64,7 @@ Parse = Literal["none", "reasoning", "tools"]
 @documented
 @dataclass(frozen=True, repr=False)
 class SamplingParams:
-    """How one request's tokens are chosen and when it ends."""
+    """SamplingParams says how one request's tokens are chosen and when it ends."""
 
     temperature: float = declare(0.0, "0 is greedy; otherwise logits are divided by it, at most 100.", 0.0, 100.0)
     top_k: int = declare(0, "Keep the N likeliest tokens; 0 keeps all.", 0, MAX_INT32)
@@ -275,7 +275,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """A tool call's beginning, with id and name, or more of its arguments, which are JSON text; calls count from 0."""
+    """ToolCallDelta brings a tool call's beginning, with id and name, or more of its arguments, JSON text.
+
+    Calls count from 0.
+    """
 
     index: int
     arguments: str = ""
@@ -285,7 +288,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The output of one step (or a cancellation) for one request.
+    """StepOutput holds what one step (or a cancellation) brings one request.
 
     `token_ids` are new and final. `text` is what they make certain of the text (None without a tokenizer):
     incomplete UTF-8 and what could begin a stop string are held back. `stop_reason` is the stop string or

@@ -26,7 +26,7 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
 @dataclass(frozen=True)
 class TraceConfig:
-    """The debug traces to log, on the logger `lowlat.trace`; all off, and then they cost nothing."""
+    """TraceConfig names the debug traces to log, on the logger `lowlat.trace`; those that are off cost nothing."""
 
     step: bool = False
     accept: bool = False
@@ -40,7 +40,7 @@ class TraceConfig:
 @documented
 @dataclass(frozen=True, repr=False)
 class RuntimeConfig:
-    """Sizes and policies of one Runtime."""
+    """RuntimeConfig has the sizes and policies of one Runtime."""
 
     max_batch: int = declare(4, "Requests that decode together.", 1, MAX_BATCH)
     max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
@@ -298,7 +298,7 @@ class RuntimeConfig:
 
     @property
     def checked_kinds(self) -> frozenset[str]:
-        """The kinds of checks that each step makes. Raises ConfigError for a name that is none."""
+        """Name the kinds of checks that each step makes. Raises ConfigError for a name that is none."""
         return parse_checks(self.check)
 
     @property

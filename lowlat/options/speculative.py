@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 from lowlat.errors import ConfigError
 from lowlat.options.acceptance import acceptance_for
 from lowlat.options.declaration import check_integer, check_options, declare, documented, given_options
+from lowlat.options.default_length import DEFAULT_LENGTH
 from lowlat.options.limits import LimitCheck, compare_limits
 from lowlat.options.method_options import METHOD_OPTIONS
 from lowlat.options.speculative_checks import WIDE_ROWS, check_together
@@ -43,7 +44,7 @@ class Limited(Protocol):
 @documented
 @dataclass(frozen=True, repr=False)
 class SpeculativeConfig:
-    """How to speculate: the method, the depth, and the tree.
+    """SpeculativeConfig says how to speculate: the method, the depth, and the tree.
 
     `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
     `ORG/NAME[@REVISION]`; "draft_model", with any smaller model of the target's vocabulary; or "mtp", with the target's
@@ -82,7 +83,7 @@ class SpeculativeConfig:
         choices=METHOD_OPTIONS,
     )
     num_speculative_tokens: int = declare(
-        3,
+        DEFAULT_LENGTH,
         "Depth of speculation; 0: none; auto: each step's is chosen, up to 7 (adaptive_width).",
         0,
         MAX_SPECULATIVE_TOKENS,

@@ -194,10 +194,12 @@ class SequenceBook(ABC):
         num_written: int | None = None,
         poisoned: bool = False,
         owner: Hashable = None,
+        whole: bool = True,
     ) -> None:
         """Take back what a request holds; what may be shared stays for others. The device must write to it no more.
 
         owner  pins the chunks of the sequence from now on, in place of those that it pinned; None: nobody does
+        whole  False: it was broken off, and its owner goes on pinning what it did unless these chunks go on from there
         """
 
     @abstractmethod

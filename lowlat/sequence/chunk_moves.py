@@ -65,10 +65,15 @@ class ChunkMoves:
         self._chunks = chunks
 
     def settle(self) -> None:
-        """Let go of chunks whose copies to or from the tiers have ended."""
+        """Let go of chunks whose copies to or from the tiers have ended; those that did not come are nobody's hit."""
         tiers = self._chunks.tiers
-        if tiers is not None and (ended := tiers.take_done()):
-            self.end(ended)
+        if tiers is None or not (ended := tiers.take_done()):
+            return
+        for holder in tiers.take_failed():
+            if isinstance(holder, CachedChunk):
+                self.forget_kept(holder.digest)
+                self._chunks.free(self._chunks.index.drop(holder))
+        self.end(ended)
 
     def hold(self, chunk: CachedChunk) -> CachedChunk:
         """Keep a chunk's blocks as they are until `end` names it; its users have been counted."""

@@ -35,7 +35,7 @@ class PrefixChains:
         self._kept: OrderedDict[int, PrefixChain] = OrderedDict()
 
     def of(self, prompt: Sequence[int], root: bytes) -> PrefixChain:
-        """The chain of a prompt under the root of its salt; one that is a list may change, and is digested anew."""
+        """The chain of a prompt under the root of its salt; one that is a list may change, and is digested again."""
         if not isinstance(prompt, tuple):
             return PrefixChain(self._index, prompt, root, self._chunk)
         chain = self._kept.get(id(prompt))

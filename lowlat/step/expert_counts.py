@@ -16,6 +16,7 @@ from lowlat.graphs.program import Op, Program, Stage
 __all__ = ["ExpertCounts", "chosen_rows", "distinct_experts", "routers_of"]
 
 MEMORY = 64  # steps that were looked at, over which means run
+KNOWN_BEFORE = 4  # as many steps what is known before counts for
 
 
 def routers_of(program: Program) -> list[Op]:
@@ -59,11 +60,11 @@ class ExpertCounts:
             union = 0
             for num_slots, each in enumerate(unions, 1):
                 union |= each[num_rows]
-                if num_slots in self._before:
+                if num_rows < len(self._before.get(num_slots, ())):
                     self._add((num_slots, num_rows + 1), union.bit_count())
 
     def _add(self, place: tuple[int, int], count: int) -> None:
-        seen, mean = self._means.get(place, (0, 0.0))
+        seen, mean = self._means.get(place) or (KNOWN_BEFORE, self._before[place[0]][place[1] - 1])
         seen = min(seen + 1, MEMORY)
         self._means[place] = seen, mean + (count - mean) / seen
 

@@ -9,7 +9,9 @@ killed amid a wake        the supervisor starts the process again, and the other
 host memory is refused    the model stays awake, and says why (tests/ipc/test_residence.py, tests/unit/test_sleep.py); a
                           request keeps its slot (CapacityError, tests/unit/test_pause.py); a session is not saved
                           (CapacityError), and goes on; at the start a ConfigError
-the device fails          amid a copy: DeviceError, which names it (tests/unit/test_block_moves.py)
+the device fails          amid a copy: DeviceError, which names it (tests/unit/test_block_moves.py); amid a save: the
+                          same, and the file stays as it was
+a copy is refused         what did not come to the device is a miss, with a warning (tests/unit/test_cache_tiers.py)
 """
 
 import logging
@@ -31,7 +33,7 @@ from served import eventually
 from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams
-from lowlat.errors import CapacityError, ConfigError, ServerGone, SessionError
+from lowlat.errors import CapacityError, ConfigError, DeviceError, ServerGone, SessionError
 from lowlat.executors.block_moves import BlockMover
 from lowlat.ipc import Client
 from lowlat.ipc.server import Server
@@ -160,12 +162,20 @@ def test_a_session_that_cannot_be_saved_stays_as_it_is(tmp_path: Path, monkeypat
             patch.setattr(torch, "empty", refused)
             with pytest.raises(CapacityError, match="the host refuses"):
                 session.save(tmp_path / "kept")
+        with monkeypatch.context() as patch, pytest.raises(DeviceError, match="is lost"):
+            patch.setattr(BlockMover, "start_out", lost)
+            session.save(tmp_path / "kept")
         assert (tmp_path / "kept").read_bytes() == before and list(tmp_path.glob(".kept-*")) == []
+        assert runtime.kvcache.stats().num_used == 0 and runtime.sessions.num_files == 0
         runtime.kvcache.invariants()
         assert session.save(tmp_path / "kept") == len(before)
         with monkeypatch.context() as patch, pytest.raises(ConfigError, match=r"the host refuses.*host_cache_gib"):
             patch.setattr(BlockMover, "allocate", lambda mover, size, knob: refuse(f"the host refuses; lower {knob}"))
             Runtime.load(tmp_path / "target", host_cache_gib=0.1, **OPTIONS)
+
+
+def lost(*_: Any) -> None:
+    raise DeviceError("the device is lost")
 
 
 def refuse(words: str) -> torch.Tensor:

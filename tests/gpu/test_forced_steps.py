@@ -38,8 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made = tmp_path_factory.mktemp("models")
     model = make_target(made / "target", "llama", gain=0.45, **SIZES)
     copying_draft_model(made / "eagle3", model, draft_vocab_size=80)
-    for name, more in (("dflash", {}), ("dflash2", {"conv": (2, 16), "selector": (8, 6)})):
-        shape = {"block_size": 16, "layout": "speculators", "num_attention_heads": 8, **more}
+    blocks: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("dflash", {}),
+        ("dflash2", {"conv": (2, 16), "selector": (8, 6)}),
+    )
+    for name, more in blocks:
+        shape: dict[str, Any] = {"block_size": 16, "layout": "speculators", "num_attention_heads": 8, **more}
         dflash_draft_model(made / name, model, copies=True, **shape)
     make_target(made / "hybrid", "qwen3_5_text", gain=0.4, **HYBRID)
     return made

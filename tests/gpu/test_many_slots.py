@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from moe_cases import make_moe, make_topk_routing
+from moe_cases import Poisoned, make_moe, make_topk_routing
 from quantised_layers import random_parts
 from recording import prompt_of, run_all
 from selection_cases import best_of
@@ -81,22 +81,17 @@ def test_epilogues_have_the_bits_of_others(launcher: Launcher) -> None:
     plain, gated = pack(weight), pack(weight, gate_up_permutation(width // 2))
     for rows in ROWS:
         x, live = _random(rows, depth), (torch.arange(rows, device="cuda") % 7 != 3).to(torch.uint8)
-        added = {"x": x, "weight": plain, "residual": _random(rows, width)}
-        for out, given in (
-            (_random(rows, width), added),
-            (_random(rows, width // 2), {"x": x, "weight": gated, "activation": "silu", "row_live": live}),
-        ):
+        added: dict[str, Any] = {"x": x, "weight": plain, "residual": _random(rows, width)}
+        activated: dict[str, Any] = {"x": x, "weight": gated, "activation": "silu", "row_live": live}
+        for out, given in ((_random(rows, width), added), (_random(rows, width // 2), activated)):
             found, want = _both(launcher, out, **given)
             assert bool(want.isfinite().all()) and torch.equal(found, want), rows
-        best, found = [], []
-        for shares in (True, False):
-            pairs = torch.full((rows, 132, 2), 77, dtype=torch.int32, device="cuda")
-            out = torch.full((rows, width), torch.nan, device="cuda")
-            given = {"x": x, "weight": plain, "out": out, "best": PartialArgmax(pairs, FINITE)}
-            launcher.run(*decode_gemm(**given, shares=shares, gpu=launcher.gpu))
-            best.append(best_of(pairs))
-            found.append(out)
-        assert torch.equal(*found) and all(map(torch.equal, *best))
+        pairs = [torch.full((rows, 132, 2), 77, dtype=torch.int32, device="cuda") for _ in range(2)]
+        outs = [torch.full((rows, width), torch.nan, device="cuda") for _ in range(2)]
+        for best, out, shares in zip(pairs, outs, (True, False), strict=True):
+            own = PartialArgmax(best, FINITE)
+            launcher.run(*decode_gemm(x=x, weight=plain, out=out, best=own, shares=shares, gpu=launcher.gpu))
+        assert torch.equal(*outs) and all(map(torch.equal, best_of(pairs[0]), best_of(pairs[1])))
 
 
 @pytest.mark.parametrize(("quantised", "top_k"), [(True, 4), (False, 8), (False, 9)])
@@ -119,17 +114,19 @@ def test_moe_launches_of_many_rows_have_the_bits_of_others(launcher: Launcher, q
 
 
 def _check_alone(launcher: Launcher, found: dict[str, Any]) -> None:
+    """Each GEMM in a launch of its own, of many rows and of few."""
     ids, outs = found["expert_ids"], []
+    limits: dict[str, Any] = {name: found[name] for name in ("limit", "alpha") if name in found}
     for many in (True, False):
-        activated, out = (torch.full_like(found[name], torch.nan) for name in ("activated", "total"))
-        out, kept = out.float(), dict[str, torch.Tensor]()
-
-        def workspace(name: str, shape: Any, dtype: torch.dtype, kept: dict[str, torch.Tensor] = kept) -> torch.Tensor:
-            return kept.setdefault(name, torch.full(shape, torch.nan, dtype=dtype, device="cuda"))
-
-        limits = {name: found[name] for name in ("limit", "alpha") if name in found}
-        first = {"experts": found["gate_up"], "bias": found["gate_up_bias"], "out": activated, **limits}
-        second = {"experts": found["down"], "bias": found["down_bias"], "out": out, "workspace": workspace}
+        activated = torch.full_like(found["activated"], torch.nan)
+        out = torch.full_like(found["total"], torch.nan, dtype=torch.float32)
+        first: dict[str, Any] = {"experts": found["gate_up"], "bias": found["gate_up_bias"], "out": activated, **limits}
+        second: dict[str, Any] = {
+            "experts": found["down"],
+            "bias": found["down_bias"],
+            "out": out,
+            "workspace": Poisoned("cuda"),
+        }
         launcher.run(
             *experts_gate_up(found["x"], ids, **first, many=many, gpu=launcher.gpu),
             *experts_down(activated, ids, found["expert_weights"], **second, many=many, gpu=launcher.gpu),

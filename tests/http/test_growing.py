@@ -278,6 +278,7 @@ def test_many_short_lines_are_few_messages(tmp_path: Path) -> None:
     assert (status, answer["choices"][0]["text"]) == (200, "".join(f"t{token} " for token in expected))
 
 
+@pytest.mark.second
 def test_lines_that_cannot_be_joined_are_sent_at_a_pace(tmp_path: Path) -> None:
     engine, limits = FakeEngine(text=True, max_context=1000), Limits(max_messages_per_s=250)
     with running_gateway(tmp_path, engine, limits, FakeCodec()) as gateway:

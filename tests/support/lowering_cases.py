@@ -187,7 +187,7 @@ def check_early_reads(step: Lowered) -> None:
                 assert writes.isdisjoint(early.values()), f"{op.kind} reads what {before.kind} writes"
                 behind = before.reads.get("write_lens")
                 assert writes.isdisjoint(caches) or behind == op.reads["dense_lens"], f"{before.kind} writes keys"
-        under_way = [*([] if any(call.kernel.settles for call in calls) else under_way), *group.ops]
+        under_way = [*([] if any(call.kernel.waits_before_trigger for call in calls) else under_way), *group.ops]
     names = [call.kernel.name for call in step.calls if call.kernel.name.startswith("attention_")]
     alone = [name for name in names if not name.startswith("attention_combine")]
     assert all(ATTENTION.fullmatch(name) for name in alone)

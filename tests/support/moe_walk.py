@@ -33,11 +33,10 @@ def small_gpu(blocks: int) -> Gpu:
 
 def walk(
     walker: Walker, arguments: dict[str, Any], routing: TopKRouting, blocks: int, *, early: bool = False,
-    plan: MlpPlan | None = None, many: bool = False,
+    plan: MlpPlan | None = None,
 ) -> None:  # fmt: skip
     """All launches over the arguments' rows."""
     with walkable(walker, *NAMES) as modules:
-        given = {"routing": routing, "early": early, "plan": plan, "many": many, **arguments}
-        calls = modules[-1].experts_mlp(gpu=small_gpu(blocks), **given)
+        calls = modules[-1].experts_mlp(routing=routing, gpu=small_gpu(blocks), early=early, plan=plan, **arguments)
         for call in calls:
             walker.run(call)

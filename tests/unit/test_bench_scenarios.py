@@ -18,8 +18,18 @@ from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.options.speculative import SpeculativeConfig
+from lowlat.speculators.default_length import default_lengths
 from lowlat.tools.bench.compare import compare_results
-from lowlat.tools.bench.gates import GateRun, GateState, Verdict, check_gates, judge, standing
+from lowlat.tools.bench.gates import (
+    GateRun,
+    GateState,
+    Verdict,
+    check_gates,
+    default_length,
+    judge,
+    read_state,
+    standing,
+)
 from lowlat.tools.bench.geometry import RandomWeights, random_target, read_geometries
 from lowlat.tools.bench.measure import CaseRun, room_of
 from lowlat.tools.bench.prompts import Prompts
@@ -329,6 +339,30 @@ def test_greens_count_in_a_row_for_the_same_gate_and_conditions_alone() -> None:
     unnamed = Verdict(name="g", green=True, required_speed_up=1.0, required_accept_length=1.0)
     old = GateState(runs=[GateRun(green=True, environment=environment(), gates=(unnamed,))] * 5)
     assert standing(old, environment(), GATE).in_a_row == 0
+
+
+@pytest.mark.parametrize(
+    ("auto", "fixed", "decided"), [(3, 0, "auto"), (3, 2, "auto"), (3, 3, 3), (2, 0, 3), (0, 0, 3), (0, 3, 3)]
+)
+def test_gates_of_experts_decide_for_the_draft_length_where_none_is_asked_for(
+    auto: int, fixed: int, decided: int | str
+) -> None:
+    gates = read_plan().gates_of("micro", experts=True)
+    greens = {"auto": auto, "fixed": fixed}
+    runs = []
+    for gate in gates:
+        verdict = Verdict(name=gate.name, green=True, gate=gate, required_speed_up=1.0, required_accept_length=1.0)
+        runs += [GateRun(green=True, environment=environment(), gates=(verdict,))] * greens[gate.policy]
+    assert default_length(GateState(runs=runs), environment(), gates) == decided
+
+
+def test_the_default_draft_length_is_what_committed_gates_decide_for() -> None:
+    found: set[int | str] = set()
+    for path in sorted((Path(__file__).parents[2] / "bench" / "results").rglob("gates.json")):
+        state, gates = read_state(path.parent), read_plan().gates_of("micro", experts=True)
+        judged = [run for run in state.runs if any(verdict.gate in gates for verdict in run.gates)]
+        found |= {default_length(state, run.environment, gates) for run in judged[-1:]}
+    assert (found or {3}) == {default_lengths()["experts"]}, "write lowlat/speculators/default_lengths.json"
 
 
 def test_what_was_forced_marks_all_that_follows() -> None:

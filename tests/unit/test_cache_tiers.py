@@ -14,7 +14,7 @@ from stages import later, staged
 from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.errors import ConfigError, SessionError
+from lowlat.errors import ConfigError, DeviceError, SessionError
 from lowlat.sequence.tiers.arena import HostArena
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
@@ -165,6 +165,32 @@ def test_damaged_files_are_read_again_by_prefill_with_one_warning(
         assert answer(runtime, prompt) == (expected, 6 * CHUNK)
 
 
+@pytest.mark.parametrize("when", ["started", "under way"])
+def test_a_copy_that_fails_is_a_miss(
+    targets: dict[str, Path], when: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No request goes on from blocks whose content did not come; it is read by prefill, and kept again."""
+    prompt = prompt_of(5 * CHUNK + 3)
+    with Runtime.load(targets["llama"], host_cache_gib=0.01, can_sleep=True, **OPTIONS) as runtime:
+        cold = answer(runtime, prompt)[0]
+        tiers = runtime.kvcache.tiers
+        assert tiers is not None
+
+        def fails(*_: object) -> Callable[[], None]:
+            raise DeviceError("a copy was refused")
+
+        for hits in (0, 6 * CHUNK):
+            runtime.sleep()
+            runtime.wake()
+            with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+                if not hits:
+                    patch.setattr(tiers._copier, "start_in", fails if when == "started" else lambda *_: fails)
+                assert answer(runtime, prompt) == (cold, hits)
+                tiers.flush()
+        assert "a copy was refused" in caplog.text and runtime.kvcache.stats().num_used == 0
+        runtime.kvcache.invariants()
+
+
 def test_what_differs_in_bits_is_nobodys_hit(targets: dict[str, Path], tmp_path: Path) -> None:
     options, prompt = {**OPTIONS, "cache_dir": tmp_path / "cache"}, prompt_of(5 * CHUNK + 3)
     with Runtime.load(targets["llama"], **options) as runtime:
@@ -236,6 +262,7 @@ def test_the_host_tier_holds_no_more_than_its_budget_and_forgets_the_oldest() ->
     assert not put(tier, 37, 2 * page + 1)
     del held
     assert all(put(tier, number, 2 * page) for number in range(40, 44))  # slabs that are whole are cut anew
+    assert put(tier, 50, 0) and key(50) in tier  # of blocks of which no layer keeps anything: all have windows
     assert tier.num_bytes <= 16 * page and all(key(number) in tier for number in range(40, 44))
 
 

@@ -135,8 +135,9 @@ class Run:
         extra = slots - len(PROMPTS) + (3 if case["event"] == "full" else 0)  # more than there are slots
         enter = self._open if case["prompt"] == "growing" else partial(submit, runtime, case)
         self.names = [enter(prompt, number) for number, prompt in enumerate(PROMPTS)]
-        brief = {"max_tokens": 3} if case["slots"] == "many" else {}
-        self._run([*self.names, *(submit(runtime, case, PROMPTS[1], 5 + n, **brief) for n in range(extra))])
+        brief = {"max_tokens": 2} if case["slots"] == "many" else {}
+        others = [submit(runtime, case, PROMPTS[1], 5 + n, **brief) for n in range(extra)]
+        self._run([*others, *self.names])
         check_invariants(runtime)
 
     def _open(self, prompt: list[int], number: int) -> str:

@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-JSON = documents(9, 1, 40, 14, 0, 22, 5)
+JSON = documents(9, 1, 34, 14, 0, 5)
 SELDOM = random_edges(3, 97, num_states=5, most=60, forced=0.1)
 
 
@@ -68,7 +68,7 @@ def load(pair: PairPaths, method: str, rows: int = 32, **options: Any) -> Runtim
     return Runtime.load(pair.target, config, device="cpu", **{**OPTIONS, "forced_rows": rows, **options})
 
 
-def params(mode: str = "greedy", max_tokens: int = 110, **others: Any) -> SamplingParams:
+def params(mode: str = "greedy", max_tokens: int = 75, **others: Any) -> SamplingParams:
     return SamplingParams(**{"seed": 3, "max_tokens": max_tokens, "ignore_eos": True, **MODES[mode], **others})
 
 
@@ -114,7 +114,7 @@ def forced(runtime: Runtime) -> dict[str, int]:
     ],
 )
 def test_wide_steps_change_nothing(family: str, method: str, rows: int, mode: str, pairs: dict[str, PairPaths]) -> None:
-    """A text of 40 tokens takes two steps, or three, and one of 9 takes one."""
+    """A text of 34 tokens takes two steps, or three, and one of 9 takes one."""
     expected = plain(pairs[family], mode)
     with load(pairs[family], method, rows) as runtime:
         found = run(runtime, mode)
@@ -122,7 +122,7 @@ def test_wide_steps_change_nothing(family: str, method: str, rows: int, mode: st
         check_invariants(runtime)
     assert found[0] == expected[0]
     assert [place for place, row in expected[1].items() if not torch.equal(row, found[1][place])] == []
-    assert report["steps"] >= 5 and report["tokens"] >= 8 * report["steps"]
+    assert report["steps"] >= 3 and report["tokens"] >= 8 * report["steps"]
 
 
 def test_they_are_few_where_a_text_is_long(pairs: dict[str, PairPaths]) -> None:
@@ -136,13 +136,13 @@ def test_they_are_few_where_a_text_is_long(pairs: dict[str, PairPaths]) -> None:
             run_all(runtime)
             counts.append(runtime.metrics(name).num_steps)
             assert bool(forced(runtime)["steps"]) == (rows > 0 and limit != 0)
-    assert counts[2] < counts[1] < counts[3] < counts[0] < counts[4] == 109
-    assert counts[2] <= 24
+    assert counts[2] < counts[1] < counts[3] < counts[0] < counts[4] == 74
+    assert counts[2] <= 16
     with load(pairs["llama"], "eagle3") as runtime:
-        name = runtime.submit(prompt_of(13), params(max_tokens=30))
+        name = runtime.submit(prompt_of(13), params(max_tokens=20))
         runtime._requests[name].grammar = Automaton(JSON)
         run_all(runtime, 0)
-        assert runtime.metrics(name).num_steps == 29
+        assert runtime.metrics(name).num_steps == 19
 
 
 @pytest.mark.parametrize(("method", "looping"), [("eagle3", True), later("none", False), wide("copies", False)])
@@ -151,7 +151,7 @@ def test_queued_and_looping_steps_give_the_same_tokens(method: str, looping: boo
     pair = pairs["llama"]
     kinds: list[Edges | None] = [JSON, None, SELDOM, JSON]
     expected: list[list[int]] = []
-    for seed in range(-1, 2):
+    for seed in range(-1, 1 + (method == "none")):
         if seed < 0:
             runtime = Runtime.load(pair.target, device="cpu", **OPTIONS, prefix_reuse=False)
             device = None
@@ -205,14 +205,14 @@ def test_paused_requests_and_those_with_neighbours_go_on(pairs: dict[str, PairPa
         for number in range(300):
             if not runtime.busy:
                 break
-            if number == 6:
+            if number == 3:
                 runtime.pause(name)
                 for other in range(3):
                     runtime.submit(prompt_of(5, seed=other), params(max_tokens=12))
-            if number == 12:
+            if number == 9:
                 runtime.resume(name)
             tokens += [token for out in runtime.step() if out.request_id == name for token in out.token_ids]
-        assert tokens == expected and forced(runtime)["steps"] > 3
+        assert tokens == expected and forced(runtime)["steps"] > 2
         check_invariants(runtime)
 
 

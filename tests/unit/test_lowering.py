@@ -224,7 +224,7 @@ def check_start(step: Lowered) -> None:
         assert waiting == [0, 1, 2] and listed == ["identity", "apply_commands", "gather_rows", "publish_rows"]
     else:
         second = len(step.groups[0].calls)
-        assert waiting == [0, *([] if step.calls[second].kernel.settles else [second])]
+        assert waiting == [0, *([] if step.calls[second].kernel.waits_before_trigger else [second])]
         assert listed == ["apply_commands", "list_active_slots", "gather_rows", "publish_rows"]
 
 
@@ -442,7 +442,7 @@ def test_checks_are_lowered_too(name: str, lowered: LoweredPairs) -> None:
         ]
         behind = step.groups[groups.index("check_rows") + 1]
         call = behind.kernel_calls[0]
-        assert behind.stage is not Stage.ACTIVE_SLOTS and (not call.dependent or call.kernel.settles)
+        assert behind.stage is not Stage.ACTIVE_SLOTS and (not call.dependent or call.kernel.waits_before_trigger)
         assert {family(call.kernel) for call in step.calls} <= known
 
 

@@ -72,7 +72,7 @@ def test_a_step_s_delta_net_is_one_launch(batch: int, pairs: Mapping[bool, Pair]
             (call,) = group.kernel_calls
             found = FUSED.fullmatch(call.kernel.name)
             assert found is not None and found[2] == "True"  # reads states before it waits
-            assert call.kernel.cluster == 2 and call.kernel.settles
+            assert call.kernel.cluster == 2 and call.kernel.waits_before_trigger
             for name in {each for op in group.ops for each in (*op.reads.values(), *op.writes.values())} - group.hidden:
                 assert reached(group.kernel_calls, made.buffers[name]), name
             assert len(group.hidden) == 2

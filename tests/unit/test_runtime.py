@@ -302,7 +302,7 @@ def test_a_head_that_does_not_fit_is_one_warning(caplog: pytest.LogCaptureFixtur
         ({"executor": "fast"}, "executor must be 'auto', 'reference', 'eager' or 'graph', got 'fast'"),
         ({"device": "tpu"}, "device must be"),
         ({"nonsense": 1}, "unknown option 'nonsense'"),
-        ({"kv_blocks": 3, "max_batch": 0}, "max_batch must be from 1 to 8"),
+        ({"kv_blocks": 3, "max_batch": 0}, "max_batch must be from 1 to 32"),
     ],
 )
 def test_options_are_refused_by_name(options: dict[str, Any], message: str) -> None:

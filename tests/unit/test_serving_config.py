@@ -113,8 +113,8 @@ def test_a_file_is_refused_by_its_name_and_the_settings(tmp_path: Path, text: st
 def test_values_out_of_range_name_themselves() -> None:
     with pytest.raises(ConfigError, match="max_queue must be from 0"):
         gather(max_queue=-1)
-    with pytest.raises(ConfigError, match="max_batch must be from 1 to 8"):
-        gather(max_batch=9)
+    with pytest.raises(ConfigError, match="max_batch must be from 1 to 32"):
+        gather(max_batch=33)
     with pytest.raises(ConfigError, match="num_speculative_tokens must be from 0 to 7"):
         gather(num_speculative_tokens=8)
     with pytest.raises(ConfigError, match="LOWLAT_MAX_QUEUE must be an integer, got 'many'"):

@@ -128,3 +128,23 @@ def test_a_stop_token_that_is_text_stands_behind_no_document(runtime: Runtime) -
         outputs = [output for _ in iter(lambda: runtime.busy, False) for output in runtime.step()]
         assert {output.request_id for output in outputs} == {name} and outputs[-1].finish_reason == "stop"
         assert "".join(output.text or "" for output in outputs) == expected
+
+
+def test_keys_of_a_schema_are_verified_many_at_a_time(target: Path) -> None:
+    """Without a draft model, too: the same document in a fraction of the steps."""
+    names = ("customer_identifier", "delivery_address", "is_business_customer")
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "integer", "minimum": 0, "maximum": 9} for name in names},
+        "required": [*names],
+        "additionalProperties": False,
+    }
+    sampling = SamplingParams(json_schema=schema, temperature=1.0, seed=5, max_tokens=100)
+    found = []
+    for rows in (0, 32):
+        with Runtime.load(target, max_batch=1, max_context=128, forced_rows=rows) as made:
+            name, tokens = made.submit([5, 6], sampling), []
+            while made.busy:
+                tokens += [token for output in made.step() for token in output.token_ids]
+            found.append((tokens, made.metrics(name).num_steps))
+    assert found[0][0] == found[1][0] and 4 * found[1][1] < found[0][1]

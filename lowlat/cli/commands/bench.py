@@ -185,7 +185,14 @@ def gates(
     interrupted go on where they ended. Exit code 1 where a gate is not green. The last line on stdout is a summary in
     JSON.
     """
-    from lowlat.tools.bench.gates import check_gates, gates_environment, read_state, run_gates, standing
+    from lowlat.tools.bench.gates import (
+        check_gates,
+        default_length,
+        gates_environment,
+        read_state,
+        run_gates,
+        standing,
+    )
     from lowlat.tools.bench.scenarios import read_plan
 
     if imposes and values["simulated_acceptance"] is not None:
@@ -234,9 +241,14 @@ def gates(
         for gate in asked
     }
     green = all(greens.values())
+    decided = {}
+    if any(each.policy == "auto" for each in asked):
+        decided = {"default_length": default_length(state, environment, asked)}
+        click.echo(f"draft length where none is asked for, by these gates: {decided['default_length']}")
     summary = {
         "green": green,
         "level": level,
+        **decided,
         "in_a_row": {each.gate.name: each.in_a_row for each in stand},
         "needed": {each.gate.name: each.gate.needed for each in stand},
         "accept_length_tested": all(gate.accept_tested for gate in verdicts),

@@ -1,8 +1,10 @@
 """Several answers to one prompt, in process: its chunks are read once, for all of them."""
 
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from lowlat.engine.sessions.session import record_of
 from lowlat.errors import RequestError
 from lowlat.ipc.answer import Answer
 from lowlat.ipc.prompts import Prompt
@@ -31,7 +33,9 @@ def answer_choices(
     count = n if best_of is None else best_of
     check_integer("best_of", count, n, MAX_CHOICES, RequestError)
     own = dict(options)
-    seed = own.get("seed", None if params is None else params.seed)
+    seed, session = own.get("seed", None if params is None else params.seed), own.get("session")
+    if seed is None and session is not None:
+        seed = secrets.randbits(63)  # the session goes on with that of its answer
     if count > n and own.get("logprobs", None if params is None else params.logprobs) is None:
         own["logprobs"] = 0
     streams = []
@@ -43,9 +47,14 @@ def answer_choices(
     finally:
         for stream in streams:
             stream.close()
-    if count == n:
-        return answers
-    return sorted(answers, key=mean_logprob, reverse=True)[:n]
+    places = list(range(count))
+    if count > n:
+        places.sort(key=lambda place: mean_logprob(answers[place]), reverse=True)
+    if session is not None:
+        tokens = (*streams[0].prompt_token_ids, *answers[places[0]].token_ids)
+        record, _ = record_of(runtime, session, own.get("cache_salt", ""))
+        record.token_ids, record.seed = tokens, (seed + places[0]) % SEEDS
+    return [answers[place] for place in places[:n]]
 
 
 def mean_logprob(answer: Answer) -> float:

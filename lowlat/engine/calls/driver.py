@@ -345,7 +345,7 @@ def _closed() -> LowlatError:
 
 
 def _failed(error: BaseException) -> LowlatError:
-    """The failure of a step, anew for each caller: a traceback belongs to one thread."""
+    """Make the failure of a step, one for each caller: a traceback belongs to one thread."""
     words = (
         str(error) if isinstance(error, LowlatError) else f"a step was broken off by {type(error).__name__}: {error}"
     )

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, Self, TypeVar
 
@@ -40,6 +40,11 @@ class _Reading(Generic[Box]):
     def request_id(self) -> str:
         """The request's name, for `Runtime.metrics`; "" until the runtime has taken it."""
         return "" if self._ticket is None else self._ticket.request_id
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        """The prompt's token ids; () until the runtime has taken it."""
+        return () if self._ticket is None else self._ticket.prompt
 
     def __repr__(self) -> str:
         state = "ended" if self._done else "under way"
@@ -84,7 +89,7 @@ class _Reading(Generic[Box]):
 
 
 class Stream(_Reading[ThreadMailbox]):
-    """The chunks of one request as they come; the last one has a finish_reason and metrics.
+    """Stream yields the chunks of one request as they come; the last one has a finish_reason and metrics.
 
     Leaving it before its end (break, `close`, the end of a `with`, or dropping it) cancels the request. One thread
     reads it. Raises StreamError, with the tokens that came before, where the request fails or the runtime is closed
@@ -131,7 +136,7 @@ class Stream(_Reading[ThreadMailbox]):
 
 
 class AsyncStream(_Reading[LoopMailbox]):
-    """The chunks of one request as they come, for one task; see Stream.
+    """AsyncStream yields the chunks of one request as they come, for one task; see Stream.
 
     Leaving it (break, `aclose`, the end of an `async with`, cancelling the task that waits, dropping it) cancels the
     request. What cannot be served raises RequestError with the first chunk.

@@ -3,6 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from lowlat.errors import RequestError
@@ -124,7 +125,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         if key in self._live:
             raise RequestError(f"there is a session {session_id!r} already; fork under another name, or close it")
         twin = SessionRecord(key, record.ttl_s)
-        twin.token_ids, twin.seed, twin.data = record.token_ids, record.seed, dict(record.data)
+        twin.token_ids, twin.seed, twin.data = record.token_ids, record.seed, deepcopy(record.data)
         twin.answers = record.answers
         self.revive(twin)
         self._kvcache.pin(key, self._kvcache.pinned(record.key))

@@ -19,7 +19,7 @@ MAX_TTL_S = 1e9
 
 
 class Session:
-    """A conversation whose prefix stays on the device, and in the tiers of the cache, while other prefixes can go.
+    """Session is a conversation whose prefix stays on the device, and in the cache's tiers, while others can go.
 
     `Runtime.session` and `Runtime.load_session` make one; requests name it: `runtime.generate(text, session=session)`.
     It changes no token. Where a request has no other place the session's chunks go all the same, and are read again.
@@ -65,7 +65,7 @@ class Session:
         return self._record.data
 
     def fork(self, session_id: str | None = None) -> "Session":
-        """A session that goes on from the same place, by itself; what both have said is kept once.
+        """Open a session that goes on from the same place, by itself; what both have said is kept once.
 
         session_id  its name; None: this one's with a number
         Raises RequestError for a name in use.
@@ -88,7 +88,7 @@ class Session:
         self._runtime.owned_call(lambda runtime: runtime.sessions.end(self._record))
 
     def record_of(self, runtime: "SteppedRuntime") -> SessionRecord:
-        """Its record, for the runtime that it belongs to. Raises RequestError for another."""
+        """Return its record, for the runtime that it belongs to. Raises RequestError for another."""
         if runtime is not self._runtime:
             raise RequestError(f"session {self.session_id!r} belongs to another runtime; save and load it")
         return self._record
@@ -128,14 +128,18 @@ def load_session(
         record.token_ids, record.seed, record.data = token_ids, file.seed, file.data
         record.answers = (token_ids,)
         if problem is None:
-            file.restore(runtime, record)
+            try:
+                file.restore(runtime, record)
+            except BaseException:
+                runtime.owned_call(lambda owned: owned.sessions.end(record))  # another try may take its name
+                raise
     return Session(runtime, record)
 
 
 def record_of(
     runtime: "SteppedRuntime", session: NamedSession | str | None, cache_salt: str
 ) -> tuple[SessionRecord | None, str]:
-    """The record of a session that a request names, and the salt that holds. Raises RequestError."""
+    """Find the record of the session that a request names, and the salt that holds. Raises RequestError."""
     if session is None:
         return None, cache_salt
     if isinstance(session, Session):

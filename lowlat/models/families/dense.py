@@ -12,7 +12,7 @@ import torch
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import read_quantisation
-from lowlat.checkpoint.recipes import Conversion, Piece, Recipe
+from lowlat.checkpoint.recipes import Conversion, Piece, Recipe, picked_piece
 from lowlat.checkpoint.tensors import FLOAT_NAMES
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
@@ -33,6 +33,7 @@ __all__ = [
     "attention_recipes",
     "decoder_recipes",
     "dense_recipes",
+    "evens_first",
     "outer_recipes",
     "parse_decoder",
     "parse_sizes",
@@ -117,7 +118,7 @@ def parse_decoder(
     qk_norm: bool = False,
     experts: ExpertsSpec | None = None,
     windows: Sequence[int | None] = (),
-    partial: bool = False,
+    partial: float | None = None,
     scale: float | None = None,
     tied: bool = False,
     default_theta: float = 10000.0,
@@ -129,7 +130,7 @@ def parse_decoder(
     architecture  the class, or the classes, that its configs name
     experts       in place of the dense FFN
     windows       of the layers, in order; none: all see everything
-    partial       whether heads may turn in part, by partial_rotary_factor
+    partial       of a head that turns where partial_rotary_factor does not say; None: heads turn whole
     scale         of scores
     tied          whether the LM head is the embedding where the config does not say
     rope_keys     of rope_parameters that the family reads itself; harmless: the same of the config, or no matter
@@ -145,11 +146,11 @@ def parse_decoder(
         fields,
         max_position=sizes.max_position,
         default_theta=default_theta,
-        partial=partial,
+        partial=partial is not None,
         known=rope_keys,
         head_dim=sizes.head_dim,
     )
-    dims = partial_rotary_dims(fields, sizes.head_dim, default=1.0) if partial else sizes.head_dim
+    dims = sizes.head_dim if partial is None else partial_rotary_dims(fields, sizes.head_dim, default=partial)
     rotary = None if dims == sizes.head_dim else dims
     mixer = sizes.attention(
         rope, qkv_bias=qkv_bias, output_bias=output_bias, qk_norm=qk_norm, scale=scale, rotary_dims=rotary
@@ -180,6 +181,17 @@ def decoder_recipes(config: ModelConfig) -> list[Recipe]:
         made += attention_recipes(config, layer)
         made += dense_recipes(config, layer)
     return made
+
+
+def evens_first(piece: Piece, head_dim: int, dims: int) -> Piece:
+    """Rows of queries or keys of a model whose RoPE turns neighbours, pairs (2i, 2i + 1) of a head's first `dims`.
+
+    With even rows before odd ones these are pairs (i, i + dims / 2), as they are turned here.
+    """
+    spans = [(row, row + 1) for row in (*range(0, dims, 2), *range(1, dims, 2))]
+    spans += [(dims, head_dim)] if dims < head_dim else []
+    heads = range(0, piece.shape[0], head_dim)
+    return picked_piece(piece, tuple((head + start, head + stop) for head in heads for start, stop in spans))
 
 
 def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.checkpoint.recipes import Piece, Recipe, picked_piece
-from lowlat.models.families.dense import decoder_recipes, parse_decoder
+from lowlat.checkpoint.recipes import Recipe
+from lowlat.models.families.dense import decoder_recipes, evens_first, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 
 __all__ = ["parse", "recipes"]
@@ -33,12 +33,6 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     )
 
 
-def _evens_first(piece: Piece, size: int) -> Piece:
-    rows = (head + first + row for head in range(0, piece.shape[0], size) for first in (0, 1) for row in
-            range(0, size, 2))  # fmt: skip
-    return picked_piece(piece, tuple((row, row + 1) for row in rows))
-
-
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of an ERNIE 4.5 is made."""
 
@@ -47,6 +41,6 @@ def recipes(config: ModelConfig) -> list[Recipe]:
             return recipe
         query, key, value = recipe.pieces
         size = config.attention.head_dim
-        return replace(recipe, pieces=(_evens_first(query, size), _evens_first(key, size), value))
+        return replace(recipe, pieces=(evens_first(query, size, size), evens_first(key, size, size), value))
 
     return list(map(turned, decoder_recipes(config)))

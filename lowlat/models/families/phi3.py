@@ -29,7 +29,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         family="phi3",
         architecture="Phi3ForCausalLM",
         windows=layer_windows(fields),
-        partial=True,
+        partial=1.0,
     )
 
 

@@ -1,7 +1,7 @@
-"""The text of Qwen2.5-VL and Qwen3-VL, dense or with experts: config.json to geometry. What sees images is skipped.
+"""The text of Qwen2-VL, 2.5-VL and 3-VL, dense or with experts: config.json to geometry. What sees images is skipped.
 
 Of text all three numbers of a position are alike, so that `mrope_section` means nothing.
-Source: transformers models/qwen2_5_vl, qwen3_vl, qwen3_vl_moe.
+Source: transformers models/qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe.
 """
 
 from dataclasses import replace
@@ -22,13 +22,13 @@ __all__ = ["MOE", "SKIPPED", "parse", "recipes"]
 
 MOE = "qwen3_vl_moe"
 SKIPPED = ("model.visual.", "visual.")
-CLASSES = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", MOE: "Qwen3VLMoe"}
+CLASSES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", MOE: "Qwen3VLMoe"}
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of the text model. Raises ConfigError for what lowlat does not implement."""
     family = str(fields.values["model_type"])
-    third = family != "qwen2_5_vl"
+    third = family not in ("qwen2_vl", "qwen2_5_vl")
     biased = fields.boolean("attention_bias", False) if third else True
     return parse_decoder(
         fields,

@@ -37,6 +37,8 @@ class HostArena:
 
     def take(self, size: int) -> torch.Tensor | None:
         """Memory of so many bytes, [n] uint8, as it was left; None where there is none."""
+        if not size:  # of blocks of which no layer keeps anything
+            return torch.empty(0, dtype=torch.uint8)
         piece = -(-size // ALIGNMENT) * ALIGNMENT
         self._take_back()
         if piece > self._slab_bytes:

@@ -84,6 +84,7 @@ class CacheTiers:
         self._whole: set[ChunkKey] = set()  # this process has read or written their files
         self._dropping: set[ChunkKey] = set()  # wrong, and not yet taken out everywhere
         self._done: list[object] = []  # holders of copies that have ended
+        self._failed: list[object] = []  # those of them whose content did not come to the device
         self._num_read = self._num_open = self._num_loads = 0
         self._told = 0.0
         self.counts = Counts()
@@ -174,6 +175,14 @@ class CacheTiers:
         with self._lock:
             done, self._done = self._done, []
         return done
+
+    def take_failed(self) -> list[object]:
+        """The holders of copies to the device that failed since this was called last; `take_done` names them later."""
+        if not self._failed:
+            return []
+        with self._lock:
+            failed, self._failed = self._failed, []
+        return failed
 
     def drop(self, key: ChunkKey) -> None:
         """Forget a content that is wrong, wherever it is, or will be."""
@@ -309,18 +318,19 @@ class CacheTiers:
         self._wait_for_turn(num_bytes)
         begun = time.monotonic()
 
-        def end() -> None:
+        def end(done: bool) -> None:
+            holders = [load.holder for load in loads]
             with self._lock:
                 self.counts.bytes_in += num_bytes
                 self.counts.copy_in_s += time.monotonic() - begun
-                self._done += [load.holder for load in loads]
+                self._failed += [] if done else holders
+                self._done += holders
                 self._num_loads -= 1
                 if not self._num_loads:  # before that nobody can go on
                     self._tell()
                 self._lock.notify_all()
 
-        # a copy that fails ends, too: the device has failed then, and whoever steps is told
-        return _begun(lambda: self._copier.start_in(loads, mark), lambda _: end())
+        return _begun(lambda: self._copier.start_in(loads, mark), end)
 
     def _copy_out(self, save: Save, mark: Mark) -> Job | None:
         size = self._copier.content_bytes(save.key.pool, len(save.places))

@@ -24,7 +24,6 @@ from lowlat.serving.http.streaming import BODY_TIMEOUT_S, CLIENT_GONE, MAX_BODY_
 
 __all__ = ["Lines", "feed", "is_lines"]
 
-PACE_S = 0.005  # between messages of lines that came together
 KINDS = ("application/x-ndjson", "application/jsonl", "application/ndjson")
 
 
@@ -105,9 +104,7 @@ async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[
         async with prompt:
             await prompt.append(beginning)
             while (came := await prompt.while_open(lines.more())) is not None:
-                for number, piece in enumerate(_joined([_piece(line, place + n) for n, line in enumerate(came)])):
-                    if number:
-                        await prompt.while_open(asyncio.sleep(PACE_S))
+                for piece in _joined([_piece(line, place + n) for n, line in enumerate(came)]):
                     if isinstance(piece, Trial):
                         await prompt.finish(speculative=True)
                     else:
@@ -123,8 +120,7 @@ async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
     """Pieces that have come together, those of a kind as one, and without a trial that more follows.
 
-    So many short lines become few messages: the server drops a client that sends more than max_messages_per_s. What
-    cannot be joined goes PACE_S apart.
+    So many short lines become few messages, of which the client sends no more at a time than the server takes.
     """
     last = len(pieces) - 1
     wanted = (each for place, each in enumerate(pieces) if place == last or not isinstance(each, Trial))

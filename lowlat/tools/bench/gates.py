@@ -22,8 +22,8 @@ from lowlat.tools.bench.scenarios import Case, Gate
 from lowlat.tools.bench.subject import Subject
 
 __all__ = [
-    "GateRun", "GateState", "Standing", "Verdict", "check_gates", "gates_environment", "judge", "read_state",
-    "run_gates", "standing",
+    "GateRun", "GateState", "Standing", "Verdict", "check_gates", "default_length", "gates_environment", "judge",
+    "read_state", "run_gates", "standing",
 ]  # fmt: skip
 
 STATE_FILE = "gates.json"
@@ -132,6 +132,21 @@ def check_gates(
             "--force, which marks the result"
         )
     return bool(red) or any(each.forced for each in found)
+
+
+def default_length(state: GateState, environment: Environment, gates: Sequence[Gate]) -> int | str:
+    """The draft length that gates decide for, where none is asked for: auto where chosen lengths stand their gate and
+    the fixed one does not stand that of the same slots and context, else the fixed one.
+
+    gates  of one level for one kind of target
+    """
+    fixed = {(each.context, each.batch): each for each in gates if each.policy == "fixed"}
+    chosen = [each for each in gates if each.policy == "auto"]
+    pairs = [(each, fixed[each.context, each.batch]) for each in chosen if (each.context, each.batch) in fixed]
+    stands = {each: standing(state, environment, each).green for pair in pairs for each in pair}
+    if any(stands[auto] and not stands[plain] for auto, plain in pairs):
+        return "auto"
+    return next(iter(fixed.values())).num_speculative_tokens
 
 
 def run_gates(

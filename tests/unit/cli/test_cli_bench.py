@@ -218,7 +218,7 @@ def test_compare_and_report_read_what_run_wrote(tmp_path: Path) -> None:
         (["run", "singel"], "no scenario 'singel'; known: baseline, single, batch"),
         (["run", "single", "--geometry", "llama"], "'llama' is none of tiny, tiny-experts, smollm2-135m, llama-8b"),
         (["run", "single", "--geometry", "tiny", "--model", "some/model"], "one of --model and --geometry"),
-        (["run", "single", "--batch", "9"], "<= 8"),
+        (["run", "single", "--batch", "33"], "<= 32"),
         (["run", "single", "--steps", "0"], ">= 1"),
         (["run", "single", "--model", "some/model", "--draft-window", "5"], "need a draft model (--draft-model DIR)"),
         (["run", "batch", "--geometry", "tiny", "--device", "cpu", "--profile"], "a profile needs an NVIDIA GPU"),

@@ -106,7 +106,7 @@ def test_inspect_model_knows_gpt_oss(tmp_path: Path) -> None:
 
 def test_inspect_model_refuses_what_load_refuses(pair: PairPaths) -> None:
     assert "max_context 513 exceeds" in refusal("inspect", "model", pair.target, "--context", 513)
-    assert "max_batch must be from 1 to 8" in refusal("inspect", "model", pair.target, "--batch", 9)
+    assert "max_batch must be from 1 to 32" in refusal("inspect", "model", pair.target, "--batch", 33)
     assert "--num-speculative-tokens needs a draft model" in refusal("inspect", "model", pair.target, "-S", 3)
 
 

@@ -62,7 +62,7 @@ def test_without_a_gpu_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--device", "tpu"], "device must be 'auto'"),
         (["--executor", "reference"], "'reference' is not one of 'graph', 'eager'"),
-        (["--batch", "9"], "9 is not in the range 1<=x<=8"),
+        (["--batch", "33"], "33 is not in the range 1<=x<=32"),
         (["--context", "0"], "0 is not in the range"),
         (["--steps", "0"], "0 is not in the range"),
         ([str(bundled("target")), "-S", "2"], "--num-speculative-tokens needs a draft model (--draft-model DIR)"),

@@ -18,6 +18,8 @@ PARAMETERS = {
     "Mistral-Small-3.2-24B-Instruct-2506": 23.57,
     "Mixtral-8x7B-Instruct-v0.1": 46.70,
     "phi-4": 14.66,
+    "Phi-4-mini-instruct": 3.84,
+    "GLM-4-9B-0414": 9.40,
     "granite-3.3-8b-instruct": 8.17,
     "Seed-OSS-36B-Instruct": 36.15,
     "SmolLM3-3B": 3.08,

@@ -196,7 +196,7 @@ def test_options_are_checked_before_torch_is_loaded(folder: Path) -> None:
         timeout=60,
         check=True,
     )
-    assert done.stdout == "2 []\n" and "max_batch must be from 1 to 8" in done.stderr
+    assert done.stdout == "2 []\n" and "max_batch must be from 1 to 32" in done.stderr
 
 
 def test_show_config_is_a_file_that_says_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,14 @@ def test_a_prefix_of_a_session_stays_while_others_go(target: Path, tiers: dict[s
         answer(runtime, prompt, session="kept")
         for seed in range(1, 6):
             answer(runtime, prompt_of(5 * CHUNK, seed=seed))
+        for other in (prompt_of(3 * CHUNK, seed=8), [*prompt, *prompt_of(3 * CHUNK, seed=8)]):
+            name = runtime.submit(other, PARAMS, session="kept")
+            for _ in range(3):
+                runtime.step()
+            runtime.cancel(name)  # what is broken off lets go of nothing
+            run_all(runtime)
+            assert runtime.kvcache.stats().num_pinned >= 10
+        answer(runtime, prompt, session="kept")
         before = found(runtime)
         answer(runtime, prompt)
         assert found(runtime) == before + 5 * CHUNK
@@ -122,10 +131,9 @@ def test_a_session_lives_as_long_after_its_last_request_as_it_says(target: Path)
         now = 60.0  # a request under way keeps it
         assert runtime.summary()["kv"]["sessions"] == {"num_sessions": 2, "num_running": 1, "num_ended": 0}
         run_all(runtime)
-        now = 71.0
-        assert runtime.summary()["kv"]["sessions"]["num_sessions"] == 1 and runtime.kvcache.stats().num_pinned == 4
-        now = 120.0
-        assert runtime.summary()["kv"]["sessions"]["num_sessions"] == 0 and runtime.kvcache.stats().num_pinned == 0
+        for now, count in ((71.0, 1), (120.0, 0)):  # noqa: B007
+            kv = runtime.summary()["kv"]
+            assert kv["sessions"]["num_sessions"] == count and kv["num_pinned"] == 4 * count
         assert answer(runtime, [*session.token_ids], session=session) and len(runtime.sessions) == 1
 
 
@@ -154,12 +162,58 @@ def test_choices_read_their_prompt_once(target: Path) -> None:
         session = runtime.session("best")
         answers = runtime.choices(prompt, 3, PARAMS, session=session)
         assert [each.token_ids for each in answers] == alone
+        assert session.token_ids == (*prompt, *alone[0]) and session.seed == 3
         read = sum(each.metrics["prompt_tokens"] - each.metrics["cached_prompt_tokens"] for each in answers)
         assert read == len(prompt) + 2 * 1
-        (best,) = runtime.choices(prompt, 1, PARAMS, best_of=3)
+        (best,) = runtime.choices(prompt, 1, PARAMS, best_of=3, session="other")
         assert best.token_ids in alone and best.logprobs is not None
+        other = runtime.session("other")
+        assert other.token_ids == (*prompt, *best.token_ids) and other.seed == 3 + alone.index(best.token_ids)
         with pytest.raises(RequestError, match="best_of must be from 2"):
             runtime.choices(prompt, 2, best_of=1)
+
+
+def test_forks_and_files_amid_an_open_prompt_and_a_pause(target: Path, tmp_path: Path) -> None:
+    first, more = prompt_of(3 * CHUNK + 3), prompt_of(2 * CHUNK, seed=5)
+    with Runtime.load(target, prefix_reuse=False, **OPTIONS) as runtime:
+        begun = [*first, *answer(runtime, first)]
+        grown, paused = answer(runtime, begun + more), answer(runtime, [*begun, 7])
+    with Runtime.load(target, NGRAM, can_sleep=True, host_cache_gib=0.01, **OPTIONS) as runtime:
+        tokens: defaultdict[str, list[int]] = defaultdict(list)
+
+        def step() -> None:
+            for output in runtime.step():
+                tokens[output.request_id] += output.token_ids
+
+        session = runtime.session("agent")
+        session.data["said"] = ["hello"]
+        answer(runtime, first, session=session)
+        handle = runtime.open_prompt(PARAMS, session=session)
+        handle.append(begun + more[:9])
+        name = runtime.submit([*begun, 7], PARAMS, session=session)
+        while not tokens[name]:
+            step()
+        assert runtime.pause(name)
+        twin = session.fork()
+        twin.data["said"].append("and more")
+        session.save(tmp_path / "file")
+        handle.finish(speculative=True)
+        for _ in range(3):
+            step()
+        handle.append(more[9:])
+        handle.finish()
+        runtime.resume(name)
+        while runtime.busy:
+            step()
+        assert (tokens[handle.request_id], tokens[name]) == (grown, paused)
+        assert answer(runtime, [*twin.token_ids, 7], session=twin) == paused
+        runtime.sleep()
+        with pytest.raises(RequestError, match="wake"):
+            runtime.load_session(tmp_path / "file", session_id="again")
+        runtime.wake()
+        again, before = runtime.load_session(tmp_path / "file", session_id="again"), found(runtime)
+        assert answer(runtime, [*again.token_ids, 7], session=again) == paused and found(runtime) > before
+        assert again.data == session.data == {"said": ["hello"]}
 
 
 @pytest.fixture(scope="module")

@@ -194,7 +194,7 @@ def test_a_moe_lets_the_next_kernel_start_only_when_the_one_before_has_ended(com
 
 @pytest.mark.second
 def test_a_kernel_that_settles_lets_the_next_one_start_behind_its_wait(compiled: Compiled) -> None:
-    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.settles]
+    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.waits_before_trigger]
     assert {"embed", "norms", "draft", "take", "rotate", "mask"} <= {kernel.name.split("_")[0] for kernel in kernels}
     for kernel in kernels:
         ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_gemm_walk import product, random, run, walked
+from decode_gemm_walk import SMALL, product, random, run, walked
 from kernel_inventory import B200, GPUS
 from kernel_walk import Walker
 from quantised_layers import random_parts
@@ -25,7 +25,8 @@ from lowlat.kernels.gemm.decode.gemm import (
     plan_decode_gemm,
     steps_to_hold,
 )
-from lowlat.kernels.gemm.decode.plan import candidate_plans
+from lowlat.kernels.gemm.decode.plan import DecodeGemmShape, candidate_plans
+from lowlat.kernels.gemm.decode.shared_rows_plan import shared_plans
 from lowlat.kernels.gemm.packing import gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.gemm.tiles import BF16_TILES, TileFormat
 from lowlat.kernels.reference import OPERATIONS
@@ -285,6 +286,99 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: 
                 page = int(table[slots[row // rows], position // block])
                 expected[page, :, position % block] = want[row]
         torch.testing.assert_close(cache.float(), expected, rtol=loss, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "late", "rows", "width", "depth"),
+    [
+        ("bf16", True, 36, 40, 584),  # the first two of eight turns have two steps, the others one
+        later("bf16", False, 70, 72, 200),  # fewer steps than turns, and a group of tiles that lacks some
+        later("int4_64_zeros", True, 40, 40, 576),
+        wide("fp8_block", False, 100, 40, 576),
+        wide("nvfp4", True, 36, 40, 112),
+    ],
+)
+def test_rows_that_blocks_share_have_the_bits_of_others(
+    name: str, late: bool, rows: int, width: int, depth: int
+) -> None:
+    if name == "bf16":
+        packed = pack(random(width, depth, scale=depth**-0.5))
+    else:
+        packed = pack_matrix(MATRIX_FORMATS[name], random_parts(name, width, depth, wide=False))
+    x, bias, walker = random(rows, depth), random(width), Walker(late)
+    out, want = (torch.full((count, width), torch.nan) for count in (rows, 3))
+    with walked(walker) as modules:
+        given = {"weight": packed, "bias": bias, "gpu": SMALL}
+        (call,) = modules[-1].decode_gemm(x=x, out=out, shares=True, **given)
+        walker.run(call)
+        for call in modules[-1].decode_gemm(x=x[-3:], out=want, **given):
+            walker.run(call)
+    assert torch.equal(out[-3:], want) and bool(out.isfinite().all())
+
+
+@pytest.mark.second
+def test_shared_rows_have_all_epilogues() -> None:
+    """Residuals, activations with dead rows, best pairs: the bits of the usual kernel, several groups a block."""
+    rows, width, depth = 36, 144, 72
+    weight, live = random(width, depth, scale=0.1), torch.ones(rows, dtype=torch.uint8)
+    live[::5] = 0
+    x, residual, walker = random(rows, depth), random(rows, width), Walker()
+    plain, gated, found = pack(weight), pack(weight, gate_up_permutation(width // 2)), []
+    with walked(walker) as modules:
+        for shares in (True, False):
+            added, act = (torch.full((rows, count), torch.nan).bfloat16() for count in (width, width // 2))
+            out, pairs = torch.full((rows, width), torch.nan), torch.zeros(rows, 3, 2).int()
+            own = {"shares": shares, "gpu": SMALL}
+            for call in (
+                *modules[-1].decode_gemm(x=x, weight=plain, residual=residual, out=added, **own),
+                *modules[-1].decode_gemm(x=x, weight=gated, activation="silu", row_live=live, out=act, **own),
+                *modules[-1].decode_gemm(
+                    x=x, weight=plain, out=out, best=modules[-1].PartialArgmax(pairs, FINITE), **own
+                ),
+            ):
+                walker.run(call)
+            found.append((added, act, out, *best_of(pairs)))
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
+@pytest.mark.wide
+def test_shared_rows_are_rotated_and_the_cache_is_written() -> None:
+    """The bits of the usual kernel, with dead rows and slots of another order."""
+    queries, groups, dim, depth, block, batch, rows = 2, 1, 32, 64, 16, 9, 4
+    heads, count = queries + 2 * groups, batch * rows
+    packed = pack(random(heads * dim, depth, scale=0.1), rope_permutation(queries + groups, groups, dim))
+    x, live = random(count, depth), (torch.arange(count) % 5 != 2).to(torch.uint8)
+    angles = torch.rand(64, dim // 2) * 6
+    table, slots = torch.randperm(2 * batch).int().view(batch, 2), torch.randperm(batch).int()
+    lens, offsets = torch.randint(26, (batch,), dtype=torch.int32), torch.arange(rows, dtype=torch.int32)
+    walker, found = Walker(), []
+    with walked(walker) as modules:
+        for shares in (True, False):
+            caches = [torch.zeros(2 * batch, groups, block, dim).bfloat16() for _ in range(2)]
+            out = torch.full((count, queries, dim), torch.nan).bfloat16()
+            rotation = modules[-1].Rotation(
+                positions=(lens[:, None] + offsets).reshape(-1).contiguous(), cos=angles.cos(), sin=angles.sin(),
+                row_live=live, k_cache=caches[0], v_cache=caches[1], block_table=table, slots=slots, write_lens=lens,
+                offsets=offsets,
+            )  # fmt: skip
+            given = {"x": x, "weight": packed, "rotation": rotation, "head_dim": dim, "out": out}
+            for call in modules[-1].decode_gemm(**given, shares=shares, gpu=SMALL):
+                walker.run(call)
+            found.append((out, *caches))
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+    assert bool(found[0][0].isfinite().all()) and all(bool(cache.any()) for cache in found[0][1:])
+
+
+@pytest.mark.parametrize("gpu", [*GPUS.values(), B200], ids=str)
+def test_shared_rows_fit_every_gpu(gpu: Gpu) -> None:
+    """Two stages at least; a block's weight tiles are fewer where there are few groups of them for its SMs."""
+    for rows in (33, 64, 65, 128):
+        tiles = {}
+        for width in (2048, 4096, 28672, 128256):
+            plan = shared_plans(rows, DecodeGemmShape(width, 4096, "float32", False, False), gpu)[0]
+            assert plan.shared_bytes <= gpu.shared_bytes and plan.stages >= 2 and plan.threads == 256
+            tiles[width] = plan.weight_tiles
+        assert tiles[2048] == 2 <= tiles[4096] <= tiles[28672] <= tiles[128256]
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:

@@ -76,16 +76,17 @@ def test_every_row_takes_a_shared_expert_too(
     moe.check(found)
 
 
-@pytest.mark.wide
-def test_many_rows_are_one_launch() -> None:
-    """With the bits of several: more pairs than a block has threads."""
-    rows, top_k = 70, 4
+def test_a_thread_may_have_several_pairs() -> None:
+    """With the bits of a launch whose threads are more than its pairs can be."""
+    rows, top_k = 12, 4
     moe, logits = make_moe(6, 64, 32, quantised=False), make_logits("random", rows, 6)
     found = [moe.arguments(moe.rows(rows), top_k) for _ in range(2)]
-    found[1]["x"] = found[0]["x"]
-    found[1]["residual"] = found[0]["residual"]
-    for given, many in zip(found, (True, False), strict=True):
-        walk(Walker(True), given, TopKRouting(logits), 3, early=True, many=many)
+    found[1] |= {name: found[0][name] for name in ("x", "residual")}
+    usual = moe.plan(rows, top_k, small_gpu(3), warps=2)
+    longer = moe.plan(rows, top_k, small_gpu(3), warps=2, finishing=1, capacity=128)
+    assert usual.whole.turns == 1 and longer.whole.turns == 2
+    for given, plan in zip(found, (usual, longer), strict=True):
+        walk(Walker(True), given, TopKRouting(logits), 3, early=True, plan=plan)
     moe.check(found[0])
     assert all(torch.equal(found[0][name], found[1][name]) for name in ("expert_ids", "partials", "total"))
 

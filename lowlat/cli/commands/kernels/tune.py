@@ -115,7 +115,7 @@ def command(
 ) -> None:
     """Time the plans of every launch of a pair that a GPU cuts, and write this GPU's table of the fastest.
 
-    Every GEMM, attention and mixture of experts of all buckets and of prefill is met by its shape. A plan changes no
+    Every GEMM, attention and MoE layer of all buckets and of prefill is met by its shape. A plan changes no
     bit of a result. Runtimes on this GPU take their plans from the table; without one they are derived from the GPU's
     sizes. Launches that steps have most of come first, and each is written as it is timed. What the budget does not
     allow, or a run that is broken off, is left out: `--missing` goes on with it.

@@ -1,0 +1,47 @@
+"""The draft length of a target whose user asks for none, by what gates have shown of targets of its kind.
+
+Rows of a step of a target with experts read other experts, so that a fixed number of drafts may lose where chosen ones
+gain. `default_lengths.json` says which the gates' results decide for: a number, or auto.
+"""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from lowlat.models.geometry import ModelConfig
+from lowlat.options.default_length import DefaultLength
+from lowlat.options.slots import most_drafts
+from lowlat.options.speculative import SpeculativeConfig
+from lowlat.speculators.base import Speculator
+
+__all__ = ["default_lengths", "with_default_length"]
+
+FILE = Path(__file__).with_name("default_lengths.json")
+OWN_LENGTHS = ("tree", "dynamic_tree_max_topk", "enable_specpv", "wide_rows")  # options that say what is verified
+
+
+@cache
+def default_lengths() -> dict[str, int | str]:
+    """The default draft lengths by kind of target: numbers, or "auto"."""
+    found: dict[str, int | str] = json.loads(FILE.read_text(encoding="utf-8"))
+    return found
+
+
+def with_default_length(
+    options: SpeculativeConfig, target: ModelConfig, speculator: Speculator, max_batch: int
+) -> SpeculativeConfig:
+    """The options with the draft length of the target's kind, where none is asked for and its drafts can be chosen.
+
+    max_batch  slots, which bound the drafts that a step verifies
+    """
+    asked = not isinstance(options.num_speculative_tokens, DefaultLength) or any(
+        getattr(options, name) for name in OWN_LENGTHS
+    )
+    has_experts = any(layer.experts is not None for layer in target.layers)
+    if asked or options.adaptive_width or not has_experts or speculator.waiting_boundaries is None:
+        return options
+    length = default_lengths()["experts"]
+    if isinstance(length, int):
+        return options if options.num_speculative_tokens == length else replace(options, num_speculative_tokens=length)
+    return replace(options, num_speculative_tokens=most_drafts(max_batch), adaptive_width=True)
