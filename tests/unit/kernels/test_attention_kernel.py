@@ -144,7 +144,7 @@ def test_the_workspace_grows_with_the_capacity_and_not_under_a_window() -> None:
         ({"block": 48}, "block must be"),
         ({"block": 8}, "block must be"),
         ({"rows": 65}, "rows a slot"),
-        ({"batch": 17}, "slots"),
+        ({"batch": 33, "rows": 1}, "slots"),
         ({"batch": 16, "rows": 64}, "rows of all slots"),
         ({"dtype": torch.float32}, "bfloat16"),
         ({"change": {"slots": torch.zeros(3, dtype=torch.int32)}}, "slots"),
