@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lowlat.kernels.toolchain.kernel import Gpu
     from lowlat.lowering.binding import Call
 
-__all__ = ["Entry", "capture", "capture_torch", "describe", "time_entries", "time_launches", "write_rows"]
+__all__ = ["Entry", "capture", "describe", "time_entries", "time_launches"]
 
 TURN = 10
 
@@ -122,30 +122,6 @@ def capture(launcher: "Launcher", entry: Entry) -> Callable[[], None]:
         kept[0].replay()
 
     return replay
-
-
-def capture_torch(run: Callable[[], Any], device: torch.device) -> Callable[[], None]:
-    """Capture what torch's operations launch as one graph, which keeps what they use; they run once before."""
-    run()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    kept = (graph, run)
-
-    def replay() -> None:
-        kept[0].replay()
-
-    return replay
-
-
-def write_rows(rows: Sequence[dict[str, Any]], out: Path | None, device: torch.device, wall_gb_per_s: float) -> None:
-    """Print the rows, and write them with the GPU and its wall where that is asked for."""
-    for row in rows:
-        print(json.dumps(row))
-    if out is not None:
-        result = {"card": torch.cuda.get_device_name(device), "wall_gb_per_s": wall_gb_per_s, "rows": rows}
-        write_json(out, result)
 
 
 def time_launches(

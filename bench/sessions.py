@@ -43,7 +43,6 @@ from lowlat.tools.bench.geometry import random_target
 __all__ = ["main"]
 
 PARTS = ("host", "steps", "agents", "disk")
-GIB = 1 << 30
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,7 +32,6 @@ from lowlat.kernels.toolchain.ptx import (
 __all__ = ["draw_position", "make_apply_history", "read_wishes", "touches", "touches_any"]
 
 LARGEST = 3.4028234663852886e38  # the largest float32
-MAX_NODES = 64  # bits of a mask
 
 
 @device_function

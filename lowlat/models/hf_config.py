@@ -50,9 +50,8 @@ WRAPPERS = (
     "qwen3_vl_moe",
 )  # vision-language models whose text runs here
 OUTER_KEYS = ("model_type", "architectures", "tie_word_embeddings")
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 LONGROPE = ("longrope", "su")  # the second as Phi-3's first files had it
-MAX_FACTORS = 1024
 IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # how positions of images turn: those of text are all alike
 DTYPES = ("auto", "bfloat16", "float32")
 
@@ -233,9 +232,10 @@ def parse_rope(
     """RoPE from either spelling: rope_theta with rope_scaling, or rope_parameters.
 
     absent is what a config without either means; partial: heads may turn in part, see `partial_rotary_dims`; known:
-    keys of rope_parameters that the family has read; head_dim: dimensions of a head, of families that may have
-    longrope. A base inside rope_parameters wins over one next to it, as in transformers. Dynamic scaling begins where
-    the model's positions end: up to there it is plain. Raises ConfigError for kinds and keys that are not implemented.
+    keys of rope_parameters that the family has read; head_dim: dimensions of a head, of targets that may have
+    longrope or dynamic scaling, which begins where the model's positions end, and is plain up to there. A base inside
+    rope_parameters wins over one next to it, as in transformers. Raises ConfigError for kinds and keys that are not
+    implemented.
     Source: transformers modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1.
     """
     rope = _rope_fields(fields, absent or {})
@@ -255,7 +255,7 @@ def parse_rope(
     kind = kind or older or "default"
     if kind == "mrope" and IMAGE_POSITIONS[0] in known:
         kind = "default"
-    kinds = ROPE_KINDS if head_dim is None else (*ROPE_KINDS, *LONGROPE)
+    kinds = ROPE_KINDS if head_dim is None else (*ROPE_KINDS, "dynamic", *LONGROPE)
     if kind not in kinds:
         raise ConfigError(f"{rope.label}: rope type {kind!r} is not implemented; implemented: {', '.join(kinds)}")
     if kind == "default":

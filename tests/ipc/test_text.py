@@ -143,9 +143,9 @@ def test_the_bundled_models_text_is_the_decoding_of_its_ids(
 def test_a_stop_string_of_the_bundled_model(bundled_server: tuple[str, TextCodec]) -> None:
     endpoint, codec = bundled_server
     with Client(endpoint) as client:
-        whole = gathered(list(client.generate("The President shall", max_tokens=24)))[1]
+        whole = gathered(list(client.generate("The President shall", max_tokens=14)))[1]
         stop = whole[20:27]
-        chunks = list(client.generate("The President shall", max_tokens=24, stop=stop))
+        chunks = list(client.generate("The President shall", max_tokens=14, stop=stop))
     ids, text = gathered(chunks)
     assert text == whole[: whole.index(stop)] and chunks[-1].stop_reason == stop
     assert stop in codec.decode(ids) and stop not in codec.decode(ids[:-1])

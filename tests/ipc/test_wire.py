@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowlat.errors import RequestError
@@ -287,6 +287,7 @@ VALUES = st.recursive(
 )  # fmt: skip
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(st.dictionaries(st.text(max_size=3), VALUES, max_size=5), VALUES)
 def test_values_are_counted_as_the_decoder_finds_them(described: dict[str, Any], last: Any) -> None:
     before, number = expanded(described), expanded(last)

@@ -58,10 +58,10 @@ def test_refusing_takes_no_memory_and_no_time() -> None:
         tracemalloc.stop()
         # at most MAX_VALUES values are built before they are looked at; of more, none
         assert peak < 4 << 20, f"{entry['name']}: {peak} bytes for {size}"
-        begin = time.perf_counter()
+        begin = time.thread_time()
         with pytest.raises(WireError):
             decode_client(frames)
-        longest = max(longest, time.perf_counter() - begin)
+        longest = max(longest, time.thread_time() - begin)
     assert longest < 0.25
 
 
@@ -135,13 +135,13 @@ def test_no_frame_gives_a_decoder_more_than_two_milliseconds_of_work(monkeypatch
     num_refused_unread, slowest = 0, 0.0
     for name, frames in (*worst_frames(), *table):
         given.clear()
-        begin = time.perf_counter()
+        begin = time.thread_time()
         try:
             decode_client(frames)
         except WireError:
             unread = all(len(data) <= 9 for data in given)
             num_refused_unread += unread and sum(map(len, frames)) > MAX_VALUES
-        slowest = max(slowest, time.perf_counter() - begin)
+        slowest = max(slowest, time.thread_time() - begin)
         for data in given:
             assert len(data) <= MAX_SUBMIT_BYTES, name
             assert count_values(data, MAX_VALUES, b"")[0] <= MAX_VALUES or len(data) <= MAX_VALUES, name

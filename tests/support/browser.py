@@ -1,6 +1,5 @@
 """A headless Chromium, driven by the DevTools protocol over a pair of pipes."""
 
-import base64
 import itertools
 import json
 import os
@@ -119,10 +118,6 @@ class Page:
             f"(() => {{ const field = document.querySelector({selector!r}); field.focus(); field.select(); }})()"
         )
         self.call("Input.insertText", text=text)
-
-    def screenshot(self, file: Path) -> None:
-        """Write what is in view as a PNG file."""
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._unread:

@@ -144,10 +144,14 @@ def test_a_runtime_learns_what_its_router_does(alike: bool, tmp_path: Path, monk
     with loaded(tmp_path, alike) as runtime:
         costs, state = runtime._steps._learner._costs, runtime.executor.state  # type: ignore[union-attr]
         before = state["draft_length_costs"].clone()
+        weights = runtime.executor._weights.items()  # type: ignore[attr-defined]
+        own = sum(weight.nbytes for name, weight in weights if ".experts." in name) / 16
         for bucket, each in costs.items():
             assert each.experts == [
                 pytest.approx(16 * (1 - (14 / 16) ** (bucket.batch * rows))) for rows in (1, 2, 3, 4, 1)
             ]
+            assert each.per_expert == own > 0
+            assert each.base[3] - each.base[0] == pytest.approx(own * (each.experts[3] - each.experts[0]))
         for seed in range(2):
             runtime.submit([5, 6, 7, 8] * 4, SamplingParams(max_tokens=40, ignore_eos=True, seed=seed))
         num_steps = 0

@@ -50,10 +50,10 @@ def answer_choices(
     places = list(range(count))
     if count > n:
         places.sort(key=lambda place: mean_logprob(answers[place]), reverse=True)
-    if session is not None:
-        tokens = (*streams[0].prompt_token_ids, *answers[places[0]].token_ids)
-        record, _ = record_of(runtime, session, own.get("cache_salt", ""))
-        record.token_ids, record.seed = tokens, (seed + places[0]) % SEEDS
+    record, _ = runtime.owned_call(lambda owned: record_of(owned, session, own.get("cache_salt", "")))
+    if record is not None and seed is not None:
+        record.token_ids = (*streams[0].prompt_token_ids, *answers[places[0]].token_ids)
+        record.seed = (seed + places[0]) % SEEDS
     return [answers[place] for place in places[:n]]
 
 

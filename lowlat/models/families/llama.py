@@ -17,7 +17,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """
     biased = fields.boolean("attention_bias", False)
     count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-    fields.raw("sliding_window")  # of layers that layer_types names
+    fields.optional_integer("sliding_window", 0, 1 << 30)  # of layers that layer_types names
     fields.refuse_unless("use_sliding_window", (False,), "windows of the layers that layer_types names")
     has_windows = "sliding_attention" in sliding_kinds(fields, count)
     return parse_decoder(

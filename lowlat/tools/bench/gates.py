@@ -170,9 +170,12 @@ def run_gates(
     where memory allows. Rows of a round that was broken off are taken over. Raises ConfigError.
     """
     state, environment = read_state(directory), gates_environment(subject, commit, imposes=imposes)
+    own = {
+        gate: subject.imposing(gate.min_accept_length, gate.num_speculative_tokens) if imposes else subject
+        for gate in gates
+    }
     rounds = [
-        _Round(gate, subject.imposing(gate.min_accept_length, gate.num_speculative_tokens) if imposes else subject,
-               directory, number, commit, forced)
+        _Round(gate, own[gate], directory, number, commit, forced)
         for gate in gates
         for number in range(_num_rounds(gate, state, environment, times, only_missing=only_missing))
     ]  # fmt: skip

@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,10 @@ class Subject:
 
     def choice(self) -> DeviceChoice:
         """Where it will run, and by which executor. Raises ConfigError."""
+        return self._choice
+
+    @cached_property
+    def _choice(self) -> DeviceChoice:
         asked = self.options.get("executor", "auto")
         choice = choose_device(self.options.get("device", "auto"), asked)
         if not choice.has_kernels:

@@ -25,7 +25,6 @@ from lowlat.speculators.base import Speculator
 from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.speculator import DflashSpeculator
 from lowlat.speculators.dflash.weights import dflash_recipes
-from lowlat.speculators.draft_parts import DRAFT_MAP
 from lowlat.speculators.dspark.config import DEEPSPEC
 from lowlat.speculators.dspark.geometry import DsparkConfig
 from lowlat.speculators.dspark.speculator import DsparkSpeculator
@@ -45,7 +44,6 @@ __all__ = [
     "DRAFT_MODELS",
     "draft_config",
     "random_speculator",
-    "random_weights",
     "write_draft_model",
     "write_mtp_layer",
 ]
@@ -106,19 +104,6 @@ def random_speculator(geometry: Geometry, target: ModelConfig, method: str) -> S
     if isinstance(config, PeagleConfig):
         return PeagleSpeculator(config)
     return Eagle3Speculator(config)
-
-
-def random_weights(
-    speculator: Speculator, dtype: str, device: torch.device | None = None, seed: int = 1
-) -> dict[str, torch.Tensor]:
-    """Canonical weights of a draft model, made on a device; it drafts the lowest ids of the target."""
-    noise, weights = Noise(seed, device), dict[str, torch.Tensor]()
-    for name, (shape, stored) in speculator.weight_plan(dtype).items():
-        if name == DRAFT_MAP:
-            weights[name] = torch.arange(*shape, dtype=stored, device=device)
-        else:
-            weights[name] = noise.weight(name, shape, stored)
-    return weights
 
 
 def write_draft_model(

@@ -86,6 +86,14 @@ class Pair:
     draft_tensor_parallel_size: int | None = None
 
     @property
+    def attending(self) -> tuple[object, ...]:
+        """Equal for pairs whose launches of attention are the same: of models that have other vocabularies alone."""
+        draft = None if self.speculator is None else self.speculator.draft_config
+        cut = self.tensor_parallel_size, self.tp_invariant, self.draft_tensor_parallel_size
+        layers = None if draft is None else draft.layers
+        return self.name, self.config, type(self.speculator), layers, cut
+
+    @property
     def split_heads(self) -> tuple[int, ...]:
         """The numbers of key-value heads by which a GPU's splits of positions are chosen, each once."""
         if self.tp_invariant:
@@ -292,16 +300,17 @@ class PairPrograms(LoweredPrograms):
     """The programs of a pair for a GPU: steps of the buckets, first tokens, prefills of all sizes; of few layers.
 
     rank         whose part they are, if the pair is cut
+    prompts      whether prefills are among them
     layer_share  layers of the whole target for each of these
     abort        [1] int64, not zero where a launch gave up a wait for a peer, see `PeerRows`; None: there are no peers
     Raises ConfigError for a pair that the kernels do not cover, or that cannot be cut so.
     """
 
-    def __init__(self, pair: Pair, gpu: Gpu, sizes: Sizes, rank: int = 0) -> None:
+    def __init__(self, pair: Pair, gpu: Gpu, sizes: Sizes, rank: int = 0, *, prompts: bool = True) -> None:
         few = _few_layers(pair)
         self.layer_share = pair.config.num_layers / few.config.num_layers
         geometry = _geometries(few, sizes)[rank]
-        programs, own, place = list(_programs(geometry, sizes)), None, None
+        programs, own, place = list(_programs(geometry, sizes, prompts=prompts)), None, None
         self.abort: torch.Tensor | None = None
         if pair.tensor_parallel_size > 1:
             devices = [torch.device(META.type, number) for number in range(pair.tensor_parallel_size)]
@@ -312,13 +321,13 @@ class PairPrograms(LoweredPrograms):
         super().__init__(few, gpu, programs, own, place)
 
 
-def every_part(pair: Pair, gpu: Gpu, sizes: Sizes) -> list[PairPrograms]:
+def every_part(pair: Pair, gpu: Gpu, sizes: Sizes, *, prompts: bool = True) -> list[PairPrograms]:
     """The programs of a pair, or of every rank of it whose part has other extents than those before. Raises ConfigError
     as `PairPrograms` does."""
     ranks: dict[tuple[object, ...], int] = {}
     for rank, geometry in enumerate(_geometries(pair, sizes)):
         ranks.setdefault(_extents(geometry), rank)
-    return [PairPrograms(pair, gpu, sizes, rank) for rank in ranks.values()]
+    return [PairPrograms(pair, gpu, sizes, rank, prompts=prompts) for rank in ranks.values()]
 
 
 def _extents(geometry: StepGeometry) -> tuple[object, ...]:
@@ -356,7 +365,7 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
     )
 
 
-def _programs(geometry: StepGeometry, sizes: Sizes) -> Iterator[Program]:
+def _programs(geometry: StepGeometry, sizes: Sizes, *, prompts: bool) -> Iterator[Program]:
     depths = sizes.depths if geometry.speculator is not None else (0,)
     buckets = [
         *(
@@ -368,4 +377,5 @@ def _programs(geometry: StepGeometry, sizes: Sizes) -> Iterator[Program]:
         *(first_token_bucket(depth) for depth in depths),
     ]
     yield from (build_step(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)) for bucket in buckets)
-    yield from build_prefills(geometry).values()
+    if prompts:
+        yield from build_prefills(geometry).values()

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "COMMANDS",
     "Compiled",
     "Tuned",
     "Walked",
@@ -42,7 +41,6 @@ __all__ = [
     "tune",
 ]
 
-COMMANDS = (*KINDS, "all")
 WALL_BYTES, WALL_REPLAYS = 1 << 30, 10
 
 Update = Callable[[int, int | None], None]
@@ -85,11 +83,12 @@ def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, gpu: Gpu = H200) -
     if set(rest) <= set(kinds):
         each_size = [
             (pair, each)
-            for pair in pairs
+            for pair in {pair.attending: pair for pair in pairs}.values()
             for heads in pair.split_heads
             for each in sizes.of_attention(pair.tensor_parallel_size, heads)
         ]
-        found += collect([part for pair, each in each_size for part in every_part(pair, gpu, each)], gpu, rest)
+        parts = [part for pair, each in each_size for part in every_part(pair, gpu, each, prompts=False)]
+        found += collect(parts, gpu, rest)
     return found
 
 
