@@ -51,6 +51,7 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         Page("serve", "Serving", (Part(USING, ("From other processes", "Over HTTP")),)),
         _page("http", None, "lowlat/serving/http/README.md"),
         _page("growing", None, "lowlat/serving/http/GROWING.md"),
+        _page("tools", None, "lowlat/serving/http/TOOLS.md"),
         Page("sockets", None, (Part("ipc/README.md"), Part("ipc/WIRE.md"))),
         _page("several-models", None, "lowlat/serving/models/README.md"),
         _page("deploy", None, "lowlat/serving/deploy/README.md"),

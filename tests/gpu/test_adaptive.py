@@ -134,3 +134,20 @@ def test_times_of_widths_are_times(pair: PairPaths, runtimes: dict[str, Runtime]
             assert base[7] > base[3] > base[1] > base[0] > 0.0 and base[-1] > base[0]
         other.executor.state["draft_length_costs"].copy_(before)
         assert tokens_of(other) == expected
+
+
+@pytest.mark.parametrize("loops", [False, True])
+def test_what_a_router_does_is_learnt_and_changes_no_token(loops: bool, tmp_path: Path) -> None:
+    """Choices of the experts are copied while steps run ahead, or a loop goes on."""
+    experts = make_pair(tmp_path, "gpt_oss", **SIZES, num_local_experts=16, num_experts_per_tok=2)
+    with Runtime.load(experts.target, executor="graph", **OPTIONS) as plain:
+        expected = tokens_of(plain)
+    with load(experts, "graph", device_loop=loops) as runtime:
+        learner: Any = runtime._steps._learner
+        for each in learner._costs.values():
+            assert each.per_expert > 0 and all(2.0 <= count <= 16.0 for count in each.experts)
+        assert tokens_of(runtime) == expected
+        found = runtime.summary()["experts_by_rows"]
+        assert found["1"][0] == pytest.approx(2.0) and all(
+            2.0 <= each <= 16.0 for row in found.values() for each in row
+        )

@@ -113,7 +113,7 @@ def test_a_scenario_asks_for_gates_by_what_it_measures(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[scenarios.a]\ncontexts=[1]\nbatches=[9]\nnum_speculative_tokens=[0]", "<= 8"),
+        ("[scenarios.a]\ncontexts=[1]\nbatches=[33]\nnum_speculative_tokens=[0]", "<= 32"),
         ("[scenarios.a]\ncontexts=[]\nbatches=[1]\nnum_speculative_tokens=[0]", "length >= 1"),
         ("[scenarios.a]\ncontext=[1]\nbatches=[1]\nnum_speculative_tokens=[0]", "unknown field `context`"),
         ("[scenarios.'../a']\ncontexts=[1]\nbatches=[1]\nnum_speculative_tokens=[0]", "names of letters"),
