@@ -225,8 +225,9 @@ def load(
     target = replace(target, config=target.config.for_context(options.max_context))
     codec = TextCodec.load(target.directory)
     speculative, loaded, topologies, error = _load_speculation(
-        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict
-    )
+        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict,
+        may_choose=not options.forced_rows,
+    )  # fmt: skip
     speculator = None if loaded is None else loaded.speculator
     _say_where_drafts_fail(speculator, options.max_context)
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
@@ -400,6 +401,7 @@ def _load_speculation(
     downloaded: Progress | None,
     *,
     must_fit: bool,
+    may_choose: bool,
 ) -> tuple[SpeculativeConfig | None, LoadedSpeculator | None, dict[int, Topology], str | None]:
     """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
@@ -416,7 +418,7 @@ def _load_speculation(
         return speculative, None, baseline, str(error)
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
-    chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch)
+    chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch, may_choose=may_choose)
     if chosen is not speculative:
         speculative, topologies = chosen, make_topologies(chosen, max_batch)
     return speculative, loaded, topologies, None
