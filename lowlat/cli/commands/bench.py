@@ -46,7 +46,7 @@ def command() -> None:
     """Measure scenarios, hold them against gates, compare two results, and make a report of them."""
 
 
-def _out_option(place: click.ParamType[Path]) -> Callable[[F], F]:
+def _out_option(place: click.Path) -> Callable[[F], F]:
     """The option that says where the results go."""
     default = Path("bench-results")
     return click.option("--out", type=place, default=default, show_default=True, metavar="DIR", help="Results.")
