@@ -151,7 +151,7 @@ class EndpointLock:
         finally:
             os.umask(before)
         if self.shared:
-            self.path.chmod(0o666)  # the uid check of every connection decides
+            self.path.chmod(0o666)  # every connection is checked: its uid, or the key that it brings
         found = self.path.lstat()
         self._inode = (found.st_dev, found.st_ino)
         return listening

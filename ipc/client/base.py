@@ -82,5 +82,10 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
 
 
 def _close_all(connections: list[DriverType], process: int, reason: str) -> None:
-    while connections and os.getpid() == process:
-        connections.pop().close(reason)
+    """Close each connection once, whichever threads ask, and in a fork none."""
+    while os.getpid() == process:
+        try:
+            connection = connections.pop()
+        except IndexError:
+            return
+        connection.close(reason)

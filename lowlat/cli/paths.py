@@ -13,7 +13,7 @@ import click
 from lowlat.errors import ConfigError
 from lowlat.options.model_names import find_repository
 
-__all__ = ["FILE", "FOLDER", "MODEL", "NEW_FILE", "NEW_FOLDER", "NEW_PATH", "PLACE", "check_model"]
+__all__ = ["FILE", "FOLDER", "MODEL", "NEW_FILE", "NEW_FOLDER", "NEW_PATH", "NEW_RESULTS", "PLACE", "check_model"]
 
 EXPECTED = "expected a Hugging Face model directory, or ORG/NAME of a repository"
 # what tells a loader what a directory is that has no config.json, so that it can say so
@@ -85,6 +85,14 @@ def _check_new_folder(path: Path) -> None:
     _check_writable(above, path)
 
 
+def _check_new_results(path: Path) -> None:
+    """Check a file of results that goes on, or is made, where the name ends in .json; else their folder."""
+    if path.suffix != ".json":
+        return _check_new_folder(path)
+    _check_new_path(path)
+    return _check_writable(next(each for each in (path, *path.absolute().parents) if each.exists()), path)
+
+
 def _check_writable(existing: Path, path: Path) -> None:
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"{path} cannot be written: {existing} is not yours to write")
@@ -115,3 +123,4 @@ PLACE = _Checked(_check_place)
 NEW_FILE = _Checked(_check_new_file)
 NEW_PATH = _Checked(_check_new_path)
 NEW_FOLDER = _Checked(_check_new_folder)
+NEW_RESULTS = _Checked(_check_new_results)

@@ -169,7 +169,8 @@ PUBLISHED = (
         "microsoft/Phi-4-mini-instruct", "phi3", (3072, 8192, 32, 24, 8, 200064, 131072),
         {"rope_theta": 10000.0, "rope_scaling": {"type": "longrope", **dict.fromkeys(LONGROPE, [1.0] * 48)},
          "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75, "sliding_window": 262144,
-         "tie_word_embeddings": True},
+         "attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1,
+         "interpolate_factor": 1, "tie_word_embeddings": True},
     ),
     Published(
         "zai-org/GLM-4-9B-0414", "glm4", (4096, 13696, 40, 32, 2, 151552, 32768),

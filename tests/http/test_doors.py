@@ -26,6 +26,7 @@ from lowlat.ipc.limits import Limits
 from lowlat.serving import gateway as gateway_process
 from lowlat.serving.gateway import http_gateway
 from lowlat.serving.http.auth import origins_of
+from lowlat.serving.http.paths import plain_path
 from lowlat.serving.http.server import Address, check_free, parse_address
 
 ORIGIN = "http://localhost:3000"
@@ -94,9 +95,19 @@ def test_pages_of_no_other_origin_may_ask_unless_named(gateway: RunningGateway) 
     status, _, headers = gateway.ask("/v1/models", method="OPTIONS", headers={"origin": ORIGIN} | PREFLIGHT)
     assert status == 401 and headers["access-control-allow-origin"] is None
     assert origins_of(None) == [] and origins_of("*") == ["*"]
-    for wrong in ("localhost:3000", "http://a/", "http://a.b/c", "a b"):
+    for wrong in ("localhost:3000", "http://a/", "http://a.b/c", "a b", "http://A.b", "https://a.b:443"):
         with pytest.raises(ConfigError, match="http_origins"):
             origins_of(wrong)
+
+
+def test_only_what_stands_before_a_path_is_passed_over() -> None:
+    plain = {
+        "http://a.b//v1//models/": "/v1/models",
+        "HTTPS://a.b": "/",
+        "//": "/",
+        "/v1/xhttp://a.b/y": "/v1/xhttp:/a.b/y",
+    }
+    assert {path: plain_path(path) for path in plain} == plain
 
 
 @contextmanager

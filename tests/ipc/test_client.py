@@ -351,6 +351,23 @@ def test_ctrl_c_leaves_the_client_usable(server: ScriptedServer) -> None:
     assert len(server.wait_for(Hello)) == 1  # the same connection all the time
 
 
+def test_two_threads_may_close_a_client_at_once(server: ScriptedServer) -> None:
+    class Emptied(list[Any]):
+        def __bool__(self) -> bool:
+            """Look, and let another thread take all before this one does."""
+            had_any = len(self) > 0
+            self.clear()
+            return had_any
+
+    client = Client(server.url)
+    client.connect()
+    (connection,) = client._connections
+    client._connections = Emptied(client._connections)
+    client.close()
+    client.close()
+    assert connection.protocol.failure is not None
+
+
 @pytest.mark.parametrize("left", ["client", "stream", "thread"])
 def test_an_unclosed_client_does_not_keep_the_interpreter_alive(server: ScriptedServer, left: str) -> None:
     code = f"""

@@ -11,7 +11,7 @@ import click
 from lowlat.cli.console import print_json, print_table, progress_bar
 from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import IntegerList, bundled, given_options, record_options
-from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, PLACE
+from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, NEW_RESULTS, PLACE
 from lowlat.errors import ConfigError
 from lowlat.options.declaration import options_of
 from lowlat.options.runtime import RuntimeConfig
@@ -46,8 +46,14 @@ def command() -> None:
     """Measure scenarios, hold them against gates, compare two results, and make a report of them."""
 
 
+def _out_option(place: click.Path) -> Callable[[F], F]:
+    """The option that says where the results go."""
+    default = Path("bench-results")
+    return click.option("--out", type=place, default=default, show_default=True, metavar="DIR", help="Results.")
+
+
 def _subject_options(function: F) -> F:
-    """Add what is measured and where the results go."""
+    """Add what is measured."""
     options = [
         click.option(
             "--model",
@@ -78,9 +84,6 @@ def _subject_options(function: F) -> F:
             "--file", "plan_file", type=FILE, metavar="FILE", help="Scenarios and gates of your own, in TOML."
         ),
         click.option("--commit", default="", help="What is measured, where there is no git checkout to ask."),
-        click.option(
-            "--out", type=NEW_FOLDER, default=Path("bench-results"), show_default=True, metavar="DIR", help="Results."
-        ),
     ]
     for option in reversed(options):
         function = option(function)
@@ -113,6 +116,7 @@ def _subject_options(function: F) -> F:
 )
 @click.option("--profile", is_flag=True, help="Write the time of each stage, too: needs an NVIDIA GPU.")
 @_subject_options
+@_out_option(NEW_RESULTS)
 def run(
     scenario: str,
     out: Path,
@@ -169,6 +173,7 @@ def run(
 @click.option("--own-accept-length", "imposes", is_flag=True, help="Impose the accept length that each gate asks for.")
 @click.option("--force", is_flag=True, help="Measure full gates whose micro gates are not green; the state says so.")
 @_subject_options
+@_out_option(NEW_FOLDER)
 def gates(
     level: "Level",
     out: Path,
@@ -242,7 +247,7 @@ def gates(
     }
     green = all(greens.values())
     decided = {}
-    if any(each.policy == "auto" for each in asked):
+    if {each.policy for each in asked} == {"fixed", "auto"}:
         decided = {"default_length": default_length(state, environment, asked)}
         click.echo(f"draft length where none is asked for, by these gates: {decided['default_length']}")
     summary = {

@@ -22,6 +22,9 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     fields.optional_integer("original_max_position_embeddings", 1, MAX_POSITIONS)  # its own place for longrope's
     fields.refuse_unless("attention_bias", (False,), "attention without biases")
     fields.refuse_unless("mlp_bias", (False,), "an FFN without biases")
+    fields.refuse_unless("lm_head_bias", (False,), "an LM head without biases")
+    for key in ("full_attn_mod", "interpolate_factor"):  # Phi-4-mini's files have both, as 1
+        fields.refuse_unless(key, (1,), "layers that are all alike")
     return parse_decoder(
         fields,
         directory,

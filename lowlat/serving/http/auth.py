@@ -22,7 +22,8 @@ __all__ = ["KEY_VARIABLE", "Guard", "checked_key", "key_of", "origins_of"]
 KEY_VARIABLE = "LOWLAT_API_KEY"
 WILDCARDS = frozenset({"", "0.0.0.0", "::"})
 MIN_KEY = 16
-_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s,]+")
+# browsers send names in small letters, and no port that is the scheme's own
+_ORIGIN = re.compile(r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://[^/?#@\s,A-Z]+")
 
 
 def key_of(environment: Mapping[str, str]) -> tuple[str, bool]:

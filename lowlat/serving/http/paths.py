@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 __all__ = ["Paths", "plain_path"]
 
-_AUTHORITY = re.compile(r"https?://[^/]*", re.IGNORECASE)
+_AUTHORITY = re.compile(r"\Ahttps?://[^/]*", re.IGNORECASE)
 _SLASHES = re.compile("/{2,}")
 
 

@@ -138,7 +138,7 @@ def default_length(state: GateState, environment: Environment, gates: Sequence[G
     """The draft length that gates decide for, where none is asked for: auto where chosen lengths stand their gate and
     the fixed one does not stand that of the same slots and context, else the fixed one.
 
-    gates  of one level for one kind of target
+    gates  of one level for one kind of target, of both policies
     """
     fixed = {(each.context, each.batch): each for each in gates if each.policy == "fixed"}
     chosen = [each for each in gates if each.policy == "auto"]

@@ -428,6 +428,7 @@ PHI = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hid
     "max_position_embeddings": 131072,
     "original_max_position_embeddings": 4096,
     "partial_rotary_factor": 0.75,
+    **{"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},  # Phi-4-mini's
 }
 
 
@@ -447,6 +448,8 @@ def test_longrope_chooses_its_factors_by_the_context(kind: str, tmp_path: Path) 
         write(tmp_path, PHI, {"rope_scaling": {"type": kind, **LONG_FACTORS, **changes}})
         with pytest.raises(ConfigError, match=message):
             read_model_config(tmp_path)
+    with pytest.raises(ConfigError, match="full_attn_mod = 2 is not implemented"):
+        read_model_config(write(tmp_path, PHI, {"full_attn_mod": 2}))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ import pytest
 from cli_calls import lowlat, refusal
 
 from lowlat.cli.options import bundled
+from lowlat.cli.paths import NEW_RESULTS
+from lowlat.errors import ConfigError
 from lowlat.tools.bench.gates import GateState
 from lowlat.tools.bench.measure import CaseRun
 from lowlat.tools.bench.results import read_result, read_struct
@@ -87,9 +89,20 @@ def test_any_way_to_speculate_is_measured(tmp_path: Path) -> None:
     assert "the tree is 2 deep but num_speculative_tokens is 3" in message or "2 deep" in message
 
 
+def test_results_are_a_folder_or_a_file_that_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.json"
+    file.write_text("{}")
+    for place in (file, tmp_path / "new" / "tiny.json", tmp_path, tmp_path / "new"):
+        assert NEW_RESULTS.convert(place, None, None) == place
+    for wrong in (file / "tiny.json", file / "new"):
+        with pytest.raises(ConfigError, match=r"tiny\.json is"):
+            NEW_RESULTS.convert(wrong, None, None)
+
+
 @pytest.mark.wide
 def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ("run", "single", *TINY, *SMALL, "-S", "0,3", "--repeats", 1, "--out", tmp_path, "--commit", "c")
+    path = tmp_path / "results" / "tiny.json"
+    arguments = ("run", "single", *TINY, *SMALL, "-S", "0,3", "--repeats", 1, "--out", path, "--commit", "c")
     repeat, seen = CaseRun.repeat, []
 
     def interrupted(self: CaseRun) -> None:
@@ -100,7 +113,6 @@ def test_an_interrupted_run_goes_on_where_it_ended(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(CaseRun, "repeat", interrupted)
     assert lowlat("bench", *arguments).exit_code == 130
-    path = tmp_path / "single.json"
     first = read_result(path)
     assert len(first.rows) == 1 and not first.complete
     assert last_line(*arguments)["complete"] and len(seen) == 3
