@@ -230,5 +230,6 @@ def examples() -> list[Kernel]:
     lone = [replace(tree, **{**parts, **dict.fromkeys(parts, False), part: True}) for part in parts]
     first = replace(chain, rows=1, lists=False)
     opening = replace(chain, rows=1, most_drafts=7, choice=ChoicePlan(4, 7, 0, 16, switching=True))
+    many = replace(opening, batch=32, max_batch=32, ring=256, threads=MOST_THREADS, choice=ChoicePlan(32, 3, 0, 4))
     drafted = replace(chain, applies=False, lists=False, known_paths=1, known_length=4, nodes=8)
-    return [begin_step_kernel(plan) for plan in (chain, first, tree, opening, drafted, *lone)]
+    return [begin_step_kernel(plan) for plan in (chain, first, tree, opening, many, drafted, *lone)]
