@@ -428,7 +428,10 @@ PHI = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "hid
     "max_position_embeddings": 131072,
     "original_max_position_embeddings": 4096,
     "partial_rotary_factor": 0.75,
-    **{"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False, "mlp_bias": False},  # Phi-4-mini's
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,  # Phi-4-mini's
 }
 
 
