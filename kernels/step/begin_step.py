@@ -14,7 +14,7 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.speculation.draft_rows import check_nodes
-from lowlat.kernels.reference.step.slots import COMMAND_WIDTH
+from lowlat.kernels.reference.step.slots import COMMAND_WIDTH, MAX_PATH_NODES
 from lowlat.kernels.speculation.choose_draft_length import ChoicePlan, choice_plan
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
@@ -23,7 +23,6 @@ __all__ = ["Choice", "apply_commands", "begin_step", "examples", "gather_rows", 
 
 THREADS, MOST_THREADS = 512, 1024
 MAX_ROWS = 64
-MAX_NODES = 10240  # of all paths: 40 KiB of shared memory
 
 STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
 JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
@@ -217,8 +216,10 @@ def _check(given: Mapping[str, torch.Tensor], plan: BeginStepPlan) -> None:
         raise ShapeError(f"paths of {known} do not fit {plan.num_paths} by {plan.width}")
     num_nodes = plan.batch * plan.num_paths * plan.width
     most = MOST_THREADS // 32  # a warp an entry
-    if plan.max_batch > THREADS or plan.batch > most or plan.rows > MAX_ROWS or num_nodes > MAX_NODES:
-        raise ShapeError(f"a step begins with at most {most} slots of {MAX_ROWS} rows, {MAX_NODES} in paths: {plan}")
+    if plan.max_batch > THREADS or plan.batch > most or plan.rows > MAX_ROWS or num_nodes > MAX_PATH_NODES:
+        raise ShapeError(
+            f"a step begins with at most {most} slots of {MAX_ROWS} rows, {MAX_PATH_NODES} in paths: {plan}"
+        )
 
 
 def examples() -> list[Kernel]:

@@ -50,6 +50,7 @@ from lowlat.executors.make import (
 )
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
+from lowlat.kernels.reference.step.slots import MAX_PATH_NODES
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.models.activations import code_activations
 from lowlat.models.geometry import ModelConfig
@@ -225,8 +226,9 @@ def load(
     target = replace(target, config=target.config.for_context(options.max_context))
     codec = TextCodec.load(target.directory)
     speculative, loaded, topologies, error = _load_speculation(
-        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict
-    )
+        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict,
+        may_choose=not options.forced_rows,
+    )  # fmt: skip
     speculator = None if loaded is None else loaded.speculator
     _say_where_drafts_fail(speculator, options.max_context)
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
@@ -400,6 +402,7 @@ def _load_speculation(
     downloaded: Progress | None,
     *,
     must_fit: bool,
+    may_choose: bool,
 ) -> tuple[SpeculativeConfig | None, LoadedSpeculator | None, dict[int, Topology], str | None]:
     """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
@@ -416,7 +419,7 @@ def _load_speculation(
         return speculative, None, baseline, str(error)
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
-    chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch)
+    chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch, may_choose=may_choose)
     if chosen is not speculative:
         speculative, topologies = chosen, make_topologies(chosen, max_batch)
     return speculative, loaded, topologies, None
@@ -511,7 +514,8 @@ def make_geometry(
     if speculator is not None and speculator.wide_rows:
         max_rows = path_width = max(max_rows, *speculator.wide_rows)
     if forced_rows:
-        max_rows = path_width = max(max_rows, *forced_rows)
+        max_rows, path_width = max(max_rows, *forced_rows), max(path_width, *forced_rows)
+        _check_paths(options, topologies, path_width)
     worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
     num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     geometry = StepGeometry(
@@ -585,6 +589,17 @@ def _forced_rows(options: RuntimeConfig, used: SpeculativeConfig | None) -> tupl
         if is_given:
             raise ConfigError(f"forced_rows {options.forced_rows} is not implemented for {name}; leave one of them out")
     return tuple(rows for rows in WIDE_ROWS if rows <= options.forced_rows)
+
+
+def _check_paths(options: RuntimeConfig, topologies: Mapping[int, Topology], path_width: int) -> None:
+    """Raise ConfigError for a tree of so many paths that a step cannot lay them out as long as forced text is."""
+    num_paths = max(topology.num_paths for topology in topologies.values())
+    most = MAX_PATH_NODES // (num_paths * path_width)
+    if options.max_batch > most:
+        raise ConfigError(
+            f"forced_rows {options.forced_rows} next to a tree of {num_paths} paths is for max_batch {most} at most, "
+            f"got {options.max_batch}; lower one of them, take a tree of fewer leaves, or leave forced_rows out"
+        )
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.launcher import Launcher
+from lowlat.executors.peeks import Peeks
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.residence.base import Residence
 from lowlat.executors.workspace import SharedWorkspace
@@ -51,7 +51,6 @@ from lowlat.step.variants import PASS
 __all__ = ["KernelExecutor", "Size", "abandon"]
 
 POLLS_BETWEEN_CHECKS = 4096
-PINNED_UNIT = 16  # bytes, at multiples of which copies begin
 POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
 Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
 
@@ -98,6 +97,7 @@ class KernelExecutor(ABC):
         self._step_watchdog, self._prefill_watchdog = Watchdog(*watchdog), Watchdog(*watchdog)
         self._num_prefills = 0
         self._failed = False
+        self._peeks = Peeks(on_gpu=device.type == "cuda")
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
         self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_gpus)
@@ -329,18 +329,12 @@ class KernelExecutor(ABC):
     def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
         """See `Executor.peek`."""
         with self._failures(), torch.cuda.stream(self.stream):
-            ends = list(accumulate((-(-each.nbytes // PINNED_UNIT) * PINNED_UNIT for each in buffers), initial=0))
-            memory, copies = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=True), list[torch.Tensor]()
-            for each, start in zip(buffers, ends, strict=False):
-                copies.append(memory[start : start + each.nbytes].view(each.dtype).view(each.shape))
-                copies[-1].copy_(each, non_blocking=True)
-            self.counts.copies += len(copies)
-            done = torch.cuda.Event()
-            done.record(self.stream)
+            look = self._peeks.start(buffers)
+            self.counts.copies += len(buffers)
 
         def found() -> Sequence[torch.Tensor] | None:
             with self._failures():
-                return copies if done.query() else None
+                return look()
 
         return found
 
@@ -390,7 +384,7 @@ class KernelExecutor(ABC):
         A device that has failed is not waited for.
         """
         if self._failed:
-            abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence])
+            abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence, self._peeks.memory])
         else:
             self._synchronize()
         self._look_at_others = None

@@ -23,7 +23,7 @@ from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.models.walk import Tables
 from lowlat.models.weight_plan import weight_plan
-from lowlat.options.speculative import SpeculativeConfig
+from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.speculators.tree.growth import Growth
 from lowlat.speculators.tree.topology import TreeTopology
@@ -220,6 +220,11 @@ class Speculator(ABC):
     def wide_source(self) -> int:
         """The source, by its number in `verified_source`, whose drafts say by being right that a wide step pays."""
         return FROM_METHOD
+
+    @property
+    def most_drafts(self) -> int:
+        """The longest chain of drafts that it makes."""
+        return MAX_SPECULATIVE_TOKENS
 
     @property
     def longer_draft_length(self) -> int:

@@ -18,7 +18,11 @@ from lowlat.speculators.base import Speculator
 __all__ = ["default_lengths", "with_default_length"]
 
 FILE = Path(__file__).with_name("default_lengths.json")
-OWN_LENGTHS = ("tree", "dynamic_tree_max_topk", "enable_specpv", "wide_rows")  # options that say what is verified
+# options that say what is verified, or how much of it is accepted
+OWN_LENGTHS = (
+    *("tree", "dynamic_tree_max_topk", "enable_specpv", "wide_rows", "max_block_drafts"),
+    *("max_path_len", "max_decoding_tokens", "simulated_acceptance", "simulated_accept_length"),
+)
 
 
 @cache
@@ -29,19 +33,21 @@ def default_lengths() -> dict[str, int | str]:
 
 
 def with_default_length(
-    options: SpeculativeConfig, target: ModelConfig, speculator: Speculator, max_batch: int
+    options: SpeculativeConfig, target: ModelConfig, speculator: Speculator, max_batch: int, *, may_choose: bool
 ) -> SpeculativeConfig:
     """The options with the draft length of the target's kind, where none is asked for and its drafts can be chosen.
 
-    max_batch  slots, which bound the drafts that a step verifies
+    max_batch   slots, which bound the drafts that a step verifies
+    may_choose  whether steps may choose their length, next to the runtime's other options
     """
     asked = not isinstance(options.num_speculative_tokens, DefaultLength) or any(
-        getattr(options, name) for name in OWN_LENGTHS
+        getattr(options, name) != getattr(type(options), name) for name in OWN_LENGTHS
     )
     has_experts = any(layer.experts is not None for layer in target.layers)
     if asked or options.adaptive_width or not has_experts or speculator.waiting_boundaries is None:
         return options
-    length = default_lengths()["experts"]
+    length, most = default_lengths()["experts"], min(most_drafts(max_batch), speculator.most_drafts)
     if isinstance(length, int):
+        length = min(length, most)
         return options if options.num_speculative_tokens == length else replace(options, num_speculative_tokens=length)
-    return replace(options, num_speculative_tokens=most_drafts(max_batch), adaptive_width=True)
+    return replace(options, num_speculative_tokens=most, adaptive_width=True) if may_choose else options

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,15 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def alone(pair: PairPaths) -> dict[int, list[list[int]]]:
+def alone(pair: PairPaths) -> Callable[[int], list[list[int]]]:
     """The tokens of each request of a script, by its seed: by the plain reference executor, without speculation."""
-    with Runtime.load(pair.target, device="cpu", **{**OPTIONS, "max_batch": 1}) as runtime:
-        return {seed: [run_one(runtime, *request) for request in Script(seed).requests] for seed in range(2)}
+
+    @cache
+    def tokens(seed: int) -> list[list[int]]:
+        with Runtime.load(pair.target, device="cpu", **{**OPTIONS, "max_batch": 1}) as runtime:
+            return [run_one(runtime, *request) for request in Script(seed).requests]
+
+    return tokens
 
 
 @pytest.mark.second
@@ -139,7 +145,7 @@ def alone(pair: PairPaths) -> dict[int, list[list[int]]]:
     [wide(*WAYS[1], 1), wide(*WAYS[2], 0), (*WAYS[4], 1)],
 )
 def test_any_order_gives_the_tokens_of_each_request_alone(
-    device_loop: bool, lead: int, seed: int, alone: dict[int, list[list[int]]], make: Make
+    device_loop: bool, lead: int, seed: int, alone: Callable[[int], list[list[int]]], make: Make
 ) -> None:
     runtime, device = make(device_loop=device_loop, lead=lead, seed=seed)
     with runtime:
@@ -148,7 +154,7 @@ def test_any_order_gives_the_tokens_of_each_request_alone(
         tokens, reasons = script.run(runtime)
         assert runtime.kvcache.stats().num_used == 0
         assert (device.count("loop") > 0) == device_loop
-    for number, expected in enumerate(alone[seed]):
+    for number, expected in enumerate(alone(seed)):
         if reasons[number] == "cancelled":
             assert number in cancelled
             assert tokens[number].pop() == -1

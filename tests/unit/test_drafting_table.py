@@ -23,7 +23,7 @@ from drafting_table import (
 )
 from fake_device import load_fake
 from recording import check_invariants
-from stages import later
+from stages import later, wide
 from tiny_grammars import Automaton, accepts, random_edges, submit_with
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -32,7 +32,7 @@ from lowlat.errors import ConfigError, RequestError
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.options.request import StepOutput
 
-FIRST = 11  # cases of the first stage: they hold most pairs
+FIRST, SECOND = 11, 50  # cases of the first stage, which hold most pairs, and of both, which hold nearly all
 CASES = covering()
 SLOTS = {"few": 3, "many": 9}
 SIZES: dict[str, Any] = {"max_context": 96, "block_size": 4, "prefill_chunk": 8, "tp_invariant": True}
@@ -241,7 +241,9 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
         assert own and {cache.shape[1] for cache in own} == {heads}  # the draft model is cut, too
 
 
-@pytest.mark.parametrize("case", [*CASES[:FIRST], *map(later, CASES[FIRST:])], ids=named)
+@pytest.mark.parametrize(
+    "case", [*CASES[:FIRST], *map(later, CASES[FIRST:SECOND]), *map(wide, CASES[SECOND:])], ids=named
+)
 def test_drafts_beside_all_else_change_no_token(case: Case, models: DraftingModels) -> None:
     expected = plain(case, models)
     with load(case, models) as runtime:
@@ -267,5 +269,7 @@ def test_every_pair_stands_in_a_case() -> None:
     assert found == every_pair()
     first = {pair for case in CASES[:FIRST] for pair in pairs_of(case)}
     assert len(first) > 0.54 * len(found)
+    both = {pair for case in CASES[:SECOND] for pair in pairs_of(case)}
+    assert len(both) > 0.95 * len(found)
     for method in FACTORS["method"]:
         assert any(case["method"] == method for case in CASES[:FIRST])

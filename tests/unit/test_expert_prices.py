@@ -182,15 +182,25 @@ def test_a_target_with_experts_has_the_draft_length_that_gates_decide_for(
 ) -> None:
     monkeypatch.setattr(default_length, "default_lengths", lambda: {"experts": decided})
     layers = {"experts": [SimpleNamespace(experts=EXPERTS)], "dense": [SimpleNamespace(experts=None)]}
-    waiting, none = SimpleNamespace(waiting_boundaries=(1,)), SimpleNamespace(waiting_boundaries=None)
+    waiting, none = (SimpleNamespace(waiting_boundaries=each, most_drafts=7) for each in ((1,), None))
     options = SpeculativeConfig(method="ngram", **asked)
 
-    def found(target: str, speculator: Any, **more: Any) -> tuple[int, bool]:
+    def found(target: str, speculator: Any, slots: int = 8, may_choose: bool = True, **more: Any) -> tuple[int, bool]:
         own: Any = SimpleNamespace(layers=layers[target])
-        made = default_length.with_default_length(replace(options, **more), own, speculator, 8)
+        changed = replace(options, **more)
+        made = default_length.with_default_length(changed, own, speculator, slots, may_choose=may_choose)
         return made.num_speculative_tokens, made.adaptive_width
 
     assert found("experts", waiting) == (length, decided == "auto" and not asked)
     fixed = (3, False)
     assert found("dense", waiting) == found("experts", none) == fixed, "it has none, or steps cannot choose"
     assert found("experts", waiting, adaptive_width=True) == (3, True), "it is asked for"
+    if decided == "auto" and not asked:
+        short = SimpleNamespace(waiting_boundaries=(1,), most_drafts=4)
+        assert found("experts", short) == (4, True), "a block has no more"
+        assert found("experts", waiting, 32) == (3, True), "rows last for no more"
+        assert found("experts", waiting, may_choose=False) == fixed, "forced_rows goes with fixed lengths"
+        for name, value in (("simulated_acceptance", 0.0), ("max_path_len", 5), ("max_block_drafts", 15)):
+            more = {name: value} | ({"method": "dflash", "model": "draft"} if name == "max_block_drafts" else {})
+            more |= {"method": "eagle3", "model": "draft"} if name == "max_path_len" else {}
+            assert found("experts", waiting, **more) == fixed

@@ -20,6 +20,7 @@ from lowlat.step.variants import PROPOSED, WIDE
 
 OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 192, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
 TREE = ((0,), (1,), (0, 0), (0, 1))
+LEAVES = [[i] for i in range(15)] + [[i, j] for i in range(4) for j in range(12)]
 METHODS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "eagle3": {},
@@ -234,12 +235,17 @@ def test_usual_steps_are_what_they_are_without(pairs: dict[str, PairPaths]) -> N
         ({}, {"simulated_acceptance": 0.5}, "forced_rows 32 is not implemented for simulated_acceptance"),
         ({}, {"enable_specpv": True}, "forced_rows 32 is not implemented for enable_specpv"),
         ({"count_tiles": True}, {}, "count_tiles counts .*, and forced_rows verifies more"),
+        (
+            {"max_batch": 8},
+            {"tree": LEAVES, "num_speculative_tokens": 2},
+            "forced_rows 32 next to a tree of 59 paths is for max_batch 5 at most, got 8",
+        ),
     ],
 )
 def test_what_is_refused(
     options: dict[str, Any], own: dict[str, Any], message: str, pairs: dict[str, PairPaths]
 ) -> None:
-    config = SpeculativeConfig(model=pairs["llama"].head, num_speculative_tokens=3, strict=True, **own)
+    config = SpeculativeConfig(model=pairs["llama"].head, **{"num_speculative_tokens": 3, "strict": True, **own})
     with pytest.raises(ConfigError, match=message):
         Runtime.load(pairs["llama"].target, config, device="cpu", **{**OPTIONS, "forced_rows": 32, **options})
 

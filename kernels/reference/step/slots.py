@@ -30,6 +30,7 @@ __all__ = [
     "JOIN",
     "MAX_FORCED",
     "MAX_PATHS",
+    "MAX_PATH_NODES",
     "NO_SOURCE",
     "REWIND",
     "SET_DRAFT_LIMIT",
@@ -42,6 +43,7 @@ __all__ = [
 JOIN, CANCEL, SET_DRAFT_LIMIT, REWIND = 1, 2, 3, 4
 NO_SOURCE, FROM_METHOD, FROM_TEXT, FORCED_DRAFTS = range(4)  # of what a slot verifies; text: next to a draft model
 MAX_PATHS = 64  # of a slot, that may begin with what its grammar forces
+MAX_PATH_NODES = 10240  # of the paths of all slots of a step: 40 KiB of a kernel's shared memory
 MAX_FORCED = 31  # tokens of a grammar that one step verifies
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
 

@@ -13,6 +13,7 @@ from lowlat.options.request import SamplingParams
 
 if TYPE_CHECKING:
     from lowlat.engine.runtime import Runtime
+    from lowlat.engine.stepped import SteppedRuntime
 
 __all__ = ["answer_choices", "mean_logprob"]
 
@@ -50,10 +51,15 @@ def answer_choices(
     places = list(range(count))
     if count > n:
         places.sort(key=lambda place: mean_logprob(answers[place]), reverse=True)
-    record, _ = runtime.owned_call(lambda owned: record_of(owned, session, own.get("cache_salt", "")))
-    if record is not None and seed is not None:
-        record.token_ids = (*streams[0].prompt_token_ids, *answers[places[0]].token_ids)
-        record.seed = (seed + places[0]) % SEEDS
+    if session is not None and seed is not None:
+        said, own_seed = (*streams[0].prompt_token_ids, *answers[places[0]].token_ids), (seed + places[0]) % SEEDS
+
+        def go_on_from(owned: "SteppedRuntime") -> None:
+            record, _ = record_of(owned, session, own.get("cache_salt", ""))
+            if record is not None:
+                record.token_ids, record.seed = said, own_seed
+
+        runtime.owned_call(go_on_from)
     return [answers[place] for place in places[:n]]
 
 

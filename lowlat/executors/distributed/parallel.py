@@ -195,8 +195,14 @@ class ParallelExecutor:
 
     def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
         """See `Executor.peek`."""
-        with self._leader.current():
-            return self._leader.peek(buffers)
+        with self._together(), self._leader.current():
+            found = self._leader.peek(buffers)
+
+        def look() -> Sequence[torch.Tensor] | None:
+            with self._together():
+                return found()
+
+        return look
 
     def forget(self) -> None:
         """See `GraphExecutor.forget`: every rank forgets."""

@@ -61,6 +61,11 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
         return LoadedSpeculator(made, found.weights, found.directory, found.notes)
 
     @property
+    def most_drafts(self) -> int:
+        """Those of a block, as far as options go."""
+        return min(super().most_drafts, self.config.max_drafts)
+
+    @property
     def longer_draft_length(self) -> int:
         """That of the option."""
         return self.longer
