@@ -200,7 +200,10 @@ def test_a_target_with_experts_has_the_draft_length_that_gates_decide_for(
         assert found("experts", short) == (4, True), "a block has no more"
         assert found("experts", waiting, 32) == (3, True), "rows last for no more"
         assert found("experts", waiting, may_choose=False) == fixed, "forced_rows goes with fixed lengths"
-        for name, value in (("simulated_acceptance", 0.0), ("max_path_len", 5), ("max_block_drafts", 15)):
-            more = {name: value} | ({"method": "dflash", "model": "draft"} if name == "max_block_drafts" else {})
-            more |= {"method": "eagle3", "model": "draft"} if name == "max_path_len" else {}
-            assert found("experts", waiting, **more) == fixed
+        own: dict[str, dict[str, Any]] = {
+            "ngram": {"simulated_acceptance": 0.0},
+            "eagle3": {"model": "draft", "max_path_len": 5},
+            "dflash": {"model": "draft", "max_block_drafts": 15},
+        }
+        for method, more in own.items():
+            assert found("experts", waiting, method=method, **more) == fixed, "they say what is verified"
