@@ -106,7 +106,7 @@ class TuningTable:
         return replace(other, entries=entries, read_gb_s=other.read_gb_s or self.read_gb_s)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, an entry a line."""
+        """Write it as JSON, an entry a line, whole or not at all: what is there took a GPU long to find."""
         kinds = []
         for kind, entries in sorted(self.entries.items()):
             lines = [f"  {json.dumps(key)}: {json.dumps(asdict(entry))}" for key, entry in sorted(entries.items())]
@@ -114,7 +114,9 @@ class TuningTable:
         facts = {name: getattr(self, name) for name in _FACTS}
         head = json.dumps({"format": FORMAT, **facts})[:-1]
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{head}, "entries": {{\n' + ",\n".join(kinds) + "\n}}\n", encoding="utf-8")
+        part = path.with_suffix(path.suffix + ".part")
+        part.write_text(f'{head}, "entries": {{\n' + ",\n".join(kinds) + "\n}}\n", encoding="utf-8")
+        part.replace(path)
 
 
 _FACTS = ("gpu", "capability", "num_multiprocessors", "shared_bytes", "peak_gb_s", "driver", "commit", "read_gb_s")

@@ -87,6 +87,20 @@ def test_a_table_is_read_as_it_was_written_and_another_one_takes_precedence(tmp_
     assert [both.find("kind", key) for key in "abc"] == [{"x": 1, "y": True}, {"x": 3}, None] and len(both) == 3
 
 
+def test_a_table_that_is_broken_off_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write = tmp_path / "a-gpu.json", Path.write_text
+    table(kind={"a": Entry({"x": 1})}).write(path)
+
+    def half(self: Path, text: str, **options: str) -> int:
+        write(self, text[: len(text) // 2], **options)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(KeyboardInterrupt):
+        table(kind={"b": Entry({"x": 2})}).write(path)
+    assert read_table(path).find("kind", "a") == {"x": 1}
+
+
 @pytest.mark.parametrize(
     ("content", "problem"),
     [

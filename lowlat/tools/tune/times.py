@@ -41,7 +41,7 @@ class PlanTimes(msgspec.Struct, frozen=True, kw_only=True):
         return Gpu(self.num_multiprocessors, self.shared_bytes, self.capability, self.peak_gb_s)
 
     def write(self, path: Path) -> None:
-        """Write them as JSON, a launch a line."""
+        """Write them as JSON, a launch a line, whole or not at all."""
         kinds = []
         for kind, launches in sorted(self.launches.items()):
             lines = [
@@ -51,7 +51,9 @@ class PlanTimes(msgspec.Struct, frozen=True, kw_only=True):
             kinds.append(f" {msgspec.json.encode(kind).decode()}: {{\n" + ",\n".join(lines) + "\n }")
         head = msgspec.json.encode(msgspec.structs.replace(self, launches={})).decode().removesuffix("{}}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(head + "{\n" + ",\n".join(kinds) + "\n}}\n", encoding="utf-8")
+        part = path.with_suffix(path.suffix + ".part")
+        part.write_text(head + "{\n" + ",\n".join(kinds) + "\n}}\n", encoding="utf-8")
+        part.replace(path)
 
 
 def read_times(path: Path) -> PlanTimes:
