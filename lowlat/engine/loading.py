@@ -70,7 +70,7 @@ from lowlat.sequence.snapshot_book import SnapshotBook
 from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
 from lowlat.speculators.base import LoadedSpeculator, Speculator
-from lowlat.speculators.default_length import with_default_length
+from lowlat.speculators.default_length import with_default_length, with_plain_length
 from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -407,7 +407,7 @@ def _load_speculation(
     """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
-        return speculative, None, baseline, None
+        return None if speculative is None else with_plain_length(speculative), None, baseline, None
     topologies = make_topologies(speculative, max_batch)
     try:
         speculative = settled(speculative, target.directory)
@@ -416,13 +416,13 @@ def _load_speculation(
         if speculative.strict or must_fit:
             raise
         logger.warning("speculation is off, decoding goes on without it: %s", error)
-        return speculative, None, baseline, str(error)
+        return with_plain_length(speculative), None, baseline, str(error)
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
     chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch, may_choose=may_choose)
-    if chosen is not speculative:
-        speculative, topologies = chosen, make_topologies(chosen, max_batch)
-    return speculative, loaded, topologies, None
+    if chosen.num_speculative_tokens != speculative.num_speculative_tokens or chosen.adaptive_width:
+        topologies = make_topologies(chosen, max_batch)
+    return chosen, loaded, topologies, None
 
 
 def _say_factors(config: ModelConfig, max_context: int) -> None:

@@ -15,7 +15,7 @@ from lowlat.options.slots import most_drafts
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import Speculator
 
-__all__ = ["default_lengths", "with_default_length"]
+__all__ = ["default_lengths", "with_default_length", "with_plain_length"]
 
 FILE = Path(__file__).with_name("default_lengths.json")
 # options that say what is verified, or how much of it is accepted
@@ -44,6 +44,7 @@ def with_default_length(
         getattr(options, name) != getattr(type(options), name) for name in OWN_LENGTHS
     )
     has_experts = any(layer.experts is not None for layer in target.layers)
+    options = with_plain_length(options)
     if asked or options.adaptive_width or not has_experts or speculator.waiting_boundaries is None:
         return options
     length, most = default_lengths()["experts"], min(most_drafts(max_batch), speculator.most_drafts)
@@ -51,3 +52,9 @@ def with_default_length(
         length = min(length, most)
         return options if options.num_speculative_tokens == length else replace(options, num_speculative_tokens=length)
     return replace(options, num_speculative_tokens=most, adaptive_width=True) if may_choose else options
+
+
+def with_plain_length(options: SpeculativeConfig) -> SpeculativeConfig:
+    """The options with a plain number for their draft length, as encoders want one: it is settled."""
+    length = options.num_speculative_tokens
+    return replace(options, num_speculative_tokens=int(length)) if isinstance(length, DefaultLength) else options

@@ -133,8 +133,8 @@ def test_ranks_share_the_draft_model_beside_it(tmp_path: Path) -> None:
 
 
 def test_it_stands_for_its_model_in_all_that_a_speculator_is() -> None:
-    """The rest is of drafting that opens a step, which it does not do, and of what a target's files have."""
-    opening = {"waiting_boundaries", "is_in"}
+    """The rest is of drafting that opens a step, or of longer blocks, which it does not do, and of a target's files."""
+    opening = {"waiting_boundaries", "is_in", "longer_draft_length"}
     public = {name for name in vars(Speculator) if name[0] != "_"}
     assert public - set(vars(TextBeside)) == opening
 

@@ -273,8 +273,8 @@ def test_additional_templates_are_read_and_chosen(tmp_path: Path, default: str) 
     codec.close()
 
 
-def test_the_readmes_table_has_every_format() -> None:
-    text = (Path(http_folder).parent / "README.md").read_text(encoding="utf-8")
+def test_the_page_s_table_has_every_format() -> None:
+    text = (Path(http_folder).parent / "TOOLS.md").read_text(encoding="utf-8")
     rows = [[(kind.name, kind.families, kind.example) for kind in FORMATS], REASONING]
     calls, thoughts = (
         ["| {} | {} | {} |".format(*(cell.replace("|", "\\|") for cell in row)) for row in part] for part in rows

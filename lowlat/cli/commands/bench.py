@@ -67,8 +67,8 @@ def _subject_options(function: F) -> F:
             "vocabulary",
             type=click.Choice(["cut", "whole"]),
             default="cut",
-            show_default=True,
-            help="Ids that a published shape's draft model drafts: the shape's own, or all of the target's.",
+            metavar="IDS",
+            help="Ids drafted: cut (the shape's) or whole.  [default: cut]",
         ),
         record_options(SpeculativeConfig, *SPECULATION),
         click.option(
@@ -83,7 +83,7 @@ def _subject_options(function: F) -> F:
         click.option(
             "--file", "plan_file", type=FILE, metavar="FILE", help="Scenarios and gates of your own, in TOML."
         ),
-        click.option("--commit", default="", help="What is measured, where there is no git checkout to ask."),
+        click.option("--commit", default="", help="What is measured, where git has no checkout."),
     ]
     for option in reversed(options):
         function = option(function)

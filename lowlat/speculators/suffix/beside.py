@@ -72,6 +72,11 @@ class TextBeside(Speculator):
         return self.model.method, self.text.method
 
     @property
+    def most_drafts(self) -> int:
+        """The model's."""
+        return self.model.most_drafts
+
+    @property
     def wide_rows(self) -> tuple[int, ...]:
         """The text's."""
         return self.text.wide_rows

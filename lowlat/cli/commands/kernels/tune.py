@@ -47,8 +47,8 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     "--draft-vocabulary",
     type=click.Choice(["cut", "whole", "both"]),
     default="cut",
-    show_default=True,
-    help="Ids that a published shape's draft model drafts: the shape's own, or all of the target's.",
+    metavar="IDS",
+    help="Ids drafted: cut (the shape's), whole or both.  [default: cut]",
 )
 @record_options(RuntimeConfig, *OPTIONS)
 @record_options(SpeculativeConfig, "draft_quantize", "draft_tensor_parallel_size")
@@ -99,7 +99,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     "--out", type=NEW_PATH, metavar="FILE", help="The table.  [default: this GPU's among the user's own tables]"
 )
 @click.option("--times", type=NEW_FILE, metavar="FILE", help="Write the times of all plans, too.")
-@click.option("--commit", default="", help="What is measured, where there is no git checkout to ask.")
+@click.option("--commit", default="", help="What is measured, where git has no checkout.")
 @as_json
 def command(
     what: str,
