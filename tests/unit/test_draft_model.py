@@ -102,7 +102,7 @@ def test_no_draft_model_changes_a_token(
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("layout", ["fp8-channel", later("awq"), later("nvfp4")])
+@pytest.mark.parametrize("layout", ["fp8-channel", wide("awq"), wide("nvfp4")])
 def test_quantised_files_draft_as_they_run(layout: str, tmp_path: Path) -> None:
     """A draft model in a format of its own, before a plain target; it is right about its own quantised target."""
     sizes: dict[str, Any] = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 128}
@@ -119,7 +119,7 @@ def test_quantised_files_draft_as_they_run(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("tied", [True, later(False)])
+@pytest.mark.parametrize("tied", [True, wide(False)])
 def test_ranks_share_it(tied: bool, tmp_path: Path) -> None:
     """Layers and LM head are cut, tied or not, and the drafts are one rank's."""
     shape: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}

@@ -170,7 +170,7 @@ def test_prefixes_have_every_length_modulo_a_block(pair: PairPaths) -> None:
         later(mixes_slots, "with neighbours"),
         wide(clears_with_cancelled, "with neighbours that are cancelled"),
         wide(forgets_paused, "paused between steps"),
-        later(takes_any_chunk, "after a shared prefix"),
+        wide(takes_any_chunk, "after a shared prefix"),
         wide(forks_nothing, "in sessions that fork"),
         wide(loses_files, "in sessions from files"),
         wide(trusts_chosen_lengths, "with chosen draft lengths"),

@@ -11,7 +11,7 @@ from kernel_walk import Walker, walkable
 from quantised_layers import e4m3, store_kv_scales
 from recording import tokens_of_six
 from safetensors.torch import load_file, save_file
-from stages import later, wide
+from stages import wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SpeculativeConfig
@@ -104,7 +104,7 @@ def expected(pair: PairPaths) -> list[list[int]]:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("way", ["tree", later("dynamic"), wide("chain")])
+@pytest.mark.parametrize("way", ["tree", wide("dynamic"), wide("chain")])
 def test_speculation_reuse_and_a_crowded_pool_change_nothing(
     way: str, pair: PairPaths, expected: list[list[int]]
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 from recording import check_invariants
 from rich.console import Console
-from stages import later
+from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -51,7 +51,7 @@ def answers(runtime: Runtime, count: int) -> tuple[list[list[int]], int]:
     [
         ("llama", 16, {"num_speculative_tokens": 3}),
         later("llama", 32, {"num_speculative_tokens": "auto"}),
-        later("gpt_oss", 32, {"num_speculative_tokens": 3}),
+        wide("gpt_oss", 32, {"num_speculative_tokens": 3}),
     ],
 )
 def test_many_slots_have_the_tokens_of_one(

@@ -257,7 +257,7 @@ def machine(pairs: dict[str, PairPaths]) -> Iterator[tuple[Runtime, list[Any], l
         yield runtime, requests, alone(runtime, requests)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(plan=moves())
 def test_moves_of_any_order(machine: tuple[Runtime, list[Any], list[list[int]]], plan: list[tuple[str, int]]) -> None:
     runtime, requests, expected = machine

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layer_changes import with_changes
 from quantised_layers import random_parts
-from stages import later
+from stages import later, wide
 from tiny_models import copying_draft_model, make_target, mxfp4_target, random_draft_model
 
 import lowlat
@@ -81,8 +81,8 @@ class Decoded:
     ("name", "head", "options"),
     [
         ("llama", "cut", {}),
-        later("llama", "head", {"adaptive": True}),
-        later("llama", "sharing", {}),
+        wide("llama", "head", {"adaptive": True}),
+        wide("llama", "sharing", {}),
         later("tied", None, {"quantize": "fp8", "quantize_lm_head": True}),
         later("odd", None, {}),
         later("qwen3_moe", None, {"kv_cache_dtype": "fp8"}),

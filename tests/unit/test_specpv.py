@@ -98,7 +98,7 @@ def test_below_the_threshold_nothing_changes_and_above_it_the_part_is_seen(pair:
     assert report["partial_steps"] > report["refreshes"] and report["full_steps"] > 0
 
 
-@pytest.mark.parametrize("others", [later("tree"), wide("ngram"), wide("beside")])
+@pytest.mark.parametrize("others", [wide("tree"), wide("ngram"), wide("beside")])
 def test_tokens_depend_on_nobody_else(pair: PairPaths, others: str) -> None:
     """Alone, after others in the same slot, with a cached prefix, next to requests that join, end and are cancelled."""
     method = {"num_speculative_tokens": 3, **METHODS[others]}

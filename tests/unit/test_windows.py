@@ -102,7 +102,7 @@ def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
         assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats()["windows"])
 
 
-@pytest.mark.parametrize("fields", [later(GEMMA_31B), later(E2B)])
+@pytest.mark.parametrize("fields", [wide(GEMMA_31B), later(E2B)])
 def test_layers_of_other_sizes_keep_few_blocks_too(fields: dict[str, Any], tmp_path: Path) -> None:
     """Heads of one size where a layer has a window, of another where it has none; caches that several layers read."""
     make_target(tmp_path, "gemma4_text", max_position_embeddings=2048, **fields)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from compiled_examples import Compiled, examples_of
 from kernel_inventory import GPUS
-from stages import later, wide
+from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention import attention as attention_kernels
@@ -38,7 +38,7 @@ def test_as_many_blocks_fit_on_a_multiprocessor_as_a_plan_says(compiled: Compile
         wide((12, 0), 256, 4, True),
         wide((8, 0), 512, 4, True),
         wide(HOPPER, 512, 1, True),
-        later(HOPPER, 512, 4, False),
+        wide(HOPPER, 512, 4, False),
         wide((12, 0), 512, 1, False),
         wide((12, 0), 512, 4, True),
     ],
