@@ -33,14 +33,15 @@ KEY = "a key for tests only"[:16].replace(" ", "-")
 
 
 class ScriptedEngine(FakeEngine):
-    """A FakeEngine whose answers are given: parts of a StepOutput, one a step, then its end.
+    """A FakeEngine whose answers are given: parts of a StepOutput, one a step, then its end; steps that come within a few
+    ms may be joined on their way.
 
     asked    the sampling of each request, as it came
     prompts  their texts
     """
 
     def __init__(self, *parts: Mapping[str, Any], reason: str = "stop", **options: Any) -> None:
-        super().__init__(**{"step_s": 0.001, "text": True, "tokenizer": "a hash", **options})
+        super().__init__(**{"step_s": 0.005, "text": True, "tokenizer": "a hash", **options})
         self.parts = list(parts)
         self.reason = reason
         self.asked: list[Any] = []
