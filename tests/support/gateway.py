@@ -33,9 +33,9 @@ KEY = "a key for tests only"[:16].replace(" ", "-")
 
 
 class ScriptedEngine(FakeEngine):
-    """A FakeEngine whose answers are given: parts of a StepOutput, one a step, then its end; steps that come within a few
-    ms may be joined on their way.
+    """A FakeEngine whose answers are given: parts of a StepOutput, one a step, then its end.
 
+    Steps that come within a few ms may be joined on their way.
     asked    the sampling of each request, as it came
     prompts  their texts
     """
