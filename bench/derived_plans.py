@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,7 +22,7 @@ import torch
 
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, round_robin
-from bench.lib.conditions import add_timing_options, release, stamps_of, summary_of, write_json
+from bench.lib.conditions import release, stamps_of, summary_of, timing_parser, write_json
 from bench.lib.model import Model
 from bench.lib.step import Step
 from bench.lib.wall import measure_wall
@@ -102,13 +101,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = timing_parser(__doc__, replays=300)
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["llama-8b", "20b"], help="shapes")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 4])
     parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], help="S")
     parser.add_argument("--context", type=int, default=8192)
-    add_timing_options(parser, replays=300)
     return parser.parse_args(arguments)
 
 

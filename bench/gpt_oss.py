@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -29,7 +28,7 @@ import torch
 from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, round_robin
-from bench.lib.conditions import add_timing_options, release, stamps_of, summary_of, write_json
+from bench.lib.conditions import release, stamps_of, summary_of, timing_parser, write_json
 from bench.lib.model import Model
 from bench.lib.run import Work, conditions_path, run_all, tokens_per_s, wall_of
 from bench.lib.step import Step, show_kernels
@@ -118,10 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="JSON file to write")
+    parser = timing_parser(__doc__, replays=300, must_write=False)
     parser.add_argument("--case", action="append", default=[], help="a case's name; may repeat")
-    add_timing_options(parser, replays=300)
     parser.add_argument("--profile", action="store_true", help="print each case's kernels, those that take most first")
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="run N steps with checks; measure nothing")

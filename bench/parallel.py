@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ import torch
 from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, percentile, round_robin
-from bench.lib.conditions import add_timing_options, release, stamps_of, write_json
+from bench.lib.conditions import release, stamps_of, timing_parser, write_json
 from bench.lib.model import Model
 from bench.lib.run import Work, run_all, wall_of
 from bench.lib.step import Step, devices_of, show_kernels
@@ -154,12 +153,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = timing_parser(__doc__, replays=300, turn=50)
     parser.add_argument("--only", action="append", default=[], help="a part of a case's name; may repeat")
     parser.add_argument("--gpus", "--cards", type=int, default=8, help="GPUs at most; cases of more are left out")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
-    add_timing_options(parser, replays=300, turn=50)
     parser.add_argument("--runs", type=int, default=5, help="of a prompt")
     parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each step, those that take most")
     parser.add_argument("--soak", type=int, default=0, metavar="N", help="run N steps of each case with checks")

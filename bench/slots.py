@@ -23,7 +23,7 @@ import torch
 from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, round_robin
-from bench.lib.conditions import add_timing_options, release, stamps_of, summary_of, write_json
+from bench.lib.conditions import release, stamps_of, summary_of, timing_parser, write_json
 from bench.lib.model import Model
 from bench.lib.run import Work, run_all, tokens_per_s, wall_of
 from bench.lib.step import Step
@@ -39,12 +39,10 @@ SMALL_CASES = (Case(9, 24, 0), Case(16, 24, 1))
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every case and write the rows after each; returns 1 if a case failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = timing_parser(__doc__, replays=200)
     parser.add_argument("--model", default="llama-8b", help="geometry by its name")
     parser.add_argument("--case", action="append", default=[], metavar="BxCxS", help="such as 32x4096x3; may repeat")
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
-    add_timing_options(parser, replays=200)
     options = parser.parse_args(arguments)
     device, model = torch.device(options.device), Model("tiny" if options.small else options.model)
     with own_stream(device):

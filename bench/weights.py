@@ -23,7 +23,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -32,7 +31,7 @@ import torch
 from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, percentile, round_robin
-from bench.lib.conditions import add_timing_options, stamps_of, write_json
+from bench.lib.conditions import stamps_of, timing_parser, write_json
 from bench.lib.model import Model
 from bench.lib.run import Work, run_all, wall_of
 from bench.lib.step import Step, show_kernels
@@ -127,8 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = timing_parser(__doc__, replays=200)
     parser.add_argument("--only", action="append", default=[], help="a part of a case's name; may repeat")
     parser.add_argument("--geometry", help="a name in geometries.toml, in place of the listed cases")
     parser.add_argument("--weights", nargs="+", default=["bf16", "fp8", "int4"], help="formats with --geometry")
@@ -136,7 +134,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--method", default="eagle3", help="the draft model with --geometry, where a step drafts")
     parser.add_argument("--draft-vocab", type=int, help="ids that are drafted with --geometry; all by default")
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
-    add_timing_options(parser, replays=200)
     parser.add_argument("--kernels", action="store_true", help="print each case's kernels, those that take most first")
     parser.add_argument("--small", action="store_true", help="a tiny model, to try everything")
     return parser.parse_args(arguments)

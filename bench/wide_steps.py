@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ import torch
 from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.clock import Timed, own_stream, round_robin
-from bench.lib.conditions import add_timing_options, release, stamps_of, summary_of, write_json
+from bench.lib.conditions import release, stamps_of, summary_of, timing_parser, write_json
 from bench.lib.model import Model
 from bench.lib.run import wall_of
 from bench.lib.step import fill_state, start_slots
@@ -51,12 +50,10 @@ PLACES, SMALL_PLACES = ("1x8192",), ("2x200",)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every place, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = timing_parser(__doc__, replays=300)
     parser.add_argument("--case", action="append", default=[], metavar="BxC", help="slots and context; may repeat")
     parser.add_argument("--named", type=int, default=0, help="tokens of texts that requests may name")
     parser.add_argument("--small", action="store_true", help="a tiny geometry, to try everything")
-    add_timing_options(parser, replays=300)
     options = parser.parse_args(arguments)
     device, model = torch.device(options.device), TINY if options.small else LLAMA_8B
     with own_stream(device):

@@ -11,18 +11,23 @@ import torch
 from bench.lib.clock import Timed, percentile, time_waited
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
-__all__ = ["add_timing_options", "release", "stamps_of", "summary_of", "write_json"]
+__all__ = ["release", "stamps_of", "summary_of", "timing_parser", "write_json"]
 
 WAITED_REPLAYS = 100
 SUMMARY = ("ms_p50", "ms_p99", "ms_least", "host_ms_p50", "host_ms_p99")
 
 
-def add_timing_options(parser: argparse.ArgumentParser, *, replays: int, turn: int = 20) -> None:
-    """Add the options that all timings of whole steps have; replays, turn: the defaults."""
+def timing_parser(
+    description: str | None, *, replays: int, turn: int = 20, must_write: bool = True
+) -> argparse.ArgumentParser:
+    """A parser with the options that all timings of whole steps have; replays, turn: the defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=must_write, help="JSON file to write")
     parser.add_argument("--replays", type=int, default=replays)
     parser.add_argument("--turn", type=int, default=turn, help="replays between resets, and of a turn")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
     parser.add_argument("--device", default="cuda:0")
+    return parser
 
 
 def summary_of(entry: Timed, replays: int, turn: int, device: torch.device) -> dict[str, float]:
