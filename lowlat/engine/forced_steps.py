@@ -49,10 +49,8 @@ class ForcedSteps(Proposer):
         bucket = self.parts.launches.in_flight.bucket
         is_wide = bucket is not None and bucket.variant in (WIDE, PROPOSED)
         found = 0
-        for record in entry.records:
-            slot, request = record[SLOT], self.parts.slots.get(record[SLOT])
-            if request is None or entry.number < request.first_entry:
-                continue
+        for record in self.parts.outcomes(entry):
+            slot = record[SLOT]
             self._lengths[slot] = record[LENGTH_AFTER]
             if record[FINISH]:
                 self._forget(slot)
@@ -98,7 +96,7 @@ class ForcedSteps(Proposer):
         return self._other.judge(request, publication)
 
     def leave(self, request: Request) -> object:
-        """What the other keeps; its steps since a long text was forced are counted again."""
+        """Return what the other keeps; its steps since a long text was forced are counted again."""
         self._forget(request.slot)
         return self._other.leave(request)
 

@@ -44,11 +44,8 @@ class LongerDrafts(Proposer):
     def look(self, entry: Entry) -> None:
         """Learn from what a step accepted, of the slots whose requests it was about."""
         found = 0
-        for record in entry.records:
+        for record in self.parts.outcomes(entry):
             slot, accepted, verified = record[SLOT], record[ACCEPTED], record[VERIFIED]
-            request = self.parts.slots.get(slot)
-            if request is None or entry.number < request.first_entry:
-                continue
             if verified < self._usual or record[VERIFIED_SOURCE] == FORCED_DRAFTS:
                 continue
             self._tokens += (accepted + 1) * (verified > self._usual)
@@ -83,7 +80,7 @@ class LongerDrafts(Proposer):
                 self._long.add(request.slot)
 
     def end(self, request: Request) -> None:
-        """What its drafts were says nothing of others."""
+        """Its drafts say nothing of others."""
         self._shares.pop(request.slot, None)
         self._long.discard(request.slot)
 

@@ -4,7 +4,7 @@ A proposer chooses the bucket of the next step, says how far steps may run ahead
 tokens that are only proposed. `Steps` knows this interface alone; a loaded runtime hands its proposer over.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from lowlat.engine.request import Request
 from lowlat.engine.run_ahead import Launches
 from lowlat.engine.scheduler import Scheduler
 from lowlat.graphs import Bucket
+from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.step.state import StepGeometry
 
 __all__ = ["Proposer", "StepParts"]
@@ -27,6 +28,13 @@ class StepParts:
     mailbox: Mailbox
     launches: Launches
     slots: Mapping[int, Request]
+
+    def outcomes(self, entry: Entry) -> Iterator[list[int]]:
+        """The records of a step that are about the requests which the slots have now."""
+        for record in entry.records:
+            request = self.slots.get(record[SLOT])
+            if request is not None and entry.number >= request.first_entry:
+                yield record
 
 
 class Proposer:

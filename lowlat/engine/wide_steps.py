@@ -48,12 +48,8 @@ class WideSteps(Proposer):
         bucket = self.parts.launches.in_flight.bucket
         is_wide = bucket is not None and bucket.variant == PROPOSED
         self._wide_steps += is_wide
-        for record in entry.records:
-            slot = record[SLOT]
-            request = self.parts.slots.get(slot)
-            if request is None or entry.number < request.first_entry:
-                continue
-            accepted, verified = record[ACCEPTED], record[VERIFIED]
+        for record in self.parts.outcomes(entry):
+            slot, accepted, verified = record[SLOT], record[ACCEPTED], record[VERIFIED]
             self._wide_slots += is_wide
             self._wide_tokens += (accepted + 1) * is_wide
             enough = verified if not is_wide or bucket is None else min(verified, SHARE * (bucket.rows - 1))
