@@ -135,7 +135,7 @@ class Loaded:
         return _gpu_of(self.executor)
 
     def make_learner(self) -> Learner | None:
-        """What learns from steps by what to choose the next ones; None: nothing does."""
+        """Make what learns from steps how to choose the next ones; None: nothing does."""
         if self.costs is None or not any(each.per_expert for each in self.costs.values()):
             return None
         return ExpertPrices(self.executor, self.costs, self.geometry.most_waiting)
@@ -229,6 +229,7 @@ def load(
         target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict,
         may_choose=not options.forced_rows,
     )  # fmt: skip
+    speculative = with_plain_length(speculative)
     speculator = None if loaded is None else loaded.speculator
     _say_where_drafts_fail(speculator, options.max_context)
     geometry = make_geometry(target.config, speculator, topologies, options, speculative)
@@ -407,7 +408,7 @@ def _load_speculation(
     """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
     if speculative is None or not speculative.enabled:
-        return None if speculative is None else with_plain_length(speculative), None, baseline, None
+        return speculative, None, baseline, None
     topologies = make_topologies(speculative, max_batch)
     try:
         speculative = settled(speculative, target.directory)
@@ -416,13 +417,13 @@ def _load_speculation(
         if speculative.strict or must_fit:
             raise
         logger.warning("speculation is off, decoding goes on without it: %s", error)
-        return with_plain_length(speculative), None, baseline, str(error)
+        return speculative, None, baseline, str(error)
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
     chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch, may_choose=may_choose)
-    if chosen.num_speculative_tokens != speculative.num_speculative_tokens or chosen.adaptive_width:
-        topologies = make_topologies(chosen, max_batch)
-    return chosen, loaded, topologies, None
+    if chosen is not speculative:
+        speculative, topologies = chosen, make_topologies(chosen, max_batch)
+    return speculative, loaded, topologies, None
 
 
 def _say_factors(config: ModelConfig, max_context: int) -> None:

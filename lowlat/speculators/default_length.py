@@ -44,7 +44,6 @@ def with_default_length(
         getattr(options, name) != getattr(type(options), name) for name in OWN_LENGTHS
     )
     has_experts = any(layer.experts is not None for layer in target.layers)
-    options = with_plain_length(options)
     if asked or options.adaptive_width or not has_experts or speculator.waiting_boundaries is None:
         return options
     length, most = default_lengths()["experts"], min(most_drafts(max_batch), speculator.most_drafts)
@@ -54,7 +53,8 @@ def with_default_length(
     return replace(options, num_speculative_tokens=most, adaptive_width=True) if may_choose else options
 
 
-def with_plain_length(options: SpeculativeConfig) -> SpeculativeConfig:
+def with_plain_length(options: SpeculativeConfig | None) -> SpeculativeConfig | None:
     """The options with a plain number for their draft length, as encoders want one: it is settled."""
-    length = options.num_speculative_tokens
-    return replace(options, num_speculative_tokens=int(length)) if isinstance(length, DefaultLength) else options
+    if options is None or not isinstance(options.num_speculative_tokens, DefaultLength):
+        return options
+    return replace(options, num_speculative_tokens=int(options.num_speculative_tokens))
