@@ -197,7 +197,7 @@ class KVCache(SequenceBook):
         return Allocation(list(blocks), num_cached)
 
     def _table(self, hits: Sequence[CachedChunk], total: int) -> Callable[[], list[int]] | None:
-        """What makes a table of so many blocks that begins with these chunks; None where too few blocks are there."""
+        """A function that makes a table of so many blocks, these chunks first; None where too few are there."""
         shared = [block for chunk in hits for block in chunk.blocks]
         num_pinned = sum(len(chunk.blocks) for chunk in hits if not chunk.num_users)
         if total - len(shared) > self._chunks.num_available - num_pinned:

@@ -48,7 +48,7 @@ class SharedRowsPlan(DecodeGemmPlan):
 
     @property
     def of_warp(self) -> DecodeGemmPlan:
-        """What a warp multiplies of a step."""
+        """The plan of the part of a step that a warp multiplies."""
         return DecodeGemmPlan(
             self.own_row_tiles, 8, TILES_A_WARP, 1, 1, self.num_blocks, 1, self.suspends, tile_bytes=self.tile_bytes
         )

@@ -33,7 +33,7 @@ MODELOPT_LAYERS = {"FP8": Fp8Linear("tensor")} | dict.fromkeys(
 
 
 def quantisation_config(fields: Fields) -> Fields | None:
-    """What a config says about quantisation, under the key's older name, too. Raises ConfigError."""
+    """Return the quantisation that a config names, under the key's older name, too. Raises ConfigError."""
     older, own = (fields.optional_object(key) for key in ("compression_config", "quantization_config"))
     return own if own is not None and own.values else older
 

@@ -100,7 +100,7 @@ def make_app(
 
 
 def _cross_origin(origins: Iterable[str]) -> list[Middleware]:
-    """What tells browsers that pages of other sites may ask; refusals of the guard are for them to read, too."""
+    """Middleware by which pages of other sites may ask; the guard's refusals are for them to read, too."""
     allowed = list(origins)
     if not allowed:
         return []
