@@ -294,6 +294,7 @@ def test_queries_and_keys_are_rotated_and_the_cache_is_written(kind: str, rows: 
         ("bf16", True, 36, 40, 584),  # the first two of eight turns have two steps, the others one
         later("bf16", False, 70, 72, 200),  # fewer steps than turns, and a group of tiles that lacks some
         later("int4_64_zeros", True, 40, 40, 576),
+        later("bf16", True, 34, 24, 1160),  # stages of two steps, of which the last of most turns has one
         wide("fp8_block", False, 100, 40, 576),
         wide("nvfp4", True, 36, 40, 112),
     ],
@@ -310,6 +311,7 @@ def test_rows_that_blocks_share_have_the_bits_of_others(
     with walked(walker) as modules:
         given = {"weight": packed, "bias": bias, "gpu": SMALL}
         (call,) = modules[-1].decode_gemm(x=x, out=out, shares=True, **given)
+        assert ("x2_shared" in call.kernel.name) == (depth > 1024)
         walker.run(call)
         for call in modules[-1].decode_gemm(x=x[-3:], out=want, **given):
             walker.run(call)
@@ -378,7 +380,7 @@ def test_shared_rows_fit_every_gpu(gpu: Gpu) -> None:
             plan = shared_plans(rows, DecodeGemmShape(width, 4096, "float32", False, False), gpu)[0]
             assert plan.shared_bytes <= gpu.shared_bytes and plan.stages >= 2 and plan.threads == 256
             tiles[width] = plan.weight_tiles
-        assert tiles[2048] == 2 <= tiles[4096] <= tiles[28672] <= tiles[128256]
+        assert tiles[2048] <= tiles[4096] <= min(tiles[28672], tiles[128256])
 
 
 @pytest.mark.parametrize("weights", [BF16_TILES, FP8.tiles(wide=False)], ids=lambda tiles: tiles.name)
