@@ -32,7 +32,7 @@ from bench.lib.conditions import stamps_of, write_json
 from bench.lib.model import Model
 from bench.lib.step import executor_of
 from bench.lib.weights import RandomParts
-from lowlat.engine.mailbox import Mailbox
+from lowlat.engine.mailbox.mailbox import Mailbox
 from lowlat.executors.distributed.parallel import ParallelExecutor
 from lowlat.graphs import Paging
 from lowlat.sequence.snapshot_book import NO_SNAPSHOTS, PREFILL_STATES

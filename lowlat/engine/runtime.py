@@ -17,7 +17,7 @@ from lowlat.engine.calls.choices import answer_choices
 from lowlat.engine.calls.driver import Driver, owned
 from lowlat.engine.calls.prompts import as_chat, check_timeout, is_quick, prepare
 from lowlat.engine.calls.streams import AsyncStream, Stream
-from lowlat.engine.loading import load
+from lowlat.engine.loading.loading import load
 from lowlat.engine.memory.plan import DeviceNeed
 from lowlat.engine.sessions.session import Session, load_session, open_session
 from lowlat.engine.stepped import SteppedRuntime

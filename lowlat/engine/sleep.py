@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from lowlat.engine.memory.plan import available_bytes
-from lowlat.engine.request_checks import Unbroken
-from lowlat.engine.steps import Steps
+from lowlat.engine.steps.steps import Steps
+from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import CapacityError, ConfigError, DeviceError
 from lowlat.executors import Executor
 from lowlat.sequence.book import SequenceBook

@@ -1,7 +1,7 @@
 """The part of a runtime that its owner alone runs: requests are submitted, stepped, paused and cancelled.
 
 A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
-step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduler` the queue
+step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduling` the queue
 and the slots, `lowlat.engine.steps` runs the steps.
 """
 
@@ -15,20 +15,22 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lowlat.engine.calls.driver import Driver, owned
-from lowlat.engine.kept_states import host_space
-from lowlat.engine.loading import Loaded, make_scheduler
+from lowlat.engine.figures.perf import PerfCounters
+from lowlat.engine.figures.summary import kv_summary, paused_summary
+from lowlat.engine.loading.loaded import Loaded
+from lowlat.engine.memory.kept_states import host_space
 from lowlat.engine.metrics import RequestMetrics
 from lowlat.engine.numerics import digest_of, numerics_of
-from lowlat.engine.open_prompts import OpenPrompt
-from lowlat.engine.perf import PerfCounters
-from lowlat.engine.request_checks import Unbroken, check_depth
-from lowlat.engine.requests import Requests
+from lowlat.engine.requests.checks import check_depth
+from lowlat.engine.requests.open_prompts import OpenPrompt
+from lowlat.engine.requests.requests import Requests
+from lowlat.engine.scheduling.make import make_scheduler
+from lowlat.engine.scheduling.tiers import ContentFacts, content_facts, make_tiers
 from lowlat.engine.sessions.book import SessionBook
 from lowlat.engine.sessions.session import record_of
 from lowlat.engine.sleep import Sleep
-from lowlat.engine.steps import Steps
-from lowlat.engine.summary import kv_summary, paused_summary
-from lowlat.engine.tiers import ContentFacts, content_facts, make_tiers
+from lowlat.engine.steps.steps import Steps
+from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.options.declaration import check_number, plain, shown

@@ -11,7 +11,7 @@ from recording import prompt_of, run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.mailbox import Mailbox
+from lowlat.engine.mailbox.mailbox import Mailbox
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs import BufferSet, Paging
 from lowlat.graphs.capture import capture

@@ -1,0 +1,558 @@
+"""Admission, slots, prefill order and choice of buckets: pure Python, no device.
+
+A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
+among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
+fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. Only
+a request whose next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can
+share it. Among the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first
+token), but one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves; or
+as many times as there are slots, where there are more, so that long prompts do not take every turn.
+
+A request that is paused gives its slot away, and comes back to the place in the queue that its arrival gives it. So
+does one of lower priority than the head, where that finds no slot or no blocks: the lowest first, of equals the last
+that came. One that decodes keeps its blocks until somebody needs them; then their contents go to host memory. One that
+prefills gives its blocks back, and reads its prompt again from what is shared of it. A prompt may be open: its tokens
+come while it is read, and a chunk is planned when a token after it is known.
+"""
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lowlat.engine.memory.host_space import HostSpace
+from lowlat.engine.scheduling.pace import PrefillPace
+from lowlat.engine.scheduling.records import Admission, Departure, Phase, PrefillChunk, ScheduledRequest, StepPlan
+from lowlat.errors import CapacityError, ConfigError, RequestError
+from lowlat.sequence.book import InvariantError, MovedIn, MovedOut, SequenceBook
+from lowlat.step.chunks import chunk_counts, chunks_at_once
+
+if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
+    from lowlat.graphs.buckets import Bucket
+    from lowlat.step.ladder import StepLadder
+
+__all__ = ["MAX_PASSED_OVER", "Scheduler"]
+
+MAX_PASSED_OVER = 8
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    request: ScheduledRequest
+    number: int
+    order: int
+    table: list[int]
+    next_start: int
+    phase: Phase = Phase.PREFILLING
+    passed_over: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    """A request that decoded and has no slot; its blocks are its own still, or `moved` says what they were."""
+
+    slot: _Slot
+    moved: MovedOut | None = None
+
+
+class Scheduler:
+    """The queue and the slots of one runtime.
+
+    ladder              the buckets; its largest batch must be at least max_batch
+    kvcache             the book of what requests keep between steps
+    max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
+    max_prefill_chunks  chunks of one prompt that run at once, at most
+    max_stall_ms        how long chunks may run at once while others decode; `pace` learns how many that are
+    num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
+    space               host memory for requests that have left their slot; None: none leaves it
+    num_written         positions of a decoding request that may be written, by its id; it is set by who knows
+
+    Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        ladder: "StepLadder",
+        kvcache: SequenceBook,
+        max_batch: int,
+        max_queue: int,
+        prefill_chunk: int,
+        *,
+        max_prefill_chunks: int = 1,
+        max_stall_ms: float = 25.0,
+        num_overprovision: int | None = None,
+        space: HostSpace | None = None,
+    ) -> None:
+        if not 1 <= max_batch <= ladder.batches[-1]:
+            raise ConfigError(f"max_batch must be from 1 to the largest bucket, {ladder.batches[-1]}, got {max_batch}")
+        if prefill_chunk != kvcache.prefill_chunk:
+            raise ConfigError(f"prefill_chunk {prefill_chunk} differs from the KV cache's {kvcache.prefill_chunk}")
+        self.ladder = ladder
+        self.kvcache = kvcache
+        self.max_batch = max_batch
+        self.max_passed_over = max(MAX_PASSED_OVER, max_batch)
+        self.max_queue = max_queue
+        self.prefill_chunk = prefill_chunk
+        self.max_prefill_chunks = max_prefill_chunks
+        self.pace = PrefillPace(max_stall_ms)
+        self._chunk_counts = chunk_counts(max_prefill_chunks)
+        self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
+        self.space = HostSpace(0) if space is None else space
+        self.num_written: Callable[[str], int] = lambda request_id: 1 << 62
+        self._queue: list[ScheduledRequest] = []  # by priority and arrival
+        self._arrivals: dict[str, int] = {}
+        self._num_arrived = 0
+        self._aside: dict[str, ScheduledRequest] = {}  # paused, or open and too short for a slot
+        self._open: set[str] = set()
+        self._kept: dict[str, _Kept] = {}
+        self._departed: list[Departure] = []
+        self._moved_out: list[tuple[str, MovedOut]] = []
+        self._slots: list[_Slot | None] = [None] * max_batch
+        self._requests: dict[str, _Slot | None] = {}  # None: without a slot
+        self._num_admitted = 0
+        self._pending: PrefillChunk | None = None
+        self._refused: tuple[ScheduledRequest, int] | None = None  # the head, and the cache it did not fit into
+
+    @property
+    def num_active(self) -> int:
+        """Slots that decode."""
+        return sum(slot is not None and slot.phase is Phase.DECODING for slot in self._slots)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether one more request would be refused: the queue and the free slots are taken."""
+        return len(self._queue) >= self.max_queue + self._slots.count(None)
+
+    @property
+    def num_queued(self) -> int:
+        """Requests without a slot."""
+        return len(self._queue)
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request has not ended, but for those that wait to be resumed, or for more of their prompt."""
+        return len(self._requests) > len(self._aside) + self._num_starved
+
+    @property
+    def num_paused(self) -> int:
+        """Requests that wait for `resume`."""
+        return sum(name not in self._open for name in self._aside)
+
+    @property
+    def _num_starved(self) -> int:
+        """Open prompts with a slot all of whose known chunks were run."""
+        open_ones = (self._requests[name] for name in self._open)
+        return sum(slot is not None and not self._num_chunks_left(slot) for slot in open_ones)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `plan` may have anything to do now: a chunk to prefill, or a slot for the head of the queue."""
+        if self._prefilling():
+            return True
+        if not self._queue:
+            return False
+        head = self._queue[0]
+        if None not in self._slots:
+            return self._victim(head) is not None and self._may_fit(head)
+        return self._refused != (head, self.kvcache.generation)
+
+    def phase(self, request_id: str) -> Phase:
+        """Where a request is. Raises RequestError for one that is unknown or has ended."""
+        slot = self._find(request_id)
+        if slot is not None:
+            return slot.phase
+        return Phase.PAUSED if request_id in self._aside and request_id not in self._open else Phase.QUEUED
+
+    def slot(self, request_id: str) -> int | None:
+        """The slot of a request; None while it has none. Raises RequestError as `phase` does."""
+        slot = self._find(request_id)
+        return None if slot is None else slot.number
+
+    def enqueue(self, request: ScheduledRequest, *, is_open: bool = False, arrival: int | None = None) -> None:
+        """Put a request in the queue, after those of its priority that came before. Raises what `check` does.
+
+        is_open  its prompt grows, see `grow`: it is queued when more than a chunk of it is known
+        arrival  the number that `arrival` gave for it before; it is then queued whatever waits
+        """
+        name = request.request_id
+        if arrival is None:
+            self.check(request, is_open=is_open)
+            self._num_arrived += 1
+        self._arrivals[name] = self._num_arrived if arrival is None else arrival
+        self._requests[name] = None
+        if is_open:
+            self._open.add(name)
+        self._put(request)
+
+    def arrival(self, request_id: str) -> int:
+        """The number of a live request in the order of arrival."""
+        self._find(request_id)
+        return self._arrivals[request_id]
+
+    def _put(self, request: ScheduledRequest) -> None:
+        """Queue a request at its place, or leave it aside while too little of its prompt is known."""
+        if request.request_id in self._open and len(request.prompt_token_ids) <= self.prefill_chunk:
+            self._aside[request.request_id] = request
+        else:
+            insort(self._queue, request, key=lambda each: (-each.priority, self._arrivals[each.request_id]))
+
+    def grow(self, request_id: str) -> None:
+        """The list of an open prompt's tokens has become longer. Raises RequestError for one that is not open."""
+        self._check_open(request_id)
+        if request_id in self._aside:
+            self._put(self._aside.pop(request_id))
+        elif request_id in self.kvcache:
+            self.kvcache.grow(request_id)
+
+    def complete(self, request_id: str, max_total_tokens: int) -> None:
+        """An open prompt is whole, with a total that is no larger than before. Raises RequestError as `grow` does."""
+        self._check_open(request_id)
+        self._open.remove(request_id)
+        slot = self._requests[request_id]
+        if request_id in self._aside:
+            self._put(replace(self._aside.pop(request_id), max_total_tokens=max_total_tokens))
+        elif slot is not None:
+            slot.request = replace(slot.request, max_total_tokens=max_total_tokens)
+            self.kvcache.grow(request_id)
+        else:
+            place = next(place for place, each in enumerate(self._queue) if each.request_id == request_id)
+            self._queue[place] = replace(self._queue[place], max_total_tokens=max_total_tokens)
+
+    def is_open(self, request_id: str) -> bool:
+        """Whether a request's prompt may still grow."""
+        return request_id in self._open
+
+    def _check_open(self, request_id: str) -> None:
+        if request_id not in self._open:
+            raise RequestError(f"request {request_id} has no open prompt: it was finished, is unknown or has ended")
+
+    def pause(self, request_id: str) -> Departure | None:
+        """Take a request out of its slot, or of the queue, until `resume`; its departure, where it had a slot.
+
+        What the slot holds of one that decoded is to be read before anything else is launched.
+        Raises RequestError for one that is unknown, paused already or whose prompt is open; CapacityError where what it
+        keeps does not fit in host memory.
+        """
+        slot = self._find(request_id)
+        if request_id in self._open:
+            raise RequestError(f"request {request_id} has an open prompt: finish it, or cancel it")
+        if request_id in self._aside:
+            raise RequestError(f"request {request_id} is paused already")
+        if slot is None:
+            self._aside[request_id] = self._unqueue(request_id)
+            return None
+        departure = self._depart(slot)
+        self._aside[request_id] = slot.request
+        return departure
+
+    def resume(self, request_id: str) -> None:
+        """Queue a paused request again, as its priority and arrival say. Raises RequestError for one that is not."""
+        self._find(request_id)
+        if request_id not in self._aside or request_id in self._open:
+            raise RequestError(f"request {request_id} is not paused")
+        self._put(self._aside.pop(request_id))
+
+    def check(self, request: ScheduledRequest, *, is_open: bool = False) -> None:
+        """Refuse a request that cannot be queued now.
+
+        Raises CapacityError when the queue is full; RequestError for an id in use, an empty prompt, a total
+        that leaves no room for a token, or a worst case larger than the KV pool.
+        """
+        name, num_tokens = request.request_id, len(request.prompt_token_ids)
+        if name in self._requests:
+            raise RequestError(f"request {name} exists already")
+        if not num_tokens and not is_open:
+            raise RequestError(f"request {name} has an empty prompt")
+        if request.max_total_tokens <= num_tokens:
+            raise RequestError(
+                f"request {name}: max_total_tokens {request.max_total_tokens} leaves no token after a prompt "
+                f"of {num_tokens}"
+            )
+        self.kvcache.check(name, request.max_total_tokens, self.num_overprovision)
+        if self.is_full:
+            raise CapacityError(
+                f"{len(self._queue)} requests wait already, all {self.max_batch} slots counted; "
+                f"the limit is {self.max_queue} (max_queue)"
+            )
+
+    def plan(self) -> StepPlan:
+        """Admit what fits, and choose one chunk. Time: slots, and what the book's `admit` takes.
+
+        Raises InvariantError when the chunk of the plan before was not reported by `prefill_done`.
+        """
+        if self._pending is not None:
+            raise InvariantError(f"request {self._pending.request_id}: its last chunk was not reported as done")
+        admitted = self._admit()
+        departed, self._departed = tuple(self._departed), []
+        moved_out, self._moved_out = tuple(self._moved_out), []
+        self._pending = chunk = self._next_chunk()
+        if chunk is not None:
+            self.kvcache.append(chunk.request_id, chunk.start, chunk.start + chunk.num_tokens)
+        return StepPlan(tuple(admitted), self._pending, departed, moved_out)
+
+    def prefill_done(self, chunk: PrefillChunk) -> None:
+        """Say that the planned chunk is launched: its KV may be shared, and after the last one its slot
+        decodes.
+
+        Raises InvariantError for any other chunk.
+        """
+        slot = self._requests.get(chunk.request_id)
+        if chunk != self._pending or slot is None:
+            raise InvariantError(f"request {chunk.request_id}: the chunk at {chunk.start} was not planned")
+        self._pending = None
+        slot.next_start = chunk.start + chunk.size
+        self.kvcache.mark_prefilled(chunk.request_id, chunk.start + chunk.num_tokens)
+        if chunk.last:
+            slot.phase = Phase.DECODING
+
+    def cancel(
+        self,
+        request_id: str,
+        token_ids: Sequence[int] | None = None,
+        *,
+        num_written: int | None = None,
+        poisoned: bool = False,
+        whole: bool = True,
+    ) -> Phase:
+        """Take a request out wherever it is, ended or not; return its phase.
+
+        The other arguments are those of `SequenceBook.release`.
+        The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
+        """
+        slot = self._find(request_id)
+        phase, kept = self.phase(request_id), self._kept.get(request_id)
+        holder = slot if slot is not None or kept is None else kept.slot
+        owner = None if holder is None else holder.request.owner
+        if slot is not None:
+            self._slots[slot.number] = None
+            if self._pending is not None and self._pending.request_id == request_id:
+                self._pending = None
+        elif self._aside.pop(request_id, None) is None:
+            self._unqueue(request_id)
+        if request_id in self.kvcache:
+            self.kvcache.release(
+                request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner, whole=whole
+            )
+        self._forget(request_id)
+        del self._requests[request_id], self._arrivals[request_id]
+        self._open.discard(request_id)
+        return phase
+
+    def choose_bucket(self, num_speculative_tokens: int) -> "Bucket":
+        """The smallest bucket for the decoding slots. Raises ConfigError for a depth without one."""
+        return self.ladder.choose(self.num_active, num_speculative_tokens)
+
+    def invariants(self) -> None:
+        """Check slots, queue and KV against each other. Raises InvariantError naming what does not fit."""
+        problems = []
+        queued = [request.request_id for request in self._queue]
+        slotted = [slot.request.request_id for slot in self._slots if slot is not None]
+        every = [*queued, *slotted, *self._aside]
+        if len(set(every)) != len(every) or set(every) != set(self._requests) or set(every) != set(self._arrivals):
+            problems.append(
+                f"{len(self._requests)} requests: {len(queued)} queued, {len(slotted)} in slots, and "
+                f"{len(self._aside)} aside"
+            )
+        order = [(-each.priority, self._arrivals.get(each.request_id, 0)) for each in self._queue]
+        if order != sorted(order):
+            problems.append(f"the queue is out of order: {order}")
+        if set(self._kept) - {*queued, *self._aside}:
+            problems.append(f"{len(self._kept)} requests are kept, not all of which are queued or paused")
+        if set(self.space.held) != set(self._kept) or self.space.num_bytes > self.space.max_bytes:
+            problems.append(f"{len(self.space.held)} requests take {self.space.num_bytes} bytes of host memory")
+        for number, slot in enumerate(self._slots):
+            if slot is None:
+                continue
+            name = slot.request.request_id
+            if slot.number != number or self._requests.get(name) is not slot:
+                problems.append(f"slot {number} and request {name} do not point at each other")
+            if (slot.phase is Phase.PREFILLING) != (self._num_chunks_left(slot) > 0) and name not in self._open:
+                problems.append(f"request {name} is {slot.phase} with {self._num_chunks_left(slot)} chunks left")
+            if slot.passed_over > self.max_passed_over + self.max_batch:
+                problems.append(f"request {name} was passed over {slot.passed_over} times")
+        holders = {*slotted, *(name for name, kept in self._kept.items() if kept.moved is None)}
+        if holders != {name for name in self._requests if name in self.kvcache} or len(self.kvcache) != len(holders):
+            problems.append(f"{len(holders)} requests in slots or kept, {len(self.kvcache)} hold KV blocks")
+        if problems:
+            raise InvariantError("; ".join(problems))
+        self.kvcache.invariants()
+
+    def _find(self, request_id: str) -> _Slot | None:
+        if request_id not in self._requests:
+            raise RequestError(f"request {request_id} is unknown or has ended")
+        return self._requests[request_id]
+
+    def _unqueue(self, request_id: str) -> ScheduledRequest:
+        place = next(place for place, each in enumerate(self._queue) if each.request_id == request_id)
+        return self._queue.pop(place)
+
+    def _forget(self, request_id: str) -> None:
+        """A request has a slot again, or has ended: nothing is kept for it."""
+        if self._kept.pop(request_id, None) is not None:
+            self.space.release(request_id)
+            self._refused = None
+
+    def _admit(self) -> list[Admission]:
+        admitted = []
+        place = 0  # of the first that may be admitted
+        while place < len(self._queue):
+            request = self._queue[place]
+            is_free = None in self._slots
+            if (is_free or self._victim(request)) and self._is_coming(request):
+                place += 1  # what it would prefill is being prefilled for another
+                continue
+            admission = self._place(request) if is_free else None
+            if admission is not None:
+                admitted.append(admission)
+            elif not self._make_way(request):
+                break
+        return admitted
+
+    def _is_coming(self, request: ScheduledRequest) -> bool:
+        if not request.reads_cache or request.request_id in self._kept:
+            return False
+        return self.kvcache.is_coming(request.prompt_token_ids, request.cache_salt)
+
+    def _place(self, request: ScheduledRequest) -> Admission | None:
+        """Give a request of the queue a free slot, where its blocks fit.
+
+        The cache is not asked again before something changed there: asking digests the prefix.
+        """
+        name = request.request_id
+        if self._refused is not None and self._refused == (request, self.kvcache.generation):
+            return None
+        generation = self.kvcache.generation  # before it is asked: what comes meanwhile is worth another try
+        number, kept = self._slots.index(None), self._kept.get(name)
+        slot = self._begin(request, number) if kept is None else self._come_back(kept, number)
+        self._refused = (request, generation) if slot is None else None
+        if slot is None:
+            return None
+        self._unqueue(name)
+        admitted, moved_in = slot
+        self._slots[number] = self._requests[name] = admitted
+        self._forget(name)
+        cached = admitted.next_start if kept is None else 0
+        return Admission(name, number, admitted.table, cached, resumes=kept is not None, moved_in=moved_in)
+
+    def _begin(self, request: ScheduledRequest, number: int) -> tuple[_Slot, None] | None:
+        allocation = self.kvcache.admit(
+            request.request_id,
+            request.prompt_token_ids,
+            request.max_total_tokens,
+            self.num_overprovision,
+            request.cache_salt,
+            reads=request.reads_cache,
+        )
+        if allocation is None:
+            return None
+        self._num_admitted += 1
+        return _Slot(request, number, self._num_admitted, allocation.table, allocation.num_cached_tokens), None
+
+    def _come_back(self, kept: _Kept, number: int) -> tuple[_Slot, MovedIn | None] | None:
+        if kept.moved is None:
+            return replace(kept.slot, number=number), None
+        moved_in = self.kvcache.move_in(kept.slot.request.request_id, kept.moved)
+        return None if moved_in is None else (replace(kept.slot, number=number, table=moved_in.table), moved_in)
+
+    def _make_way(self, head: ScheduledRequest) -> bool:
+        """Take blocks, or a slot, from another request for the head of the queue; False where nothing is to be had.
+
+        Blocks of requests without a slot go first.
+        """
+        if None in self._slots and self._move_out(head.request_id):
+            return True
+        victim = self._victim(head)
+        if victim is None or not self._may_fit(head):
+            return False
+        try:
+            self._departed.append(self._depart(victim))
+        except CapacityError:  # the host refuses memory: whoever has a slot keeps it
+            return False
+        self._put(victim.request)
+        return True
+
+    def _victim(self, head: ScheduledRequest) -> _Slot | None:
+        """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
+        may_leave = self.space.has_slot()
+        lower = [
+            slot
+            for slot in self._slots
+            if slot is not None
+            and slot.request.priority < head.priority
+            and (may_leave or slot.phase is Phase.PREFILLING)
+        ]
+        return min(
+            lower, key=lambda slot: (slot.request.priority, -self._arrivals[slot.request.request_id]), default=None
+        )
+
+    def _may_fit(self, head: ScheduledRequest) -> bool:
+        """Whether blocks can suffice for the head of the queue when all of lower priority have left."""
+        kept = self._kept.get(head.request_id)
+        if kept is not None and kept.moved is None:
+            return True
+        slots = (slot for slot in self._slots if slot is not None)
+        leaving = {slot.request.request_id for slot in slots if slot.request.priority < head.priority}
+        needed = self.kvcache.num_needed(head.max_total_tokens, self.num_overprovision)
+        return needed <= self.kvcache.num_free_without(leaving | self._kept.keys())
+
+    def _depart(self, slot: _Slot) -> Departure:
+        """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
+        request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
+        if decoded:
+            self.space.take_slot(request_id)
+            self._kept[request_id] = _Kept(slot)
+        else:
+            self.kvcache.release(request_id)
+        self._slots[slot.number] = self._requests[request_id] = None
+        return Departure(request_id, slot.number, decoded)
+
+    def _move_out(self, head_id: str) -> bool:
+        """Free the blocks of a request without a slot, where their contents fit in host memory."""
+        here = [(name, kept) for name, kept in self._kept.items() if kept.moved is None and name != head_id]
+        for name, kept in sorted(here, key=lambda each: (each[1].slot.request.priority, -self._arrivals[each[0]])):
+            moved = self.kvcache.move_out(name, self.num_written(name), self.space.has_blocks)
+            if moved is not None:
+                self.space.take_blocks(name, moved)
+                kept.moved = moved
+                self._moved_out.append((name, moved))
+                return True
+        return False
+
+    def _num_chunks_left(self, slot: _Slot) -> int:
+        """Chunks that may be run: of an open prompt those after which a token is known."""
+        num_left = len(slot.request.prompt_token_ids) - slot.next_start
+        if slot.request.request_id in self._open:
+            return max(0, (num_left - 1) // self.prefill_chunk)
+        return max(0, -(-num_left // self.prefill_chunk))
+
+    def _prefilling(self) -> list[_Slot]:
+        """The slots that have a chunk to run."""
+        prefilling = (slot for slot in self._slots if slot is not None and slot.phase is Phase.PREFILLING)
+        return [slot for slot in prefilling if slot.request.request_id not in self._open or self._num_chunks_left(slot)]
+
+    def _next_chunk(self) -> PrefillChunk | None:
+        waiting = self._prefilling()
+        if not waiting:
+            return None
+        overdue = [slot for slot in waiting if slot.passed_over >= self.max_passed_over]
+        if overdue:
+            chosen = min(overdue, key=lambda slot: slot.order)
+        else:
+            chosen = min(waiting, key=lambda slot: (self._num_chunks_left(slot), slot.order))
+        for slot in waiting:
+            slot.passed_over = 0 if slot is chosen else slot.passed_over + 1
+        return self._chunk(chosen)
+
+    def _chunk(self, slot: _Slot) -> PrefillChunk:
+        start, num_tokens = slot.next_start, len(slot.request.prompt_token_ids)
+        most = min(self.pace.num_chunks, self.max_prefill_chunks) if self.num_active else self.max_prefill_chunks
+        size = chunks_at_once(self._num_chunks_left(slot), most, self._chunk_counts) * self.prefill_chunk
+        end = start + size
+        return PrefillChunk(
+            request_id=slot.request.request_id,
+            slot=slot.number,
+            start=start,
+            size=size,
+            num_tokens=min(end, num_tokens) - start,
+            last=end >= num_tokens and slot.request.request_id not in self._open,
+        )
