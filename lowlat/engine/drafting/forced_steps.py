@@ -140,7 +140,7 @@ class ForcedSteps(Proposer):
         request = self.parts.slots.get(slot)
         if request is None:
             return 0
-        count, limit = self.parts.mailbox.num_forced(slot, self._lengths[slot]), request.draft_limit
+        count, limit = self.parts.mailbox.grammars.num_forced(slot, self._lengths[slot]), request.draft_limit
         return count if limit is None else min(count, limit)
 
     def _forget(self, slot: int) -> None:

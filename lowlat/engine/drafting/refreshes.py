@@ -7,7 +7,7 @@ proposes nothing: tokens of its partial steps are final.
 from typing import Any
 
 from lowlat.engine.drafting.proposer import Proposer, StepParts
-from lowlat.engine.mailbox.mailbox import NEVER
+from lowlat.engine.mailbox.grammar_words import NEVER
 from lowlat.engine.mailbox.publications import SlotPublication
 from lowlat.engine.requests.request import FROM_PART, Request
 from lowlat.engine.scheduling.records import Phase
@@ -33,7 +33,7 @@ class Refreshes(Proposer):
     def prefill(self, request: Request, start: int, count: int) -> None:
         """Write the span of new keys, and what the lists of all slots leave out: this slot's nothing."""
         self.slots.join(request.slot, len(request.prompt))
-        self._mailbox.write_partial((start, start + count), self.slots.shifts, start)
+        self._mailbox.prefill.write_partial((start, start + count), self.slots.shifts, start)
 
     def _run(self, depth: int) -> int | None:
         """Refresh the slots for which that is due; nothing may be under way. Returns `num_certain`, which is then 1 at
@@ -42,9 +42,9 @@ class Refreshes(Proposer):
             if self.slots.is_due(slot, length):
                 request, found = self._requests[slot], self.slots.refresh(slot, length)
                 tokens = request.committed[found.start : found.start + found.count]
-                self._mailbox.write_chunk(slot, tokens, found.start, request.commands)
+                self._mailbox.prefill.write_chunk(slot, tokens, found.start, request.commands)
                 span = found.span, found.start + found.count
-                self._mailbox.write_partial(span, self.slots.shifts, found.start)
+                self._mailbox.prefill.write_partial(span, self.slots.shifts, found.start)
                 self._launches.prefill(self._geometry.refresh_size, None)
         return self.num_certain(depth)
 
@@ -78,7 +78,7 @@ class Refreshes(Proposer):
                 if self._requests[slot].params.max_draft_tokens is not None:
                     self._mailbox.set_draft_limit(slot, None)  # its own is of drafts, and not of what is proposed
                 self._mailbox.rewind(slot, lengths[slot])
-                self._mailbox.force_drafts(slot, tokens, NEVER)
+                self._mailbox.grammars.force_drafts(slot, tokens, NEVER)
                 self._verifying.add(slot)
         return True
 
@@ -91,7 +91,7 @@ class Refreshes(Proposer):
             request.num_partial_steps += self.slots.count_step(slot)
             return publication
         if slot in self._verifying:
-            self._mailbox.force_drafts(slot, (), NEVER)
+            self._mailbox.grammars.force_drafts(slot, (), NEVER)
             if request.params.max_draft_tokens is not None:
                 self._mailbox.set_draft_limit(slot, request.params.max_draft_tokens)
             self.slots.verified(slot, publication.accepted)

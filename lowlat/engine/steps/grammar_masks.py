@@ -75,6 +75,7 @@ class GrammarMasks:
 
     def __init__(self, mailbox: Mailbox, executor: Executor, vocab_size: int) -> None:
         self._mailbox, self._executor, self._vocab_size = mailbox, executor, vocab_size
+        self._words = mailbox.grammars
         self._grammars: dict[int, tuple[Request, GrammarState]] = {}
         self._complaints: dict[int, str] = {}  # of grammars about committed tokens
         self._forced: dict[int, Sequence[int]] = {}  # as the mailbox has them
@@ -105,7 +106,7 @@ class GrammarMasks:
         """
         if (grammar := request.grammar) is not None:
             self._grammars[request.slot] = request, grammar
-            self._mailbox.want_masks(request.slot)
+            self._words.want_masks(request.slot)
             forced = grammar.forced(self._most_forced) if self._most_forced else ()
             self._force(request.slot, forced, len(request.committed))
 
@@ -113,7 +114,7 @@ class GrammarMasks:
         """A request has left its slot: steps under way wait for its grammar no more."""
         if self._grammars.pop(slot, None) is not None:
             self._complaints.pop(slot, None)
-            self._mailbox.release(slot)
+            self._words.release(slot)
 
     def release(self) -> None:
         """Let no step wait any more: the runtime is closed."""
@@ -150,7 +151,7 @@ class GrammarMasks:
         self.stats.num_accepted_tokens += publication.accepted
 
     def _force(self, slot: int, tokens: Sequence[int], length: int) -> None:
-        self._mailbox.force_drafts(slot, tokens, length)
+        self._words.force_drafts(slot, tokens, length)
         self.stats.num_forced_drafts += len(tokens)
         self._forced[slot] = tokens
 
@@ -197,7 +198,7 @@ class GrammarMasks:
         failures: Failures = []
         for slot, (request, _) in self._grammars.items():
             length = len(request.committed)
-            if self._mailbox.masks_wanted(slot, length):
+            if self._words.masks_wanted(slot, length):
                 tokens, parents = self._rows(slot, request, num_rows)
                 problem = self._fill(slot, tokens, parents)
                 if problem is not None:
@@ -210,18 +211,18 @@ class GrammarMasks:
             return (request.committed[-1],), (-1,)
         length = len(request.committed)
         start = time.perf_counter()
-        self._executor.wait_until(lambda: self._mailbox.rows_told(slot, length) or self._mailbox.has_unseen)
+        self._executor.wait_until(lambda: self._words.rows_told(slot, length) or self._mailbox.has_unseen)
         self.stats.rows_wait_s += time.perf_counter() - start
-        if not self._mailbox.rows_told(slot, length):  # the step has dropped the slot: its next one verifies no draft
+        if not self._words.rows_told(slot, length):  # the step has dropped the slot: its next one verifies no draft
             return (request.committed[-1],), (-1,)
-        tokens, paths = self._mailbox.rows(slot, num_rows)
+        tokens, paths = self._words.rows(slot, num_rows)
         above = ((path & MASK_BITS & ~(1 << row)).bit_length() - 1 for row, path in enumerate(paths))
         return tuple(tokens), tuple(above)
 
     def _fill(self, slot: int, tokens: tuple[int, ...], parents: tuple[int, ...]) -> str | None:
         """Fill the masks of a slot's rows and let its draw go on; returns why that cannot be, if so."""
         request, grammar = self._grammars[slot]
-        masks = self._mailbox.masks(slot)
+        masks = self._words.masks(slot)
         live = [row for row, token in enumerate(tokens) if token >= 0]
         problem, start = None, time.perf_counter()
         try:
@@ -235,5 +236,5 @@ class GrammarMasks:
         except LowlatError as error:
             problem = str(error)
         self.stats.filled(len(live), time.perf_counter() - start)
-        self._mailbox.send_masks(slot, len(request.committed))
+        self._words.send_masks(slot, len(request.committed))
         return problem

@@ -335,7 +335,7 @@ class Steps:
             return ()
         request.commands = self._kvcache.commands(request.request_id)
         self._clear_blocks()  # some of its own may have been a failed request's
-        self.mailbox.write_chunk(request.slot, tokens, chunk.start, request.commands)
+        self.mailbox.prefill.write_chunk(request.slot, tokens, chunk.start, request.commands)
         self.proposer.prefill(request, chunk.start, len(tokens))
         if chunk.last:
             self._join(request)
@@ -343,11 +343,11 @@ class Steps:
         first = self._ladder.first_token(depth) if chunk.last else None
         size = self._geometry.prefill_size(chunk.num_tokens)
         own = (request.prompt, chunk.start, chunk.num_tokens, request.params.prompt_logprobs)
-        passes = self.mailbox.ask_prompt(*own)
+        passes = self.mailbox.prefill.ask_prompt(*own)
         with self._scheduler.pace.timed(size / self._geometry.prefill_chunk):
             entries = self.launches.prefill(size, first, passes)
         self._keep_blocks()
-        if passes and (problem := request.add_prompt(self.mailbox.read_prompt(*own), chunk.start)) is not None:
+        if passes and (problem := request.add_prompt(self.mailbox.prefill.read_prompt(*own), chunk.start)) is not None:
             self.end(request, "error", error=problem, code="not_finite")
         return entries
 
