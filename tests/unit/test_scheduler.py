@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from lowlat.engine.memory.host_space import HostSpace
 from lowlat.engine.scheduling.pace import PrefillPace
+from lowlat.engine.scheduling.prefill_order import MAX_PASSED_OVER
 from lowlat.engine.scheduling.records import Phase, PrefillChunk, ScheduledRequest, StepPlan
-from lowlat.engine.scheduling.scheduler import MAX_PASSED_OVER, Scheduler
+from lowlat.engine.scheduling.scheduler import Scheduler
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.graphs import Bucket
 from lowlat.sequence.book import InvariantError

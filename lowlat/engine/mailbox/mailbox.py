@@ -1,4 +1,4 @@
-"""The host's side of a step's two rings: commands with slots' records, which it writes, and publications, which it reads."""
+"""The host's side of a step's two rings: it writes commands, with records of slots, and reads publications."""
 
 from collections.abc import Mapping, Sequence
 

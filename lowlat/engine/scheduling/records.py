@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from lowlat.sequence.book import MovedIn, MovedOut
 
-__all__ = ["Admission", "Departure", "Phase", "PrefillChunk", "ScheduledRequest", "StepPlan"]
+__all__ = ["Admission", "Departure", "Phase", "PrefillChunk", "ScheduledRequest", "Slot", "StepPlan"]
 
 
 class Phase(StrEnum):
@@ -94,3 +94,16 @@ class StepPlan:
 
     def __bool__(self) -> bool:
         return bool(self.admitted or self.prefill or self.departed or self.moved_out)
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """A request in a slot: the blocks by position, where its next chunk starts, and how often it was passed over."""
+
+    request: ScheduledRequest
+    number: int
+    order: int
+    table: list[int]
+    next_start: int
+    phase: Phase = Phase.PREFILLING
+    passed_over: int = 0

@@ -4,9 +4,7 @@ A request is queued, then prefilling in a slot, then decoding in it, then gone. 
 among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
 fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. Only
 a request whose next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can
-share it. Among the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first
-token), but one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves; or
-as many times as there are slots, where there are more, so that long prompts do not take every turn.
+share it. `lowlat.engine.scheduling.prefill_order` says which of the slots that prefill goes first.
 
 A request that is paused gives its slot away, and comes back to the place in the queue that its arrival gives it. So
 does one of lower priority than the head, where that finds no slot or no blocks: the lowest first, of equals the last
@@ -15,44 +13,24 @@ prefills gives its blocks back, and reads its prompt again from what is shared o
 come while it is read, and a chunk is planned when a token after it is known.
 """
 
-from bisect import insort
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowlat.engine.memory.host_space import HostSpace
+from lowlat.engine.scheduling.kept_requests import Kept, KeptRequests
 from lowlat.engine.scheduling.pace import PrefillPace
-from lowlat.engine.scheduling.records import Admission, Departure, Phase, PrefillChunk, ScheduledRequest, StepPlan
+from lowlat.engine.scheduling.prefill_order import PrefillOrder
+from lowlat.engine.scheduling.queue import RequestQueue
+from lowlat.engine.scheduling.records import Admission, Departure, Phase, PrefillChunk, ScheduledRequest, Slot, StepPlan
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.sequence.book import InvariantError, MovedIn, MovedOut, SequenceBook
-from lowlat.step.chunks import chunk_counts, chunks_at_once
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
     from lowlat.graphs.buckets import Bucket
     from lowlat.step.ladder import StepLadder
 
-__all__ = ["MAX_PASSED_OVER", "Scheduler"]
-
-MAX_PASSED_OVER = 8
-
-
-@dataclass(eq=False, slots=True)
-class _Slot:
-    request: ScheduledRequest
-    number: int
-    order: int
-    table: list[int]
-    next_start: int
-    phase: Phase = Phase.PREFILLING
-    passed_over: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Kept:
-    """A request that decoded and has no slot; its blocks are its own still, or `moved` says what they were."""
-
-    slot: _Slot
-    moved: MovedOut | None = None
+__all__ = ["Scheduler"]
 
 
 class Scheduler:
@@ -90,25 +68,19 @@ class Scheduler:
         self.ladder = ladder
         self.kvcache = kvcache
         self.max_batch = max_batch
-        self.max_passed_over = max(MAX_PASSED_OVER, max_batch)
         self.max_queue = max_queue
         self.prefill_chunk = prefill_chunk
-        self.max_prefill_chunks = max_prefill_chunks
         self.pace = PrefillPace(max_stall_ms)
-        self._chunk_counts = chunk_counts(max_prefill_chunks)
         self.num_overprovision = max(ladder.rows_of.values()) if num_overprovision is None else num_overprovision
         self.space = HostSpace(0) if space is None else space
         self.num_written: Callable[[str], int] = lambda request_id: 1 << 62
-        self._queue: list[ScheduledRequest] = []  # by priority and arrival
-        self._arrivals: dict[str, int] = {}
-        self._num_arrived = 0
-        self._aside: dict[str, ScheduledRequest] = {}  # paused, or open and too short for a slot
-        self._open: set[str] = set()
-        self._kept: dict[str, _Kept] = {}
+        self._queue = RequestQueue(prefill_chunk)
+        self._kept = KeptRequests(kvcache, self.space, self._queue)
         self._departed: list[Departure] = []
         self._moved_out: list[tuple[str, MovedOut]] = []
-        self._slots: list[_Slot | None] = [None] * max_batch
-        self._requests: dict[str, _Slot | None] = {}  # None: without a slot
+        self._slots: list[Slot | None] = [None] * max_batch
+        self._order = PrefillOrder(self._slots, self._queue.open, self.pace, prefill_chunk, max_prefill_chunks)
+        self._requests: dict[str, Slot | None] = {}  # None: without a slot
         self._num_admitted = 0
         self._pending: PrefillChunk | None = None
         self._refused: tuple[ScheduledRequest, int] | None = None  # the head, and the cache it did not fit into
@@ -121,37 +93,37 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """Whether one more request would be refused: the queue and the free slots are taken."""
-        return len(self._queue) >= self.max_queue + self._slots.count(None)
+        return self.num_queued >= self.max_queue + self._slots.count(None)
 
     @property
     def num_queued(self) -> int:
         """Requests without a slot."""
-        return len(self._queue)
+        return len(self._queue.queued)
 
     @property
     def busy(self) -> bool:
         """Whether any request has not ended, but for those that wait to be resumed, or for more of their prompt."""
-        return len(self._requests) > len(self._aside) + self._num_starved
+        return len(self._requests) > len(self._queue.aside) + self._num_starved
 
     @property
     def num_paused(self) -> int:
         """Requests that wait for `resume`."""
-        return sum(name not in self._open for name in self._aside)
+        return self._queue.num_paused
 
     @property
     def _num_starved(self) -> int:
         """Open prompts with a slot all of whose known chunks were run."""
-        open_ones = (self._requests[name] for name in self._open)
-        return sum(slot is not None and not self._num_chunks_left(slot) for slot in open_ones)
+        open_ones = (self._requests[name] for name in self._queue.open)
+        return sum(slot is not None and not self._order.num_left(slot) for slot in open_ones)
 
     @property
     def has_work(self) -> bool:
         """Whether `plan` may have anything to do now: a chunk to prefill, or a slot for the head of the queue."""
-        if self._prefilling():
+        if self._order.waiting():
             return True
-        if not self._queue:
+        if not self._queue.queued:
             return False
-        head = self._queue[0]
+        head = self._queue.queued[0]
         if None not in self._slots:
             return self._victim(head) is not None and self._may_fit(head)
         return self._refused != (head, self.kvcache.generation)
@@ -161,7 +133,7 @@ class Scheduler:
         slot = self._find(request_id)
         if slot is not None:
             return slot.phase
-        return Phase.PAUSED if request_id in self._aside and request_id not in self._open else Phase.QUEUED
+        return Phase.PAUSED if self._queue.is_paused(request_id) else Phase.QUEUED
 
     def slot(self, request_id: str) -> int | None:
         """The slot of a request; None while it has none. Raises RequestError as `phase` does."""
@@ -174,56 +146,41 @@ class Scheduler:
         is_open  its prompt grows, see `grow`: it is queued when more than a chunk of it is known
         arrival  the number that `arrival` gave for it before; it is then queued whatever waits
         """
-        name = request.request_id
         if arrival is None:
             self.check(request, is_open=is_open)
-            self._num_arrived += 1
-        self._arrivals[name] = self._num_arrived if arrival is None else arrival
-        self._requests[name] = None
-        if is_open:
-            self._open.add(name)
-        self._put(request)
+        self._requests[request.request_id] = None
+        self._queue.arrive(request, is_open=is_open, arrival=arrival)
 
     def arrival(self, request_id: str) -> int:
         """The number of a live request in the order of arrival."""
         self._find(request_id)
-        return self._arrivals[request_id]
-
-    def _put(self, request: ScheduledRequest) -> None:
-        """Queue a request at its place, or leave it aside while too little of its prompt is known."""
-        if request.request_id in self._open and len(request.prompt_token_ids) <= self.prefill_chunk:
-            self._aside[request.request_id] = request
-        else:
-            insort(self._queue, request, key=lambda each: (-each.priority, self._arrivals[each.request_id]))
+        return self._queue.arrivals[request_id]
 
     def grow(self, request_id: str) -> None:
         """The list of an open prompt's tokens has become longer. Raises RequestError for one that is not open."""
         self._check_open(request_id)
-        if request_id in self._aside:
-            self._put(self._aside.pop(request_id))
+        if request_id in self._queue.aside:
+            self._queue.put(self._queue.take(request_id))
         elif request_id in self.kvcache:
             self.kvcache.grow(request_id)
 
     def complete(self, request_id: str, max_total_tokens: int) -> None:
         """An open prompt is whole, with a total that is no larger than before. Raises RequestError as `grow` does."""
         self._check_open(request_id)
-        self._open.remove(request_id)
+        self._queue.open.remove(request_id)
         slot = self._requests[request_id]
-        if request_id in self._aside:
-            self._put(replace(self._aside.pop(request_id), max_total_tokens=max_total_tokens))
-        elif slot is not None:
+        if slot is None:
+            self._queue.put(replace(self._queue.take(request_id), max_total_tokens=max_total_tokens))
+        else:
             slot.request = replace(slot.request, max_total_tokens=max_total_tokens)
             self.kvcache.grow(request_id)
-        else:
-            place = next(place for place, each in enumerate(self._queue) if each.request_id == request_id)
-            self._queue[place] = replace(self._queue[place], max_total_tokens=max_total_tokens)
 
     def is_open(self, request_id: str) -> bool:
         """Whether a request's prompt may still grow."""
-        return request_id in self._open
+        return request_id in self._queue.open
 
     def _check_open(self, request_id: str) -> None:
-        if request_id not in self._open:
+        if request_id not in self._queue.open:
             raise RequestError(f"request {request_id} has no open prompt: it was finished, is unknown or has ended")
 
     def pause(self, request_id: str) -> Departure | None:
@@ -234,23 +191,20 @@ class Scheduler:
         keeps does not fit in host memory.
         """
         slot = self._find(request_id)
-        if request_id in self._open:
+        if request_id in self._queue.open:
             raise RequestError(f"request {request_id} has an open prompt: finish it, or cancel it")
-        if request_id in self._aside:
+        if request_id in self._queue.aside:
             raise RequestError(f"request {request_id} is paused already")
-        if slot is None:
-            self._aside[request_id] = self._unqueue(request_id)
-            return None
-        departure = self._depart(slot)
-        self._aside[request_id] = slot.request
+        departure = None if slot is None else self._depart(slot)
+        self._queue.aside[request_id] = self._queue.unqueue(request_id) if slot is None else slot.request
         return departure
 
     def resume(self, request_id: str) -> None:
         """Queue a paused request again, as its priority and arrival say. Raises RequestError for one that is not."""
         self._find(request_id)
-        if request_id not in self._aside or request_id in self._open:
+        if not self._queue.is_paused(request_id):
             raise RequestError(f"request {request_id} is not paused")
-        self._put(self._aside.pop(request_id))
+        self._queue.put(self._queue.take(request_id))
 
     def check(self, request: ScheduledRequest, *, is_open: bool = False) -> None:
         """Refuse a request that cannot be queued now.
@@ -271,7 +225,7 @@ class Scheduler:
         self.kvcache.check(name, request.max_total_tokens, self.num_overprovision)
         if self.is_full:
             raise CapacityError(
-                f"{len(self._queue)} requests wait already, all {self.max_batch} slots counted; "
+                f"{self.num_queued} requests wait already, all {self.max_batch} slots counted; "
                 f"the limit is {self.max_queue} (max_queue)"
             )
 
@@ -285,7 +239,7 @@ class Scheduler:
         admitted = self._admit()
         departed, self._departed = tuple(self._departed), []
         moved_out, self._moved_out = tuple(self._moved_out), []
-        self._pending = chunk = self._next_chunk()
+        self._pending = chunk = self._order.next_chunk(decodes=self.num_active > 0)
         if chunk is not None:
             self.kvcache.append(chunk.request_id, chunk.start, chunk.start + chunk.num_tokens)
         return StepPlan(tuple(admitted), self._pending, departed, moved_out)
@@ -327,15 +281,15 @@ class Scheduler:
             self._slots[slot.number] = None
             if self._pending is not None and self._pending.request_id == request_id:
                 self._pending = None
-        elif self._aside.pop(request_id, None) is None:
-            self._unqueue(request_id)
+        else:
+            self._queue.take(request_id)
         if request_id in self.kvcache:
             self.kvcache.release(
                 request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner, whole=whole
             )
         self._forget(request_id)
-        del self._requests[request_id], self._arrivals[request_id]
-        self._open.discard(request_id)
+        del self._requests[request_id]
+        self._queue.forget(request_id)
         return phase
 
     def choose_bucket(self, num_speculative_tokens: int) -> "Bucket":
@@ -344,19 +298,18 @@ class Scheduler:
 
     def invariants(self) -> None:
         """Check slots, queue and KV against each other. Raises InvariantError naming what does not fit."""
-        problems = []
-        queued = [request.request_id for request in self._queue]
+        problems, queue, order = [], self._queue, self._order
+        queued = [request.request_id for request in queue.queued]
         slotted = [slot.request.request_id for slot in self._slots if slot is not None]
-        every = [*queued, *slotted, *self._aside]
-        if len(set(every)) != len(every) or set(every) != set(self._requests) or set(every) != set(self._arrivals):
+        every = [*queued, *slotted, *queue.aside]
+        if len(set(every)) != len(every) or set(every) != set(self._requests) or set(every) != set(queue.arrivals):
             problems.append(
                 f"{len(self._requests)} requests: {len(queued)} queued, {len(slotted)} in slots, and "
-                f"{len(self._aside)} aside"
+                f"{len(queue.aside)} aside"
             )
-        order = [(-each.priority, self._arrivals.get(each.request_id, 0)) for each in self._queue]
-        if order != sorted(order):
-            problems.append(f"the queue is out of order: {order}")
-        if set(self._kept) - {*queued, *self._aside}:
+        elif (places := list(map(queue.place, queue.queued))) != sorted(places):
+            problems.append(f"the queue is out of order: {places}")
+        if set(self._kept) - {*queued, *queue.aside}:
             problems.append(f"{len(self._kept)} requests are kept, not all of which are queued or paused")
         if set(self.space.held) != set(self._kept) or self.space.num_bytes > self.space.max_bytes:
             problems.append(f"{len(self.space.held)} requests take {self.space.num_bytes} bytes of host memory")
@@ -366,9 +319,9 @@ class Scheduler:
             name = slot.request.request_id
             if slot.number != number or self._requests.get(name) is not slot:
                 problems.append(f"slot {number} and request {name} do not point at each other")
-            if (slot.phase is Phase.PREFILLING) != (self._num_chunks_left(slot) > 0) and name not in self._open:
-                problems.append(f"request {name} is {slot.phase} with {self._num_chunks_left(slot)} chunks left")
-            if slot.passed_over > self.max_passed_over + self.max_batch:
+            if (slot.phase is Phase.PREFILLING) != (order.num_left(slot) > 0) and name not in queue.open:
+                problems.append(f"request {name} is {slot.phase} with {order.num_left(slot)} chunks left")
+            if slot.passed_over > order.max_passed_over + self.max_batch:
                 problems.append(f"request {name} was passed over {slot.passed_over} times")
         holders = {*slotted, *(name for name, kept in self._kept.items() if kept.moved is None)}
         if holders != {name for name in self._requests if name in self.kvcache} or len(self.kvcache) != len(holders):
@@ -377,26 +330,21 @@ class Scheduler:
             raise InvariantError("; ".join(problems))
         self.kvcache.invariants()
 
-    def _find(self, request_id: str) -> _Slot | None:
+    def _find(self, request_id: str) -> Slot | None:
         if request_id not in self._requests:
             raise RequestError(f"request {request_id} is unknown or has ended")
         return self._requests[request_id]
 
-    def _unqueue(self, request_id: str) -> ScheduledRequest:
-        place = next(place for place, each in enumerate(self._queue) if each.request_id == request_id)
-        return self._queue.pop(place)
-
     def _forget(self, request_id: str) -> None:
         """A request has a slot again, or has ended: nothing is kept for it."""
-        if self._kept.pop(request_id, None) is not None:
-            self.space.release(request_id)
+        if self._kept.forget(request_id):
             self._refused = None
 
     def _admit(self) -> list[Admission]:
         admitted = []
         place = 0  # of the first that may be admitted
-        while place < len(self._queue):
-            request = self._queue[place]
+        while place < self.num_queued:
+            request = self._queue.queued[place]
             is_free = None in self._slots
             if (is_free or self._victim(request)) and self._is_coming(request):
                 place += 1  # what it would prefill is being prefilled for another
@@ -427,14 +375,14 @@ class Scheduler:
         self._refused = (request, generation) if slot is None else None
         if slot is None:
             return None
-        self._unqueue(name)
+        self._queue.unqueue(name)
         admitted, moved_in = slot
         self._slots[number] = self._requests[name] = admitted
         self._forget(name)
         cached = admitted.next_start if kept is None else 0
         return Admission(name, number, admitted.table, cached, resumes=kept is not None, moved_in=moved_in)
 
-    def _begin(self, request: ScheduledRequest, number: int) -> tuple[_Slot, None] | None:
+    def _begin(self, request: ScheduledRequest, number: int) -> tuple[Slot, None] | None:
         allocation = self.kvcache.admit(
             request.request_id,
             request.prompt_token_ids,
@@ -446,9 +394,9 @@ class Scheduler:
         if allocation is None:
             return None
         self._num_admitted += 1
-        return _Slot(request, number, self._num_admitted, allocation.table, allocation.num_cached_tokens), None
+        return Slot(request, number, self._num_admitted, allocation.table, allocation.num_cached_tokens), None
 
-    def _come_back(self, kept: _Kept, number: int) -> tuple[_Slot, MovedIn | None] | None:
+    def _come_back(self, kept: Kept, number: int) -> tuple[Slot, MovedIn | None] | None:
         if kept.moved is None:
             return replace(kept.slot, number=number), None
         moved_in = self.kvcache.move_in(kept.slot.request.request_id, kept.moved)
@@ -459,7 +407,8 @@ class Scheduler:
 
         Blocks of requests without a slot go first.
         """
-        if None in self._slots and self._move_out(head.request_id):
+        if None in self._slots and (moved := self._kept.move_out(head.request_id, self.num_written)) is not None:
+            self._moved_out.append(moved)
             return True
         victim = self._victim(head)
         if victim is None or not self._may_fit(head):
@@ -468,10 +417,10 @@ class Scheduler:
             self._departed.append(self._depart(victim))
         except CapacityError:  # the host refuses memory: whoever has a slot keeps it
             return False
-        self._put(victim.request)
+        self._queue.put(victim.request)
         return True
 
-    def _victim(self, head: ScheduledRequest) -> _Slot | None:
+    def _victim(self, head: ScheduledRequest) -> Slot | None:
         """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
         may_leave = self.space.has_slot()
         lower = [
@@ -481,9 +430,7 @@ class Scheduler:
             and slot.request.priority < head.priority
             and (may_leave or slot.phase is Phase.PREFILLING)
         ]
-        return min(
-            lower, key=lambda slot: (slot.request.priority, -self._arrivals[slot.request.request_id]), default=None
-        )
+        return max(lower, key=lambda slot: self._queue.place(slot.request), default=None)
 
     def _may_fit(self, head: ScheduledRequest) -> bool:
         """Whether blocks can suffice for the head of the queue when all of lower priority have left."""
@@ -495,64 +442,12 @@ class Scheduler:
         needed = self.kvcache.num_needed(head.max_total_tokens, self.num_overprovision)
         return needed <= self.kvcache.num_free_without(leaving | self._kept.keys())
 
-    def _depart(self, slot: _Slot) -> Departure:
+    def _depart(self, slot: Slot) -> Departure:
         """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
         request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
         if decoded:
-            self.space.take_slot(request_id)
-            self._kept[request_id] = _Kept(slot)
+            self._kept.keep(slot)
         else:
             self.kvcache.release(request_id)
         self._slots[slot.number] = self._requests[request_id] = None
         return Departure(request_id, slot.number, decoded)
-
-    def _move_out(self, head_id: str) -> bool:
-        """Free the blocks of a request without a slot, where their contents fit in host memory."""
-        here = [(name, kept) for name, kept in self._kept.items() if kept.moved is None and name != head_id]
-        for name, kept in sorted(here, key=lambda each: (each[1].slot.request.priority, -self._arrivals[each[0]])):
-            moved = self.kvcache.move_out(name, self.num_written(name), self.space.has_blocks)
-            if moved is not None:
-                self.space.take_blocks(name, moved)
-                kept.moved = moved
-                self._moved_out.append((name, moved))
-                return True
-        return False
-
-    def _num_chunks_left(self, slot: _Slot) -> int:
-        """Chunks that may be run: of an open prompt those after which a token is known."""
-        num_left = len(slot.request.prompt_token_ids) - slot.next_start
-        if slot.request.request_id in self._open:
-            return max(0, (num_left - 1) // self.prefill_chunk)
-        return max(0, -(-num_left // self.prefill_chunk))
-
-    def _prefilling(self) -> list[_Slot]:
-        """The slots that have a chunk to run."""
-        prefilling = (slot for slot in self._slots if slot is not None and slot.phase is Phase.PREFILLING)
-        return [slot for slot in prefilling if slot.request.request_id not in self._open or self._num_chunks_left(slot)]
-
-    def _next_chunk(self) -> PrefillChunk | None:
-        waiting = self._prefilling()
-        if not waiting:
-            return None
-        overdue = [slot for slot in waiting if slot.passed_over >= self.max_passed_over]
-        if overdue:
-            chosen = min(overdue, key=lambda slot: slot.order)
-        else:
-            chosen = min(waiting, key=lambda slot: (self._num_chunks_left(slot), slot.order))
-        for slot in waiting:
-            slot.passed_over = 0 if slot is chosen else slot.passed_over + 1
-        return self._chunk(chosen)
-
-    def _chunk(self, slot: _Slot) -> PrefillChunk:
-        start, num_tokens = slot.next_start, len(slot.request.prompt_token_ids)
-        most = min(self.pace.num_chunks, self.max_prefill_chunks) if self.num_active else self.max_prefill_chunks
-        size = chunks_at_once(self._num_chunks_left(slot), most, self._chunk_counts) * self.prefill_chunk
-        end = start + size
-        return PrefillChunk(
-            request_id=slot.request.request_id,
-            slot=slot.number,
-            start=start,
-            size=size,
-            num_tokens=min(end, num_tokens) - start,
-            last=end >= num_tokens and slot.request.request_id not in self._open,
-        )
