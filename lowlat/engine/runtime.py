@@ -233,7 +233,7 @@ class Runtime(SteppedRuntime):
             self._closed = True
             self._requests.close()
             self._steps.close()
-            del self._steps, self._sleep  # their views of the executor's buffers go, too
+            del self._steps, self._between, self._sleep  # their views of the executor's buffers go, too
             if self.codec is not None:
                 self.codec.close()
             self.executor.close()  # the last: a device that has failed says so

@@ -49,7 +49,7 @@ class Sleep:
         with self._change():
             self._steps.settle()
             self._executor.synchronize()
-            self._steps.keep_all()
+            self._steps.moves.keep_all()
             residence.leave()
             self._kvcache.forget_all()
             self.asleep = True

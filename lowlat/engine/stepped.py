@@ -29,6 +29,7 @@ from lowlat.engine.scheduling.tiers import ContentFacts, content_facts, make_tie
 from lowlat.engine.sessions.book import SessionBook
 from lowlat.engine.sessions.session import record_of
 from lowlat.engine.sleep import Sleep
+from lowlat.engine.steps.between_steps import BetweenSteps
 from lowlat.engine.steps.steps import Steps
 from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import ConfigError, LowlatError, RequestError
@@ -72,6 +73,7 @@ class SteppedRuntime:
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
         self._whole = Unbroken()
         self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
+        self._between = BetweenSteps(self._steps, self.scheduler, self._requests, config.pause_deadline_s)
         self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._whole)
         self._draft_directory = None if loaded.speculator is None else loaded.speculator.directory
         self._content_facts: ContentFacts | None = None
@@ -107,8 +109,7 @@ class SteppedRuntime:
         record, salt = record_of(self, session, cache_salt)
         request, scheduled = self._requests.open(prompt, params, request_id, allow_special, salt, record)
         with self._whole:
-            self._requests.add(request, scheduled)
-            self._steps.stop_outdated()
+            self._between.submit(request, scheduled)
         return request.request_id
 
     def open_prompt(
@@ -136,7 +137,7 @@ class SteppedRuntime:
         record, salt = record_of(self, session, cache_salt)
         request, scheduled = self._requests.open_prompt(params, request_id, salt, max_prompt_tokens, record)
         with self._whole:
-            self._steps.open(request, scheduled, self.config.pause_deadline_s)
+            self._between.submit(request, scheduled)
         return OpenPrompt(self, request.request_id, allow_special=allow_special)
 
     @owned
@@ -145,7 +146,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            self._steps.grow(request, token_ids, self.config.pause_deadline_s)
+            self._between.grow(request, token_ids)
 
     @owned
     def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
@@ -153,7 +154,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            self._steps.finish(request, token_ids, speculative=speculative)
+            self._between.finish(request, token_ids, speculative=speculative)
 
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
@@ -172,7 +173,7 @@ class SteppedRuntime:
         self._check_usable()
         depth = self._depth(num_speculative_tokens)
         with self._whole:
-            self._steps.end_overdue()
+            self._between.end_overdue()
             if self.scheduler.busy and not self._requests.has_confirmed:
                 self._steps.step(num_speculative_tokens, depth)
             return self._requests.take_outputs()
@@ -185,14 +186,14 @@ class SteppedRuntime:
         """
         if self._closed:
             return False
-        deadline = self._steps.deadline
+        deadline = self._requests.deadlines.first
         overdue = deadline is not None and time.monotonic() >= deadline
         return overdue or bool(self._requests.outputs) or self.scheduler.busy
 
     @property
     def deadline(self) -> float | None:
         """The time of the monotonic clock at which a paused request is ended by the next step; None: there is none."""
-        return self._steps.deadline
+        return self._requests.deadlines.first
 
     @owned
     def speculate(self, num_speculative_tokens: int) -> None:
@@ -216,8 +217,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole:
-            self._steps.end(request, "cancelled")
-            self._steps.stop_outdated()
+            self._between.cancel(request)
 
     @owned
     def pause(self, request_id: str, *, deadline_s: float | None = None) -> bool:
@@ -237,7 +237,7 @@ class SteppedRuntime:
             return False
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            return self._steps.pause(request, self.config.pause_deadline_s if deadline_s is None else deadline_s)
+            return self._between.pause(request, deadline_s)
 
     @owned
     def resume(self, request_id: str) -> None:
@@ -248,7 +248,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            self._steps.resume(request)
+            self._between.resume(request)
 
     @owned
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
@@ -258,7 +258,7 @@ class SteppedRuntime:
         No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
         """
         self._check_usable()
-        self._steps.limit_drafts(self._requests.limit_drafts(request_id, max_draft_tokens))
+        self._steps.changes.limit_drafts(self._requests.limit_drafts(request_id, max_draft_tokens))
 
     @owned
     def metrics(self, request_id: str) -> RequestMetrics:
@@ -309,7 +309,7 @@ class SteppedRuntime:
 
     def fill_blocks(self) -> None:
         """Write to the device what was found for its blocks; for the thread that steps."""
-        self._steps.fill_blocks()
+        self._steps.moves.fill()
 
     @owned
     def owned_call(self, what: Callable[[SteppedRuntime], T]) -> T:

@@ -156,10 +156,6 @@ class Request:
         texts = None if self._codec is None else self._prompt_texts
         return PromptLogprobs.joined(parts, texts) if parts else None
 
-    def joined(self, first_entry: int) -> None:
-        """Its last chunk is about to be run; its first token will be in this entry."""
-        self.first_entry = first_entry
-
     @property
     def has_begun(self) -> bool:
         """Whether its first token has come: what comes next is a decode step's."""

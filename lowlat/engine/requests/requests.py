@@ -9,6 +9,7 @@ from typing import Any
 from lowlat.engine.loading.loaded import Loaded
 from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics
 from lowlat.engine.requests.checks import RequestChecks, check_call, check_name, encode_prompt, encode_texts
+from lowlat.engine.requests.deadlines import Deadlines
 from lowlat.engine.requests.request import Opening, Request
 from lowlat.engine.scheduling.records import Admission, ScheduledRequest
 from lowlat.engine.scheduling.scheduler import Scheduler
@@ -32,6 +33,7 @@ class Requests(Mapping[str, Request]):
     checks    refuses requests, and may be asked by any thread
     grammars  compiles those of requests, for any thread
     sessions  those that live
+    deadlines of those that wait for their caller
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, scheduler: Scheduler, *, speculates: bool) -> None:
@@ -58,6 +60,7 @@ class Requests(Mapping[str, Request]):
         self.slots: dict[int, Request] = {}
         self.outputs: list[StepOutput] = []
         self.has_confirmed = False
+        self.deadlines = Deadlines()
         self._live: dict[str, Request] = {}
         self._book = MetricsBook()
         self._ids = itertools.count()
@@ -170,17 +173,14 @@ class Requests(Mapping[str, Request]):
         self._replace(begun)
         return begun
 
-    def reopen(self, request: Request, ids: list[int]) -> tuple[Request, ScheduledRequest]:
-        """The request of a prompt that goes on after it was finished on trial; nothing of the answer is left."""
-        opening = request.opening
-        if opening is None:
-            raise RequestError(f"request {request.request_id} has no open prompt")
+    def reopen(self, request: Request, opening: Opening, ids: list[int]) -> ScheduledRequest:
+        """Let a prompt go on after it was finished on trial; nothing of the answer is left."""
         again = self._made(request.request_id, ids, request.params, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
         again.takes_back(request)
         self._live[again.request_id] = again
-        return again, scheduled
+        return scheduled
 
     def _replace(self, request: Request) -> None:
         self._live[request.request_id] = request
@@ -245,6 +245,7 @@ class Requests(Mapping[str, Request]):
         if request.opening is not None and request.opening.is_speculative:
             return
         del self._live[request.request_id]
+        self.deadlines.drop(request.request_id)
         self._book.update(request.metrics())
         if request.session is not None:
             tokens = tuple(request.committed) if request.finish_reason in ("stop", "length") else None

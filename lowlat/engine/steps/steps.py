@@ -6,11 +6,10 @@ published for a slot that the host has given up is dropped.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lowlat.engine.drafting.make import make_learner, make_proposer
 from lowlat.engine.drafting.proposer import StepParts
@@ -27,13 +26,13 @@ from lowlat.engine.memory.kept_states import KeptStates
 from lowlat.engine.metrics import SpeculativeDecodingStats
 from lowlat.engine.requests.request import Request
 from lowlat.engine.requests.requests import Requests
-from lowlat.engine.scheduling.records import Admission, Departure, Phase, PrefillChunk, ScheduledRequest
+from lowlat.engine.scheduling.records import PrefillChunk
 from lowlat.engine.scheduling.scheduler import Scheduler
+from lowlat.engine.steps.cache_moves import CacheMoves
 from lowlat.engine.steps.grammar_masks import GrammarMasks
+from lowlat.engine.steps.slot_changes import SlotChanges
 from lowlat.engine.unbroken import Unbroken
-from lowlat.errors import CapacityError, LowlatError, RequestError
 from lowlat.graphs import Bucket
-from lowlat.options.request import ErrorCode, FinishReason
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.variants import may_repeat
 
@@ -45,7 +44,6 @@ __all__ = ["Steps"]
 logger = logging.getLogger("lowlat.engine.steps")
 
 TIERS_WAIT_S = 0.005
-OVERDUE = "the request waited for its caller for longer than its deadline (deadline_s, pause_deadline_s)"
 
 
 class Steps:
@@ -87,15 +85,14 @@ class Steps:
         self._tiles = _tile_counter(loaded) if config.count_tiles else None
         self._learner = make_learner(loaded)
         self._tracer = Tracer.from_config(config.traces)
-        self._kept = KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size)
-        self._deadlines: dict[str, float] = {}
-        self._proposed: dict[str, object] = {}  # what the proposer keeps of requests without a slot
+        self.moves = CacheMoves(loaded.executor, geometry, scheduler.kvcache, self.launches)
+        self.changes = SlotChanges(
+            *(scheduler, requests, self.mailbox, self.masks, self.launches, self.proposer, self.moves),
+            KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size),
+        )
         num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
         scheduler.num_written = lambda request_id: len(requests[request_id].committed) + num_ahead
         self._owes_step = False  # a first token was returned, and no step followed it yet
-        self._failed_slots: list[int] = []  # whose state is to be zeroed
-        self._slot_pools = [pool for state in geometry.sequence_states for pool in state.slot_pools()]
-        self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
 
     def step(self, num_speculative_tokens: int | None, depth: int) -> None:
         """Do what `Runtime.step` says, at a depth that has a bucket. Raises DeviceError when the device has failed."""
@@ -119,156 +116,6 @@ class Steps:
             self._launch(*self.proposer.next_step(depth), ahead)
             self._go_on(depth, ahead)
 
-    def end(
-        self, request: Request, reason: FinishReason, *, error: str | None = None, code: ErrorCode | None = None
-    ) -> None:
-        """End a request by the host's decision; its last output comes with the next step's."""
-        if reason == "cancelled" or code == "deadline":
-            request.opening = None  # nothing that was begun on trial goes on
-        if request.has_left:  # and its outputs are kept back: none of them is wanted
-            self._deadlines.pop(request.request_id, None)
-        elif self._leave(request, poisoned=code == "not_finite") is Phase.DECODING:
-            self.mailbox.cancel(request.slot)
-        self._requests.give(request, request.output((), reason, error=error, error_code=code))
-        self._requests.end(request)
-
-    def pause(self, request: Request, deadline_s: float) -> bool:
-        """Take a request out of its slot, with all that it holds there; False where it ended before.
-
-        deadline_s  seconds after which `end_overdue` ends it
-        What is under way is waited for: its outputs come with the next step's.
-        Raises RequestError and CapacityError as `Scheduler.pause` does, DeviceError when the device has failed.
-        """
-        if request.opening is not None:
-            raise RequestError(f"request {request.request_id} has an open prompt: finish it, or cancel it")
-        self._settle()
-        if request.request_id not in self._requests:
-            return False
-        departure = self._scheduler.pause(request.request_id)
-        if departure is not None:
-            self._depart(departure)
-        self._deadlines[request.request_id] = time.monotonic() + deadline_s
-        return True
-
-    def resume(self, request: Request) -> None:
-        """Queue a paused request again. Raises RequestError as `Scheduler.resume` does."""
-        self._scheduler.resume(request.request_id)
-        self._deadlines.pop(request.request_id, None)
-        self.stop_outdated()
-
-    def open(self, request: Request, scheduled: ScheduledRequest, deadline_s: float) -> None:
-        """Queue a request whose prompt is still to come; after so many seconds without more of it it is ended."""
-        self._requests.add(request, scheduled)
-        self._deadlines[request.request_id] = time.monotonic() + deadline_s
-
-    def grow(self, request: Request, ids: Sequence[int], deadline_s: float) -> None:
-        """Add token ids to an open prompt; an answer that was begun on trial is withdrawn.
-
-        Raises RequestError for a prompt that is not open, or would become too long.
-        """
-        opening = request.opening
-        if opening is None:
-            raise RequestError(f"request {request.request_id} has no open prompt: it was finished")
-        if opening.num_certain + len(ids) > opening.max_prompt:
-            raise RequestError(
-                f"prompt of {opening.num_certain + len(ids)} tokens exceeds the {opening.max_prompt} that max_context, "
-                "kv_blocks and max_prompt_tokens leave next to max_tokens"
-            )
-        self._deadlines[request.request_id] = time.monotonic() + deadline_s
-        if not opening.is_speculative:
-            cast(list[int], request.prompt).extend(ids)
-            opening.num_certain += len(ids)
-            self._scheduler.grow(request.request_id)
-        else:
-            if not request.has_left and self._leave(request, shares=False) is Phase.DECODING:
-                self.mailbox.cancel(request.slot)
-            again, scheduled = self._requests.reopen(request, [*request.prompt[: opening.num_certain], *ids])
-            self._scheduler.enqueue(scheduled, is_open=True, arrival=opening.arrival)
-            self._deadlines[again.request_id] = time.monotonic() + deadline_s
-        self.stop_outdated()
-
-    def finish(self, request: Request, ids: Sequence[int], *, speculative: bool) -> None:
-        """End an open prompt with these token ids, on trial or for good.
-
-        Raises RequestError for a prompt that is not open, empty, or too long.
-        """
-        opening = request.opening
-        if opening is None:
-            raise RequestError(f"request {request.request_id} has no open prompt: it was finished")
-        if opening.is_speculative:
-            if not speculative:
-                self._deadlines.pop(request.request_id, None)
-                self._requests.confirm(request)
-            return
-        count = opening.num_certain + len(ids)
-        if not 1 <= count <= opening.max_prompt:
-            raise RequestError(f"a prompt of {count} tokens; it needs 1 at least, and {opening.max_prompt} at most")
-        prompt = cast(list[int], request.prompt)
-        prompt.extend(ids)
-        try:
-            begun = self._requests.begin(request, speculative=speculative)
-        except RequestError:
-            del prompt[opening.num_certain :]
-            raise
-        opening.is_speculative = speculative
-        if not speculative:
-            self._deadlines.pop(request.request_id, None)
-        self._scheduler.complete(request.request_id, count + begun.params.max_tokens)
-        self.stop_outdated()
-
-    @property
-    def deadline(self) -> float | None:
-        """The first time, of the monotonic clock, at which `end_overdue` has a request to end; None: it has none."""
-        return min(self._deadlines.values(), default=None)
-
-    def end_overdue(self) -> None:
-        """End the requests that wait for their caller for too long."""
-        if not self._deadlines:
-            return
-        now = time.monotonic()
-        for name in [name for name, until in self._deadlines.items() if until <= now]:
-            self.end(self._requests[name], "error", error=OVERDUE, code="deadline")
-
-    def _settle(self) -> None:
-        """Wait for all that is under way, and take its outputs."""
-        while self._in_flight.under_way and (bucket := self._in_flight.bucket) is not None:
-            self._go_on(bucket.num_speculative_tokens, ahead=False)
-
-    def _depart(self, departure: Departure) -> None:
-        """Keep what a request's slot holds, which others get. Nothing may be under way."""
-        request = self._requests[departure.request_id]
-        if departure.decoded:
-            self._kept.read_slot(request.request_id, departure.slot)
-            self.mailbox.cancel(departure.slot)
-        self._proposed[request.request_id] = self.proposer.leave(request)
-        self.masks.leave(departure.slot)
-        self._requests.displace(request, decoded=departure.decoded)
-
-    def _arrive(self, admission: Admission) -> None:
-        """Give a request its slot, and what it kept since it had one before."""
-        self._requests.place(admission)
-        if not admission.resumes:
-            self._proposed.pop(admission.request_id, None)
-            return
-        request, slot = self._requests[admission.request_id], admission.slot
-        request.commands = commands = self._kvcache.commands(request.request_id)
-        tables = {name.replace("prefill", "block"): own for name, own in commands.items() if "prefill_table" in name}
-        self.mailbox.take_over(slot, admission.table)
-        self.mailbox.name_texts(slot, request.draft_texts)
-        self._clear_blocks()  # some of its own may have been a failed request's
-        self._kept.write(request.request_id, slot, tables, admission.moved_in)
-        self.proposer.enter(request, self._proposed.pop(request.request_id, None))
-        request.joined(self.mailbox.num_seen)
-        self.limit_drafts(request)
-        try:
-            self.masks.enter(request)
-        except LowlatError as error:
-            self.end(request, "error", error=str(error), code="grammar")
-
-    def limit_drafts(self, request: Request) -> None:
-        """Let the next launched step verify as many drafts as the request's limit says."""
-        self._limited.add(request.request_id)
-
     def stop_outdated(self) -> None:
         """Ask a loop to end where something else is wanted; the next `step` takes what it published."""
         bucket = self._in_flight.bucket
@@ -276,20 +123,9 @@ class Steps:
             self.launches.stop()
 
     def settle(self) -> None:
-        """Take what is under way to its end; no request may be live. Raises DeviceError when the device has failed."""
-        while self._in_flight.under_way:
-            self._go_on(0, ahead=False)
-
-    def keep_all(self) -> None:
-        """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""
-        tiers = self._kvcache.tiers
-        if tiers is None:
-            return
-        self.fill_blocks()  # of a request that was cancelled meanwhile
-        tiers.flush()
-        self._kvcache.note_all()
-        self._keep_blocks()
-        tiers.flush()
+        """Wait for all that is under way, and take its outputs. Raises DeviceError when the device has failed."""
+        while self._in_flight.under_way and (bucket := self._in_flight.bucket) is not None:
+            self._go_on(bucket.num_speculative_tokens, ahead=False)
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
         """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
@@ -315,15 +151,18 @@ class Steps:
 
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
-        self._wait_for_tiers()
+        tiers = self._kvcache.tiers
+        if tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
+            with self._whole.waiting():  # for a chunk to come from a file, for a moment: nobody decodes meanwhile
+                tiers.wait(TIERS_WAIT_S)
         plan = self._scheduler.plan()
         for departure in plan.departed:
-            self._depart(departure)
+            self.changes.depart(departure)
         for request_id, moved in plan.moved_out:
-            self._kept.read_blocks(request_id, moved)
-        self.fill_blocks()
+            self.changes.kept.read_blocks(request_id, moved)
+        self.moves.fill()
         for admission in plan.admitted:
-            self._arrive(admission)
+            self.changes.arrive(admission)
         return () if plan.prefill is None else self._prefill(plan.prefill, depth)
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
@@ -331,14 +170,14 @@ class Steps:
         tokens = request.prompt[chunk.start : chunk.start + chunk.num_tokens]
         problem = self.masks.join(request) if chunk.last else None
         if problem is not None:
-            self.end(request, "error", error=problem, code="grammar")
+            self.changes.end(request, "error", error=problem, code="grammar")
             return ()
         request.commands = self._kvcache.commands(request.request_id)
-        self._clear_blocks()  # some of its own may have been a failed request's
+        self.moves.clear()  # some of its own may have been a failed request's
         self.mailbox.prefill.write_chunk(request.slot, tokens, chunk.start, request.commands)
         self.proposer.prefill(request, chunk.start, len(tokens))
         if chunk.last:
-            self._join(request)
+            self.changes.join(request)
         self._scheduler.prefill_done(chunk)
         first = self._ladder.first_token(depth) if chunk.last else None
         size = self._geometry.prefill_size(chunk.num_tokens)
@@ -346,63 +185,13 @@ class Steps:
         passes = self.mailbox.prefill.ask_prompt(*own)
         with self._scheduler.pace.timed(size / self._geometry.prefill_chunk):
             entries = self.launches.prefill(size, first, passes)
-        self._keep_blocks()
+        self.moves.keep()
         if passes and (problem := request.add_prompt(self.mailbox.prefill.read_prompt(*own), chunk.start)) is not None:
-            self.end(request, "error", error=problem, code="not_finite")
+            self.changes.end(request, "error", error=problem, code="not_finite")
         return entries
 
-    def _wait_for_tiers(self) -> None:
-        """Let a chunk come from a file, for a moment, where nobody decodes meanwhile."""
-        if self._kvcache.tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
-            with self._whole.waiting():
-                self._kvcache.tiers.wait(TIERS_WAIT_S)
-
-    def fill_blocks(self) -> None:
-        """Have what prompts were found to have in the tiers of the cache, or sessions in files, written to blocks."""
-        loads = self._kvcache.take_loads()
-        if not loads:
-            return
-        self._clear_blocks()  # some of them may have been a failed request's
-        mover = self._executor.mover
-        apart = [load for load in loads if load.holder is not None]
-        if apart and self._kvcache.tiers is not None:
-            self._kvcache.tiers.copy_in(apart, mover.mark())
-        for load in loads:
-            if load.holder is None:
-                mover.write(load.pool, load.places, load.content)
-
-    def _keep_blocks(self) -> None:
-        """Have what prefill has written copied for the tiers of the cache."""
-        tiers = self._kvcache.tiers
-        if tiers is None or not (saves := self._kvcache.take_saves()):
-            return
-        mover = self._executor.mover
-        if apart := [save for save in saves if save.holder is not None]:
-            tiers.copy_out(apart, mover.mark())
-        for save in saves:
-            if save.holder is None:
-                try:
-                    content = mover.read(save.key.pool, save.places)
-                except CapacityError as error:
-                    logger.warning("a part of the prefix cache is not kept: %s", error)
-                    continue
-                tiers.put(save.key, content)
-
-    def _join(self, request: Request) -> None:
-        max_length = len(request.prompt) + request.params.max_tokens
-        own = (request.table, max_length, request.params, request.seed, request.stop_ids)
-        self.mailbox.join(request.slot, request.prompt, *own, has_grammar=request.grammar is not None)
-        self.mailbox.name_texts(request.slot, request.draft_texts)
-        request.joined(self.mailbox.num_seen)
-
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
-        if self._limited:
-            for name in self._limited & self._requests.keys():
-                request = self._requests[name]
-                # others bring their limit along when they join
-                if not request.has_left and self._scheduler.phase(name) is Phase.DECODING:
-                    self.mailbox.set_draft_limit(request.slot, request.draft_limit)
-            self._limited.clear()
+        self.changes.send_limits()
         meanwhile = None
         if self.masks and not self._executor.asynchronous:
             meanwhile = partial(self._fill_masks, bucket, amid=True)
@@ -417,7 +206,7 @@ class Steps:
             with nullcontext() if amid else self._whole.waiting():
                 failures = self.masks.fill(bucket.rows)
             for request, problem in failures:
-                self.end(request, "error", error=problem, code="grammar")
+                self.changes.end(request, "error", error=problem, code="grammar")
 
     def _go_on(self, depth: int, ahead: bool) -> None:
         """Take the outputs of what is under way: of the next step, or of all where others are wanted from here on.
@@ -477,7 +266,7 @@ class Steps:
                     self._failed_checks.see(failure, None)
         if in_flight.under_way:
             self._fill_masks(in_flight.bucket)
-        self._clear_blocks()
+        self.moves.clear()
         self.stop_outdated()
 
     def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
@@ -504,7 +293,7 @@ class Steps:
         if output.finish_reason is not None:
             if publication.finish_reason is None:
                 self.mailbox.cancel(request.slot)  # a stop string: the device does not know yet
-            self._leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
+            self.changes.leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
             self._requests.end(request)
         self._requests.give(request, output)
 
@@ -514,45 +303,12 @@ class Steps:
         request.failed_checks += (failure.kind,)
         if not failure.ends:
             request.drafts = False
-            self.limit_drafts(request)  # a limit that was sent before the device set its own
+            self.changes.limit_drafts(request)  # a limit that was sent before the device set its own
             return
         output = request.output((), "error", error=text, error_code="check")
-        self._leave(request, poisoned=True)
+        self.changes.leave(request, poisoned=True)
         self._requests.end(request)
         self._requests.give(request, output)
-
-    def _leave(self, request: Request, *, poisoned: bool = False, shares: bool = True) -> Phase:
-        """Take a request out; shares: what it has decoded may be shared, where the cache's options say so."""
-        # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
-        # these run on one stream, one after the other; what is shared lies before the positions that are written.
-        committed, written = request.committed if shares else None, request.num_written
-        whole = request.finish_reason in ("stop", "length")
-        phase = self._scheduler.cancel(
-            request.request_id, committed, num_written=written, poisoned=poisoned, whole=whole
-        )
-        if request.opening is None or not request.opening.is_speculative:
-            self._deadlines.pop(request.request_id, None)
-        if phase in (Phase.PREFILLING, Phase.DECODING):
-            del self._requests.slots[request.slot]
-            self.proposer.end(request)
-            self.masks.leave(request.slot)
-            if poisoned:
-                self._failed_slots.append(request.slot)
-        else:
-            self._kept.forget(request.request_id)
-            self._proposed.pop(request.request_id, None)
-        if not (self.masks and self._in_flight.under_way):  # else `_take` does, when what is under way has its masks
-            self._clear_blocks()
-        return phase
-
-    def _clear_blocks(self) -> None:
-        """Zero the blocks of failed requests, and what their slots keep."""
-        self.launches.clear_blocks(self._kvcache.take_blocks_to_clear())
-        for pool, blocks in self._kvcache.take_pool_blocks_to_clear().items():
-            self.launches.clear_blocks(blocks, pool)
-        for pool in self._slot_pools:
-            self.launches.clear_blocks(self._failed_slots, pool)
-        self._failed_slots.clear()
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":
