@@ -16,7 +16,7 @@ from lowlat.engine.steps.steps import Steps
 from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import CapacityError, ConfigError, DeviceError
 from lowlat.executors import Executor
-from lowlat.sequence.book import SequenceBook
+from lowlat.sequence.kvcache import KVCache
 
 __all__ = ["Sleep"]
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("lowlat.engine.sleep")
 class Sleep:
     """Puts a runtime to sleep and wakes it; `asleep` says which it is."""
 
-    def __init__(self, executor: Executor, kvcache: SequenceBook, steps: Steps, whole: Unbroken) -> None:
+    def __init__(self, executor: Executor, kvcache: KVCache, steps: Steps, whole: Unbroken) -> None:
         self._executor, self._kvcache, self._steps, self._whole = executor, kvcache, steps, whole
         self.asleep = False
         self._num_sleeps = 0

@@ -7,7 +7,7 @@ from lowlat.engine.mailbox.publications import SlotPublication
 from lowlat.executors import Executor
 from lowlat.graphs import Bucket
 from lowlat.options.runtime import TraceConfig
-from lowlat.sequence.book import SequenceBook
+from lowlat.sequence.kvcache import KVCache
 
 __all__ = ["Tracer"]
 
@@ -27,7 +27,7 @@ class Tracer:
         return cls(config) if config != TraceConfig() else None
 
     def step(
-        self, bucket: Bucket, publications: Sequence[SlotPublication], executor: Executor, kvcache: SequenceBook
+        self, bucket: Bucket, publications: Sequence[SlotPublication], executor: Executor, kvcache: KVCache
     ) -> None:
         """Log one step; state of the device is read after all work that was started."""
         self._steps += 1

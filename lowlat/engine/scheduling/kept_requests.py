@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from lowlat.engine.memory.host_space import HostSpace
 from lowlat.engine.scheduling.queue import RequestQueue
 from lowlat.engine.scheduling.records import Slot
-from lowlat.sequence.book import MovedOut, SequenceBook
+from lowlat.sequence.book import MovedOut
+
+if TYPE_CHECKING:  # which loads torch, of which this module needs nothing
+    from lowlat.sequence.kvcache import KVCache
 
 __all__ = ["Kept", "KeptRequests"]
 
@@ -26,7 +30,7 @@ class KeptRequests(Mapping[str, Kept]):
     queue  their priorities and arrivals
     """
 
-    def __init__(self, kvcache: SequenceBook, space: HostSpace, queue: RequestQueue) -> None:
+    def __init__(self, kvcache: "KVCache", space: HostSpace, queue: RequestQueue) -> None:
         self._kvcache, self._space, self._queue = kvcache, space, queue
         self._kept: dict[str, Kept] = {}
 

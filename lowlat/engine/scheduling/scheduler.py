@@ -24,10 +24,11 @@ from lowlat.engine.scheduling.prefill_order import PrefillOrder
 from lowlat.engine.scheduling.queue import RequestQueue
 from lowlat.engine.scheduling.records import Admission, Departure, Phase, PrefillChunk, ScheduledRequest, Slot, StepPlan
 from lowlat.errors import CapacityError, ConfigError, RequestError
-from lowlat.sequence.book import InvariantError, MovedIn, MovedOut, SequenceBook
+from lowlat.sequence.book import InvariantError, MovedIn, MovedOut
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
     from lowlat.graphs.buckets import Bucket
+    from lowlat.sequence.kvcache import KVCache
     from lowlat.step.ladder import StepLadder
 
 __all__ = ["Scheduler"]
@@ -51,7 +52,7 @@ class Scheduler:
     def __init__(
         self,
         ladder: "StepLadder",
-        kvcache: SequenceBook,
+        kvcache: "KVCache",
         max_batch: int,
         max_queue: int,
         prefill_chunk: int,
@@ -270,7 +271,7 @@ class Scheduler:
     ) -> Phase:
         """Take a request out wherever it is, ended or not; return its phase.
 
-        The other arguments are those of `SequenceBook.release`.
+        The other arguments are those of `KVCache.release`.
         The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
         """
         slot = self._find(request_id)

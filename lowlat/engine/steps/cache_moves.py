@@ -5,7 +5,7 @@ import logging
 from lowlat.engine.launches.launches import Launches
 from lowlat.errors import CapacityError
 from lowlat.executors import Executor
-from lowlat.sequence.book import SequenceBook
+from lowlat.sequence.kvcache import KVCache
 from lowlat.step.state import StepGeometry
 
 __all__ = ["CacheMoves"]
@@ -19,7 +19,7 @@ class CacheMoves:
     failed_slots  slots of failed requests, whose state is to be zeroed
     """
 
-    def __init__(self, executor: Executor, geometry: StepGeometry, kvcache: SequenceBook, launches: Launches) -> None:
+    def __init__(self, executor: Executor, geometry: StepGeometry, kvcache: KVCache, launches: Launches) -> None:
         self._executor, self._kvcache, self._launches = executor, kvcache, launches
         self._slot_pools = [pool for state in geometry.sequence_states for pool in state.slot_pools()]
         self.failed_slots: list[int] = []
