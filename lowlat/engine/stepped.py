@@ -34,7 +34,7 @@ from lowlat.engine.steps.steps import Steps
 from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
-from lowlat.options.declaration import check_number, plain, shown
+from lowlat.options.declaration import check_number, plain
 from lowlat.options.keywords import NamedSession
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.options.runtime import RuntimeConfig
@@ -102,10 +102,7 @@ class SteppedRuntime:
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full;
         LowlatError where calls such as `generate` have a thread step the runtime.
         """
-        self._check_by_hand("submit")
-        self._check_usable()
-        if self.asleep:
-            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
+        self._check_takes("submit")
         record, salt = record_of(self, session, cache_salt)
         request, scheduled = self._requests.open(prompt, params, request_id, allow_special, salt, record)
         with self._whole:
@@ -128,14 +125,10 @@ class SteppedRuntime:
         The other arguments and errors are those of `submit`; the answer's tokens are those of the whole prompt.
         One that gets nothing for pause_deadline_s is ended.
         """
-        self._check_by_hand("open_prompt")
-        self._check_usable()
-        if not isinstance(allow_special, bool):
-            raise RequestError(f"allow_special must be true or false, got {shown(allow_special)}")
-        if self.asleep:
-            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
+        self._check_takes("open_prompt")
         record, salt = record_of(self, session, cache_salt)
-        request, scheduled = self._requests.open_prompt(params, request_id, salt, max_prompt_tokens, record)
+        given = (params, request_id, allow_special, salt, max_prompt_tokens, record)
+        request, scheduled = self._requests.open_prompt(*given)
         with self._whole:
             self._between.submit(request, scheduled)
         return OpenPrompt(self, request.request_id, allow_special=allow_special)
@@ -336,6 +329,13 @@ class SteppedRuntime:
                 f"{name}() is refused: since generate, stream or chat was called a thread of the runtime's own steps "
                 "it; go on with these, or load a runtime that is stepped by hand"
             )
+
+    def _check_takes(self, name: str) -> None:
+        """Raise LowlatError for a call by which a request comes, where none may."""
+        self._check_by_hand(name)
+        self._check_usable()
+        if self.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
 
     def _check_open(self) -> None:
         if self._closed:

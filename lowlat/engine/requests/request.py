@@ -129,7 +129,6 @@ class Request:
 
     def takes_back(self, other: "Request") -> None:
         """Take the place of a request that was finished on trial: of what that has read nothing counts as cached."""
-        self.session = other.session
         self._most_cached = other._most_cached if other._placed is None else other._num_cached
 
     def displace(self, *, decoded: bool) -> None:

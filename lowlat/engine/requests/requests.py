@@ -94,25 +94,24 @@ class Requests(Mapping[str, Request]):
 
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full.
         """
-        params = SamplingParams() if params is None else params
-        check_call(params, request_id, allow_special, cache_salt)
-        self.checks.check_texts(params)
-        params = encode_texts(self._codec, params)
+        params = self._settled(params, request_id, allow_special, cache_salt)
         limits = self._max_context, params.max_tokens
         prompt_ids = self.checks.check(encode_prompt(self._codec, prompt, allow_special, *limits), params)
-        name = self._named(request_id)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        request = self._made(name, prompt_ids, params, seed)
+        request = self._made(self._named(request_id), prompt_ids, params, session)
         request.grammar = self.grammars.open(params, prompt_ids, request.stop_ids)
-        total, reads = len(prompt_ids) + params.max_tokens, params.prompt_logprobs is None
-        owner = None if session is None else session.key
-        scheduled = ScheduledRequest(
-            name, prompt_ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
-        )
-        request.session = session
+        scheduled = _scheduled(request, len(prompt_ids), cache_salt)
         request.draft_texts = self._joined(params, prompt_ids, session)
         self._scheduler.check(scheduled)
         return request, scheduled
+
+    def _settled(
+        self, params: SamplingParams | None, request_id: str | None, allow_special: bool, cache_salt: str
+    ) -> SamplingParams:
+        """The parameters of a call that was checked, with texts to draft from as token ids."""
+        params = SamplingParams() if params is None else params
+        check_call(params, request_id, allow_special, cache_salt)
+        self.checks.check_texts(params)
+        return encode_texts(self._codec, params)
 
     def _joined(self, params: SamplingParams, prompt: Sequence[int], session: SessionRecord | None) -> tuple[int, ...]:
         """The texts that a request drafts from next to its own, -1 after each: those that it names, and earlier answers
@@ -129,45 +128,49 @@ class Requests(Mapping[str, Request]):
         self,
         params: SamplingParams | None,
         request_id: str | None,
+        allow_special: bool,
         cache_salt: str,
         max_prompt_tokens: int | None,
         session: SessionRecord | None = None,
     ) -> tuple[Request, ScheduledRequest]:
         """The same of a request whose prompt is still to come. See `Runtime.open_prompt`."""
-        params = SamplingParams() if params is None else params
-        check_call(params, request_id, False, cache_salt)
+        params = self._settled(params, request_id, allow_special, cache_salt)
         most = min(self._max_context, self.checks.max_total_tokens) - params.max_tokens
         if max_prompt_tokens is not None:
             check_integer("max_prompt_tokens", max_prompt_tokens, 1, max(1, most), RequestError)
             most = max_prompt_tokens
-        self.checks.check_texts(params)
-        params = encode_texts(self._codec, params)
         self.checks.check((0,), params)
-        name = self._named(request_id)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
         ids: list[int] = []
-        total, reads = most + params.max_tokens, params.prompt_logprobs is None
-        owner = None if session is None else session.key
-        scheduled = ScheduledRequest(
-            name, ids, total, cache_salt, reads_cache=reads, owner=owner, priority=params.priority
-        )
+        request = self._made(self._named(request_id), ids, params, session)
+        scheduled = _scheduled(request, most, cache_salt)
         self._scheduler.check(scheduled, is_open=True)
-        request = self._made(name, ids, params, seed)
-        request.opening, request.committed, request.session = Opening(-1, scheduled, most), ids, session
+        request.opening, request.committed = Opening(-1, scheduled, most), ids
         return request, scheduled
 
-    def _made(self, name: str, prompt: Sequence[int], params: SamplingParams, seed: int) -> Request:
+    def _made(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        session: SessionRecord | None,
+        seed: int | None = None,
+    ) -> Request:
+        """A request; its seed is the one given, its parameters', or a new one."""
+        seed = params.seed if seed is None else seed
+        seed = secrets.randbits(63) if seed is None else seed
         stop_ids = self.checks.stop_ids(params)
-        return Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
+        made = Request(name, prompt, params, seed, stop_ids, self._codec, self._speculator, self._simulated)
+        made.session = session
+        return made
 
     def begin(self, request: Request, *, speculative: bool) -> Request:
         """The request of a prompt that is whole, in place of the open one: its figures begin here.
 
         Raises RequestError for a grammar that cannot begin.
         """
-        begun = self._made(request.request_id, request.prompt, request.params, request.seed)
+        begun = self._made(request.request_id, request.prompt, request.params, request.session, request.seed)
         begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
-        begun.opening, begun.session = request.opening if speculative else None, request.session
+        begun.opening = request.opening if speculative else None
         begun.draft_texts = self._joined(begun.params, begun.prompt, begun.session)
         begun.continues(request)
         self._replace(begun)
@@ -175,7 +178,7 @@ class Requests(Mapping[str, Request]):
 
     def reopen(self, request: Request, opening: Opening, ids: list[int]) -> ScheduledRequest:
         """Let a prompt go on after it was finished on trial; nothing of the answer is left."""
-        again = self._made(request.request_id, ids, request.params, request.seed)
+        again = self._made(request.request_id, ids, request.params, request.session, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
         again.takes_back(request)
@@ -300,3 +303,13 @@ class Requests(Mapping[str, Request]):
     def _new_id(self) -> str:
         known = (self._book, self._live)
         return next(name for n in self._ids if not any((name := f"request-{n}") in each for each in known))
+
+
+def _scheduled(request: Request, num_prompt: int, cache_salt: str) -> ScheduledRequest:
+    """The record of a request, with a prompt of so many tokens at most, for the scheduler."""
+    params, session = request.params, request.session
+    return ScheduledRequest(
+        request.request_id, request.prompt, num_prompt + params.max_tokens, cache_salt,
+        reads_cache=params.prompt_logprobs is None, owner=None if session is None else session.key,
+        priority=params.priority,
+    )  # fmt: skip
