@@ -118,10 +118,7 @@ def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
 
 
 def settle_executor(
-    choice: DeviceChoice,
-    asked: str,
-    programs: Iterable[Program],
-    weights: Mapping[str, torch.Tensor],
+    choice: DeviceChoice, asked: str, programs: Iterable[Program], weights: Mapping[str, torch.Tensor]
 ) -> DeviceChoice:
     """The choice for these programs: with `asked` "auto", torch's operations where the kernels do not cover them.
 

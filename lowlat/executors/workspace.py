@@ -18,9 +18,7 @@ class SharedWorkspace:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+        self, device: torch.device, zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
     ) -> None:
         self._device, self._zeros = device, zeros
         self._held: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}

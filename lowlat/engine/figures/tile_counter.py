@@ -110,12 +110,7 @@ class TileCounter:
         return [mask if row in live else 0 for row, mask in enumerate(every)]
 
     def _walked(
-        self,
-        heads: _Heads,
-        batch: int,
-        rows: int,
-        slots: Sequence[VerifiedRows],
-        masks: Sequence[Sequence[int]],
+        self, heads: _Heads, batch: int, rows: int, slots: Sequence[VerifiedRows], masks: Sequence[Sequence[int]]
     ) -> dict[str, int]:
         """The tiles of one layer: all, those that are multiplied whole or under a mask, and those that no row sees."""
         work = _work_of(self._geometry, heads, batch, rows)

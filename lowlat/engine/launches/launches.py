@@ -43,12 +43,7 @@ class Launches:
         self.in_flight = InFlight[Bucket](mailbox.num_entries)
 
     def start(
-        self,
-        bucket: Bucket,
-        *,
-        may_loop: bool,
-        meanwhile: Callable[[], None] | None = None,
-        most: int | None = None,
+        self, bucket: Bucket, *, may_loop: bool, meanwhile: Callable[[], None] | None = None, most: int | None = None
     ) -> None:
         """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
 

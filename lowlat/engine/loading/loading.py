@@ -138,19 +138,7 @@ def load(
         raise
     rank_config, memory = ranks[0].config, held_memory(needs, devices)
     return Loaded(
-        target,
-        codec,
-        loaded,
-        used,
-        geometry,
-        ladder,
-        topologies,
-        executor,
-        choice,
-        error,
-        rank_config,
-        memory,
-        costs,
+        target, codec, loaded, used, geometry, ladder, topologies, executor, choice, error, rank_config, memory, costs
     )
 
 

@@ -2,9 +2,7 @@
 
 from collections.abc import Mapping
 
-from lowlat.executors.make import (
-    Rank,
-)
+from lowlat.executors.make import Rank
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.options.speculative import SpeculativeConfig

@@ -9,34 +9,8 @@ from lowlat.engine.mailbox.grammar_words import NEVER, GrammarWords
 from lowlat.engine.mailbox.host_view import HostView, fill
 from lowlat.engine.mailbox.prefill_inputs import PrefillInputs
 from lowlat.engine.mailbox.publications import FINISH_REASONS, Entry, SlotPublication
+from lowlat.kernels.reference.step import publish, slot_record
 from lowlat.kernels.reference.step.checks import CODE
-from lowlat.kernels.reference.step.publish import (
-    ACCEPTED,
-    COMMITTED,
-    FINISH,
-    LENGTH_AFTER,
-    SLOT,
-    VERIFIED,
-    VERIFIED_DEPTH,
-    VERIFIED_SOURCE,
-)
-from lowlat.kernels.reference.step.slot_record import (
-    DRAFT_LIMIT,
-    FREQUENCY,
-    HAS_GRAMMAR,
-    LENGTH,
-    MAX_LENGTH,
-    MIN_P,
-    MIN_TOKENS,
-    NUM_LOGPROBS,
-    PRESENCE,
-    PROMPT_LENGTH,
-    REPETITION,
-    SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-)
 from lowlat.kernels.reference.step.slots import CANCEL, JOIN, NO_SOURCE, REWIND, SET_DRAFT_LIMIT
 from lowlat.options.request import FinishReason, SamplingParams, TokenLogprobs
 
@@ -112,25 +86,25 @@ class Mailbox:
         ints = arrays["staged_ints"][slot]
         limit = self._draft_limit(params.max_draft_tokens)
         for column, value in (
-            (LENGTH, len(prompt)),
-            (MAX_LENGTH, max_length),
-            (PROMPT_LENGTH, len(prompt)),
-            (MIN_TOKENS, params.min_tokens),
-            (TOP_K, params.top_k),
-            (SEED, seed),
-            (DRAFT_LIMIT, limit),
-            (NUM_LOGPROBS, -1 if params.logprobs is None else params.logprobs),
-            (HAS_GRAMMAR, has_grammar),
+            (slot_record.LENGTH, len(prompt)),
+            (slot_record.MAX_LENGTH, max_length),
+            (slot_record.PROMPT_LENGTH, len(prompt)),
+            (slot_record.MIN_TOKENS, params.min_tokens),
+            (slot_record.TOP_K, params.top_k),
+            (slot_record.SEED, seed),
+            (slot_record.DRAFT_LIMIT, limit),
+            (slot_record.NUM_LOGPROBS, -1 if params.logprobs is None else params.logprobs),
+            (slot_record.HAS_GRAMMAR, has_grammar),
         ):
             ints[column] = value
         floats = arrays["staged_floats"][slot]
         for column, number in (
-            (TEMPERATURE, params.temperature),
-            (TOP_P, params.top_p),
-            (MIN_P, params.min_p),
-            (REPETITION, params.repetition_penalty),
-            (PRESENCE, params.presence_penalty),
-            (FREQUENCY, params.frequency_penalty),
+            (slot_record.TEMPERATURE, params.temperature),
+            (slot_record.TOP_P, params.top_p),
+            (slot_record.MIN_P, params.min_p),
+            (slot_record.REPETITION, params.repetition_penalty),
+            (slot_record.PRESENCE, params.presence_penalty),
+            (slot_record.FREQUENCY, params.frequency_penalty),
         ):
             floats[column] = number
         biases = params.logit_bias or {}
@@ -226,26 +200,26 @@ class Mailbox:
         """The publication of each slot in an entry; the step may then write over it."""
         place = entry.number % self.num_entries
         rows = enumerate(entry.records)
-        publications = [self._read_slot(place, row, record) for row, record in rows if record[SLOT] >= 0]
+        publications = [self._read_slot(place, row, record) for row, record in rows if record[publish.SLOT] >= 0]
         self._num_read = entry.number + 1
         return [*publications, *map(_of_failure, (each for each in entry.failed if each.slot >= 0))]
 
     def _read_slot(self, place: int, row: int, record: list[int]) -> SlotPublication:
-        arrays, count = self._arrays, record[COMMITTED]
+        arrays, count = self._arrays, record[publish.COMMITTED]
         ids = arrays["ring_logprob_ids"][place, row]
         logprobs = None
         if count and ids[0, 0] >= 0:
             values = arrays["ring_logprob_values"][place, row, :count].tolist()
             logprobs = tuple(_token_logprobs(i, v) for i, v in zip(ids[:count].tolist(), values, strict=True))
         return SlotPublication(
-            slot=record[SLOT],
+            slot=record[publish.SLOT],
             token_ids=tuple(arrays["ring_tokens"][place, row, :count].tolist()),
-            finish_reason=FINISH_REASONS.get(record[FINISH]),
-            verified=record[VERIFIED],
-            verified_depth=record[VERIFIED_DEPTH],
-            verified_source=record[VERIFIED_SOURCE],
-            accepted=record[ACCEPTED],
-            length=record[LENGTH_AFTER],
+            finish_reason=FINISH_REASONS.get(record[publish.FINISH]),
+            verified=record[publish.VERIFIED],
+            verified_depth=record[publish.VERIFIED_DEPTH],
+            verified_source=record[publish.VERIFIED_SOURCE],
+            accepted=record[publish.ACCEPTED],
+            length=record[publish.LENGTH_AFTER],
             logprobs=logprobs,
         )
 

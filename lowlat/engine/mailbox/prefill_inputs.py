@@ -40,13 +40,7 @@ class PrefillInputs:
             self._arrays[name][:] = values
         self._host.send(*self._partial)
 
-    def write_chunk(
-        self,
-        slot: int,
-        tokens: Sequence[int],
-        start: int,
-        commands: Mapping[str, Sequence[int]],
-    ) -> None:
+    def write_chunk(self, slot: int, tokens: Sequence[int], start: int, commands: Mapping[str, Sequence[int]]) -> None:
         """Write what prefill reads: `tokens` from position `start` on, all of which are live rows.
 
         commands  what the books of the slot's states say of it, by buffer; steps of the slot go on with the tables

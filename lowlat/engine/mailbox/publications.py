@@ -5,10 +5,7 @@ from typing import NamedTuple
 
 from lowlat.engine.mailbox.failed_checks import FailedCheck
 from lowlat.kernels.reference.speculation.accept import FINISH_ERROR, FINISH_LENGTH, FINISH_STOP
-from lowlat.kernels.reference.step.publish import (
-    FINISH,
-    SLOT,
-)
+from lowlat.kernels.reference.step.publish import FINISH, SLOT
 from lowlat.options.request import FinishReason, TokenLogprobs
 
 __all__ = ["FINISH_REASONS", "Entry", "SlotPublication"]

@@ -36,15 +36,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     for layer in range(config.num_layers):
         spec, names = config.layers[layer], (f"head.layers.{layer}", f"layers.{layer}")
         products = (config.attention.projected,)
-        made += layer_recipes(
-            spec,
-            hidden,
-            dtype,
-            names,
-            products=products,
-            columns=hidden,
-            norms=norms,
-        )
+        made += layer_recipes(spec, hidden, dtype, names, products=products, columns=hidden, norms=norms)
     made += _dflash2(config, dtype)
     made += [
         _context(config, dtype, "weight", hidden),
