@@ -1,6 +1,7 @@
 """Memory that a lowering owns and nobody else knows: partial results, counters, tables of addresses."""
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 import torch
 
@@ -25,9 +26,7 @@ class SharedWorkspace:
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of a shape and dtype; zero when it is first made."""
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = prod(shape)
         held = self._held.setdefault((name, dtype), [])
         for known in held:
             if known.numel() >= count:
