@@ -1,4 +1,4 @@
-"""Admission, slots, prefill order and choice of buckets: pure Python, no device.
+"""The queue and the slots of one runtime, without a device: what each request is at, and what is done before a step.
 
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
 among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
@@ -18,13 +18,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowlat.engine.memory.host_space import HostSpace
-from lowlat.engine.scheduling.kept_requests import Kept, KeptRequests
 from lowlat.engine.scheduling.pace import PrefillPace
+from lowlat.engine.scheduling.placement import Placement
 from lowlat.engine.scheduling.prefill_order import PrefillOrder
 from lowlat.engine.scheduling.queue import RequestQueue
-from lowlat.engine.scheduling.records import Admission, Departure, Phase, PrefillChunk, ScheduledRequest, Slot, StepPlan
+from lowlat.engine.scheduling.records import Departure, Phase, PrefillChunk, ScheduledRequest, Slot, StepPlan
 from lowlat.errors import CapacityError, ConfigError, RequestError
-from lowlat.sequence.book import InvariantError, MovedIn, MovedOut
+from lowlat.sequence.book import InvariantError
 
 if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
     from lowlat.graphs.buckets import Bucket
@@ -76,15 +76,15 @@ class Scheduler:
         self.space = HostSpace(0) if space is None else space
         self.num_written: Callable[[str], int] = lambda request_id: 1 << 62
         self._queue = RequestQueue(prefill_chunk)
-        self._kept = KeptRequests(kvcache, self.space, self._queue)
-        self._departed: list[Departure] = []
-        self._moved_out: list[tuple[str, MovedOut]] = []
         self._slots: list[Slot | None] = [None] * max_batch
         self._order = PrefillOrder(self._slots, self._queue.open, self.pace, prefill_chunk, max_prefill_chunks)
         self._requests: dict[str, Slot | None] = {}  # None: without a slot
-        self._num_admitted = 0
+        self._placement = Placement(
+            *(kvcache, self._queue, self._slots, self._requests, self.space, self.num_overprovision),
+            lambda request_id: self.num_written(request_id),
+        )
+        self._kept = self._placement.kept
         self._pending: PrefillChunk | None = None
-        self._refused: tuple[ScheduledRequest, int] | None = None  # the head, and the cache it did not fit into
 
     @property
     def num_active(self) -> int:
@@ -120,14 +120,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `plan` may have anything to do now: a chunk to prefill, or a slot for the head of the queue."""
-        if self._order.waiting():
-            return True
-        if not self._queue.queued:
-            return False
-        head = self._queue.queued[0]
-        if None not in self._slots:
-            return self._victim(head) is not None and self._may_fit(head)
-        return self._refused != (head, self.kvcache.generation)
+        return bool(self._order.waiting()) or self._placement.may_admit()
 
     def phase(self, request_id: str) -> Phase:
         """Where a request is. Raises RequestError for one that is unknown or has ended."""
@@ -196,7 +189,7 @@ class Scheduler:
             raise RequestError(f"request {request_id} has an open prompt: finish it, or cancel it")
         if request_id in self._queue.aside:
             raise RequestError(f"request {request_id} is paused already")
-        departure = None if slot is None else self._depart(slot)
+        departure = None if slot is None else self._placement.depart(slot)
         self._queue.aside[request_id] = self._queue.unqueue(request_id) if slot is None else slot.request
         return departure
 
@@ -237,9 +230,8 @@ class Scheduler:
         """
         if self._pending is not None:
             raise InvariantError(f"request {self._pending.request_id}: its last chunk was not reported as done")
-        admitted = self._admit()
-        departed, self._departed = tuple(self._departed), []
-        moved_out, self._moved_out = tuple(self._moved_out), []
+        admitted = self._placement.admit()
+        departed, moved_out = self._placement.take_moves()
         self._pending = chunk = self._order.next_chunk(decodes=self.num_active > 0)
         if chunk is not None:
             self.kvcache.append(chunk.request_id, chunk.start, chunk.start + chunk.num_tokens)
@@ -288,7 +280,7 @@ class Scheduler:
             self.kvcache.release(
                 request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner, whole=whole
             )
-        self._forget(request_id)
+        self._placement.forget(request_id)
         del self._requests[request_id]
         self._queue.forget(request_id)
         return phase
@@ -335,120 +327,3 @@ class Scheduler:
         if request_id not in self._requests:
             raise RequestError(f"request {request_id} is unknown or has ended")
         return self._requests[request_id]
-
-    def _forget(self, request_id: str) -> None:
-        """A request has a slot again, or has ended: nothing is kept for it."""
-        if self._kept.forget(request_id):
-            self._refused = None
-
-    def _admit(self) -> list[Admission]:
-        admitted = []
-        place = 0  # of the first that may be admitted
-        while place < self.num_queued:
-            request = self._queue.queued[place]
-            is_free = None in self._slots
-            if (is_free or self._victim(request)) and self._is_coming(request):
-                place += 1  # what it would prefill is being prefilled for another
-                continue
-            admission = self._place(request) if is_free else None
-            if admission is not None:
-                admitted.append(admission)
-            elif not self._make_way(request):
-                break
-        return admitted
-
-    def _is_coming(self, request: ScheduledRequest) -> bool:
-        if not request.reads_cache or request.request_id in self._kept:
-            return False
-        return self.kvcache.is_coming(request.prompt_token_ids, request.cache_salt)
-
-    def _place(self, request: ScheduledRequest) -> Admission | None:
-        """Give a request of the queue a free slot, where its blocks fit.
-
-        The cache is not asked again before something changed there: asking digests the prefix.
-        """
-        name = request.request_id
-        if self._refused is not None and self._refused == (request, self.kvcache.generation):
-            return None
-        generation = self.kvcache.generation  # before it is asked: what comes meanwhile is worth another try
-        number, kept = self._slots.index(None), self._kept.get(name)
-        slot = self._begin(request, number) if kept is None else self._come_back(kept, number)
-        self._refused = (request, generation) if slot is None else None
-        if slot is None:
-            return None
-        self._queue.unqueue(name)
-        admitted, moved_in = slot
-        self._slots[number] = self._requests[name] = admitted
-        self._forget(name)
-        cached = admitted.next_start if kept is None else 0
-        return Admission(name, number, admitted.table, cached, resumes=kept is not None, moved_in=moved_in)
-
-    def _begin(self, request: ScheduledRequest, number: int) -> tuple[Slot, None] | None:
-        allocation = self.kvcache.admit(
-            request.request_id,
-            request.prompt_token_ids,
-            request.max_total_tokens,
-            self.num_overprovision,
-            request.cache_salt,
-            reads=request.reads_cache,
-        )
-        if allocation is None:
-            return None
-        self._num_admitted += 1
-        return Slot(request, number, self._num_admitted, allocation.table, allocation.num_cached_tokens), None
-
-    def _come_back(self, kept: Kept, number: int) -> tuple[Slot, MovedIn | None] | None:
-        if kept.moved is None:
-            return replace(kept.slot, number=number), None
-        moved_in = self.kvcache.move_in(kept.slot.request.request_id, kept.moved)
-        return None if moved_in is None else (replace(kept.slot, number=number, table=moved_in.table), moved_in)
-
-    def _make_way(self, head: ScheduledRequest) -> bool:
-        """Take blocks, or a slot, from another request for the head of the queue; False where nothing is to be had.
-
-        Blocks of requests without a slot go first.
-        """
-        if None in self._slots and (moved := self._kept.move_out(head.request_id, self.num_written)) is not None:
-            self._moved_out.append(moved)
-            return True
-        victim = self._victim(head)
-        if victim is None or not self._may_fit(head):
-            return False
-        try:
-            self._departed.append(self._depart(victim))
-        except CapacityError:  # the host refuses memory: whoever has a slot keeps it
-            return False
-        self._queue.put(victim.request)
-        return True
-
-    def _victim(self, head: ScheduledRequest) -> Slot | None:
-        """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
-        may_leave = self.space.has_slot()
-        lower = [
-            slot
-            for slot in self._slots
-            if slot is not None
-            and slot.request.priority < head.priority
-            and (may_leave or slot.phase is Phase.PREFILLING)
-        ]
-        return max(lower, key=lambda slot: self._queue.place(slot.request), default=None)
-
-    def _may_fit(self, head: ScheduledRequest) -> bool:
-        """Whether blocks can suffice for the head of the queue when all of lower priority have left."""
-        kept = self._kept.get(head.request_id)
-        if kept is not None and kept.moved is None:
-            return True
-        slots = (slot for slot in self._slots if slot is not None)
-        leaving = {slot.request.request_id for slot in slots if slot.request.priority < head.priority}
-        needed = self.kvcache.num_needed(head.max_total_tokens, self.num_overprovision)
-        return needed <= self.kvcache.num_free_without(leaving | self._kept.keys())
-
-    def _depart(self, slot: Slot) -> Departure:
-        """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
-        request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
-        if decoded:
-            self._kept.keep(slot)
-        else:
-            self.kvcache.release(request_id)
-        self._slots[slot.number] = self._requests[request_id] = None
-        return Departure(request_id, slot.number, decoded)
