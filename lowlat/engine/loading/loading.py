@@ -7,19 +7,18 @@ must be known in time to go on without it. Nothing half-loaded stays.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 
 import torch
 
-from lowlat.checkpoint.quantising import Quantiser
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.loading.geometry import check_countable, make_geometry, rank_geometries
 from lowlat.engine.loading.loaded import Loaded, gpu_of
 from lowlat.engine.loading.programs import build_rank, make_ladder
 from lowlat.engine.loading.speculation import load_speculation, say_where_drafts_fail
 from lowlat.engine.loading.strict import check_device, check_launches
+from lowlat.engine.loading.target import load_target
 from lowlat.engine.memory.held import held_memory
 from lowlat.engine.memory.plan import DeviceNeed, check_ranks
 from lowlat.errors import ConfigError, LowlatError
@@ -32,10 +31,7 @@ from lowlat.executors.make import (
     refuse_ranks,
     settle_executor,
 )
-from lowlat.models.activations import code_activations
-from lowlat.models.geometry import ModelConfig
-from lowlat.models.target import OpenedTarget, code_kv, fetch_target, open_target, quantise_target
-from lowlat.options.model_names import display_name
+from lowlat.models.target import OpenedTarget
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import SpeculativeConfig
@@ -73,22 +69,7 @@ def load(
     _check_call(model, speculative, progress, captured, downloaded, reserve)
     choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
     _say(choice)
-    target = model
-    if not isinstance(target, OpenedTarget):
-        fetched = fetch_target(target, dtype=options.dtype, progress=downloaded)
-        target = open_target(fetched, dtype=options.dtype, progress=progress)
-    if options.kv_cache_dtype == "fp8":
-        target = code_kv(target)
-    elif options.kv_cache_dtype == "bf16" and target.config.dtype != "bfloat16":
-        raise ConfigError(f"kv_cache_dtype 'bf16' is of models that run in bfloat16, and this one runs in "
-                          f"{target.config.dtype}: take 'auto', or dtype 'bfloat16'")  # fmt: skip
-    if options.quantize is not None:
-        target = quantise_target(target, Quantiser(options.quantize, options.quantize_lm_head))
-    if options.activations is not None:
-        target = replace(target, config=code_activations(target.config, display_name(target.directory)))
-    target.config.check_context(options.max_context, target.directory / "config.json")
-    _say_factors(target.config, options.max_context)
-    target = replace(target, config=target.config.for_context(options.max_context))
+    target = load_target(model, options, progress, downloaded)
     codec = TextCodec.load(target.directory)
     speculative, loaded, topologies, error = load_speculation(
         target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict,
@@ -157,16 +138,3 @@ def _say(choice: DeviceChoice) -> None:
     """Log where the runtime runs, as a warning where that is not what a user would expect."""
     level = logging.WARNING if choice.loud else logging.INFO
     logger.log(level, "running on %s: %s", choice.device, choice.reason)
-
-
-def _say_factors(config: ModelConfig, max_context: int) -> None:
-    """Warn that RoPE's long factors hold in short texts, too, where the context is longer than the trained one."""
-    for rotation in config.rotations:
-        trained = rotation.rope.original_max_position
-        if rotation.rope.has_long_factors and max_context > trained:
-            logger.warning(
-                "max_context %d is above the trained context of %d tokens (original_max_position_embeddings): RoPE's "
-                "long factors hold for all texts, shorter ones too, as other servers have it; --max-context %d has the "
-                "short factors", max_context, trained, trained,
-            )  # fmt: skip
-            return
