@@ -11,7 +11,7 @@ from recording import prompt_of, run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.mailbox import Mailbox
+from lowlat.engine.mailbox.prefill_inputs import PrefillInputs
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs import BufferSet, Paging
 from lowlat.graphs.capture import capture
@@ -66,7 +66,7 @@ def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
     commands = {f"prefill_table{suffix}": table for suffix in ("", *(e.suffix for e in pair.geometry.window_pools))}
     for start in range(0, CONTEXT, CHUNK):
         for prefill in (launched, captured):
-            Mailbox(prefill.buffers, 7).write_chunk(1, tokens[start : start + CHUNK], start, commands)
+            PrefillInputs(prefill.buffers).write_chunk(1, tokens[start : start + CHUNK], start, commands)
             with torch.cuda.stream(stream):
                 prefill.arguments.send()
                 graph.launch(launcher.stream()) if prefill is captured else prefill.run()
