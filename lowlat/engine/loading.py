@@ -43,6 +43,7 @@ from lowlat.executors.make import (
     Rank,
     check_positions,
     make_executor,
+    planned_gpu,
     refuse_codes,
     refuse_parts,
     refuse_ranks,
@@ -255,7 +256,7 @@ def load(
     own_speculator = geometries[0].speculator
     refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
     devices = rank_devices(choice, len(ranks), options.devices)
-    needs = _check_memory(ranks, weights, choice, devices, reserve)
+    needs = _check_memory(ranks, weights, choice, devices, reserve, fuse=options.fuse)
     used = None if loaded is None else speculative
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
@@ -359,6 +360,8 @@ def _check_memory(
     choice: DeviceChoice,
     devices: Sequence[torch.device],
     reserve: Reserve | None = None,
+    *,
+    fuse: bool = True,
 ) -> list[MemoryNeed]:
     """The need of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
     shapes = weights.shapes()
@@ -369,8 +372,11 @@ def _check_memory(
             choice.device,
             has_kernels=choice.has_kernels,
             host_load_bytes=weights.arena_bytes + weights.made_bytes,
+            gpu=planned_gpu(choice, devices, number),
+            rank=(number, len(ranks)),
+            fuse=fuse,
         )
-        for rank in ranks
+        for number, rank in enumerate(ranks)
     ]
     together = {
         device: on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])

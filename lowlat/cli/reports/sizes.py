@@ -12,6 +12,7 @@ from lowlat.checkpoint.stored import ahead_bytes
 from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
 from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.make import planned_gpu
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import numbers_an_entry
@@ -118,6 +119,8 @@ class Plan:
             choice.device,
             has_kernels=choice.has_kernels,
             host_load_bytes=self.read_ahead_bytes + self.made_bytes + sum(self.weights[name].nbytes for name in own),
+            gpu=planned_gpu(choice, [choice.device]),
+            rank=(rank, len(self.ranks)),
         )
         on_host = need.total_bytes if choice.device.type == "cpu" else 0
         return {

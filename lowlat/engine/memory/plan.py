@@ -14,6 +14,7 @@ from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 
 __all__ = ["DeviceNeed", "MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
@@ -61,12 +62,16 @@ def memory_need(
     *,
     has_kernels: bool = False,
     host_load_bytes: int = 0,
+    gpu: Gpu = H200,
+    rank: tuple[int, int] = (0, 1),
+    fuse: bool = True,
 ) -> MemoryNeed:
     """Add up the buffers of all programs and the weights as the executor keeps them.
 
     weights      canonical weights, or tensors without content in their place
-    has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces next to
-                 it, as all-reduces among ranks have; and matrices are packed
+    has_kernels  programs run one at a time in the memory of the largest one's scratch; workspaces of kernels, which
+                 they share, and of all-reduces among ranks lie next to it; and matrices are packed
+    gpu, rank, fuse  what kernels are lowered for, see `planned_workspaces`
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -87,14 +92,16 @@ def memory_need(
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
         parts.append(scratch)
         if has_kernels:
-            from lowlat.lowering.memory import temporary_bytes, workspace_bytes
+            from lowlat.lowering.memory import temporary_bytes  # which loads the kernels
 
-            workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
     if has_kernels:
         from lowlat.executors.distributed.parallel import all_reduce_bytes
+        from lowlat.executors.planned import planned_workspaces
+        from lowlat.lowering.memory import workspace_bytes
 
-        workspaces += all_reduce_bytes(programs)
+        asked = planned_workspaces(programs, weights, gpu, rank=rank, fuse=fuse)
+        workspaces = workspace_bytes(asked) + all_reduce_bytes(programs)
     matrices = [matrix_parts(name, weights) for name in packed_weights(programs)]
     matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
     packed = matrices if has_kernels else []
