@@ -31,7 +31,7 @@ from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.peeks import Peeks
+from lowlat.executors.peeks import Peeks, SentValues
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.residence.base import Residence
 from lowlat.executors.workspace import SharedWorkspace
@@ -98,6 +98,7 @@ class KernelExecutor(ABC):
         self._num_prefills = 0
         self._failed = False
         self._peeks = Peeks(on_gpu=device.type == "cuda")
+        self._sent = SentValues()
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
         self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_gpus)
@@ -326,10 +327,13 @@ class KernelExecutor(ABC):
 
     @torch.inference_mode()
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write buffers of the state by name, on the executor's stream; what is pinned is not waited for."""
+        """Write buffers of the state by name, on the executor's stream; what is pinned is not waited for, and kept."""
         with self._failures(), torch.cuda.stream(self.stream):
+            pinned = [value for value in values.values() if value.is_pinned()]
             for name, value in values.items():
                 self.state[name].copy_(value, non_blocking=value.is_pinned())
+            if pinned:
+                self._sent.keep(pinned)
 
     @torch.inference_mode()
     def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
@@ -390,7 +394,8 @@ class KernelExecutor(ABC):
         A device that has failed is not waited for.
         """
         if self._failed:
-            abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence, self._peeks.memory])
+            held = self._peeks.memory, self._sent.held
+            abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence, *held])
         else:
             self._synchronize()
         self._look_at_others = None
