@@ -95,15 +95,18 @@ class Plan:
     def kv_bytes_per_token(self, program: Program) -> dict[str, int]:
         """Bytes that one more token takes in the caches of the target, and of the draft model (`head_`).
 
-        Caches of layers of windows do not grow with a text and are not counted.
+        Caches of layers of windows do not grow with a text. They are counted apart (`window_`), where there are some:
+        of both, for as long as the token is in the window.
         """
         speculator, size = self.geometry.speculator, self.geometry.block_size
         own = [] if speculator is None else speculator.state_specs(self.geometry.state_sizes)
-        caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS and not spec.pool]
+        caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
         found = {"bytes_per_token": 0, "head_bytes_per_token": 0}
         for spec in caches:  # [P, G, block, D] each
-            part = "head_bytes_per_token" if spec in own else "bytes_per_token"
-            found[part] += spec.num_bytes // (spec.shape[0] * size)
+            part = (
+                "window_bytes_per_token" if spec.pool else "head_bytes_per_token" if spec in own else "bytes_per_token"
+            )
+            found[part] = found.get(part, 0) + spec.num_bytes // (spec.shape[0] * size)
         return found
 
     def memory(self, choice: DeviceChoice, rank: int = 0) -> dict[str, int]:
