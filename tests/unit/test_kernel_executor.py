@@ -278,3 +278,20 @@ def test_watchdogs_know_what_is_usual() -> None:
     assert own.complaint(since, 100) is None
     assert "has run for 3" in str(own.complaint(since - 3.0, 100))
     assert own.complaint(since - 3.0, 1) is None
+
+
+def test_pinned_values_that_are_written_into_the_state_are_kept(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their copy goes on after the call; others were copied when it returns."""
+    executor = make_executor("llama", gpu, tmp_path)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.dtype == torch.int32)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
+    lengths = torch.full_like(executor.state["lengths"], 3)
+    executor.write_state({"lengths": lengths})
+    assert torch.equal(executor.state["lengths"], lengths)
+    ((_, kept),) = executor._sent.held
+    assert kept[0] is lengths
+    plain = next(name for name, each in executor.state.items() if each.dtype.is_floating_point)
+    executor.write_state({plain: torch.zeros_like(executor.state[plain])})
+    assert len(executor._sent.held) == 1
