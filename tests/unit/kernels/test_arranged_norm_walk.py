@@ -50,7 +50,7 @@ def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, with
     assert bool(found.isfinite().all()) and bool(sums[1].isfinite().all())
 
 
-@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], WIDTHS[1], wide(2, 4096 + 40, False)])
+@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], wide(2, 4096 + 40, False)])
 def test_sums_of_what_is_normed_are_normed_and_arranged(rows: int, width: int, with_dead: bool) -> None:
     x, residual, live = torch.randn(rows, width), torch.randn(rows, width).bfloat16(), flags(rows)
     given = {"residual": residual, "row_live": live if with_dead else None, "eps": EPS, "next_eps": EPS}

@@ -27,9 +27,9 @@ HEADS = [
 
 
 @contextmanager
-def walked(*, late: bool = True) -> Iterator[Run]:
+def walked() -> Iterator[Run]:
     """Operations by walked kernels."""
-    walker = Walker(late)
+    walker = Walker()
     with walkable_states(walker, *COMMON, *(f"recurrent.{name}" for name in MODULES)) as modules:
         found = dict(zip(MODULES, modules[len(COMMON) :], strict=True))
         yield by_kernels(found, walker.run, CPU)
@@ -53,28 +53,27 @@ def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_s
         assert_near(found[slot], wanted)
 
 
-@pytest.mark.parametrize("late", [True])
-def test_chunks_are_the_steps_of_their_rows_and_begin_with_snapshots(late: bool) -> None:
+def test_chunks_are_the_steps_of_their_rows_and_begin_with_snapshots() -> None:
     """A prompt in one chunk, in two, from a snapshot that another slot's chunk left in its midst, and row by row."""
     heads = HeadSizes(1, 1, 32, 8)
     torch.manual_seed(4)
     reference = Layer(heads, 2, by_reference)
     text = reference.drawn(53)
-    with walked(late=late) as run:
+    with walked() as run:
         layer = Layer(heads, 2, run)
-        whole = layer.prefill(0, 0, text, padding=3, kept=[(3, 35), (4, 2)])
-        parts = torch.cat((layer.prefill(2, 0, text[:34]), layer.prefill(2, 34, text[34:36], padding=1)))
+        whole = layer.prefill(0, 0, text, padding=3, kept=[(3, 19), (4, 2)])
+        parts = torch.cat((layer.prefill(2, 0, text[:18]), layer.prefill(2, 18, text[18:20], padding=1)))
         state = layer.states["state"][2].clone()
         layer.check_untouched()
-        others = [layer.prefill(2, 35, text[35:50], padding=1, begin=3)]
-        steps = [layer.step({2: (place, text[place : place + 1])}, 2)[2] for place in range(50, 53)]
+        others = [layer.prefill(2, 19, text[19:34], padding=1, begin=3)]
+        steps = [layer.step({2: (place, text[place : place + 1])}, 2)[2] for place in range(34, 37)]
         early = layer.prefill(2, 2, text[2:3], padding=2, begin=4)
         after = layer.prefill(2, 3, text[3:6])
-    assert torch.equal(parts, whole[:36])
-    assert torch.equal(torch.cat((*others, *steps)), whole[35:])
+    assert torch.equal(parts, whole[:20])
+    assert torch.equal(torch.cat((*others, *steps)), whole[19:37])
     assert torch.equal(torch.cat((early, after)), whole[2:6])
     assert_near(whole, reference.prefill(0, 0, text, padding=3))
-    reference.prefill(2, 0, text[:36])
+    reference.prefill(2, 0, text[:20])
     torch.testing.assert_close(state, reference.states["state"][2], rtol=1e-3, atol=1e-4)
 
 
