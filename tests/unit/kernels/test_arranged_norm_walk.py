@@ -74,17 +74,8 @@ def test_a_row_of_nan_leaves_zeros_past_its_end() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, out = poison(3, 72), poison(72), poison(*arranged_shape(3, 72))
-    arranged_rms_norm(x, weight, out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="out must have shape"):
-        arranged_rms_norm(x, weight, out=x, eps=EPS)
     with pytest.raises(ShapeError, match="multiple of 8"):
         arranged_rms_norm(poison(3, 63), poison(63), out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="x must be"):
-        arranged_rms_norm(x.float(), weight, out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="row_live"):
-        arranged_rms_norm(x, weight, flags(2), out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="total must have shape"):
-        arranged_add_norm(x, x, weight, total=poison(2, 72), out=out, eps=EPS)
     with pytest.raises(ShapeError, match="b must be"):
         arranged_add_norm(x, x.half(), weight, total=x, out=out, eps=EPS)
     with pytest.raises(ShapeError, match="out must have shape"):

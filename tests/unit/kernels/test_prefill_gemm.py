@@ -245,14 +245,8 @@ def arguments(rows: int = 64, width: int = 4096, depth: int = 4096, **changes: A
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("x", torch.empty(64, 64, dtype=torch.bfloat16), "x must have shape"),
         ("x", torch.empty(64, 4096), "of bf16"),
-        ("out", torch.empty(64, 64), "out must have shape"),
-        ("arranged", torch.empty(2, 64, 64), "arranged must have shape"),
         ("partials", None, "need a workspace"),
-        ("partials", torch.empty(2, 64, 4096), "partials must have shape"),
-        ("bias", torch.empty(8), "bias must have shape"),
-        ("columns", torch.empty(8), "columns must have shape"),
         ("plan", plan_prefill_gemm(128, 4096, 4096, H200), "no plan for 64 rows"),
         ("gpu", B200, "capability 9.0"),
     ],
