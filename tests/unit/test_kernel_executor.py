@@ -144,14 +144,11 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
     assert set(ahead) == found and len(found) > 50
     with pytest.raises(ConfigError, match=r"GPU 'no such GPU' is not described; there are h200, h100"):
         describe_gpu("no such GPU")
-    directory, few = tmp_path / "kernels", dict(list(ahead.items())[:2])
-    reports: list[tuple[int, int]] = []
-    for lacking in (2, 0):
-        assert (
-            compile_all(few, describe_gpu("NVIDIA H200").facts, directory, 1, lambda *given: reports.append(given))
-            == lacking
-        )
-    assert reports == [(2, 2)] * 2 and len(list(directory.iterdir())) == 2
+    facts, directory, reports = describe_gpu("NVIDIA H200").facts, tmp_path / "kernels", list[tuple[int, int]]()
+    few = {name: kernel for name, kernel in ahead.items() if re.match(r"argmax|embed_norm", name)}  # soon compiled
+    for lacking in (len(few), 0):
+        assert compile_all(few, facts, directory, 1, lambda *given: reports.append(given)) == lacking
+    assert reports == [(len(few), len(few))] * 2 and len(list(directory.iterdir())) == len(few) > 1
 
 
 def check_counts(executor: Any) -> None:
