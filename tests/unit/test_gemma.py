@@ -9,7 +9,7 @@ import pytest
 import torch
 from recording import Depth, Recorder, prompt_of, run_all, run_one
 from safetensors.torch import load_file, save_file
-from stages import later, wide
+from stages import later, staged, wide
 from tiny_dflash import dflash_draft_model
 from tiny_gemma import E2B, E4B, GEMMA_3_27B, MOE
 from tiny_models import make_pair, make_target, transformers_logits
@@ -34,11 +34,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma-4-e2b": ("gemma4_text", E2B),
 }
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=7, prompt_lookup_min=1)
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=4)
+SAMPLED = SamplingParams(max_tokens=16, temperature=1.0, seed=4)
 CUT: dict[str, Any] = {"num_attention_heads": 8, "intermediate_size": 96, "moe_intermediate_size": 96}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", staged(CASES, first=["gemma-2", "gemma-3-27b", "gemma-4-26b-a4b", "gemma-4-e2b"]))
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Over chunks of prefill and windows, which the prompt crosses more than once."""
     family, options = CASES[name]
@@ -86,11 +86,11 @@ def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_pa
     methods: dict[str, dict[str, Any]] = {"eagle3": {"model": pair.head}, "ngram": {"prompt_lookup_min": 1}}
     draft = SpeculativeConfig(method=method, num_speculative_tokens=7, strict=True, **methods.get(method, {}))
     with Runtime.load(pair.target, draft, **OPTIONS) as runtime:
-        for depth in (0, 1, 3, 7):
+        for depth in (0, 3, 7):
             found = traced(runtime, prompt, depth)
             assert found[0] == tokens and found[1].keys() == logits.keys()
             assert all(torch.equal(found[1][index], row) for index, row in logits.items())
-        assert runtime.kvcache.stats().hit_tokens == 3 * 64
+        assert runtime.kvcache.stats().hit_tokens == 2 * 64
         names = [runtime.submit(each, SAMPLED) for each in (prompt, prompt_of(40, seed=3))]
         assert run_all(runtime)[names[0]] == tokens
         assert runtime.kvcache.pool_stats()["windows"][0]["num_used"] == 0

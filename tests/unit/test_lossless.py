@@ -25,7 +25,7 @@ from lowlat.errors import RequestError
 from lowlat.speculators.methods import draft_method
 from lowlat.step import state
 
-MAX_TOKENS = 15
+MAX_TOKENS = 12
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
     "device": "cpu",
     "dtype": "float32",
@@ -119,7 +119,7 @@ def assert_same(found: Trace, expected: Trace) -> None:
     [
         ("llama", "greedy"),
         wide("qwen3", "filtered"),
-        ("gpt_oss", "penalised"),
+        later("gpt_oss", "penalised"),
         later("qwen3_5_moe_text", "sampled"),
     ],
 )
@@ -127,7 +127,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
     prompt, sampling = prompt_of(19), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
     with load(pairs[family]) as runtime:
-        for depth in (0, 1, 3, 7):
+        for depth in (0, 3, 7):
             assert_same(traced(runtime, prompt, sampling, depth), expected)
         speculation = runtime.summary()["eagle_speculation"]
     assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
@@ -157,8 +157,8 @@ def test_no_depth_of_drafts_from_text_changes_anything(
     ("family", "mode", "reuse"),
     [
         ("llama", "sampled", True),
-        ("gpt_oss", "greedy", False),
-        ("qwen3_5_moe_text", "sampled", True),
+        wide("gpt_oss", "greedy", False),
+        later("qwen3_5_moe_text", "sampled", True),
     ],
 )
 def test_a_depth_that_changes_at_each_step_changes_nothing(
@@ -175,10 +175,10 @@ def test_a_depth_that_changes_at_each_step_changes_nothing(
     ("family", "name", "mode"),
     [
         wide("llama", "chain-as-tree", "greedy"),
-        later("llama", "wide", "sampled"),
+        wide("llama", "wide", "sampled"),
         wide("llama", "bushy", "greedy"),
         ("llama", "deep", "sampled"),
-        ("gpt_oss", "bushy", "sampled"),
+        later("gpt_oss", "bushy", "sampled"),
     ],
 )
 def test_no_tree_changes_anything(family: str, name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
@@ -198,7 +198,7 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("family", "shape", "mode"),
     [
-        later("llama", DYNAMIC[0], "greedy"),
+        wide("llama", DYNAMIC[0], "greedy"),
         ("llama", DYNAMIC[1], "sampled"),
         later("llama", DYNAMIC[2], "greedy"),
         wide("gpt_oss", DYNAMIC[2], "sampled"),
@@ -240,8 +240,8 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     ("form", "mode", "ways"),
     [
         ({"num_hidden_layers": 2}, "greedy", "bushy adaptive"),
-        later({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "dynamic"),
-        later({"windows": (5,), "norm_before_residual": False}, "penalised", "adaptive"),
+        wide({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "dynamic"),
+        wide({"windows": (5,), "norm_before_residual": False}, "penalised", "adaptive"),
         wide({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain"),
         wide({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy"),
         wide({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "dynamic"),
@@ -254,7 +254,7 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         wide({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
         ({"layout": "z-lab", "copies": True, "conv": (2, 8), "selector": (8, 6)}, "sampled", "chain adaptive"),
         later({"layout": "z-lab", "copies": True, "conv": (3, 16), "selector": (8, 6)}, "greedy", "bushy dynamic"),
-        later({"layout": "speculators", "copies": True, "windows": (9, None), "causal": True}, "filtered", "chain"),
+        wide({"layout": "speculators", "copies": True, "windows": (9, None), "causal": True}, "filtered", "chain"),
         wide({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
         later(
             {"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"},
@@ -288,7 +288,7 @@ def test_no_form_of_draft_model_changes_anything(
 
 
 @pytest.mark.second
-@pytest.mark.parametrize(("family", "shared"), [("llama", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(("family", "shared"), [("llama", True), wide("gpt_oss", False)])
 def test_a_random_tree_changes_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
     prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
     expected = baseline(pairs[family], prompt, sampling)
@@ -335,10 +335,10 @@ class Crowd:
     ("family", "method", "tree", "seed"),
     [
         ("llama", "eagle3", "bushy", 1),
-        ("llama", "suffix", None, 3),
+        wide("llama", "suffix", None, 3),
         wide("llama", "beside", None, 4),
         wide("llama", "eagle3+", None, 5),
-        later("llama", "eagle3", "dynamic", 6),
+        wide("llama", "eagle3", "dynamic", 6),
         wide("qwen3", "ngram", None, 2),
         wide("gpt_oss", "eagle3", "bushy", 1),
         later("qwen3_5_moe_text", "eagle3+", None, 7),
@@ -386,7 +386,7 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
     prompt = prompt_of(33)
     other = prompt[:20] + prompt_of(12, seed=8)
     with load(pair, 4, method=method) as runtime:
-        for request, cached in ((prompt, 0), (prompt, 32), (other, 16), (prompt[:8], 0), (prompt[:9], 8)):
+        for request, cached in ((prompt, 0), (prompt, 32), (other, 16), (prompt[:9], 8)):
             name = runtime.submit(request, sampling)
             run_all(runtime)
             assert runtime.metrics(name).cached_prompt_tokens == cached
@@ -398,9 +398,9 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
     pair, sampling = pairs[family], params("sampled")
-    prompts = [prompt_of(20 + k, seed=k % 3) for k in range(4)]
+    prompts = [prompt_of(20 + k, seed=k % 2) for k in range(3)]
     expected = [baseline(pair, prompt, sampling)[0] for prompt in prompts]
-    with load(pair, 3, kv_blocks=36, max_batch=4) as runtime:
+    with load(pair, 3, kv_blocks=28, max_batch=3) as runtime:
         names = [runtime.submit(prompt, sampling) for prompt in prompts]
         tokens = run_all(runtime)
     assert [tokens[name] for name in names] == expected
@@ -408,7 +408,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
 
 @pytest.mark.second
 @pytest.mark.parametrize(
-    ("family", "length"), [wide("llama", 9), wide("qwen3", 8), ("gpt_oss", 1), later("qwen3_5_moe_text", 9)]
+    ("family", "length"), [wide("llama", 9), wide("qwen3", 8), ("gpt_oss", 1), wide("qwen3_5_moe_text", 9)]
 )
 def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
     """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
@@ -426,18 +426,17 @@ def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairP
     [
         ("llama", None),
         later("gpt_oss", "bushy"),
-        later("qwen3_5_moe_text", None),
+        wide("qwen3_5_moe_text", None),
     ],
 )
 def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[str, PairPaths]) -> None:
     """Past the first tile of keys, and over its end: rows that see the same keys add them in the same order."""
-    prompt, sampling = prompt_of(247, seed=5), params("sampled")
+    prompt, sampling = prompt_of(250, seed=5), params("sampled")
     options: dict[str, Any] = {"max_context": 300, "block_size": 16, "prefill_chunk": 64}
     with Runtime.load(pairs[family].target, **{**OPTIONS, **options}) as runtime:
         expected = traced(runtime, prompt, sampling)
     with load(pairs[family], 3, tree=TREES[tree] if tree else None, **options) as runtime:
-        for _ in range(2):
-            assert_same(traced(runtime, prompt, sampling), expected)
+        assert_same(traced(runtime, prompt, sampling), expected)
 
 
 @pytest.mark.second
@@ -458,7 +457,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), later("qwen3_5_moe_text")])
+@pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), wide("qwen3_5_moe_text")])
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -147,12 +147,12 @@ def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths,
 
 
 def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) -> None:
-    with load(pair, "alone", max_context=1000) as runtime:
+    with load(pair, "alone", max_context=2000, block_size=16, prefill_chunk=64) as runtime:
         [pool], geometry = runtime.geometry.window_pools, runtime.geometry
         assert pool.num_blocks < geometry.num_blocks * 0.8
         buffers = runtime.executor.state
         assert (buffers["k_cache.0"].shape[0], buffers["k_cache.1"].shape[0]) == (pool.num_blocks, geometry.num_blocks)
-        names = [runtime.submit(prompt_of(75, seed=seed), SamplingParams(max_tokens=700)) for seed in range(2)]
+        names = [runtime.submit(prompt_of(300, seed=seed), SamplingParams(max_tokens=1300)) for seed in range(2)]
         while any(each["phase"] != "decoding" for each in runtime.slots()) or len(runtime.slots()) < 2:
             runtime.step()
         [stats] = runtime.summary()["kv"]["windows"]
