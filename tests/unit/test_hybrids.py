@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 8, "
     "dtype": "float32",
 }
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=4)
+SAMPLED = SamplingParams(max_tokens=18, temperature=1.0, seed=4)
 MOE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
 CUT = {"linear_num_value_heads": 8, "linear_value_head_dim": 16, "num_attention_heads": 8, "head_dim": 16}
 
@@ -129,7 +129,7 @@ def test_nan_in_a_state_ends_its_request_alone(tmp_path: Path) -> None:
             if not runtime.busy:
                 break
         assert ends == {names[0]: "error", names[1]: "length"} and tokens[names[1]] == truths[1]
-        assert 0 < len(tokens[names[0]]) < 24 and tokens[names[0]] == truths[0][: len(tokens[names[0]])]
+        assert 0 < len(tokens[names[0]]) < 18 and tokens[names[0]] == truths[0][: len(tokens[names[0]])]
         assert [name for name in states if runtime.executor.state[name][slot].any()] == []
         assert [run_one(runtime, prompt, SAMPLED) for prompt in prompts] == truths
         assert runtime.executor.state["delta_state.0"].isfinite().all()
@@ -141,7 +141,7 @@ def test_cancelled_requests_leave_nothing_and_prefixes_give_hits(tmp_path: Path)
     prompt = prompt_of(50)
     with Runtime.load(tmp_path, NGRAM, **{**OPTIONS, "max_batch": 1}) as runtime:
         truth = run_one(runtime, prompt, SAMPLED)
-        for steps in (0, 1, 3):
+        for steps in (0, 3):
             name = runtime.submit(prompt_of(40, seed=steps), SAMPLED)
             for _ in range(steps):
                 runtime.step()

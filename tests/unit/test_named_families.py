@@ -16,8 +16,8 @@ from lowlat.errors import ConfigError
 from lowlat.models.target import load_target, read_model_config
 
 TOLERANCE = 1e-4
-PROMPT, COMPLETION = 71, 24
-OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 103, "block_size": 8, "prefill_chunk": 32} | {
+PROMPT, COMPLETION = 71, 8
+OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 87, "block_size": 8, "prefill_chunk": 32} | {
     "device": "cpu",
     "dtype": "float32",
 }

@@ -112,7 +112,11 @@ LATER = {
 }
 
 
-@pytest.mark.parametrize("name", staged(CASES, first=CASES.keys() - LATER))
+# of these a config decides, and others have each of their values
+CONFIGS = {"llama-one-kv-head", "llama-own-kv-heads", "qwen2-tied", "mistral-wide-heads", "qwen3_5-biases"}
+
+
+@pytest.mark.parametrize("name", staged(CASES, first=CASES.keys() - LATER, second=LATER - CONFIGS))
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     model = build(case, tmp_path, seed=0)
@@ -131,7 +135,8 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-biases", "llama-llama3-rope", "qwen2", "qwen3", "qwen3_5", "qwen3_next", "gpt_oss", "gpt_oss-mxfp4"]
+    "name",
+    ["llama-biases", later("llama-llama3-rope"), later("qwen2"), "qwen3_5", later("qwen3_next"), "gpt_oss-mxfp4"],
 )
 def test_prefill_gives_the_residual_streams_of_transformers(name: str, tmp_path: Path) -> None:
     case = CASES[name]
@@ -159,12 +164,12 @@ def test_prefill_gives_the_residual_streams_of_transformers(name: str, tmp_path:
         assert_close(model.lm_head(model.model.norm(final)), transformers_logits(model, prompt))
 
 
-@pytest.mark.parametrize("family", ["llama", later("qwen3"), later("gpt_oss")])
+@pytest.mark.parametrize("family", ["llama", later("gpt_oss")])
 def test_neighbours_in_one_batch_equal_transformers_too(family: str, tmp_path: Path) -> None:
     model = make_target(tmp_path, family, seed=3)
     prompts = [prompt_of(length, model.config.vocab_size, length) for length in (3, 40, 90)]
     with Runtime.load(tmp_path, **{**OPTIONS, "max_batch": 3}) as runtime:
-        names = [runtime.submit(prompt, SamplingParams(max_tokens=24)) for prompt in prompts]
+        names = [runtime.submit(prompt, SamplingParams(max_tokens=16)) for prompt in prompts]
         completions = run_all(runtime)
     for name, prompt in zip(names, prompts, strict=True):
         chosen = transformers_logits(model, prompt + completions[name])[len(prompt) - 1 : -1].argmax(-1)

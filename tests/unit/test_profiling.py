@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from profiling_cases import cover, cover_ranks, record_of, recorded
+from stages import wide
 from tiny_models import make_target, mxfp4_target
 
 from lowlat import Runtime, SpeculativeConfig
@@ -159,7 +160,7 @@ def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytes
     assert profile.gpus == () and "cards" not in values and "all_reduce" not in values
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, wide(False)])
 @pytest.mark.second
 def test_every_rank_tells_what_it_all_reduces(fused: bool, covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
     """GEMMs that exchange their sums as they finish, or launches of their own; and waits for the other one."""

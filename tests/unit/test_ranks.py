@@ -55,7 +55,7 @@ class Decoded:
         self.tokens: list[int] = []
         with lowlat.Runtime.load(target, draft, tensor_parallel_size=size, **SHAPES, **options) as runtime:
             runtime.executor.set_hook(self._keep)
-            runtime.submit(list(range(1, 41)), lowlat.SamplingParams(max_tokens=8, temperature=0.7, seed=5))
+            runtime.submit(list(range(1, 41)), lowlat.SamplingParams(max_tokens=6, temperature=0.7, seed=5))
             while runtime.busy:
                 for output in runtime.step():
                     self.tokens += output.token_ids
@@ -85,7 +85,7 @@ class Decoded:
         wide("llama", "sharing", {}),
         later("tied", None, {"quantize": "fp8", "quantize_lm_head": True}),
         later("odd", None, {}),
-        later("qwen3_moe", None, {"kv_cache_dtype": "fp8"}),
+        wide("qwen3_moe", None, {"kv_cache_dtype": "fp8"}),
         ("mxfp4", None, {}),
     ],
 )  # fmt: skip
