@@ -4,9 +4,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-import torch
 from fake_device import load_fake
-from recording import Recorder, check_invariants, prompt_of, run_all
+from recording import Recorder, Trace, assert_same, check_invariants, prompt_of, run_all
 from stages import later, wide
 from tiny_dflash import dflash_draft_model
 from tiny_grammars import Automaton, Edges, documents, random_edges
@@ -73,7 +72,7 @@ def params(mode: str = "greedy", max_tokens: int = 75, **others: Any) -> Samplin
     return SamplingParams(**{"seed": 3, "max_tokens": max_tokens, "ignore_eos": True, **MODES[mode], **others})
 
 
-def run(runtime: Runtime, mode: str, edges: Edges = JSON, **others: Any) -> tuple[list[int], dict[int, torch.Tensor]]:
+def run(runtime: Runtime, mode: str, edges: Edges = JSON, **others: Any) -> Trace:
     recorder = Recorder(runtime)
     name = recorder.submit(prompt_of(13), params(mode, **others))
     runtime._requests[name].grammar = Automaton(edges)
@@ -82,10 +81,10 @@ def run(runtime: Runtime, mode: str, edges: Edges = JSON, **others: Any) -> tupl
     return tokens, recorder.logits[name]
 
 
-PLAIN: dict[str, tuple[list[int], dict[int, torch.Tensor]]] = {}
+PLAIN: dict[str, Trace] = {}
 
 
-def plain(pair: PairPaths, mode: str) -> tuple[list[int], dict[int, torch.Tensor]]:
+def plain(pair: PairPaths, mode: str) -> Trace:
     key = f"{pair.target} {mode}"
     if key not in PLAIN:
         with Runtime.load(pair.target, device="cpu", **OPTIONS, prefix_reuse=False) as runtime:
@@ -121,8 +120,7 @@ def test_wide_steps_change_nothing(family: str, method: str, rows: int, mode: st
         found = run(runtime, mode)
         report = forced(runtime)
         check_invariants(runtime)
-    assert found[0] == expected[0]
-    assert [place for place, row in expected[1].items() if not torch.equal(row, found[1][place])] == []
+    assert_same(found, expected)
     assert report["steps"] >= 3 and report["tokens"] >= 8 * report["steps"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Depth, Recorder, prompt_of, run_all, run_one
+from recording import assert_same, prompt_of, run_all, run_one, traced
 from safetensors.torch import load_file, save_file
 from stages import later, staged, wide
 from tiny_dflash import dflash_draft_model
@@ -44,21 +44,11 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     family, options = CASES[name]
     model, prompt = make_target(tmp_path, family, **options), prompt_of(71)
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
-        recorder = Recorder(runtime)
-        request = recorder.submit(prompt, SamplingParams(max_tokens=24))
-        tokens = run_all(runtime)[request]
+        tokens, logits = traced(runtime, prompt, SamplingParams(max_tokens=24))
     expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
     assert tokens == expected.argmax(-1).tolist() and len(set(tokens)) > 2
-    found = torch.stack([recorder.logits[request][len(prompt) + k] for k in range(24)])
+    found = torch.stack([logits[len(prompt) + k] for k in range(24)])
     assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
-
-
-def traced(runtime: Runtime, prompt: list[int], depth: Depth = None) -> tuple[list[int], dict[int, torch.Tensor]]:
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, SAMPLED)
-    tokens = run_all(runtime, depth)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
 
 
 @pytest.mark.second
@@ -82,17 +72,15 @@ def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_pa
     )
     prompt = prompt_of(67)
     with Runtime.load(pair.target, **{**OPTIONS, "prefix_reuse": False}) as runtime:
-        tokens, logits = traced(runtime, prompt)
+        expected = traced(runtime, prompt, SAMPLED)
     methods: dict[str, dict[str, Any]] = {"eagle3": {"model": pair.head}, "ngram": {"prompt_lookup_min": 1}}
     draft = SpeculativeConfig(method=method, num_speculative_tokens=7, strict=True, **methods.get(method, {}))
     with Runtime.load(pair.target, draft, **OPTIONS) as runtime:
         for depth in (0, 3, 7):
-            found = traced(runtime, prompt, depth)
-            assert found[0] == tokens and found[1].keys() == logits.keys()
-            assert all(torch.equal(found[1][index], row) for index, row in logits.items())
+            assert_same(traced(runtime, prompt, SAMPLED, depth), expected)
         assert runtime.kvcache.stats().hit_tokens == 2 * 64
         names = [runtime.submit(each, SAMPLED) for each in (prompt, prompt_of(40, seed=3))]
-        assert run_all(runtime)[names[0]] == tokens
+        assert run_all(runtime)[names[0]] == expected[0]
         assert runtime.kvcache.pool_stats()["windows"][0]["num_used"] == 0
 
 
@@ -150,9 +138,8 @@ def test_the_number_of_ranks_changes_no_bit(options: dict[str, Any], tmp_path: P
     found = []
     for size in (1, 4):
         with Runtime.load(tmp_path, NGRAM, tensor_parallel_size=size, tp_invariant=True, **OPTIONS) as runtime:
-            found.append(traced(runtime, prompt_of(25)))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(found[1][1][index], row) for index, row in found[0][1].items())
+            found.append(traced(runtime, prompt_of(25), SAMPLED))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize(

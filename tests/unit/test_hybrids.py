@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Recorder, prompt_of, run_all, run_one
+from recording import assert_same, outputs_of, prompt_of, run_all, run_one, traced
 from safetensors.torch import load_file, save_file
 from stages import later
 from text_tokenizers import byte_level, write_directory
@@ -75,10 +75,8 @@ def fuse_experts(directory: Path, layer: int) -> None:
 def decoded(directory: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """A greedy completion and its logits."""
     with Runtime.load(directory, **OPTIONS) as runtime:
-        recorder = Recorder(runtime)
-        name = recorder.submit(prompt, SamplingParams(max_tokens=12))
-        tokens = run_all(runtime)[name]
-    return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
+        tokens, logits = traced(runtime, prompt, SamplingParams(max_tokens=12))
+    return tokens, torch.stack([logits[len(prompt) + k] for k in range(len(tokens))])
 
 
 @pytest.mark.parametrize("family", [later("qwen3_5_text"), "qwen3_5_moe_text"])
@@ -90,8 +88,8 @@ def test_other_files_of_a_model_give_its_bits(family: str, tmp_path: Path) -> No
     if family == "qwen3_5_moe_text":
         fuse_experts(tmp_path, 1)
     wrap(tmp_path, family.removesuffix("_text"))
-    assert decoded(tmp_path, prompt)[0] == tokens
-    assert torch.equal(decoded(tmp_path, prompt)[1], logits)
+    found = decoded(tmp_path, prompt)
+    assert found[0] == tokens and torch.equal(found[1], logits)
     expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
 
@@ -166,25 +164,15 @@ def test_trees_and_specpv_are_refused_by_name(options: dict[str, Any], what: str
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen3_5_moe_text", {"linear_num_key_heads": 2, **MOE}),
-    ],
-)
-def test_the_number_of_ranks_changes_no_bit(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_number_of_ranks_changes_no_bit(tmp_path: Path) -> None:
     """By value heads: 1, 2 and 8 ranks, with drafts and without."""
-    make_target(tmp_path, family, **CUT, **options)
+    make_target(tmp_path, "qwen3_5_moe_text", linear_num_key_heads=2, **CUT, **MOE)
     prompt, found = prompt_of(25), []
     for size in (1, 8):
         with Runtime.load(tmp_path, NGRAM, tensor_parallel_size=size, tp_invariant=True, **OPTIONS) as runtime:
-            recorder = Recorder(runtime)
-            name = recorder.submit(prompt, SAMPLED)
-            found.append((run_all(runtime)[name], recorder.logits[name]))
+            found.append(traced(runtime, prompt, SAMPLED))
             assert runtime.executor.state["delta_state.0"].shape[1] == 8 // size
-    for tokens, logits in found[1:]:
-        assert tokens == found[0][0]
-        assert all(torch.equal(logits[index], row) for index, row in found[0][1].items())
+    assert_same(*found)
     with Runtime.load(tmp_path, tensor_parallel_size=2, **OPTIONS) as runtime:
         assert run_one(runtime, prompt, SAMPLED) == found[0][0]  # rounding apart, as whole
 
@@ -231,16 +219,8 @@ def test_grammars_are_kept_and_drafts_change_nothing(tmp_path: Path) -> None:
     for draft in (None, NGRAM):
         with lowlat.Runtime.load(tmp_path, draft, **OPTIONS) as runtime:
             runtime.submit("a", sampling)
-            texts.append("".join(output.text for output in iter_outputs(runtime)))
+            texts.append("".join(output.text or "" for output in outputs_of(runtime)))
     assert texts[0] == texts[1] and len(texts[0]) == 14
-
-
-def iter_outputs(runtime: Runtime) -> list[Any]:
-    """All outputs until nothing runs."""
-    found = []
-    while runtime.busy:
-        found += runtime.step()
-    return found
 
 
 def test_the_state_of_a_slot_and_the_plan_of_weights(tmp_path: Path) -> None:

@@ -4,9 +4,8 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-import torch
 from fake_device import load_fake
-from recording import Recorder, check_invariants, prompt_of, run_all
+from recording import assert_same, check_invariants, prompt_of, run_all, traced
 from stages import later
 from tiny_dflash import dflash_draft_model
 from tiny_models import PairPaths, make_target
@@ -46,14 +45,6 @@ def params(mode: str = "greedy", max_tokens: int = 60) -> SamplingParams:
     return SamplingParams(seed=3, max_tokens=max_tokens, ignore_eos=True, **MODES[mode])
 
 
-def run(runtime: Runtime, mode: str) -> tuple[list[int], dict[int, torch.Tensor]]:
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt_of(13), params(mode))
-    tokens = run_all(runtime)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
-
-
 def longer(runtime: Runtime) -> dict[str, int]:
     found: dict[str, int] = runtime.summary().get("longer_drafts", {"steps": 0, "tokens": 0})
     return found
@@ -65,13 +56,12 @@ def longer(runtime: Runtime) -> dict[str, int]:
 )
 def test_longer_blocks_change_nothing(draft: str, mode: str, pair: PairPaths) -> None:
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
-        expected = run(runtime, mode)
+        expected = traced(runtime, prompt_of(13), params(mode))
     with Runtime.load(pair.target, speculation(pair, draft=draft), device="cpu", **OPTIONS) as runtime:
-        found = run(runtime, mode)
+        found = traced(runtime, prompt_of(13), params(mode))
         assert longer(runtime)["steps"] > 3
         check_invariants(runtime)
-    assert found[0] == expected[0]
-    assert [place for place, row in expected[1].items() if not torch.equal(row, found[1][place])] == []
+    assert_same(found, expected)
 
 
 @pytest.mark.parametrize("looping", [True, later(False)])

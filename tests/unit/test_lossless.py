@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from recording import Depth, Recorder, prompt_of, run_all
+from recording import Recorder, Trace, assert_same, prompt_of, run_all, traced
 from stages import later, wide
 from tiny_dflash import dflash_draft_model
 from tiny_models import (
@@ -56,7 +55,6 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "deep": (*((0,) * depth for depth in range(1, 8)), (1,), (1, 0), (1, 0, 0), (0, 1), (0, 1, 0), (0, 0, 0, 1)),
 }
 DYNAMIC = [(3, 7, 20), (16, 3, 31), (10, 7, 8)]  # the last drafts over 60 rows
-Trace = tuple[list[int], dict[int, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +83,6 @@ def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "ea
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
 
-def traced(runtime: Runtime, prompt: list[int], sampling: SamplingParams, depth: Depth = None) -> Trace:
-    """One request alone: its tokens and the logits that each was drawn from."""
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, sampling)
-    tokens = run_all(runtime, depth)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
-
-
 BASELINES: dict[str, Trace] = {}  # computed once each: many tests compare with the same
 
 
@@ -104,14 +93,6 @@ def baseline(pair: PairPaths, prompt: list[int], sampling: SamplingParams) -> Tr
         with Runtime.load(pair.target, **{**OPTIONS, "prefix_reuse": False}) as runtime:
             BASELINES[key] = traced(runtime, prompt, sampling)
     return BASELINES[key]
-
-
-def assert_same(found: Trace, expected: Trace) -> None:
-    """The same tokens from the same bits."""
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]
-    assert not different, f"other bits for the tokens at {different}"
 
 
 @pytest.mark.parametrize(

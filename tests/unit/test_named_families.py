@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Recorder, run_all
+from recording import traced
 from safetensors.torch import load_file, save_file
 from tiny_models import COMMON, transformers_logits
 
@@ -107,12 +107,10 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     generator = torch.Generator().manual_seed(3)
     prompt = torch.randint(0, COMMON["vocab_size"], (PROMPT,), generator=generator).tolist()
     with Runtime.load(tmp_path, **OPTIONS) as runtime:
-        recorder = Recorder(runtime)
-        request = recorder.submit(prompt, SamplingParams(max_tokens=COMPLETION))
-        completion = run_all(runtime)[request]
+        completion, logits = traced(runtime, prompt, SamplingParams(max_tokens=COMPLETION))
     expected = transformers_logits(model, prompt + completion)[PROMPT - 1 : -1]
     assert completion == expected.argmax(-1).tolist()
-    found = torch.stack([recorder.logits[request][PROMPT + k] for k in range(COMPLETION)])
+    found = torch.stack([logits[PROMPT + k] for k in range(COMPLETION)])
     assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < TOLERANCE
 
 

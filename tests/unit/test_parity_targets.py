@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Recorder, run_all
+from recording import run_all, traced
 from stages import later, staged
 from tiny_models import make_target, mxfp4_target, residual_streams, transformers_logits
 
@@ -123,14 +123,12 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     prompt = prompt_of(case.prompt, model.config.vocab_size, seed=0)
     context = max(OPTIONS["max_context"], case.prompt + case.completion)
     with Runtime.load(tmp_path, **{**OPTIONS, "max_context": context}) as runtime:
-        recorder = Recorder(runtime)
-        request = recorder.submit(prompt, SamplingParams(max_tokens=case.completion))
-        completion = run_all(runtime)[request]
+        completion, logits = traced(runtime, prompt, SamplingParams(max_tokens=case.completion))
     assert len(completion) == case.completion
     expected = transformers_logits(model, prompt + completion)
     # by induction this is greedy decoding: each token is what transformers chooses after all those before it
     assert completion == expected[case.prompt - 1 : -1].argmax(-1).tolist()
-    found = torch.stack([recorder.logits[request][case.prompt + k] for k in range(case.completion)])
+    found = torch.stack([logits[case.prompt + k] for k in range(case.completion)])
     assert_close(found, expected[case.prompt - 1 : -1])
 
 

@@ -11,7 +11,7 @@ import torch
 from fake_device import load_fake
 from hypothesis import given
 from hypothesis import strategies as st
-from recording import Recorder, prompt_of, run_all, run_one
+from recording import prompt_of, run_all, run_one, traced
 from stages import later, staged, wide
 from tiny_gemma import E2B
 from tiny_models import PairPaths, make_pair, make_target
@@ -62,15 +62,6 @@ def speculation(pair: PairPaths, **others: Any) -> SpeculativeConfig:
 
 def load(pair: PairPaths, *, options: dict[str, Any] | None = None, **others: Any) -> Runtime:
     return Runtime.load(pair.target, speculation(pair, **others), device="cpu", **{**OPTIONS, **(options or {})})
-
-
-def traced(runtime: Runtime, prompt: list[int], params: SamplingParams) -> tuple[list[int], dict[int, torch.Tensor]]:
-    """One request alone: its tokens, and the logits that each was drawn from by its place in the text."""
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, params)
-    tokens = run_all(runtime)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
 
 
 def test_a_text_may_fill_the_context(pair: PairPaths) -> None:

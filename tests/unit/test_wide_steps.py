@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import load_fake
-from recording import Recorder, check_invariants, prompt_of, run_all, run_one
+from recording import Trace, assert_same, check_invariants, prompt_of, run_all, run_one, traced
 from stages import later, wide
 from tiny_grammars import Automaton, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
@@ -29,7 +29,6 @@ MODES: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.5, "presence_penalty": -2.0, "frequency_penalty": -0.5, "repetition_penalty": 0.8},
 }
 REPEATING = prompt_of(23) * 2
-Trace = tuple[list[int], dict[int, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +50,6 @@ def load(pair: PairPaths, method: str, *, options: dict[str, Any] | None = None,
 
 def params(mode: str = "greedy", max_tokens: int = 84, seed: int = 3, **others: Any) -> SamplingParams:
     return SamplingParams(**{"seed": seed, "max_tokens": max_tokens, **MODES[mode], **others})
-
-
-def traced(runtime: Runtime, prompt: list[int], sampling: SamplingParams) -> Trace:
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, sampling)
-    tokens = run_all(runtime)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
 
 
 PLAIN: dict[str, Trace] = {}
@@ -95,8 +86,7 @@ def test_wide_steps_change_nothing(family: str, method: str, rows: int, mode: st
     with load(pairs[family], method, wide_rows=rows) as runtime:
         found = traced(runtime, REPEATING, sampling)
         report = runtime.summary()["wide_verification"]
-    assert found[0] == expected[0]
-    assert [place for place, row in expected[1].items() if not torch.equal(row, found[1][place])] == []
+    assert_same(found, expected)
     assert report["steps"] > 2 and report["tokens"] > 6 * report["steps"]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Recorder, prompt_of, run_all
+from recording import Trace, assert_same, prompt_of, run_all, traced
 from stages import later, wide
 from tiny_gemma import E2B, GEMMA_31B
 from tiny_models import PairPaths, make_pair, make_target
@@ -46,23 +46,6 @@ def load(pair: PairPaths, method: str, **options: Any) -> Runtime:
     return Runtime.load(pair.target, speculative, **{**OPTIONS, **options})
 
 
-Trace = tuple[list[int], dict[int, torch.Tensor]]
-
-
-def traced(runtime: Runtime, prompt: list[int]) -> Trace:
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, SAMPLED)
-    tokens = run_all(runtime)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
-
-
-def assert_same(found: Trace, expected: Trace) -> None:
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][place], row) for place, row in expected[1].items())
-
-
 @pytest.fixture(scope="module")
 def expected(pair: PairPaths) -> dict[int, Trace]:
     """By the length of its prompt: of one pool of blocks for all layers, without drafts."""
@@ -70,7 +53,7 @@ def expected(pair: PairPaths) -> dict[int, Trace]:
         patch.setattr(state, "kept_windows", lambda windows, max_context: ())
         with load(pair, "alone", prefix_reuse=False) as runtime:
             assert not runtime.kvcache.pool_stats()
-            return {length: traced(runtime, prompt_of(length)) for length in (57, 49)}
+            return {length: traced(runtime, prompt_of(length), SAMPLED) for length in (57, 49)}
 
 
 @pytest.mark.parametrize("method", [wide("tree"), later("widths")])
@@ -79,8 +62,8 @@ def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
 ) -> None:
     """Alone, after a cached prefix, and next to requests that join, are cancelled and take the blocks it gave back."""
     with load(pair, method) as runtime:
-        assert_same(traced(runtime, prompt_of(57)), expected[57])
-        assert_same(traced(runtime, prompt_of(49)), expected[49])
+        assert_same(traced(runtime, prompt_of(57), SAMPLED), expected[57])
+        assert_same(traced(runtime, prompt_of(49), SAMPLED), expected[49])
         assert runtime.kvcache.stats().hit_tokens == 48
         hits = 48
         name = runtime.submit(prompt_of(57), SAMPLED)
@@ -110,13 +93,13 @@ def test_layers_of_other_sizes_keep_few_blocks_too(fields: dict[str, Any], tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "kept_windows", lambda windows, max_context: ())
         with load(pair, "alone", prefix_reuse=False) as runtime:
-            expected = traced(runtime, prompt_of(49))
+            expected = traced(runtime, prompt_of(49), SAMPLED)
     with load(pair, "alone") as runtime:
         [pool], buffers = runtime.geometry.window_pools, runtime.executor.state
         sizes = {cache.shape[3]: cache.shape[0] for name, cache in buffers.items() if name.startswith("k_cache")}
         assert sizes == {fields["head_dim"]: pool.num_blocks, fields["global_head_dim"]: runtime.geometry.num_blocks}
         for hits in (0, 48):
-            assert_same(traced(runtime, prompt_of(49)), expected)
+            assert_same(traced(runtime, prompt_of(49), SAMPLED), expected)
             assert runtime.kvcache.stats().hit_tokens == hits
             runtime.kvcache.invariants()
 
