@@ -15,7 +15,6 @@ from tiny_dflash import dflash_draft_model
 from tiny_models import FAMILIES, make_target, mxfp4_target, random_draft_model
 
 from lowlat.cli.commands.compare import command
-from lowlat.cli.options import bundled
 from lowlat.errors import ConfigError, RequestError
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Bucket
@@ -178,14 +177,6 @@ def test_a_recording_of_another_engine_may_hold_less_and_in_half_precision(
     tensors["draft.1.ffn_out"] *= 1.5
     save_file(tensors, tmp_path / "other.safetensors")
     assert report_of(compare(*arguments))["first_beyond_tolerance"] == "draft.1.ffn_out", "a wrong scale"
-
-
-def test_the_bundled_pair_equals_its_own_recording(tmp_path: Path) -> None:
-    arguments = (bundled("target"), "--head", bundled("head"), "--prompt", "The President shall", "--dtype", "auto")
-    assert compare(*arguments, "--save", tmp_path / "x.safetensors", "--num-tokens", 8).exit_code == 0
-    result = compare(*arguments, "--against", tmp_path / "x.safetensors", "--min-cosine", 1)
-    assert result.exit_code == 0 and "passed: the same greedy tokens" in result.stdout
-    assert "draft.2.pre_head_hidden" in result.stdout and "not compared" not in result.stdout
 
 
 def test_an_executor_that_shows_no_prefill_records_the_rest(

@@ -163,22 +163,6 @@ def test_any_order_gives_the_tokens_of_each_request_alone(
             assert tokens[number] == expected
 
 
-@pytest.mark.wide
-def test_recurrent_states_follow_a_loop(tmp_path: Path) -> None:
-    """Steps of a hybrid that the host has not asked for: what they reject is rewound where it was made."""
-    pair, script = make_pair(tmp_path, "qwen3_next"), Script(0)
-    with Runtime.load(pair.target, device="cpu", **{**OPTIONS, "max_batch": 1}) as runtime:
-        expected = [run_one(runtime, *request) for request in script.requests]
-    draft = SpeculativeConfig(model=pair.head, num_speculative_tokens=DEPTH, strict=True)
-    runtime, device = load_fake(pair.target, draft, **OPTIONS, device_loop=True, lead=3)
-    with runtime:
-        tokens, reasons = script.run(runtime)
-        assert device.count("loop") > 0
-    for number, wanted in enumerate(expected):
-        found = [token for token in tokens[number] if token >= 0]
-        assert found == (wanted if reasons[number] != "cancelled" else wanted[: len(found)])
-
-
 def test_a_loop_runs_half_the_ring_and_the_next_one_follows(make: Make) -> None:
     runtime, device = make(device_loop=True)
     with runtime:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_layers import quantise_target
-from recording import prompt_of, run_all, run_one
+from recording import prompt_of, run_one
 from safetensors.torch import load_file, save_file
 from stages import later, wide
 from text_tokenizers import byte_level, write_directory
@@ -44,22 +44,6 @@ def mtp(depth: int = 3, **options: Any) -> SpeculativeConfig:
 
 def acceptance(runtime: Runtime) -> int:
     return int(runtime.summary()["eagle_speculation"]["total_accepted_tokens"])
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("temperature", [wide(0.0), later(1.0)])
-def test_every_draft_length_gives_the_same_tokens_next_to_neighbours(hybrid: Path, temperature: float) -> None:
-    prompts = [prompt_of(11), [4, 5, 6] * 5, prompt_of(3, seed=2)]
-    sampling = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed) for seed in range(3)]
-    with Runtime.load(hybrid, **OPTIONS) as runtime:
-        expected = [run_one(runtime, *each) for each in zip(prompts, sampling, strict=True)]
-    for options, depths in ((mtp(7), (1, 4, 7)), (mtp(4, adaptive_width=True), (None,))):
-        with Runtime.load(hybrid, options, **OPTIONS) as runtime:
-            for depth in depths:
-                names = [runtime.submit(*each) for each in zip(prompts, sampling, strict=True)]
-                found = run_all(runtime, depth)
-                assert [found[name] for name in names] == expected, depth
-            assert acceptance(runtime) > 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from recording import tokens_of
+from recording import prompt_of, tokens_of
+from tiny_models import make_pair
 
 import lowlat
 from lowlat import CapacityError, ConfigError, LowlatError, RequestError, Runtime, SamplingParams, SpeculativeConfig
@@ -111,20 +112,20 @@ def test_a_bias_decides(runtime: Runtime) -> None:
     assert tokens_of(outputs) == [77] * 4
 
 
-@pytest.mark.second
-def test_a_prefix_is_reused_and_changes_nothing() -> None:
-    prompt = list(range(300, 300 + 150))
+def test_a_prefix_is_reused_and_changes_nothing(tmp_path: Path) -> None:
+    pair, prompt = make_pair(tmp_path, "llama"), prompt_of(37)
+    head = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True)
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
-    with Runtime.load(TARGET, HEAD, max_batch=2, max_context=256, prefill_chunk=64, block_size=32) as runtime:
+    with Runtime.load(pair.target, head, max_batch=2, max_context=64, prefill_chunk=16, block_size=8) as runtime:
         first = runtime.submit(prompt, params)
         cold = tokens_of(_all_steps(runtime))
         second = runtime.submit(prompt, params)
         assert tokens_of(_all_steps(runtime)) == cold
         assert runtime.metrics(first).cached_prompt_tokens == 0
-        assert runtime.metrics(second).cached_prompt_tokens == 128
+        assert runtime.metrics(second).cached_prompt_tokens == 32
         same = runtime.metrics(first).speculation, runtime.metrics(second).speculation
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
-        for salt, cached in (("a", 0), ("a", 128)):  # nobody learns from another's salt what was asked
+        for salt, cached in (("a", 0), ("b", 0), ("a", 32)):  # nobody learns from another's salt what was asked
             name = runtime.submit(prompt, params, cache_salt=salt)
             salted = tokens_of(_all_steps(runtime))
             assert (runtime.metrics(name).cached_prompt_tokens, salted) == (cached, cold)

@@ -10,6 +10,7 @@ from checkpoint_files import edit_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layer_changes import with_changes
+from stages import wide
 from tiny_models import FAMILIES, make_target, mxfp4_target
 
 from lowlat.errors import ConfigError
@@ -223,7 +224,7 @@ def mutate(draw: Any, value: Any) -> Any:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4"])
+@pytest.mark.parametrize("family", ["llama", wide("mistral"), wide("qwen2"), "qwen3", wide("gpt_oss"), "mxfp4"])
 @given(data=st.data())
 @pytest.mark.second
 def test_mutated_configs_load_or_are_refused(

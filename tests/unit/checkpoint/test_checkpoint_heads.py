@@ -287,15 +287,6 @@ def test_the_targets_lm_head_is_shared_where_it_fits(tmp_path: Path) -> None:
     assert load_draft_model(tmp_path, target_geometry(tie_embeddings=True)).config.draft_vocab_size == 40
 
 
-def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
-    tensors = draft_tensors(draft_vocab=40)
-    del tensors["t2d"], tensors["d2t"]
-    write_draft_layout(tmp_path, "speculators", tensors)
-    loaded = load_draft_model(tmp_path, TARGET)
-    assert loaded.config.own_lm_head and not loaded.config.own_draft_map
-    assert loaded.weights["head.draft_to_target"].tolist() == list(range(40))
-
-
 def test_a_narrow_head_needs_its_own_tables(tmp_path: Path) -> None:
     """A draft of another width than the target's, as for Llama 70B, carries its own embedding."""
     target = target_geometry(hidden_size=20)
@@ -459,12 +450,6 @@ def test_heads_with_long_context_rope(tmp_path: Path) -> None:
     write_draft_layout(tmp_path, "safeai", layer={"rope_scaling": scaling, "rope_theta": 150000})
     rope = read_draft_config(tmp_path, TARGET).attention.rope
     assert (rope.kind, rope.theta, rope.truncate, rope.original_max_position) == ("yarn", 150000.0, False, 4096)
-
-
-def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
-    write_draft_layout(tmp_path, "safeai")
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    refused(tmp_path, "pytorch_model.bin", "pickles are never read")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
