@@ -146,7 +146,7 @@ def test_they_are_few_where_a_text_is_long(pairs: dict[str, PairPaths]) -> None:
     assert counts[2] <= 16
 
 
-@pytest.mark.parametrize(("method", "looping"), [("eagle3", True), later("none", False), wide("copies", False)])
+@pytest.mark.parametrize(("method", "looping"), [("eagle3", True), wide("none", False), wide("copies", False)])
 def test_queued_and_looping_steps_give_the_same_tokens(method: str, looping: bool, pairs: dict[str, PairPaths]) -> None:
     """Next to requests that have none, a seldom forcing one, or their own; wide steps are never launched ahead."""
     pair = pairs["llama"]

@@ -96,19 +96,6 @@ def test_what_is_forced_costs_no_step_of_its_own(tree: str | None, pair: PairPat
     assert figures["num_forced_accepted"] >= 24 and figures["num_accepted_tokens"] >= figures["num_forced_accepted"]
 
 
-@pytest.mark.parametrize("grammar", ["wide"])
-def test_widths_that_the_device_chooses_change_nothing(grammar: str, pair: PairPaths) -> None:
-    """A step of few rows after one of many: what the host is told of others is dead."""
-    edges, sampling = GRAMMARS[grammar], params("sampled", max_tokens=30)
-    expected = expected_tokens(pair, edges, sampling)
-    chosen = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_width=True, strict=True)
-    with Runtime.load(pair.target, chosen, **OPTIONS) as runtime:
-        plain = runtime.submit(prompt_of(8), params("greedy", max_tokens=25))
-        assert decode(runtime, edges, sampling) == expected
-        assert runtime.metrics(plain).completion_tokens == 25
-        assert decode(runtime, edges, sampling, 0) == expected
-
-
 def test_drafts_are_accepted_under_a_grammar(pair: PairPaths) -> None:
     """Else the masks of deeper rows would not have been looked at."""
     accepted = 0

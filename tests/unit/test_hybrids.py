@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from recording import assert_same, outputs_of, prompt_of, run_all, run_one, traced
+from recording import assert_same, prompt_of, run_all, run_one, traced
 from safetensors.torch import load_file, save_file
 from stages import later
-from text_tokenizers import byte_level, write_directory
 from tiny_models import make_pair, make_target, transformers_logits
 
-import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
@@ -185,21 +183,6 @@ def test_heads_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("options", [{"quantize": "int4", "kv_cache_dtype": "fp8"}])
-def test_formats_lose_no_token_to_drafts(options: dict[str, Any], tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64} | {
-        "shared_expert_intermediate_size": 64,
-        "linear_value_head_dim": 32,
-    }
-    make_target(tmp_path, "qwen3_5_moe_text", **sizes)
-    found = []
-    for draft in (None, NGRAM):
-        with Runtime.load(tmp_path, draft, **{**OPTIONS, "dtype": "bfloat16"}, **options) as runtime:
-            found.append([run_one(runtime, prompt_of(4) * 6, SAMPLED), run_one(runtime, prompt_of(19), SAMPLED)])
-    assert found[0] == found[1]
-
-
-@pytest.mark.second
 def test_files_that_are_written_rounded_are_those_rounded_at_load(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "linear_num_value_heads": 8, "linear_value_head_dim": 16}
     make_target(tmp_path / "plain", "qwen3_5_moe_text", **sizes, moe_intermediate_size=64)
@@ -209,18 +192,6 @@ def test_files_that_are_written_rounded_are_those_rounded_at_load(tmp_path: Path
         with Runtime.load(tmp_path / name, **OPTIONS, **options) as runtime:
             found.append(run_one(runtime, prompt_of(19), SAMPLED))
     assert found[0] == found[1]
-
-
-def test_grammars_are_kept_and_drafts_change_nothing(tmp_path: Path) -> None:
-    size = byte_level().get_vocab_size() + 13
-    make_target(tmp_path, "qwen3_5_text", vocab_size=size, num_hidden_layers=2, eos_token_id=[1])
-    write_directory(tmp_path, byte_level())
-    sampling, texts = SamplingParams(max_tokens=40, regex="(ab){3}-[0-9]{4}-[a-f]{2}", temperature=1.0, seed=2), []
-    for draft in (None, NGRAM):
-        with lowlat.Runtime.load(tmp_path, draft, **OPTIONS) as runtime:
-            runtime.submit("a", sampling)
-            texts.append("".join(output.text or "" for output in outputs_of(runtime)))
-    assert texts[0] == texts[1] and len(texts[0]) == 14
 
 
 def test_the_state_of_a_slot_and_the_plan_of_weights(tmp_path: Path) -> None:

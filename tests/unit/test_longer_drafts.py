@@ -64,8 +64,7 @@ def test_longer_blocks_change_nothing(draft: str, mode: str, pair: PairPaths) ->
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize("looping", [True, later(False)])
-def test_queued_and_looping_steps_give_the_same_tokens(looping: bool, pair: PairPaths) -> None:
+def test_looping_steps_give_the_same_tokens(pair: PairPaths) -> None:
     """Both lengths are launched ahead and are repeated on the device, whatever comes after what."""
     requests = [(prompt_of(9 + n, seed=n), params(mode, 50 - 11 * n)) for n, mode in enumerate(MODES)]
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
@@ -73,13 +72,13 @@ def test_queued_and_looping_steps_give_the_same_tokens(looping: bool, pair: Pair
         tokens = run_all(runtime)
         expected = [tokens[name] for name in names]
     runtime, device = load_fake(
-        pair.target, speculation(pair), device_loop=looping, seed=1, lead=3, **OPTIONS, prefix_reuse=False
+        pair.target, speculation(pair), device_loop=True, seed=1, lead=3, **OPTIONS, prefix_reuse=False
     )
     with closing(runtime):
         names = [runtime.submit(*request) for request in requests]
         tokens = run_all(runtime)
         assert [tokens[name] for name in names] == expected
-        kinds = {entry[1].rows for entry in device.log if entry[0] == ("loop" if looping else "step")}
+        kinds = {entry[1].rows for entry in device.log if entry[0] == "loop"}
         assert {2, 16} <= kinds
 
 

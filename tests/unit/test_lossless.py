@@ -11,7 +11,6 @@ from stages import later, wide
 from tiny_dflash import dflash_draft_model
 from tiny_models import (
     DISTINCT_FAMILIES,
-    HYBRIDS,
     PairPaths,
     copying_draft_model,
     make_pair,
@@ -350,21 +349,6 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
         names = [runtime.submit(prompt, sampling) for prompt in prompts]
         tokens = run_all(runtime)
     assert [tokens[name] for name in names] == expected
-
-
-@pytest.mark.second
-@pytest.mark.parametrize(
-    ("family", "length"), [wide("llama", 9), wide("qwen3", 8), ("gpt_oss", 1), wide("qwen3_5_moe_text", 9)]
-)
-def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
-    """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
-    prompt, sampling = prompt_of(length, seed=length), params("sampled")
-    with Runtime.load(pairs[family].target, **{**OPTIONS, "dtype": "bfloat16"}) as runtime:
-        expected = traced(runtime, prompt, sampling)
-    shapes: list[tuple[int, Any]] = [(7, None), (3, TREES["bushy"])]
-    for depth, tree in shapes[: 1 if family in HYBRIDS else 2]:
-        with load(pairs[family], depth, tree=tree, dtype="bfloat16") as runtime:
-            assert_same(traced(runtime, prompt, sampling), expected)
 
 
 @pytest.mark.parametrize(
