@@ -140,10 +140,7 @@ def alone(pair: PairPaths) -> Callable[[int], list[list[int]]]:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize(
-    ("device_loop", "lead", "seed"),
-    [wide(*WAYS[1], 1), wide(*WAYS[2], 0), (*WAYS[4], 1)],
-)
+@pytest.mark.parametrize(("device_loop", "lead", "seed"), [wide(*WAYS[1], 1), wide(*WAYS[2], 0), (*WAYS[4], 1)])
 def test_any_order_gives_the_tokens_of_each_request_alone(
     device_loop: bool, lead: int, seed: int, alone: Callable[[int], list[list[int]]], make: Make
 ) -> None:
@@ -175,9 +172,7 @@ def test_a_loop_runs_half_the_ring_and_the_next_one_follows(make: Make) -> None:
     assert device.count("stop") <= 1  # at the end alone, when it was over already
 
 
-def test_a_loop_gives_each_step_as_it_comes_and_all_that_has_come(
-    make: Make,
-) -> None:
+def test_a_loop_gives_each_step_as_it_comes_and_all_that_has_come(make: Make) -> None:
     runtime, _ = make(lead=0)
     with runtime:
         name = runtime.submit(prompt_of(9), long(40, max_draft_tokens=0))
@@ -197,9 +192,7 @@ def test_a_loop_gives_each_step_as_it_comes_and_all_that_has_come(
 
 
 @pytest.mark.second
-def test_a_new_request_stops_the_loop_and_is_prefilled_after_it(
-    make: Make,
-) -> None:
+def test_a_new_request_stops_the_loop_and_is_prefilled_after_it(make: Make) -> None:
     runtime, device = make(max_prefill_chunks=1)
     with runtime:
         first = runtime.submit(prompt_of(9), long(60))
@@ -300,9 +293,7 @@ def test_no_step_is_launched_for_nobody(make: Make) -> None:
         assert all(device.published)
 
 
-def test_a_slot_that_falls_free_is_given_away_before_the_next_step(
-    make: Make,
-) -> None:
+def test_a_slot_that_falls_free_is_given_away_before_the_next_step(make: Make) -> None:
     """While somebody waits in the queue, no step is launched ahead of an end that the step before has published."""
     runtime, device = make(device_loop=False, max_batch=2)
     with runtime:

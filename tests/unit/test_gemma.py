@@ -222,11 +222,7 @@ def test_keys_of_older_files_mean_the_same(tmp_path: Path) -> None:
             {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
             | {"rope_parameters": None, "layer_types": None, "sliding_window_pattern": 3},
         ),
-        (
-            "gemma4_text",
-            E2B,
-            {"per_layer_config": None, "global_head_dim": 16, "num_global_key_value_heads": None},
-        ),
+        ("gemma4_text", E2B, {"per_layer_config": None, "global_head_dim": 16, "num_global_key_value_heads": None}),
     ):
         make_target(tmp_path / family, family, **options)
         opened = open_target(tmp_path / family, dtype="float32")

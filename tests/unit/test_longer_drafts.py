@@ -50,10 +50,7 @@ def longer(runtime: Runtime) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("draft", "mode"),
-    [("dflash", "greedy"), later("dflash2", "penalised")],
-)
+@pytest.mark.parametrize(("draft", "mode"), [("dflash", "greedy"), later("dflash2", "penalised")])
 def test_longer_blocks_change_nothing(draft: str, mode: str, pair: PairPaths) -> None:
     with Runtime.load(pair.target, device="cpu", **OPTIONS) as runtime:
         expected = traced(runtime, prompt_of(13), params(mode))

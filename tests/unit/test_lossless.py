@@ -9,13 +9,7 @@ import pytest
 from recording import Recorder, Trace, assert_same, prompt_of, run_all, traced
 from stages import later, wide
 from tiny_dflash import dflash_draft_model
-from tiny_models import (
-    DISTINCT_FAMILIES,
-    PairPaths,
-    copying_draft_model,
-    make_pair,
-    make_target,
-)
+from tiny_models import DISTINCT_FAMILIES, PairPaths, copying_draft_model, make_pair, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
@@ -206,11 +200,7 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         wide({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain"),
         wide({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy"),
         wide({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "dynamic"),
-        later(
-            {"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True},
-            "sampled",
-            "bushy",
-        ),
+        later({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled", "bushy"),
         wide({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
         wide({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
         ({"layout": "z-lab", "copies": True, "conv": (2, 8), "selector": (8, 6)}, "sampled", "chain adaptive"),
@@ -319,11 +309,7 @@ def test_no_neighbour_changes_anything(
 
 @pytest.mark.parametrize(
     ("family", "mode", "method"),
-    [
-        ("llama", "greedy", "ngram"),
-        ("llama", "sampled", "eagle3"),
-        wide("gpt_oss", "greedy", "eagle3"),
-    ],
+    [("llama", "greedy", "ngram"), ("llama", "sampled", "eagle3"), wide("gpt_oss", "greedy", "eagle3")],
 )
 def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pairs: dict[str, PairPaths]) -> None:
     """The second of two equal prompts, and one that shares the first half, find chunks in the cache."""
@@ -352,12 +338,7 @@ def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]
 
 
 @pytest.mark.parametrize(
-    ("family", "tree"),
-    [
-        ("llama", None),
-        later("gpt_oss", "bushy"),
-        wide("qwen3_5_moe_text", None),
-    ],
+    ("family", "tree"), [("llama", None), later("gpt_oss", "bushy"), wide("qwen3_5_moe_text", None)]
 )
 def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[str, PairPaths]) -> None:
     """Past the first tile of keys, and over its end: rows that see the same keys add them in the same order."""

@@ -72,9 +72,7 @@ def covered(loaded: Covered) -> Iterator[Covered]:
         loaded[0].step()
 
 
-def test_bytes_are_those_of_weights_and_caches(
-    covered: Covered,
-) -> None:
+def test_bytes_are_those_of_weights_and_caches(covered: Covered) -> None:
     runtime, groups = covered
     config, head = runtime.model_config, runtime.draft_config
     assert head is not None

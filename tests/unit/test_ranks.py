@@ -179,11 +179,7 @@ def test_what_ranks_cannot_have_is_refused_by_name(targets: dict[str, Path]) -> 
             lowlat.Runtime.load(target, draft, tensor_parallel_size=size, **{**SHAPES, **options})
     config = read_model_config(target)
     for size, fields, message in (
-        (
-            8,
-            {"num_heads": 4},
-            "8 is more than 2, the parts of num_attention_heads 4 with num_key_value_heads 2",
-        ),
+        (8, {"num_heads": 4}, "8 is more than 2, the parts of num_attention_heads 4 with num_key_value_heads 2"),
         (8, {"inner_size": 56}, "cuts intermediate_size 56 into parts of multiples of 8"),
         (8, {"vocab_size": 60}, "needs 64 ids in a vocabulary, which has 60"),
         (8, {"quantiser": Quantiser("int4", group=32)}, "at multiples of 16, and 32 are held together"),

@@ -357,11 +357,7 @@ def test_maps_that_do_not_ascend_or_disagree(tmp_path: Path) -> None:
         ("specforge", {"config": {"architectures": ["LlamaForCausalLMEagle3Gated"]}}, ["Eagle3Gated"]),
         ("modelopt", {"config": {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}}, ["DeepseekV2"]),
         ("specforge", {"config": {"model_type": "deepseek_v3"}}, ["model_type = 'deepseek_v3'"]),
-        (
-            "speculators",
-            {"config": {"speculators_model_type": "eagle"}},
-            ["'eagle3' or 'peagle', found 'eagle'"],
-        ),
+        ("speculators", {"config": {"speculators_model_type": "eagle"}}, ["'eagle3' or 'peagle', found 'eagle'"]),
         ("speculators", {"config": {"transformer_layer_config": None}}, ["transformer_layer_config is missing"]),
         ("safeai", {"config": {"transformer_layer_config": {"a": 1}}}, ["without speculators_model_type"]),
         ("safeai", {"layer": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, ["'dynamic' is not implemented"]),
@@ -384,11 +380,7 @@ def test_what_is_not_implemented_is_refused_by_name(
     [
         ({"fc.bias": (16,)}, [], ["'fc.bias': a bias on fc is not implemented"]),
         ({"fc.bias": (16,)}, ["layers.0.hidden_norm.weight"], ["'fc.bias'", "EAGLE-1 and EAGLE-2 are not EAGLE3"]),
-        (
-            {},
-            ["layers.0.hidden_norm.weight"],
-            ["'hidden_norm.weight' is missing", "EAGLE-2 are not EAGLE3"],
-        ),
+        ({}, ["layers.0.hidden_norm.weight"], ["'hidden_norm.weight' is missing", "EAGLE-2 are not EAGLE3"]),
         ({}, ["fc.weight"], ["'fc.weight' is missing", "use_aux_hidden_state false"]),
         ({}, ["norm.weight"], ["'norm.weight' is missing; expected shape [16]"]),
         ({"layers.0.self_attn.q_a_proj.weight": (4, 4)}, [], ["q_a_proj", "MLA"]),
