@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from recording import run_all, traced
+from parity import assert_close, check_parity
+from recording import run_all
 from stages import later, staged
 from tiny_models import make_target, mxfp4_target, residual_streams, transformers_logits
 
 from lowlat import Runtime, SamplingParams
 from lowlat.graphs.program import Op
 
-TOLERANCE = 1e-4  # of a row's largest logit
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 183, "block_size": 8, "prefill_chunk": 32} | {
     "device": "cpu",
     "dtype": "float32",
@@ -96,13 +96,6 @@ def prompt_of(length: int, vocab: int, seed: int) -> list[int]:
     return torch.randint(0, vocab, (length,), generator=generator).tolist()
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Every row within the tolerance of the row's largest logit."""
-    scale = expected.abs().amax(-1, keepdim=True)
-    worst = ((found - expected).abs() / scale).max()
-    assert worst < TOLERANCE, f"relative difference {worst:.2e}"
-
-
 # what others have, too, or what a config alone decides
 LATER = {
     *("llama-own-kv-heads", "llama-one-kv-head", "llama-dynamic", "llama-yarn", "llama-past-tiles", "qwen2-tied"),
@@ -122,14 +115,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     model = build(case, tmp_path, seed=0)
     prompt = prompt_of(case.prompt, model.config.vocab_size, seed=0)
     context = max(OPTIONS["max_context"], case.prompt + case.completion)
-    with Runtime.load(tmp_path, **{**OPTIONS, "max_context": context}) as runtime:
-        completion, logits = traced(runtime, prompt, SamplingParams(max_tokens=case.completion))
-    assert len(completion) == case.completion
-    expected = transformers_logits(model, prompt + completion)
-    # by induction this is greedy decoding: each token is what transformers chooses after all those before it
-    assert completion == expected[case.prompt - 1 : -1].argmax(-1).tolist()
-    found = torch.stack([logits[case.prompt + k] for k in range(case.completion)])
-    assert_close(found, expected[case.prompt - 1 : -1])
+    check_parity(tmp_path, model, prompt, case.completion, **{**OPTIONS, "max_context": context})
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from lowered import Pair
+from parity import check_parity
 from quantised_layers import LAYOUTS, quantise_target
-from recording import Depth, Recorder, prompt_of, run_all
+from recording import assert_same, prompt_of, traced
 from safetensors.torch import load_file, save_file
 from stages import later, staged, wide
-from tiny_models import make_target, transformers_logits
+from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams
 from lowlat.checkpoint.quantising import Quantiser, quantised, rounding_bytes
@@ -43,16 +44,6 @@ HYBRIDS: dict[str, dict[str, Any]] = dict.fromkeys(
     {"linear_num_value_heads": 8, "linear_value_head_dim": 16, "moe_intermediate_size": 64}
     | {"shared_expert_intermediate_size": 64, "full_attention_interval": 2},
 )
-Trace = tuple[list[int], torch.Tensor]
-
-
-def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: Depth = None) -> Trace:
-    """A request's tokens, and the logits that each was drawn from."""
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, params)
-    tokens = run_all(runtime, depth)[name]
-    recorder.stop()
-    return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
 
 
 CASES = [
@@ -78,12 +69,7 @@ def make_quantised(directory: Path, family: str, layout: str) -> Any:
 )
 def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp_path: Path) -> None:
     model = make_quantised(tmp_path, family, layout)
-    prompt = prompt_of(21)
-    with Runtime.load(tmp_path, **OPTIONS) as runtime:
-        tokens, found = traced(runtime, prompt, SamplingParams(max_tokens=16))
-    expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-    assert tokens == expected.argmax(-1).tolist()
-    assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
+    check_parity(tmp_path, model, prompt_of(21), 16, **OPTIONS)
 
 
 ROUNDED = [
@@ -113,9 +99,10 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: st
         expected = traced(runtime, prompt, params)
     with Runtime.load(plain, **OPTIONS, quantize=kind, quantize_lm_head=not tied) as runtime:
         found = traced(runtime, prompt, params)
-    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+    assert_same(found, expected)
     with Runtime.load(plain, **OPTIONS, quantize=kind, quantize_lm_head=True) as runtime:
-        assert torch.equal(traced(runtime, prompt, params)[1], expected[1]) is not tied
+        other = traced(runtime, prompt, params)[1][len(prompt)]
+        assert torch.equal(other, expected[1][len(prompt)]) is not tied
     again = CliRunner().invoke(cli, arguments)
     assert again.exit_code == 2 and "exists" in again.output
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import prompt_of, tokens_of
+from recording import outputs_of, prompt_of, tokens_of
 from tiny_models import make_pair
 
 import lowlat
@@ -33,9 +33,7 @@ def runtime() -> Iterator[Runtime]:
 
 def run(runtime: Runtime, prompt: str | list[int], params: SamplingParams) -> list[StepOutput]:
     name = runtime.submit(prompt, params)
-    outputs: list[StepOutput] = []
-    while runtime.busy:
-        outputs.extend(output for output in runtime.step() if output.request_id == name)
+    outputs = [output for output in outputs_of(runtime) if output.request_id == name]
     runtime.scheduler.invariants()
     return outputs
 
@@ -118,22 +116,17 @@ def test_a_prefix_is_reused_and_changes_nothing(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
     with Runtime.load(pair.target, head, max_batch=2, max_context=64, prefill_chunk=16, block_size=8) as runtime:
         first = runtime.submit(prompt, params)
-        cold = tokens_of(_all_steps(runtime))
+        cold = tokens_of(outputs_of(runtime))
         second = runtime.submit(prompt, params)
-        assert tokens_of(_all_steps(runtime)) == cold
+        assert tokens_of(outputs_of(runtime)) == cold
         assert runtime.metrics(first).cached_prompt_tokens == 0
         assert runtime.metrics(second).cached_prompt_tokens == 32
         same = runtime.metrics(first).speculation, runtime.metrics(second).speculation
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
         for salt, cached in (("a", 0), ("b", 0), ("a", 32)):  # nobody learns from another's salt what was asked
             name = runtime.submit(prompt, params, cache_salt=salt)
-            salted = tokens_of(_all_steps(runtime))
+            salted = tokens_of(outputs_of(runtime))
             assert (runtime.metrics(name).cached_prompt_tokens, salted) == (cached, cold)
-
-
-def _all_steps(runtime: Runtime) -> Iterator[StepOutput]:
-    while runtime.busy:
-        yield from runtime.step()
 
 
 @pytest.mark.wide

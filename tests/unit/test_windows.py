@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Trace, assert_same, prompt_of, run_all, traced
+from recording import Trace, assert_same, outputs_of, prompt_of, run_all, traced
 from stages import later, wide
 from tiny_gemma import E2B, GEMMA_31B
 from tiny_models import PairPaths, make_pair, make_target
@@ -155,9 +155,7 @@ def test_a_failed_request_s_blocks_are_cleared_in_every_pool(pair: PairPaths) ->
         session = next(iter(runtime._requests.values()))
         held = sorted(set(runtime.kvcache.commands(session.request_id)["prefill_table.w6"]) - {0})
         runtime.executor.state["v_cache.0"][held] = torch.nan
-        outputs = []
-        while runtime.busy:
-            outputs += runtime.step()
+        outputs = outputs_of(runtime)
         assert outputs[-1].finish_reason == "error"
         assert not runtime.executor.state["v_cache.0"].isnan().any()
         assert runtime.kvcache.pool_stats()["windows"][0]["num_to_clear"] == 0
