@@ -107,8 +107,6 @@ def forced(runtime: Runtime) -> dict[str, int]:
         wide("llama", "dynamic", 32, "penalised"),
         wide("llama", "dflash", 32, "penalised"),
         later("llama", "beside", 32, "greedy"),
-        wide("llama", "suffix", 16, "greedy"),
-        wide("llama", "eagle3", 16, "greedy"),
         ("qwen3_5_moe_text", "none", 16, "sampled"),
         wide("qwen3_5_moe_text", "suffix", 32, "greedy"),
     ],

@@ -52,10 +52,8 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name: str, tmp_pat
     ("name", "method"),
     [
         wide("gemma-4-31b", "eagle3"),
-        wide("gemma-4-26b-a4b", "ngram"),
         ("gemma-4-e2b", "suffix"),
         wide("gemma-4-e2b", "eagle3"),
-        wide("gemma-4-31b", "suffix"),
     ],
 )
 def test_drafts_neighbours_and_hits_change_no_bit(name: str, method: str, tmp_path: Path) -> None:

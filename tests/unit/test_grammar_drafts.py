@@ -137,13 +137,6 @@ def test_masks_behind_drafts_that_came_and_went_are_those_without(name: str) -> 
     assert sum(play(name, random.Random(seed)) for seed in range(6)) > 10
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("name", GRAMMARS)
-def test_masks_behind_many_drafts_are_those_without(name: str) -> None:
-    for seed in range(24, 30):
-        play(name, random.Random(seed))
-
-
 class Counted:
     """A matcher of the library that counts what it is asked to do: tokens taken, tokens taken back, copies, masks."""
 

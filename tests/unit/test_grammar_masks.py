@@ -61,8 +61,6 @@ def expected_tokens(pair: PairPaths, edges: Edges, sampling: SamplingParams) -> 
         ("wide", "sampled", "eagle3", "bushy"),
         ("narrow", "penalised", "suffix", None),
         wide("wide", "filtered", "eagle3", "deep"),
-        wide("narrow", "greedy", "ngram", None),
-        wide("wide", "penalised", "beside", None),
     ],
 )
 def test_no_speculation_changes_anything(

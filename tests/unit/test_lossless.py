@@ -34,10 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 # them, have every value of both and not every pair; the first stage has what is plainest.
 EVERY_METHOD = [
     wide("ngram", "gpt_oss", "filtered"),
-    wide("suffix", "qwen3_5_moe_text", "greedy"),
-    wide("beside", "qwen3", "penalised"),
     later("eagle3+", "llama", "sampled"),
-    wide("eagle3+", "gpt_oss", "penalised"),
     ("ngram+", "llama", "greedy"),
 ]
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -129,9 +126,6 @@ def test_no_depth_of_drafts_from_text_changes_anything(
 @pytest.mark.parametrize(
     ("family", "name", "mode"),
     [
-        wide("llama", "chain-as-tree", "greedy"),
-        wide("llama", "wide", "sampled"),
-        wide("llama", "bushy", "greedy"),
         ("llama", "deep", "sampled"),
         later("gpt_oss", "bushy", "sampled"),
     ],
@@ -153,7 +147,6 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("family", "shape", "mode"),
     [
-        wide("llama", DYNAMIC[0], "greedy"),
         ("llama", DYNAMIC[1], "sampled"),
         later("llama", DYNAMIC[2], "greedy"),
         wide("gpt_oss", DYNAMIC[2], "sampled"),
@@ -198,14 +191,10 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         wide({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "dynamic"),
         wide({"windows": (5,), "norm_before_residual": False}, "penalised", "adaptive"),
         wide({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain"),
-        wide({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy"),
-        wide({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "dynamic"),
         later({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled", "bushy"),
-        wide({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
         wide({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
         ({"layout": "z-lab", "copies": True, "conv": (2, 8), "selector": (8, 6)}, "sampled", "chain adaptive"),
         later({"layout": "z-lab", "copies": True, "conv": (3, 16), "selector": (8, 6)}, "greedy", "bushy dynamic"),
-        wide({"layout": "speculators", "copies": True, "windows": (9, None), "causal": True}, "filtered", "chain"),
         wide({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
         later(
             {"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"},
@@ -271,10 +260,7 @@ class Crowd:
     [
         ("llama", "eagle3", "bushy", 1),
         wide("llama", "suffix", None, 3),
-        wide("llama", "beside", None, 4),
-        wide("llama", "eagle3+", None, 5),
         wide("llama", "eagle3", "dynamic", 6),
-        wide("qwen3", "ngram", None, 2),
         wide("gpt_oss", "eagle3", "bushy", 1),
         later("qwen3_5_moe_text", "eagle3+", None, 7),
     ],

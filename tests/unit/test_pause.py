@@ -42,15 +42,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "lossless": {"num_speculative_tokens": 3, **SPECPV, **LOSSLESS},
 }
 CASES = [
-    wide("llama", "none", "sampled"),
     ("llama", "eagle3", "penalised"),
-    wide("llama", "eagle3+", "filtered"),
     wide("llama", "tree", "sampled"),
     wide("llama", "beside", "greedy"),
     wide("gpt_oss", "eagle3", "sampled"),  # windows
-    wide("gpt_oss", "ngram", "filtered"),
     later("qwen3_5_text", "mtp", "sampled"),  # recurrent states
-    wide("qwen3_5_text", "ngram", "penalised"),
     wide("llama", "specpv", "sampled"),
     wide("llama", "lossless", "sampled"),
 ]

@@ -1,18 +1,16 @@
 """SpecPV whole: lossless below its threshold, the same tokens however and next to whomever a request runs above it."""
 
 import random
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fake_device import load_fake
 from hypothesis import given
 from hypothesis import strategies as st
 from recording import prompt_of, run_all, run_one, traced
-from stages import later, wide
+from stages import wide
 from tiny_gemma import E2B
 from tiny_models import PairPaths, make_pair, make_target
 
@@ -109,21 +107,6 @@ def test_tokens_depend_on_nobody_else(pair: PairPaths, others: str) -> None:
                     gone = ""
             assert [tokens[name] for name in names] == expected
         assert runtime.summary()["kv"]["hit_tokens"] > 0
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("loop", [True, later(False)], ids=["loops", "steps"])
-def test_tokens_do_not_depend_on_how_far_the_host_runs_ahead(pair: PairPaths, loop: bool) -> None:
-    prompts = [prompt_of(30, seed=1), prompt_of(50, seed=2)]
-    with load(pair) as runtime:
-        expected = [run_one(runtime, prompt, SAMPLED) for prompt in prompts]
-    runtime, device = load_fake(pair.target, speculation(pair), device_loop=loop, seed=1, lead=3, **OPTIONS)
-    with closing(runtime):
-        names = [runtime.submit(prompt, SAMPLED) for prompt in prompts]
-        tokens = run_all(runtime)
-        assert [tokens[name] for name in names] == expected
-        assert device.count("prefill") > 4
-        assert len(device.last_ones) < device.head  # where no refresh can be due a step stands after another
 
 
 def decode_all(runtime: Runtime) -> list[Any]:
