@@ -36,7 +36,7 @@ __all__ = ["Copied", "Text", "imposed", "main", "repository_texts", "spans_of"]
 
 ROOT = Path(__file__).resolve().parents[1]
 SPAN = 64  # tokens of an answer that stand in its prompt, at least, to count
-SOURCES = ("lowlat/options/limits.py", "graphs/buckets.py", "ipc/wake.py", "lowlat/engine/pace.py")
+SOURCES = ("lowlat/options/limits.py", "graphs/buckets.py", "ipc/wake.py", "lowlat/engine/launches/pace.py")
 GUIDES = ("lowlat/speculators/README.md", "lowlat/step/README.md", "lowlat/USING.md", "kernels/notes/bookkeeping.md")
 RESULTS = ("bench/results/cpu/pricing.json", "bench/results/cpu/load.json", "bench/results/cpu/streams_soak.json")
 MOST_CHARACTERS = 3400  # of a document, so that prompt and answer fit a small context

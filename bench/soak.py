@@ -9,7 +9,7 @@ import torch
 
 from bench.lib.case import Case
 from bench.lib.model import ROOM
-from lowlat.engine.failed_checks import FailedCheck
+from lowlat.engine.mailbox.failed_checks import FailedCheck
 from lowlat.kernels.reference.step.checks import CODE
 
 __all__ = ["Soaked", "check_state", "soak"]

@@ -12,7 +12,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from lowlat.engine.loading import build_program, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.programs import build_program, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.errors import ConfigError
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 
-from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from lowlat import Runtime, SamplingParams
-from lowlat.engine.scheduler import Phase
+from lowlat.engine.scheduling.records import Phase
 from lowlat.errors import RequestError
 from lowlat.graphs.program import Op
 from lowlat.options.request import StepOutput

@@ -16,7 +16,7 @@ from tiny_models import PairPaths, make_pair, make_target
 from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli.reports.models import model_report
-from lowlat.engine.loading import make_geometry
+from lowlat.engine.loading.geometry import make_geometry
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import Rank, refuse_codes

@@ -15,7 +15,7 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.cli.options import bundled
-from lowlat.engine.failed_checks import TEXTS
+from lowlat.engine.mailbox.failed_checks import TEXTS
 from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT

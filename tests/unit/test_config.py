@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlat.engine.loading import make_topologies
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.speculation.grow import first_entry
 from lowlat.options.acceptance import expected_accept_length

@@ -15,7 +15,8 @@ from tiny_models import PairPaths, make_pair
 
 import lowlat
 from lowlat import ConfigError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig, TraceConfig
-from lowlat.engine.loading import Loaded, load
+from lowlat.engine.loading.loaded import Loaded
+from lowlat.engine.loading.loading import load
 from lowlat.errors import DeviceError
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket

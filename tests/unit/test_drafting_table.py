@@ -28,7 +28,7 @@ from stages import later, wide
 from tiny_grammars import Automaton, accepts, random_edges, submit_with
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.open_prompts import OpenPrompt
+from lowlat.engine.requests.open_prompts import OpenPrompt
 from lowlat.errors import ConfigError, RequestError
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.options.request import StepOutput

@@ -12,7 +12,7 @@ from tiny_grammars import Automaton, Edges, documents, random_edges
 from tiny_models import PairPaths, copying_draft_model, make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.forced_steps import PATIENCE
+from lowlat.engine.drafting.forced_steps import PATIENCE
 from lowlat.errors import ConfigError
 from lowlat.step.ladder import StepLadder
 from lowlat.step.variants import PROPOSED, WIDE

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from grammars import END, PADDING, allowed, codec_with, mask_of, state_of
 
-from lowlat.engine.request_checks import RequestChecks
+from lowlat.engine.requests.checks import RequestChecks
 from lowlat.errors import ConfigError, GrammarError, RequestError
 from lowlat.options.request import GRAMMAR_OPTIONS, MAX_CHOICES, MAX_GRAMMAR_BYTES, SamplingParams
 from lowlat.text.grammar import compiler as compiler_module

@@ -17,8 +17,8 @@ from stages import wide
 from tensors_alive import left_in, storages
 from tiny_models import make_pair
 
-from lowlat.engine import loading
-from lowlat.engine.perf import check_launches
+from lowlat.engine.loading import loading
+from lowlat.engine.loading.strict import check_launches
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.distributed import watchdog
 from lowlat.executors.distributed.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog

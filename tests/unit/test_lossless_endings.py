@@ -10,7 +10,7 @@ from stages import wide
 from tiny_models import DISTINCT_FAMILIES, PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.scheduler import Phase
+from lowlat.engine.scheduling.records import Phase
 from lowlat.errors import RequestError
 from lowlat.options.request import StepOutput
 

@@ -12,7 +12,7 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.commands.top import render
-from lowlat.engine.loading import bucket_batches
+from lowlat.engine.loading.programs import bucket_batches
 from lowlat.errors import ConfigError
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import MOST_STEP_ROWS, fit_slots, most_drafts

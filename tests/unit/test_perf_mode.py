@@ -12,8 +12,10 @@ from recording import outputs_of
 from tiny_models import PairPaths, make_pair
 
 from lowlat import ConfigError, DeviceError, RequestError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
-from lowlat.engine.mailbox import SlotPublication
-from lowlat.engine.perf import PerfCounters, StepChecks, check_device, check_launches
+from lowlat.engine.figures.perf import PerfCounters
+from lowlat.engine.figures.published_steps import StepChecks
+from lowlat.engine.loading.strict import check_device, check_launches
+from lowlat.engine.mailbox.publications import SlotPublication
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
 from lowlat.options.request import StepOutput

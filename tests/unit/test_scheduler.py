@@ -9,9 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lowlat.engine.host_space import HostSpace
-from lowlat.engine.pace import PrefillPace
-from lowlat.engine.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
+from lowlat.engine.memory.host_space import HostSpace
+from lowlat.engine.scheduling.pace import PrefillPace
+from lowlat.engine.scheduling.prefill_order import MAX_PASSED_OVER
+from lowlat.engine.scheduling.records import Phase, PrefillChunk, ScheduledRequest, StepPlan
+from lowlat.engine.scheduling.scheduler import Scheduler
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.graphs import Bucket
 from lowlat.sequence.book import InvariantError

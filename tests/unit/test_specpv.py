@@ -15,7 +15,7 @@ from tiny_gemma import E2B
 from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
-from lowlat.engine.loading import make_geometry
+from lowlat.engine.loading.geometry import make_geometry
 from lowlat.errors import ConfigError, RequestError
 from lowlat.graphs.program import Op
 from lowlat.models.partial_kv import PartialKV, partial_kv

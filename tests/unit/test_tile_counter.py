@@ -9,7 +9,7 @@ from recording import prompt_of, run_all
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.tile_counter import TileCounter, VerifiedRows
+from lowlat.engine.figures.tile_counter import TileCounter, VerifiedRows
 from lowlat.errors import ConfigError
 
 SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 512, "block_size": 16, "prefill_chunk": 64, "device": "cpu"}

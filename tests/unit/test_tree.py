@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowlat.errors import ConfigError
-from lowlat.speculators.tree.topology import Branch, TreeTopology, what_if
+from lowlat.speculators.tree.planner import what_if
+from lowlat.speculators.tree.topology import Branch, TreeTopology
 
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
