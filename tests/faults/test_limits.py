@@ -85,7 +85,7 @@ def busy_times(client: RawClient, first: int, count: int) -> list[float]:
         times.append(time.perf_counter() - started)
         assert isinstance(refused.error, Error)
         assert refused.error.code == "busy"
-        assert refused.error.retry_after_ms is not None
+        assert refused.error.retry_after_ms is not None and 50 <= refused.error.retry_after_ms <= 30_000
         assert "max_queue" in refused.error.message
     return times
 
