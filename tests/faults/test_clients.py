@@ -46,7 +46,8 @@ next(streams[0])
 print("running", flush=True)
 time.sleep(60)
 """
-CHILDREN = pytest.mark.parametrize("code", [LIBZMQ, LOWLAT], ids=["libzmq", "lowlat"])
+TCP = {"endpoint": "tcp://127.0.0.1:*"}
+CHILDREN = pytest.mark.parametrize(("code", "endpoint"), [(LIBZMQ, TCP), (LOWLAT, {})], ids=["libzmq", "lowlat"])
 
 
 @contextmanager
@@ -71,8 +72,8 @@ def greet_and_go(endpoint: str) -> None:
 
 
 @CHILDREN
-def test_a_killed_client_frees_its_slots_within_two_steps(serve: Serve, transport: dict[str, str], code: str) -> None:
-    served = serve(FakeEngine(0.05, max_running=2), **transport)
+def test_a_killed_client_frees_its_slots_within_two_steps(serve: Serve, endpoint: dict[str, str], code: str) -> None:
+    served = serve(FakeEngine(0.05, max_running=2), **endpoint)
     good = served.client()
     other = good.submit(1, [77], max_tokens=25)
     with client_process(served.server.endpoint, 3, code=code) as process:  # one runs next to the other, two wait
@@ -90,8 +91,8 @@ def test_a_killed_client_frees_its_slots_within_two_steps(serve: Serve, transpor
 
 
 @CHILDREN
-def test_a_stopped_client_is_given_up_after_the_heartbeats(serve: Serve, transport: dict[str, str], code: str) -> None:
-    served = serve(FakeEngine(0.01), heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4, **transport)
+def test_a_stopped_client_is_given_up_after_the_heartbeats(serve: Serve, endpoint: dict[str, str], code: str) -> None:
+    served = serve(FakeEngine(0.01), heartbeat_interval_s=0.1, heartbeat_timeout_s=0.4, **endpoint)
     good = served.client()
     with client_process(served.server.endpoint, 1, code=code) as process:
         process.send_signal(signal.SIGSTOP)

@@ -67,15 +67,6 @@ def test_refused_before_it_queues_by_name(
         assert client.stats()["num_waiting"] == 0
 
 
-def test_credit_is_a_limit_too(endpoint: str) -> None:
-    with raw_client(endpoint) as client:
-        refused = client.submit(1, [1], credit=1001)
-        client.finish(refused)
-        assert refused.error is not None
-        assert (refused.error.code, refused.error.field) == ("invalid", "$.credit")
-        assert "1001 exceeds 1000 (max_credit)" in refused.error.message
-
-
 def busy_times(client: RawClient, first: int, count: int) -> list[float]:
     times = []
     for number in range(first, first + count):
