@@ -1,11 +1,9 @@
 """`lowlat serve` as a process: ready lines, refusals before anything is loaded, restarts, signals, keys."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,35 +45,26 @@ def run(folder: Path, *arguments: object, code: int | None = None) -> "subproces
 
 
 @pytest.mark.second
-def test_without_arguments_the_bundled_model_is_served_on_the_default_endpoint(folder: Path) -> None:
+def test_a_server_has_its_endpoint_until_it_is_killed_and_the_next_takes_it_over(folder: Path, talker: Path) -> None:
+    """Without arguments the bundled model is served, on the default endpoint."""
     with serving(folder, ["--log-format", "json"]) as server:
-        assert server.endpoint == f"ipc://{folder}/lowlat/default.sock"
+        path = Path(server.endpoint.removeprefix("ipc://"))
+        assert path == folder / "lowlat" / "default.sock" and path.stat().st_mode & 0o077 == 0
         assert server.ready["model"] == "lowlat-demo" and server.ready["num_speculative_tokens"] == 3
         assert server.ready["pid"] == server.process.pid and server.ready["speculation_error"] is None
-        assert ask(server, "The President shall secretly")
-        mode = os.stat(server.endpoint.removeprefix("ipc://")).st_mode
-        assert mode & 0o077 == 0
+        refused = run(folder, "serve", "--model", talker, code=2)
+        assert f"another server, process {server.process.pid}, holds" in refused.stderr and not refused.stdout
+        assert ask(server, "The President shall secretly")  # the live one goes on
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait(30)
     lines = [json.loads(line) for line in server.log.read_text().splitlines()]
     assert {"time", "level", "logger", "message"} <= set(lines[0])
     assert any(line["message"] == "serving" for line in lines) and "secretly" not in server.log.read_text()
-
-
-@pytest.mark.second
-def test_a_live_endpoint_is_refused_and_a_dead_ones_socket_is_taken_over(folder: Path, talker: Path) -> None:
-    common = ("--model", talker, "--max-context", 64, "-S", 0)
-    with serving(folder, common) as server:
+    assert path.exists()
+    with serving(folder, ("--model", talker, "--max-context", 64, "-S", 0)) as server:
         assert server.ready["num_speculative_tokens"] == 0 and server.ready["speculation_error"] is None
-        started = time.monotonic()
-        refused = run(folder, "serve", *common, code=2)
-        assert f"another server, process {server.process.pid}, holds" in refused.stderr and not refused.stdout
-        assert time.monotonic() - started < 20.0
-        assert ask(server)  # and the live one goes on
-        server.process.send_signal(signal.SIGKILL)
-        server.process.wait(30)
-    assert Path(server.endpoint.removeprefix("ipc://")).exists()
-    with serving(folder, common) as server:
         assert ask(server)
-    assert not Path(server.endpoint.removeprefix("ipc://")).exists()
+    assert not path.exists()
 
 
 @pytest.mark.wide
