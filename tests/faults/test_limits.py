@@ -22,18 +22,11 @@ REFUSALS: list[tuple[dict[str, Any], list[int], str, str | None, tuple[str, ...]
     ({"max_tokens": 250}, [1] * 10, "invalid", None, ("10", "250", "256", "max_context")),
     ({"max_tokens": 1}, [1] * 256, "invalid", None, ("256 tokens", "max_context")),
     ({"max_tokens": 4}, [1, 10**6], "invalid", None, ("token 1", "1000000", "ids are integers from 0 to")),
-    ({"max_tokens": 4}, [1, -1], "invalid", None, ("token 1", "-1")),
     ({"max_tokens": 4, "min_tokens": 9}, [1], "invalid", None, ("min_tokens", "max_tokens 4", "9")),
-    ({"max_tokens": 4, "stop_token_ids": (10**6,)}, [1], "invalid", None, ("stop_token_ids", "1000000")),
-    ({"max_tokens": 4, "logit_bias": {10**6: 1.0}}, [1], "invalid", None, ("logit_bias", "1000000")),
     ({"max_tokens": 0}, [1], "malformed", "$.sampling.max_tokens", (">= 1",)),
-    ({"temperature": -0.1}, [1], "malformed", "$.sampling.temperature", (">= 0.0",)),
     ({"temperature": float("nan")}, [1], "malformed", "$.sampling.temperature", ()),
     ({"top_p": 1.5}, [1], "malformed", "$.sampling.top_p", ("<= 1.0",)),
-    ({"top_k": -1}, [1], "malformed", "$.sampling.top_k", (">= 0",)),
-    ({"logprobs": 21}, [1], "malformed", "$.sampling.logprobs", ("<= 20",)),
     ({"stop": ("x",) * 17}, [1], "malformed", "$.sampling.stop", ("<= 16",)),
-    ({"max_draft_tokens": 64}, [1], "malformed", "$.sampling.max_draft_tokens", ("<= 63",)),
 ]
 
 

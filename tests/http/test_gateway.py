@@ -42,7 +42,6 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "words"),
     [
-        ("chat/completions", CHAT | {"functions": []}, 400, "functions", "Unsupported parameter: functions"),
         ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", ""),
         ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice", "no tools"),
         ("chat/completions", CHAT | {"n": 129}, 400, "n", "<= 128"),
@@ -52,7 +51,6 @@ def nested(depth: int) -> bytes:
         ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "logprobs", "20"),
         ("chat/completions", CHAT | {"stop": [""]}, 400, "stop", ""),
         ("chat/completions", CHAT | {"stream_options": {}}, 400, "stream_options", "stream: true"),
-        ("chat/completions", CHAT | {"store": True}, 400, "store", ""),
         ("chat/completions", {"model": "fake"}, 400, "messages", "Missing required parameter"),
         ("chat/completions", CHAT | {"model": "gpt-4"}, 404, "model", "'fake' does"),
         (
@@ -62,7 +60,6 @@ def nested(depth: int) -> bytes:
             "messages[0].content[0].type",
             "'image_url'; content is text",
         ),
-        ("completions", COMPLETION | {"suffix": "x"}, 400, "suffix", "Unsupported"),
         ("completions", COMPLETION | {"prompt": []}, 400, "prompt", "1 to 4096"),
         ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt", "prompt[1]"),
         ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, "prompt", "5000"),

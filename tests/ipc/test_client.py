@@ -12,18 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
-from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet, welcome
+from scripted_server import ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet
 from served import eventually
 from socket_fixtures import OVER_EACH
 
-from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc import Client, libzmq
 from lowlat.ipc.client import protocol
 from lowlat.ipc.client.connection import Connection
-from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
+from lowlat.ipc.wire import Bye, Cancel, Credit, End, Health, Hello, Submit, Tokens, encode, pack_tokens
 
 
 def test_text_and_tokens_come_whole_and_the_last_chunk_has_figures(server: ScriptedServer) -> None:
@@ -40,15 +39,6 @@ def test_text_and_tokens_come_whole_and_the_last_chunk_has_figures(server: Scrip
         assert client.health().state == "serving"
         assert client.stats() == {"slots": 4}
     assert server.wait_for(Hello)[0].name == "test"
-
-
-def test_unknown_options_are_refused_before_anything_is_sent(server: ScriptedServer) -> None:
-    with Client(server.url) as client:
-        for options in ({"beams": 2}, {"top_p": 3.0}, {"timeout_s": -1.0}, {"deadline_s": 0.0}):
-            with pytest.raises(RequestError):
-                client.generate("a", **options)
-        client.health()
-    assert not [message for message in server.received if isinstance(message, Submit)]
 
 
 @OVER_EACH
@@ -225,39 +215,6 @@ def test_a_slow_server_is_not_gone(server: ScriptedServer, soon: None) -> None:
         assert time.perf_counter() - begin > 0.85 > 2 * protocol.SILENCE_S
         assert caught.value.code == "timeout"
         server.wait_for(Cancel)
-
-
-def test_refusals_at_the_gateway(server: ScriptedServer) -> None:
-    for code, kind in (("busy", Busy), ("version", ConfigError), ("forbidden", RequestError)):
-        answer = encode(Error(code, "no", retry_after_ms=1500))
-        server.handlers[Hello] = lambda s, i, m, b, answer=answer: [answer]  # type: ignore[misc]
-        with pytest.raises(kind) as caught, Client(server.url):
-            pass
-        if isinstance(caught.value, Busy):
-            assert caught.value.retry_after_s == 1.5
-
-
-def test_a_gap_says_what_was_lost(server: ScriptedServer) -> None:
-    server.handlers[Submit] = lambda s, i, message, b: [
-        encode(Tokens(message.number, 0, pack_tokens([7]), "x")),
-        encode(Tokens(message.number, 2, pack_tokens([9]), "z")),
-        encode(End(message.number, 3, 3, "length")),
-    ]
-    with Client(server.url) as client:
-        generation = client.generate("a")
-        assert next(generation).token_ids == (7,)
-        with pytest.raises(StreamError, match="message 1 should have come and message 2 did") as caught:
-            next(generation)
-        assert caught.value.token_ids == (7,)
-
-
-def test_too_long_for_the_server_is_refused_here(server: ScriptedServer) -> None:
-    small = encode(welcome(limits=msgspec.structs.replace(LIMITS, max_message_bytes=2000)))
-    server.handlers[Hello] = lambda s, i, m, b: [small]
-    with Client(server.url) as client:
-        with pytest.raises(RequestError, match="max_message_bytes"):
-            client.generate([1] * 600)
-        assert len(list(client.generate([1] * 400, max_tokens=1))) == 2
 
 
 FORK = """

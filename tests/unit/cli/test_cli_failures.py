@@ -49,6 +49,7 @@ WRONG_PATHS = [
     ("serve --config {toml}", "unknown setting 'modl'; did you mean 'model'?"),
     ("serve --curve-keys /no/keys", "no such directory"),
     ("serve --endpoint ipc://{empty}/" + "s" * 120, "a socket's may have 107"),
+    ("serve --max-batch 99", "max_batch must be from 1 to 32"),
     ("serve --http eighty", "is not [HOST:]PORT"),
     ("serve --http 70000", "is not [HOST:]PORT"),
     ("http ::1:8000", "an IPv6 address stands in brackets"),
