@@ -25,11 +25,13 @@ from lowlat.kernels.common.norm_row import (
 from lowlat.kernels.elementwise.embed import check_table
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.reference.elementwise import elementwise as reference
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.sampling.argmax import drafted_token
 from lowlat.kernels.speculation.draft_rows import block_end
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["ChainDrafts", "concat_norms", "draft_input", "draft_level_input", "examples"]
@@ -242,33 +244,16 @@ def _check_halves(
     return rows, width, are_wide(embed_weight, hidden_weight)
 
 
-def concat_norms(
-    embedded: torch.Tensor,
-    hidden: torch.Tensor,
-    embed_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    row_live: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    normed_hidden: torch.Tensor,
-    eps: float,
-) -> list[KernelCall]:
-    """Normed embedding next to normed hidden state; dead rows give zero.
+@launches(reference.concat_norms)
+def concat_norms(given: Given) -> list[KernelCall]:
+    """Normed embedding next to normed hidden state, of bf16; dead rows give zero. One launch.
 
-    embedded, hidden             [M, N]   bf16
-    embed_weight, hidden_weight  [N]      bf16, or both float32
-    row_live                     [M]      uint8; None: all rows are live
-    out                          [M, 2N]  bf16  out
-    normed_hidden                [M, N]   bf16  out: the right half again
-    One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
+    Raises ShapeError for N outside of ROW_WIDTH, and weights of two dtypes.
     """
-    rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
-    check_shape("embedded", embedded, rows, width)
-    check_dtype(torch.bfloat16, embedded=embedded)
-    check_row_live(row_live, rows)
-    live = 0 if row_live is None else row_live
-    arguments = (embedded, hidden, embed_weight, hidden_weight, live, out, normed_hidden)
-    return [KernelCall(_make_concat_norms(width, eps, wide_weights), (rows, 2, 1), arguments)]
+    names = ("embed_weight", "hidden_weight", "hidden", "out", "normed_hidden")
+    rows, width, wide_weights = _check_halves(*(given[name] for name in names))
+    arguments = given.take("embedded", "hidden", "embed_weight", "hidden_weight", "row_live", "out", "normed_hidden")
+    return [KernelCall(_make_concat_norms(width, given.params["eps"], wide_weights), (rows, 2, 1), arguments)]
 
 
 def draft_input(
