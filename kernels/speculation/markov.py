@@ -143,6 +143,7 @@ def markov_gate(
     """`markov_gate` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
     rows, width = x.shape
     check_dtype(torch.bfloat16, x=x, out=out)
+    check_shape("x", x, *out.shape)
     block = _block_rows(token_gate, state_gate, row_live, out, row)
     VECTORS.check("markov_gate: the rank", width)
     kernel = _make_gate(width, row_live.shape[1], block, row)

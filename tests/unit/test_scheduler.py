@@ -26,12 +26,7 @@ LADDER = StepLadder([1, 2, 4], {0: 1, 3: 4})
 
 
 def make(
-    *,
-    num_blocks: int = 257,
-    max_batch: int = 4,
-    max_queue: int = 8,
-    reuse: bool = True,
-    at_once: int = 1,
+    *, num_blocks: int = 257, max_batch: int = 4, max_queue: int = 8, reuse: bool = True, at_once: int = 1
 ) -> Scheduler:
     cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False)
     return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, max_prefill_chunks=at_once)
@@ -325,11 +320,7 @@ class Expected:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(
-        max_batch=st.integers(1, 4),
-        max_queue=st.integers(0, 5),
-        num_blocks=st.integers(14, 60),
-    )
+    @initialize(max_batch=st.integers(1, 4), max_queue=st.integers(0, 5), num_blocks=st.integers(14, 60))
     def start(self, max_batch: int, max_queue: int, num_blocks: int) -> None:
         self.scheduler = make(num_blocks=num_blocks, max_batch=max_batch, max_queue=max_queue)
         self.requests: dict[str, Expected] = {}  # in order of arrival
