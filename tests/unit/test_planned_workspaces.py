@@ -10,7 +10,9 @@ from lowered import CPU, Pair, pretend_gpu
 from prefill_cases import make_named
 from stages import wide
 
-from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies
+from lowlat.engine.loading.geometry import make_geometry
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.engine.memory import plan
 from lowlat.engine.memory.plan import check_fits, memory_need
 from lowlat.errors import ConfigError
