@@ -43,7 +43,8 @@ def programs_of(pair: pairs.Pair, **options: Any) -> list[Program]:
     speculative, slots = None, options["max_batch"]
     topologies: dict[int, Any] = {0: TreeTopology.chain(0)}
     if pair.speculator is not None:
-        speculative = fit_slots(SpeculativeConfig(model="a draft model", num_speculative_tokens=3), slots)
+        drafts = SpeculativeConfig(model="a draft model", num_speculative_tokens=3)
+        speculative = fit_slots(drafts, slots) or drafts
         topologies = make_topologies(speculative, slots)
     config = RuntimeConfig(dtype=pair.config.dtype, **options)
     geometry = make_geometry(pair.config, pair.speculator, topologies, config, speculative)
