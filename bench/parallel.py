@@ -33,7 +33,7 @@ from bench.lib.run import Work, run_all, wall_of
 from bench.lib.step import Step, devices_of, show_kernels
 from bench.lib.weights import RandomParts, planned
 from bench.prompts import Prompts
-from lowlat.engine.loading import rank_geometries
+from lowlat.engine.loading.geometry import rank_geometries
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig

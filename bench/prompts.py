@@ -32,7 +32,7 @@ from bench.lib.model import Model
 from bench.lib.step import executor_of
 from bench.lib.weights import RandomParts
 from lowlat.checkpoint.source import WeightSource
-from lowlat.engine.mailbox import Mailbox
+from lowlat.engine.mailbox.prefill_inputs import PrefillInputs
 from lowlat.executors.distributed.parallel import ParallelExecutor
 from lowlat.graphs import Paging
 from lowlat.sequence.snapshot_book import NO_SNAPSHOTS, PREFILL_STATES
@@ -135,7 +135,7 @@ class Prompts:
     def _prompt(self, length: int, at_once: int) -> Callable[[], None]:
         """A function that prefills a prompt of so many random tokens."""
         shapes, executor = self._shapes, self._executor
-        mailbox = Mailbox(executor.state, shapes.max_rows - 1)
+        inputs = PrefillInputs(executor.state)
         tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
         table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
         names = ("", *(pool.suffix for pool in shapes.window_pools))
@@ -145,7 +145,7 @@ class Prompts:
         def run() -> None:
             for start in range(0, length, most):
                 chunk = tokens[start : start + most]
-                mailbox.write_chunk(0, chunk, start, commands)
+                inputs.write_chunk(0, chunk, start, commands)
                 executor.prefill(shapes.prefill_size(len(chunk)))
 
         return run

@@ -25,7 +25,7 @@ import torch
 from bench.lib.conditions import bench_parser, stamps_of, write_json
 from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams, Session, SpeculativeConfig
-from lowlat.engine.open_prompts import OpenPrompt
+from lowlat.engine.requests.open_prompts import OpenPrompt
 from lowlat.errors import CapacityError, RequestError
 from lowlat.models.target import OpenedTarget
 from lowlat.tools.bench.geometry import Geometry, random_target

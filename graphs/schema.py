@@ -130,6 +130,11 @@ class OperationSchema:
     parameters: Mapping[str, Parameter]
     forms: tuple[tuple[str, ...], ...] = ()
 
+    @cached_property
+    def updated(self) -> frozenset[str]:
+        """The arguments that the operation updates."""
+        return frozenset(name for name, each in self.arguments.items() if each.access is Access.UPDATE)
+
     def argument(self, name: str) -> Argument:
         """The declaration of an argument, `source` for `source3`. Raises ConfigError for a name that has none."""
         found = self.arguments.get(name) or self.arguments.get(name.rstrip("0123456789"))

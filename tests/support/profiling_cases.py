@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from lowlat import Runtime
-from lowlat.engine.loading import build_rank, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import rank_geometries
+from lowlat.engine.loading.programs import build_rank
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace

@@ -16,7 +16,7 @@ from tiny_models import PairPaths, make_pair, make_target
 from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli.reports.models import model_report
-from lowlat.engine.loading import make_geometry
+from lowlat.engine.loading.geometry import make_geometry
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import Rank, refuse_codes
@@ -35,8 +35,6 @@ OPTIONS: dict[str, Any] = {"max_batch": 3, "max_context": 96, "block_size": 4, "
 CODED: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "quantize": "fp8", "activations": "fp8"}
 TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
 WAYS: dict[str, dict[str, Any]] = {
-    "two": {"num_speculative_tokens": 2},
-    "chain": {"num_speculative_tokens": 7},
     "tree": {"num_speculative_tokens": 3, "tree": TREE},
     "adaptive": {"num_speculative_tokens": "auto"},
 }
@@ -85,7 +83,7 @@ def expected(pair: PairPaths) -> list[list[int]]:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("way", ["chain", "tree", later("two"), later("adaptive")])
+@pytest.mark.parametrize("way", ["tree", later("adaptive")])
 def test_speculation_reuse_and_neighbours_change_nothing(way: str, pair: PairPaths, expected: list[list[int]]) -> None:
     config = SpeculativeConfig(model=pair.head, strict=True, **WAYS[way])
     with Runtime.load(pair.target, config, **CODED, kv_blocks=40) as runtime:

@@ -18,8 +18,11 @@ from bench.lib.weights import RandomParts
 from bench.parallel import ParallelCase
 from lowlat.engine.memory.plan import memory_need
 from lowlat.errors import ConfigError, ShapeError
+from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket, Role
 from lowlat.kernels.gemm.prefill.plan import segments_of
+from lowlat.kernels.toolchain.kernel import H200
+from lowlat.lowering.memory import workspace_bytes
 from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
@@ -191,6 +194,11 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     arranged = (4 * pairs, 2 * by_place * inner) if by_place else ()
     experts = (4 * pairs, 16 * tiles, 4 * (by_place or pairs) * hidden, 4 * chunk * spec.num_experts)
     parts = (*experts, *arranged, keys, keys, 16, 2 * chunk * 4096, 4 * sums)
-    need = memory_need((step, prefill), weights, CPU, has_kernels=True)
+    need = memory_need((prefill,), weights, CPU, has_kernels=True)
     assert need.scratch_bytes == scratch + sum(parts)
+    alone, of_step = (planned_workspaces((each,), weights, H200) for each in (prefill, step))
+    assert [name for name, _ in alone.keys() & of_step] == ["experts.partials"]  # a step's are smaller
+    added = workspace_bytes({key: count for key, count in of_step.items() if key not in alone})
+    both = memory_need((step, prefill), weights, CPU, has_kernels=True)
+    assert both.scratch_bytes == need.scratch_bytes + added
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch

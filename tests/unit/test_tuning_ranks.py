@@ -15,8 +15,8 @@ from lowered import CPU, pretend_gpu
 from stages import later, wide
 from tiny_models import PairPaths, make_target, random_draft_model
 
-from lowlat.engine import loading
-from lowlat.engine.perf import tune_command
+from lowlat.engine.loading import loading
+from lowlat.engine.loading.strict import tune_command
 from lowlat.errors import ConfigError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
