@@ -228,13 +228,13 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="session", autouse=True)
 def steps_built_once() -> Iterator[None]:
     """Programs, which nothing changes, are built once for their geometry: they are most of a small model's load."""
-    loading = sys.modules.get("lowlat.engine.loading")  # imported by the modules that load one
-    if loading is None:
+    programs = sys.modules.get("lowlat.engine.loading.programs")  # imported by the modules that load one
+    if programs is None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         for name in ("build_step", "build_adaptive", "build_prefills"):
-            patch.setattr(loading, name, lru_cache(maxsize=512)(getattr(loading, name)))
+            patch.setattr(programs, name, lru_cache(maxsize=512)(getattr(programs, name)))
         yield
 
 

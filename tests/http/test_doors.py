@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from lowlat.serving import gateway as gateway_process
 from lowlat.serving.gateway import http_gateway
 from lowlat.serving.http.auth import origins_of
 from lowlat.serving.http.paths import plain_path
-from lowlat.serving.http.server import Address, check_free, parse_address
+from lowlat.serving.http.server import Address, check_free, listening, parse_address
 
 ORIGIN = "http://localhost:3000"
 PREFLIGHT = {
@@ -66,6 +67,22 @@ def test_a_unix_socket_serves_whoever_reaches_it_with_the_key(tmp_path: Path) ->
             connection.close()
     assert not path.exists()
     check_free(address)
+
+
+@pytest.mark.parametrize("mode", [None, "600", "660", "666"])
+def test_a_unix_socket_s_file_is_its_owner_s_alone_unless_asked(mode: str | None, tmp_path: Path) -> None:
+    """Whatever the folder lets in, and whatever the process's umask is."""
+    tmp_path.chmod(0o755)
+    path = tmp_path / "http.sock"
+    before = os.umask(0)
+    try:
+        with listening(parse_address(f"unix:{path}") if mode is None else parse_address(f"unix:{path}", mode)):
+            assert stat.S_IMODE(path.stat().st_mode) == int(mode or "600", 8)
+    finally:
+        os.umask(before)
+    tmp_path.chmod(0o775)
+    with pytest.raises(ConfigError, match="must not be writable by others"):
+        check_free(parse_address(f"unix:{path}", "666"))
 
 
 def test_any_address_is_any_of_both_families(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations  # OpenAI's package is imported at its first use
 
+import asyncio
 import json
 import re
 import socket
@@ -9,7 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import openai
 import pytest
@@ -19,10 +21,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import eventually
 
 import lowlat
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, ServerGone
+from lowlat.ipc.client import AsyncClient
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.serving.http.auth import key_of
+from lowlat.serving.http.gateway import STATS_S, Gateway
 from lowlat.serving.http.metrics import exposition
 from lowlat.serving.http.server import Address, parse_address
 from lowlat.serving.http.streaming import MAX_BODY_BYTES
@@ -353,3 +357,31 @@ def test_histograms_and_speculation_are_exposed() -> None:
     assert (found["lowlat:failed_checks_total", "masks"], found["lowlat:failed_checks_total", "lengths"]) == (2, 0)
     assert found["lowlat:spec_decode_num_accepted_tokens_per_source_total", "suffix"] == 2
     assert found["lowlat:structured_output_mask_seconds_total",] == 0.25
+
+
+def test_callers_who_ask_for_figures_at_once_share_an_answer() -> None:
+    """To the server they are one client, which it drops when it asks too often, and everybody's answers with it."""
+    asked: list[str] = []
+    failing: list[bool] = [True]
+
+    async def stats() -> dict[str, Any]:
+        asked.append("stats")
+        await asyncio.sleep(0.02)
+        if failing:
+            failing.clear()
+            raise ServerGone("it ends", code="gone")
+        return {"steps": len(asked)}
+
+    async def ask() -> None:
+        gateway = Gateway(cast("AsyncClient", SimpleNamespace(stats=stats, health=stats)))
+        told = await asyncio.gather(*(gateway.stats() for _ in range(50)), return_exceptions=True)
+        assert asked == ["stats"] and all(type(each) is ServerGone for each in told)
+        first, *others = [asyncio.ensure_future(gateway.stats()) for _ in range(50)]
+        await asyncio.sleep(0.01)
+        first.cancel()  # a caller who leaves takes nobody else's answer along
+        assert await asyncio.gather(*others) == [{"steps": 2}] * 49 and len(asked) == 2
+        assert await gateway.stats() == {"steps": 2}
+        await asyncio.sleep(STATS_S)
+        assert await gateway.stats() == {"steps": 3}
+
+    asyncio.run(ask())

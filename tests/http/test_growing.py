@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,22 @@ def test_lines_that_cannot_be_joined_are_sent_at_a_pace(tmp_path: Path) -> None:
         status, answer, *_ = gateway.ask("/v1/completions", body, headers=HEADERS)
     expected = expected_tokens([*b"x", 5] * 140, 4)
     assert (status, answer["choices"][0]["text"]) == (200, "".join(f"t{token} " for token in expected))
+
+
+def test_callers_of_a_gateway_take_turns_at_its_pace(tmp_path: Path) -> None:
+    """They are one client to the server, and one who sends much keeps another's few messages up by one of its own."""
+    engine, limits = FakeEngine(text=True, max_context=2000), Limits(max_messages_per_s=100)
+    lines = [{"model": "fake", "max_tokens": 4}, *("x", [5]) * 140]
+    flood = b"\n".join(json.dumps(line).encode() for line in lines)
+    with running_gateway(tmp_path, engine, limits, FakeCodec()) as gateway, ThreadPoolExecutor(1) as other:
+        sending = other.submit(gateway.ask, "/v1/completions", flood, headers=HEADERS)
+        eventually(lambda: bool(engine.opened))
+        time.sleep(0.5)  # the messages that may come at once have gone
+        few = b"\n".join(json.dumps(line).encode() for line in ({"model": "fake", "max_tokens": 4}, "y", [5], "y"))
+        status, answer, _ = gateway.ask("/v1/completions", few, headers=HEADERS)
+        assert (status, sending.done()) == (200, False)
+        assert answer["choices"][0]["text"] == "".join(f"t{token} " for token in expected_tokens([*b"y", 5, *b"y"], 4))
+        assert sending.result(timeout=30)[0] == 200
 
 
 def test_the_pages_example_runs(growing: tuple[RunningGateway, FakeEngine]) -> None:

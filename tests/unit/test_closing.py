@@ -13,9 +13,9 @@ import lowlat
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.reports import compared, shrink
 from lowlat.cli.reports.shifts import measure_shifts
-from lowlat.engine import loading
-from lowlat.engine import steps as steps_module
+from lowlat.engine.loading import loading
 from lowlat.engine.memory.plan import available_bytes
+from lowlat.engine.steps import steps as steps_module
 from lowlat.executors.make import make_executor
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Role
