@@ -27,7 +27,7 @@ MESSAGES = [{"role": "system", "content": " be kind "}, {"role": "user", "conten
 
 
 def render(source: str, **variables: object) -> str:
-    return rendered([source], **variables)[0]
+    return rendered([source], None, **variables)[0]
 
 
 def rendered(sources: Sequence[str], limits: ChatLimits | None = None, **variables: object) -> list[str]:
