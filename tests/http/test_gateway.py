@@ -290,7 +290,7 @@ def test_a_server_that_is_gone_is_unavailable_until_it_is_back(tmp_path: Path) -
         assert gateway.ask("/")[0] == 200
         with running_gateway(folder) as other:
             assert other.served is not None and other.served.server.endpoint == f"ipc://{folder}/s.sock"
-            assert gateway.ask("/v1/completions", COMPLETION)[0] == 200
+            eventually(lambda: gateway.ask("/v1/completions", COMPLETION)[0] == 200)  # it waits 0.05 s for the server
             assert gateway.ask("/ready")[1]["state"] == "serving"
 
 

@@ -305,21 +305,6 @@ def test_a_clients_own_share_is_bounded(serve: Serve) -> None:
     assert other.end is not None
 
 
-def test_clients_take_turns(serve: Serve) -> None:
-    served = serve(FakeEngine(0.005, max_running=1))
-    many, one = served.client(), served.client()
-    first = [many.submit(number, [10 + number], max_tokens=2) for number in range(10)]
-    many.pong()
-    late = one.submit(0, [99], max_tokens=2)
-    one.finish(late)
-    ended = sum(completion.end is not None for completion in first)
-    many.finish(*first)
-    assert ended <= 3
-    assert len(served.engine.order) == 11
-    place = served.engine.order.index(max(served.engine.order, key=lambda name: int(name.rpartition("-")[2])))
-    assert place <= 3  # after the one that ran, and one of the other client's
-
-
 def test_no_more_run_at_once_than_the_engine_has_slots(serve: Serve) -> None:
     served = serve(FakeEngine(0.001, max_running=3))
     client = served.client()

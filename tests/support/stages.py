@@ -17,7 +17,7 @@ LONGEST = (
     "unit/test_tuning.py",
     "http/test_page.py",
     "faults/test_clients.py",
-    "unit/cli/test_cli_bench.py",
+    "http/test_models.py",
     "unit/test_packaging.py",
 )
 
