@@ -147,6 +147,7 @@ class RequestMetrics:
 
     prompt_tokens          tokens of the prompt
     completion_tokens      tokens generated
+    reasoning_tokens       of these, tokens of reasoning, those that mark it included, where the answer is parsed
     cached_prompt_tokens   of the prompt, tokens whose KV was reused from an earlier request
     queued_s               from submission to a slot
     prefill_s              from the slot to the first token, which comes out of prefill
@@ -164,6 +165,7 @@ class RequestMetrics:
     request_id: str
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     cached_prompt_tokens: int = 0
     queued_s: float | None = None
     prefill_s: float | None = None

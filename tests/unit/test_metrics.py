@@ -117,8 +117,9 @@ def test_sources_are_told_apart_and_steps_without_any_are_told() -> None:
 
 def test_request_metrics_as_json() -> None:
     given: dict[str, Any] = {
-        "prompt_tokens": 10, "completion_tokens": 9, "cached_prompt_tokens": 4, "queued_s": 0.1, "prefill_s": 0.2,
-        "time_to_first_token_s": 0.4, "decode_s": 2.0, "num_steps": 3, "finish_reason": "length", "seed": 5,
+        "prompt_tokens": 10, "completion_tokens": 9, "reasoning_tokens": 3, "cached_prompt_tokens": 4, "queued_s": 0.1,
+        "prefill_s": 0.2, "time_to_first_token_s": 0.4, "decode_s": 2.0, "num_steps": 3, "finish_reason": "length",
+        "seed": 5,
     }  # fmt: skip
     found = json.loads(json.dumps(RequestMetrics("r", **given).to_dict()))
     assert found == {"request_id": "r", **given, "tokens_per_s": 4.0}

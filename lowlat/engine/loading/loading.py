@@ -99,7 +99,7 @@ def load(
     own_speculator = geometries[0].speculator
     refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
     devices = rank_devices(choice, len(ranks), options.devices)
-    needs = check_ranks(ranks, weights, choice, devices, reserve)
+    needs = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
     used = None if loaded is None else speculative
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(

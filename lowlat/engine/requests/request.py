@@ -93,6 +93,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self._num_steps = 0
         self._num_cached = 0
+        self._num_reasoning = 0
         self._most_cached: int | None = None  # where what was read of its prompt before was its own
         self._stats = SpeculativeDecodingStats(simulated=simulated)
         self._submitted = time.monotonic()
@@ -195,6 +196,7 @@ class Request:
             request_id=self.request_id,
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.committed) - len(self.prompt),
+            reasoning_tokens=self._num_reasoning,
             cached_prompt_tokens=self._num_cached,
             queued_s=_between(start, self._placed),
             prefill_s=_between(self._placed, self._prefilled),
@@ -221,6 +223,7 @@ class Request:
         try:
             if self._text is not None:
                 deltas.append(self._text.push(tokens))
+                self._num_reasoning = self._text.num_reasoning_tokens
                 stopped = deltas[0].stopped
                 if stopped is not None:
                     tokens, reason = tokens[: deltas[0].num_tokens_used], "stop"

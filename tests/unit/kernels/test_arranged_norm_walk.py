@@ -50,7 +50,7 @@ def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, with
     assert bool(found.isfinite().all()) and bool(sums[1].isfinite().all())
 
 
-@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], WIDTHS[1], wide(2, 4096 + 40, False)])
+@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], wide(2, 4096 + 40, False)])
 def test_sums_of_what_is_normed_are_normed_and_arranged(rows: int, width: int, with_dead: bool) -> None:
     x, residual, live = torch.randn(rows, width), torch.randn(rows, width).bfloat16(), flags(rows)
     given = {"residual": residual, "row_live": live if with_dead else None, "eps": EPS, "next_eps": EPS}
@@ -74,17 +74,8 @@ def test_a_row_of_nan_leaves_zeros_past_its_end() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, out = poison(3, 72), poison(72), poison(*arranged_shape(3, 72))
-    arranged_rms_norm(x, weight, out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="out must have shape"):
-        arranged_rms_norm(x, weight, out=x, eps=EPS)
     with pytest.raises(ShapeError, match="multiple of 8"):
         arranged_rms_norm(poison(3, 63), poison(63), out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="x must be"):
-        arranged_rms_norm(x.float(), weight, out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="row_live"):
-        arranged_rms_norm(x, weight, flags(2), out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="total must have shape"):
-        arranged_add_norm(x, x, weight, total=poison(2, 72), out=out, eps=EPS)
     with pytest.raises(ShapeError, match="b must be"):
         arranged_add_norm(x, x.half(), weight, total=x, out=out, eps=EPS)
     with pytest.raises(ShapeError, match="out must have shape"):

@@ -95,7 +95,7 @@ def fp8_weight(width: int, depth: int, order: torch.Tensor) -> tuple[PackedMatri
     [
         (64, 40, 256, (1, 2), (64, 1, 2, False)),
         (128, 136, 256, (2, 1), (128, 1, 2, True)),
-        (128, 136, 512, (1, 4), (128, 2, 2, False)),
+        (128, 72, 512, (1, 4), (128, 2, 2, False)),
         wide(256, 264, 384, (2, 2), (256, 1, 2, False, 2, 80)),
     ],
 )

@@ -92,14 +92,14 @@ class Case:
         reference(live, self.ids, self.shares, **given, num_parts=8, unit=64)
         assert float((whole - expected).norm() / expected.norm()) < 1e-5
         assert bool(whole[self.ids[:, 0] < 0].eq(0).all())
-        for size in (1, 2, 4):
+        for size in (1, 4):
             assert torch.equal(tree_sum(self.by_ranks(size, prefill)), whole), size
 
 
 @pytest.mark.parametrize(
     ("rows", "top_k", "width", "steps", "quantised", "kind"),
     [
-        (1, 2, 32, 9, False, "random"),
+        (1, 2, 16, 9, False, "random"),
         wide(4, 2, 32, 33, True, "random"),  # parts of more steps than are copied at once
         wide(3, 2, 48, 5, True, "random"),  # some parts have no columns, and tiles come alone
     ],

@@ -69,7 +69,7 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "rows", "width", "steps", "unit", "changes"),
     [
-        ("bf16", 1, 48, 8, 1, {}),
+        ("bf16", 1, 32, 8, 1, {}),
         wide("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
         wide("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
         wide("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),

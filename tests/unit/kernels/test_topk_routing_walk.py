@@ -96,9 +96,3 @@ def test_what_does_not_fit_is_refused() -> None:
     shared = TopKRouting(torch.zeros(3, 514), shared=True)
     with pytest.raises(ShapeError, match="10 experts of at most 512 next to a shared one, got 3 of 513"):
         route_top_k(routing=shared, expert_ids=ids, expert_weights=shares)
-    with pytest.raises(ShapeError, match="expert_weights"):
-        route_top_k(routing=routing, expert_ids=ids, expert_weights=shares[:2])
-    with pytest.raises(ShapeError, match="expert_ids"):
-        route_top_k(routing=routing, expert_ids=ids.long(), expert_weights=shares)
-    with pytest.raises(ShapeError, match="logits"):
-        route_top_k(routing=routing, expert_ids=ids[:2], expert_weights=shares[:2])
