@@ -10,6 +10,7 @@ import pytest
 
 LONGEST = (
     "unit/kernels/test_compiled.py",
+    "unit/test_drafting_table.py",
     "unit/test_lossless.py",
     "http/test_clients.py",
     "ipc/test_readme.py",
