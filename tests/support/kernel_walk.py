@@ -268,10 +268,6 @@ class Walker:
             self._fibers.sleep((f"phase at {int(address)}", home.key))
         return 1
 
-    def await_phase(self, address: int, parity: int) -> None:
-        """Until the phase of a barrier of the block is over."""
-        self._is_over(address, parity)
-
     def _trap(self) -> None:
         raise AssertionError("a launch gave up waiting for another block")
 

@@ -43,11 +43,14 @@ AMPERE = Gpu(108, 163 * 1024, (8, 0))
 FLASH = re.compile(r"flash_attention|prefill_flash")
 
 
-@pytest.fixture(params=[H200, AMPERE], ids=["9.0", "8.0"])
+# with and without the instructions of wide products
+BOTH = pytest.mark.parametrize("gpu", [H200, AMPERE], ids=["9.0", "8.0"], indirect=True)
+
+
+@pytest.fixture
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """With and without the instructions of wide products."""
-    pretend_gpu(monkeypatch, request.param)
-    chosen: Gpu = request.param
+    chosen: Gpu = getattr(request, "param", H200)
+    pretend_gpu(monkeypatch, chosen)
     return chosen
 
 
@@ -92,6 +95,7 @@ def planned_of(executor: Any) -> list[tuple[str, Planned]]:
     return [(f"{call.kernel.name} {call.grid}", call.planned) for call in calls if call.planned is not None]
 
 
+@BOTH
 def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
     gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +121,7 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
 
 
 @pytest.mark.second
+@BOTH
 def test_kernels_compiled_ahead_are_those_of_a_runtime(
     gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,7 +204,7 @@ def test_a_row_whose_window_begins_later_than_its_neighbours_has_the_bits_of_the
     assert torch.equal(run(case, False, num_blocks=1)[0], together[2])
 
 
-@pytest.mark.parametrize("early", [later(False), True])
+@pytest.mark.parametrize("early", [wide(False), True])
 def test_sums_of_many_splits_are_one(early: bool) -> None:
     """More splits than a warp has lanes, in one slot, few in another, none in the last; peaks so far apart that whoever
     missed the largest would overflow; a split that saw nothing; a dead row."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_walk import Walker
 from recurrent_cases import MODULES, Layer, Run, assert_near, by_kernels, by_reference, by_single_steps, grown
-from stages import later
+from stages import wide
 from walked_state import walkable_states
 
 from lowlat.errors import ShapeError
@@ -34,7 +34,7 @@ def walked() -> Iterator[Run]:
         yield by_kernels(found, walker.run, CPU)
 
 
-@pytest.mark.parametrize("fused", [True, later(False)])
+@pytest.mark.parametrize("fused", [True, wide(False)])
 @pytest.mark.parametrize("heads", HEADS)
 def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_steps(
     heads: HeadSizes, fused: bool
