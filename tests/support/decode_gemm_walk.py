@@ -9,21 +9,15 @@ from kernel_walk import Walker, walkable
 
 from lowlat.kernels.toolchain.kernel import Gpu
 
-SHARED = (
-    *(
-        "common.activation",
-        "common.pipeline",
-        "common.kv_codes",
-        "common.norm_math",
-        "common.norm_row",
-        "elementwise.norm",
-    ),
-    "sampling.select",
-)
-PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
-PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
+SHARED = tuple(f"common.{name}" for name in ("activation", "pipeline", "kv_codes", "norm_math", "norm_row"))
+PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
+PARTS = ("k_parts", "decode.plan", "decode.norm_prologue", "decode.group_product", "decode.mainloop")
 ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "shared_rows", "gemm")
-NAMES = (*SHARED, *PEERS, "formats.fragment", *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
+NAMES = (
+    *(*SHARED, "elementwise.norm", "sampling.select", *PEERS, "formats.fragment"),
+    *(f"gemm.{part}" for part in (*PARTS, "decode.partial_argmax", "decode.epilogue_parts")),
+    *(f"gemm.decode.{part}" for part in ENDS),
+)
 SMALL = Gpu(2, 227 * 1024, (9, 0))
 
 
