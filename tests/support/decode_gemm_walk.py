@@ -9,20 +9,11 @@ from kernel_walk import Walker, walkable
 
 from lowlat.kernels.toolchain.kernel import Gpu
 
-SHARED = tuple(f"common.{name}" for name in ("activation", "pipeline", "kv_codes", "norm_math", "norm_row"))
-PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
-PARTS = ("k_parts", "decode.plan", "decode.norm_prologue", "decode.group_product", "decode.mainloop")
-ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "shared_rows", "gemm")
-NAMES = (
-    *(*SHARED, "elementwise.norm", "sampling.select", *PEERS, "formats.fragment"),
-    *(f"gemm.{part}" for part in (*PARTS, "decode.partial_argmax", "decode.epilogue_parts")),
-    *(f"gemm.decode.{part}" for part in ENDS),
-)
 SMALL = Gpu(2, 227 * 1024, (9, 0))
 
 
 def walked(walker: Walker) -> Any:
-    return walkable(walker, *NAMES)
+    return walkable(walker, "gemm.decode.gemm")
 
 
 def run(walker: Walker, modules: list[ModuleType], changes: dict[str, int], **arguments: Any) -> None:

@@ -17,7 +17,6 @@ from lowlat.kernels.recurrent.delta_step import HeadSizes
 
 pytestmark = pytest.mark.second
 
-COMMON = ("common.activation", "common.memory", "common.norm_math", "common.norm_row")
 CPU = torch.device("cpu")
 HEADS = [
     HeadSizes(1, 2, 32, 16),
@@ -29,8 +28,8 @@ HEADS = [
 def walked() -> Iterator[Run]:
     """Operations by walked kernels."""
     walker = Walker()
-    with walkable_states(walker, *COMMON, *(f"recurrent.{name}" for name in MODULES)) as modules:
-        found = dict(zip(MODULES, modules[len(COMMON) :], strict=True))
+    with walkable_states(walker, *(f"recurrent.{name}" for name in MODULES)) as modules:
+        found = dict(zip(MODULES, modules, strict=True))
         yield by_kernels(found, walker.run, CPU)
 
 
