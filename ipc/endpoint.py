@@ -118,14 +118,16 @@ def check_owner(path: Path, trusted: Collection[int]) -> None:
 class EndpointLock:
     """A server's hold on the path of an ipc:// endpoint: the folder checked, the lock file taken, its socket known.
 
-    shared   users other than this one are let in: the folder may be readable to them, and the socket file is open
+    shared   users other than this one are let in: the folder may be readable to them
+    mode     of the socket file; None: its owner's alone, and open to all where `shared`, as every connection is checked
     Raises ConfigError when another server holds the path (with its pid), the folder is not this user's or has too
     open a mode, or the path is something else than a socket.
     """
 
-    def __init__(self, path: Path, *, shared: bool = False) -> None:
+    def __init__(self, path: Path, *, shared: bool = False, mode: int | None = None) -> None:
         self.path = path
         self.shared = shared
+        self._mode = mode if mode is not None else 0o666 if shared else 0o600
         self._inode: tuple[int, int] | None = None
         self._prepare_folder()
         self._descriptor = self._take()
@@ -141,7 +143,7 @@ class EndpointLock:
         Raises ConfigError when the path cannot be bound.
         """
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)
+        before = os.umask(0o177)  # nobody else comes before the mode is set
         try:
             listening.bind(os.fspath(self.path))
             listening.listen(BACKLOG)
@@ -150,8 +152,7 @@ class EndpointLock:
             raise ConfigError(f"cannot listen on {self.path}: {error.strerror}") from error
         finally:
             os.umask(before)
-        if self.shared:
-            self.path.chmod(0o666)  # every connection is checked: its uid, or the key that it brings
+        self.path.chmod(self._mode)
         found = self.path.lstat()
         self._inode = (found.st_dev, found.st_ino)
         return listening

@@ -42,6 +42,7 @@ GIVEN_HERE = (
     "http",
     "http_host",
     "http_origins",
+    "http_socket_mode",
     "allow_uid",
     "curve_keys",
     "log_format",

@@ -13,11 +13,13 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation.draft_lengths import choose_draft_length
 from lowlat.kernels.reference.speculation.draft_rows import check_nodes
 from lowlat.kernels.reference.step.slots import COMMAND_WIDTH, MAX_PATH_NODES
 from lowlat.kernels.speculation.choose_draft_length import ChoicePlan, choice_plan
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import fit
 
 __all__ = ["Choice", "apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots", "publish_rows"]
 
@@ -51,7 +53,6 @@ CHOSEN = (
     *("active", "lengths", "extended", "slot_ints", "length_bounds", "draft_length_costs", "length_expected"),
     *("length_last", "length_waited", "draft_length_choice"),
 )
-CHOSEN_BY = ("active", "lengths", "extended", "length_bounds", "draft_length_costs", "length_expected")
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,9 @@ def _calls(
         plan = replace(plan, known_paths=known_paths, known_length=known_length, nodes=nodes)
     condition = None
     if choice is not None:
-        condition, own = choice.condition, [given[name] for name in CHOSEN_BY]
-        chosen = choice_plan(*own, row=choice.row, most_waiting=choice.most_waiting, switching=condition is not None)
-        plan = replace(plan, choice=chosen)
+        condition, own = choice.condition, {name: given[name] for name in CHOSEN}
+        fitted = fit(choose_draft_length, {**own, "row": choice.row, "most_waiting": choice.most_waiting})
+        plan = replace(plan, choice=choice_plan(fitted, switching=condition is not None))
     _check(given, plan)
     arguments = (*(given.get(name, 0) for name in ARGUMENTS[:-1]), condition or 0)
     return [KernelCall(begin_step_kernel(plan), (1, 1, 1), arguments)]

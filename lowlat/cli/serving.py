@@ -111,6 +111,7 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
                     settings["http_host"],
                     settings["curve_keys"],
                     origins=settings["http_origins"],
+                    socket_mode=settings["http_socket_mode"],
                 )
             )
         if worker is not None:

@@ -49,6 +49,7 @@ def serve_models(settings: ServeConfig, tables: Sequence[ModelTable], *, json_ou
                     settings["http_host"],
                     None,
                     origins=settings["http_origins"],
+                    socket_mode=settings["http_socket_mode"],
                     roster=supervisor.roster,
                 )
             )

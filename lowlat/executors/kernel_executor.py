@@ -31,7 +31,7 @@ from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG, Watchdog
 from lowlat.executors.launcher import Launcher
-from lowlat.executors.peeks import Peeks
+from lowlat.executors.peeks import Peeks, SentValues
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.residence.base import Residence
 from lowlat.executors.workspace import SharedWorkspace
@@ -44,7 +44,7 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.memory import workspaces_of
+from lowlat.lowering.memory import few_layers, workspaces_of
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.step.variants import PASS
 
@@ -98,6 +98,7 @@ class KernelExecutor(ABC):
         self._num_prefills = 0
         self._failed = False
         self._peeks = Peeks(on_gpu=device.type == "cuda")
+        self._sent = SentValues()
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
         self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_gpus)
@@ -130,7 +131,9 @@ class KernelExecutor(ABC):
             self.workspace = SharedWorkspace(device, zeros)
             self._constants = SharedConstants(device)
             self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
-            self.workspace.reserve(workspaces_of(largest, self._weights.shape))
+            # the largest of all programs: none may be a second one later, next to a smaller that some launch has
+            few = (self._binding(size, few_layers(each, self._weights.form)) for size, each in self._programs.items())
+            self.workspace.reserve(workspaces_of(few, fuse=fuse))
             self._groups = {size: self._lower(size) for size in self._programs}
             self.launcher.compile_ahead(
                 call for groups in self._groups.values() for group in groups for call in group.calls
@@ -147,19 +150,23 @@ class KernelExecutor(ABC):
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)
         return BufferSet(specs, self.device, self._constants.place(program.constants), arena=self._arena)
 
-    def _lower(self, size: Size, loop: LoopControl | None = None) -> tuple[LoweredGroup, ...]:
-        program, arguments = self._programs[size], self._arguments.device
+    def _binding(self, size: Size, program: Program, loop: LoopControl | None = None) -> Binding:
+        """A bucket's or a prefill's program, or one of its operations, onto the memory of that size."""
+        arguments = self._arguments.device
         buffers = {**self.state, **self._scratch[size]}
         if not isinstance(size, Bucket):
             buffers |= {**arguments, **first_rows(program, {**self.state, **arguments})}
         place = self._place
         if place is not None:
             buffers["command_tail"] = place.command_tail
-        binding = Binding(
+        return Binding(
             program, buffers, self._weights, self.launcher.gpu, self.workspace, loop, self.switches, place,
             is_invariant=self._is_invariant,
         )  # fmt: skip
-        groups = lower(binding, fuse=self._fuse)
+
+    def _lower(self, size: Size, loop: LoopControl | None = None) -> tuple[LoweredGroup, ...]:
+        place = self._place
+        groups = lower(self._binding(size, self._programs[size], loop), fuse=self._fuse)
         return groups if place is None else place.forwarding(groups, self.state["command_tail"])
 
     def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:
@@ -320,10 +327,13 @@ class KernelExecutor(ABC):
 
     @torch.inference_mode()
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write buffers of the state by name, on the executor's stream; what is pinned is not waited for."""
+        """Write buffers of the state by name, on the executor's stream; what is pinned is not waited for, and kept."""
         with self._failures(), torch.cuda.stream(self.stream):
+            pinned = [value for value in values.values() if value.is_pinned()]
             for name, value in values.items():
                 self.state[name].copy_(value, non_blocking=value.is_pinned())
+            if pinned:
+                self._sent.keep(pinned)
 
     @torch.inference_mode()
     def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
@@ -384,7 +394,8 @@ class KernelExecutor(ABC):
         A device that has failed is not waited for.
         """
         if self._failed:
-            abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence, self._peeks.memory])
+            held = self._peeks.memory, self._sent.held
+            abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence, *held])
         else:
             self._synchronize()
         self._look_at_others = None

@@ -16,7 +16,7 @@ from lowlat.kernels.tuning.choice import tuned_gpu
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.options.directories import cache_directory, tuning_directory, uses_tuning_tables
 
-__all__ = ["Launcher", "default_cache_directory"]
+__all__ = ["Launcher", "default_cache_directory", "gpu_of"]
 
 _SCALARS: dict[str, Any] = {
     "int32": ctypes.c_int32,
@@ -33,6 +33,26 @@ def default_cache_directory() -> Path:
     return Path(own) if own else cache_directory() / "kernels"
 
 
+def gpu_of(device: torch.device, *, is_shared: bool = False) -> Gpu:
+    """The properties of a CUDA device by which kernels are cut, with its tuning table where tables are used.
+
+    is_shared  see `Gpu`
+    """
+    from cuda.core import Device
+
+    facts: Any = torch.cuda.get_device_properties(device)
+    memory = Device(device.index or 0).properties
+    gpu = Gpu(
+        facts.multi_processor_count,
+        facts.shared_memory_per_block_optin,
+        torch.cuda.get_device_capability(device),
+        # bits at twice the clock, kHz
+        memory.memory_clock_rate * memory.global_memory_bus_width / 4e6,
+        is_shared=is_shared,
+    )
+    return tuned_gpu(str(facts.name), gpu, tuning_directory()) if uses_tuning_tables() else gpu
+
+
 class Launcher:
     """Prepares launches for one CUDA device; every kernel is compiled and loaded once.
 
@@ -44,23 +64,13 @@ class Launcher:
 
         self.device = device
         self.capability: tuple[int, int] = torch.cuda.get_device_capability(device)
-        facts: Any = torch.cuda.get_device_properties(device)
         self._cache = default_cache_directory() if cache_directory is None else cache_directory
         self._core = Device(device.index or 0)
-        memory = self._core.properties
-        gpu = Gpu(
-            facts.multi_processor_count,
-            facts.shared_memory_per_block_optin,
-            self.capability,
-            # bits at twice the clock, kHz
-            memory.memory_clock_rate * memory.global_memory_bus_width / 4e6,
-            is_shared=is_shared,
-        )
-        self.gpu = tuned_gpu(str(facts.name), gpu, tuning_directory()) if uses_tuning_tables() else gpu
+        self.gpu = gpu_of(device, is_shared=is_shared)
         torch.cuda.init()
         torch.cuda.current_stream(device)
         self._core.set_current()
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, tuple[Kernel, Any]] = {}
 
     def prepare(self, call: Call) -> Launch:
         """Compile and load what the call needs. Raises DeviceError or ShapeError."""
@@ -113,7 +123,11 @@ class Launcher:
     def _load(self, kernel: Kernel) -> Any:
         from cuda.core import ObjectCode
 
-        known = self._loaded.get(kernel.name)
+        first, known = self._loaded.get(kernel.name, (kernel, None))
+        if (first.threads, first.shared_bytes, first.signature) != (
+            kernel.threads, kernel.shared_bytes, kernel.signature,
+        ):  # fmt: skip
+            raise DeviceError(f"two kernels have the name {kernel.name}: the second would run as the first")
         if known is None:
             compiled = compile_kernel(kernel, self.capability, self._cache)
             make = ObjectCode.from_cubin if compiled.is_cubin else ObjectCode.from_ptx
@@ -121,7 +135,7 @@ class Launcher:
             asked = kernel.shared_bytes_on(self.gpu)
             if asked > 48 * 1024:
                 self._allow_shared_memory(known, kernel.name, asked)
-            self._loaded[kernel.name] = known
+            self._loaded[kernel.name] = kernel, known
         return known
 
     def _allow_shared_memory(self, loaded: Any, name: str, num_bytes: int) -> None:

@@ -17,6 +17,7 @@ from lowlat.executors.residence.storages import StorageResidence
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.attention.limits import INVARIANT_HEADS, most_positions
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.covers import uncovered
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.shard import PARTS, STEP
@@ -69,7 +70,6 @@ def refuse_codes(choice: DeviceChoice, ranks: Sequence["Rank"], chunk: int) -> N
     if not shapes or not choice.has_kernels:
         return
     from lowlat.kernels.gemm.prefill.arranged import arranged_gemm  # which loads the kernels
-    from lowlat.kernels.toolchain.kernel import H200
 
     capability = torch.cuda.get_device_capability(choice.device)
     gemm = arranged_gemm(replace(H200, capability=capability))
@@ -118,10 +118,7 @@ def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
 
 
 def settle_executor(
-    choice: DeviceChoice,
-    asked: str,
-    programs: Iterable[Program],
-    weights: Mapping[str, torch.Tensor],
+    choice: DeviceChoice, asked: str, programs: Iterable[Program], weights: Mapping[str, torch.Tensor]
 ) -> DeviceChoice:
     """The choice for these programs: with `asked` "auto", torch's operations where the kernels do not cover them.
 
@@ -135,6 +132,19 @@ def settle_executor(
         raise ConfigError(f"executor {asked!r} cannot run this model: {problem}; use 'reference' or 'auto'")
     reason = f"{choice.reason}; torch's operations run on it, slowly: {problem}"
     return replace(choice, executor="reference", reason=reason, loud=True)
+
+
+def planned_gpu(choice: DeviceChoice, devices: Sequence[torch.device], rank: int = 0) -> Gpu:
+    """The GPU for which a rank's kernels are lowered; an H200 stands for one that is not here, or runs no kernels.
+
+    devices  of each rank
+    """
+    is_here = torch.cuda.is_available() and (devices[rank].index or 0) < torch.cuda.device_count()
+    if not choice.has_kernels or not is_here:
+        return H200
+    from lowlat.executors.launcher import gpu_of  # which loads the kernels
+
+    return gpu_of(devices[rank], is_shared=len(set(devices)) < len(devices))
 
 
 @dataclass(frozen=True)
@@ -194,13 +204,8 @@ def make_executor(
         return _make_parallel(
             ranks, devices, weights, captured, can_sleep=can_sleep, looping=device_loop, fuse=fuse, watchdog=watchdog
         )
-
-    def progress(_: Bucket, done: int, total: int) -> None:
-        if captured is not None:
-            captured(done, total)
-
     return GraphExecutor(
-        programs, prefills, weights, choice.device, looping=device_loop, progress=progress, fuse=fuse,
+        programs, prefills, weights, choice.device, looping=device_loop, progress=captured, fuse=fuse,
         watchdog=watchdog, residence=_mapped(choice.device) if can_sleep else None,
     )  # fmt: skip
 
@@ -232,7 +237,7 @@ def _make_parallel(
     parts = place_parts(weights, [rank.config for rank in ranks], devices)
 
     def make(number: int, leader: GraphExecutor | None) -> GraphExecutor:
-        def progress(_: Bucket, done: int, total: int) -> None:
+        def progress(done: int, total: int) -> None:
             if captured is not None:
                 captured(number * total + done, len(ranks) * total)
 

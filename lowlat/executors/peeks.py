@@ -1,11 +1,12 @@
-"""Copies of a device's buffers to the host that no step waits for."""
+"""Copies between a device's buffers and the host that no step waits for, and the host memory that they use."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 
-__all__ = ["Peeks"]
+__all__ = ["Peeks", "SentValues"]
 
 UNIT = 16  # bytes, at multiples of which copies begin
 
@@ -51,3 +52,24 @@ class Peeks:
             return self._free.pop(min(fitting, key=lambda place: len(self._free[place])))
         self.memory.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._on_gpu))
         return self.memory[-1]
+
+
+class SentValues:
+    """Pinned host memory from which copies to the device have begun: it is kept until they have ended.
+
+    held  copies that may be under way, each with its memory, in order; the memory must stay where the device has failed
+    """
+
+    def __init__(self) -> None:
+        self.held: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
+
+    def keep(self, values: Sequence[torch.Tensor]) -> None:
+        """Keep the memory of copies that were started on the current stream just now.
+
+        What has ended is let go of first. Raises RuntimeError where the device has failed.
+        """
+        while self.held and self.held[0][0].query():
+            self.held.popleft()
+        done = torch.cuda.Event()
+        done.record()
+        self.held.append((done, list(values)))

@@ -114,6 +114,11 @@ class DeviceWeights:
             return torch.Size((experts.num_experts, experts.rows, experts.columns))
         return self.vector(name).shape if packed is None else torch.Size((packed.rows, packed.columns))
 
+    def form(self, name: str) -> object:
+        """Equal for weights that are packed in one format; None for what is not packed."""
+        packed, experts = self._packed.get(name), self._experts.get(name.rpartition(".")[0])
+        return packed.tile_format if packed is not None else None if experts is None else experts.format
+
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
         """An embedding: row-major, or packed where a GEMM reads it too."""
         packed = self._packed.get(name)

@@ -1,108 +1,108 @@
-"""The memory that prefill takes on a GPU next to its buffers, counted beforehand for the memory plan.
+"""The memory that lowered programs take on a GPU next to their buffers, counted beforehand.
 
-`workspaces_of` are those that its kernels ask for, `temporary_bytes` is an upper bound of the memory that torch's
-operations take while they run.
+`workspaces_of` are those that kernels ask for, found by lowering; `temporary_bytes` is an upper bound of the memory
+that torch's operations take in prefill while they run.
 """
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 
 from lowlat.graphs.program import Op, Program, Stage
-from lowlat.kernels.attention.partial.block_lists import scores_workspace
-from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.kernels.gemm.prefill.plan import MOST_ROWS
-from lowlat.kernels.moe.plan import partials_workspace
-from lowlat.kernels.moe.prefill.experts import PARTS_ROWS, list_workspaces, parts_workspace
-from lowlat.kernels.moe.prefill.warpgroup_plan import fits_warpgroups, warpgroup_workspaces
-from lowlat.kernels.moe.router import router_workspace
-from lowlat.kernels.recurrent.delta_prefill import heads_of, row_workspaces
-from lowlat.kernels.toolchain.kernel import WorkspaceShape
-from lowlat.lowering.binding import in_parts
-from lowlat.lowering.prefill_attention import FLASH_DIM, attention_workspaces, refresh_bytes
-from lowlat.lowering.prefill_gemm import activation_workspace, codes_workspace, gemm_workspaces
-from lowlat.lowering.weight_parts import EXPERT_GEMMS, GEMMS
-from lowlat.options.runtime import FEW_SLOTS
-from lowlat.options.slots import MOST_STEP_ROWS
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.lower import lower
+from lowlat.lowering.prefill_attention import FLASH_DIM, refresh_bytes
+from lowlat.lowering.weight_parts import GEMMS
 
-__all__ = ["temporary_bytes", "workspace_bytes", "workspaces_of"]
+__all__ = ["FormOf", "Workspaces", "few_layers", "temporary_bytes", "workspace_bytes", "workspaces_of"]
 
 ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
-STEP_ROWS = 64  # of a launch of a step of up to FEW_SLOTS slots, at most
 SUMS = 4  # float32 copies of attention's sums of weights, at most
+KEPT_ALIKE = 2  # layers of one kind that stand in a row: a layer's launches may depend on the one before it
+OWN_NUMBER = "layer"  # the parameter that says which layer an operation is of
+LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 ShapeOf = Callable[[str], torch.Size]
+FormOf = Callable[[str], object]
+Workspaces = Mapping[tuple[str, torch.dtype], int]
 
 
-def workspaces_of(program: Program, shape_of: ShapeOf) -> dict[tuple[str, torch.dtype], int]:
-    """The workspaces of a prefill program, and the elements that each needs; none of a program that is no prefill.
+class _Asked:
+    """Workspaces without memory, and the most elements that were asked of each."""
 
-    shape_of  the shape of a weight by its canonical name; asked of the matrices of GEMMs [N, K], of experts [E, ...]
-              and of routers [E, N]
+    def __init__(self) -> None:
+        self.most: dict[tuple[str, torch.dtype], int] = {}
+
+    def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.most[name, dtype] = max(self.most.get((name, dtype), 0), math.prod(shape))
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def workspaces_of(bindings: Iterable[Binding], *, fuse: bool = True) -> Workspaces:
+    """The workspaces of programs that share them, by name and dtype, and the elements that each needs.
+
+    bindings  of programs onto any memory, of few layers each; nothing is taken of their own workspaces
+    fuse      see `lower`
     """
-    most: dict[tuple[str, torch.dtype], int] = {}
+    asked = _Asked()
+    for binding in bindings:
+        lower(replace(binding, workspace=asked, fresh={}), fuse=fuse)
+    return {key: count for key, count in asked.most.items() if count}
+
+
+def workspace_bytes(workspaces: Workspaces) -> int:
+    """Bytes of workspaces."""
+    return sum(count * dtype.itemsize for (_, dtype), count in workspaces.items())
+
+
+def few_layers(program: Program, form_of: FormOf) -> Program:
+    """The program without the layers that are like KEPT_ALIKE before them in a row of layers: its workspaces stay.
+
+    form_of  equal for weights of one format, by their canonical names
+    """
+    ops: list[Op] = []
+    seen: dict[object, int] = {}
+    for layer, part in _layers(program):
+        if not layer:
+            seen.clear()
+        kind = tuple(_kind(program, op, form_of) for op in part)
+        seen[kind] = seen.get(kind, 0) + 1
+        if not layer or seen[kind] <= KEPT_ALIKE:
+            ops += part
+    return replace(program, ops=tuple(ops))
+
+
+def _layers(program: Program) -> Iterable[tuple[str, list[Op]]]:
+    """The operations of each layer in order, with its name; those of no layer with "". One without weights goes with
+    those before it."""
+    name, part = "", list[Op]()
     for op in program.ops:
-        if op.stage is Stage.PREFILL:
-            for name, shape, dtype in _workspaces(program, op, shape_of):
-                most[name, dtype] = max(most.get((name, dtype), 0), math.prod(shape))
-    return {key: count for key, count in most.items() if count}
+        own = name
+        if op.weights:
+            found = LAYER.search(first := next(iter(op.weights.values())))
+            own = "" if found is None else first[: found.end()]
+        if own != name and part:
+            yield name, part
+            part = []
+        name = own
+        part.append(op)
+    yield name, part
 
 
-def workspace_bytes(program: Program, shape_of: ShapeOf) -> int:
-    """Bytes of a program's workspaces, see `workspaces_of`."""
-    return sum(count * dtype.itemsize for (_, dtype), count in workspaces_of(program, shape_of).items())
-
-
-def _workspaces(program: Program, op: Op, shape_of: ShapeOf) -> list[WorkspaceShape]:
-    """The workspaces that an operation asks for."""
-    if op.kind in GEMMS:
-        rows, parts = min(program.buffers[op.writes["out"]].shape[0], MOST_ROWS), None
-        if in_parts(op):
-            parts = KParts(int(op.params["num_parts"] or 1), 1)
-        height, width = shape_of(op.weights["weight"])
-        codes = [codes_workspace(rows, width)] if op.params.get("activations") is not None else []
-        return [*gemm_workspaces(rows, height, width, parts), *codes]
-    if op.kind == "silu_mul":
-        return [activation_workspace(*program.buffers[op.writes["out"]].shape)]
-    if op.kind in ATTENTION:
-        cache, size = program.buffers[op.reads["k_cache"]], program.buffers[op.reads["q"]].shape[0]
-        window = op.params.get("window")
-        longest = program.buffers["tokens"].shape[1]
-        return attention_workspaces(cache, size, longest, window if isinstance(window, int) else None)
-    if op.kind == "prefill_delta_rule":
-        rows, channels = program.buffers[op.reads["mixed"]].shape
-        return [*row_workspaces(heads_of(program.buffers[op.writes["state"]].shape, channels), rows)]
-    if op.kind == "choose_blocks":
-        return [scores_workspace(*program.buffers[op.writes["block_lists"]].shape[1:])]
-    if op.kind in EXPERT_GEMMS:
-        rows, top_k = program.buffers[op.reads["expert_ids"]].shape
-        num_experts, width = shape_of(next(iter(op.weights.values())))[0], program.buffers[op.writes["out"]].shape[-1]
-        lists = list_workspaces(rows, top_k, num_experts)
-        if op.kind == "experts_gate_up":
-            return [*lists]
-        inner = program.buffers[op.reads["activated"]].shape[-1]
-        if in_parts(op):
-            parts = KParts(int(op.params["num_parts"] or 1), 1)
-            rows_at_once = max(
-                min(rows, PARTS_ROWS), _step_rows(program) * parts.count
-            )  # steps keep each part's apart, in it, too
-            partials = partials_workspace(rows_at_once, top_k, width)
-            return [*lists, partials, parts_workspace(rows, width, parts)]
-        if fits_warpgroups(width, inner, rows * top_k, num_experts):
-            return [*lists, *warpgroup_workspaces(rows, top_k, num_experts, width, inner)]
-        return [*lists, partials_workspace(rows, top_k, width)]
-    if op.kind == "router":
-        rows = program.buffers[op.writes["expert_ids"]].shape[0]
-        return [router_workspace(rows, shape_of(op.weights["weight"])[0])]
-    return []
-
-
-def _step_rows(program: Program) -> int:
-    """The most rows of a launch of a step of the same runtime."""
-    return STEP_ROWS if program.buffers["tokens"].shape[0] <= FEW_SLOTS else MOST_STEP_ROWS
+def _kind(program: Program, op: Op, form_of: FormOf) -> object:
+    """Equal for operations of the same sizes and formats, whichever layer's."""
+    buffers = tuple(
+        (argument, spec.shape, spec.dtype, spec.role)
+        for argument, spec in ((name, program.buffers[each]) for name, each in (*op.reads.items(), *op.writes.items()))
+    )
+    weights = tuple((name, form_of(each)) for name, each in op.weights.items())
+    params = tuple((name, value) for name, value in op.params.items() if name != OWN_NUMBER)
+    return op.kind, op.stage, buffers, weights, params
 
 
 def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:

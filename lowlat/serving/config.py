@@ -49,6 +49,12 @@ class _Server:
     http_origins: str | None = declare(
         None, "Origins of other sites whose pages may ask the HTTP gateway, with commas between; * is all.", rare=True
     )
+    http_socket_mode: Literal["600", "660", "666"] = declare(
+        "600",
+        "Who may open the socket file of `http` unix:PATH: its owner (600), its group (660) or everybody who reaches "
+        "its folder (666).",
+        rare=True,
+    )
     log_format: Literal["text", "json"] = declare("text", "How the log on stderr is written.")
     models_gib: float | None = declare(
         None,

@@ -44,6 +44,7 @@ def http_gateway(
     curve_keys: Path | None,
     *,
     origins: str | None = None,
+    socket_mode: str = "600",
     roster: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Open a gateway as long as the context lasts; gives its facts: url, page, key where it was made.
@@ -51,6 +52,7 @@ def http_gateway(
     address   [HOST:]PORT or unix:PATH; endpoint is the server's
     hosts     further names under which it is reached, with commas between
     origins   of other sites' pages that may ask, with commas between
+    socket_mode  of the file of unix:PATH, in octal digits
     roster    of several models, which are asked for by their names
     Raises ConfigError where it does not open.
     """
@@ -59,6 +61,7 @@ def http_gateway(
     command.append(f"--endpoint={endpoint.replace('tcp://0.0.0.0:', 'tcp://127.0.0.1:')}")
     if hosts is not None:
         command.append(f"--http-host={hosts}")
+    command.append(f"--http-socket-mode={socket_mode}")
     if origins is not None:
         command.append(f"--http-origins={origins}")
     if curve_keys is not None:

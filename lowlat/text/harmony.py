@@ -92,6 +92,12 @@ class HarmonyReader:
         """The messages that have ended; all of them after `finish`."""
         return list(self._messages)
 
+    @property
+    def current(self) -> tuple[str | None, str | None]:
+        """Channel and recipient of the message whose text comes next; None and None between messages' texts."""
+        message = self._open
+        return (message.channel, message.recipient) if message.in_text else (None, None)
+
     def push(self, pieces: Sequence[str]) -> list[ChannelDelta]:
         """Take more of the answer; returns what is certain."""
         deltas: list[ChannelDelta] = []

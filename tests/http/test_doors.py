@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 from fake_engine import FakeEngine, expected_text, expected_tokens
 from gateway import KEY, RunningGateway, gateway_at, running_gateway
-from served import serve_in
+from served import eventually, serve_in
 from serving_process import gateway_of
 
 from lowlat.errors import ConfigError
@@ -27,7 +28,7 @@ from lowlat.serving import gateway as gateway_process
 from lowlat.serving.gateway import http_gateway
 from lowlat.serving.http.auth import origins_of
 from lowlat.serving.http.paths import plain_path
-from lowlat.serving.http.server import Address, check_free, parse_address
+from lowlat.serving.http.server import Address, check_free, listening, parse_address
 
 ORIGIN = "http://localhost:3000"
 PREFLIGHT = {
@@ -66,6 +67,22 @@ def test_a_unix_socket_serves_whoever_reaches_it_with_the_key(tmp_path: Path) ->
             connection.close()
     assert not path.exists()
     check_free(address)
+
+
+@pytest.mark.parametrize("mode", [None, "600", "660", "666"])
+def test_a_unix_socket_s_file_is_its_owner_s_alone_unless_asked(mode: str | None, tmp_path: Path) -> None:
+    """Whatever the folder lets in, and whatever the process's umask is."""
+    tmp_path.chmod(0o755)
+    path = tmp_path / "http.sock"
+    before = os.umask(0)
+    try:
+        with listening(parse_address(f"unix:{path}") if mode is None else parse_address(f"unix:{path}", mode)):
+            assert stat.S_IMODE(path.stat().st_mode) == int(mode or "600", 8)
+    finally:
+        os.umask(before)
+    tmp_path.chmod(0o775)
+    with pytest.raises(ConfigError, match="must not be writable by others"):
+        check_free(parse_address(f"unix:{path}", "666"))
 
 
 def test_any_address_is_any_of_both_families(tmp_path: Path) -> None:
@@ -132,6 +149,17 @@ def asked(address: Address, prompt: int, max_tokens: int, **options: Any) -> htt
     return connection
 
 
+def takes_connections(address: Address) -> bool:
+    """Whether somebody listens; who is in the listener's queue as it closes is reset, and knows no more than before."""
+    try:
+        socket.create_connection((address.host, address.port)).close()
+    except ConnectionRefusedError:
+        return False
+    except ConnectionResetError:
+        pass
+    return True
+
+
 def test_sigterm_lets_answers_end_and_tells_those_that_take_too_long(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     engine = FakeEngine(0.01, text=True)
@@ -145,14 +173,7 @@ def test_sigterm_lets_answers_end_and_tells_those_that_take_too_long(tmp_path: P
         idle.getresponse().read()
         answers = [short.getresponse(), long.getresponse()]
         running.terminate()
-        end = time.monotonic() + 5
-        while time.monotonic() < end:
-            try:
-                socket.create_connection((address.host, address.port)).close()
-            except ConnectionRefusedError:
-                break
-        else:
-            raise AssertionError("it takes connections")
+        eventually(lambda: not takes_connections(address))
         texts = [answer.read().decode() for answer in answers]
         answer = whole.getresponse()
         error = json.loads(answer.read())["error"]

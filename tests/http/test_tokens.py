@@ -8,9 +8,6 @@ import pytest
 from fake_engine import expected_tokens
 from gateway import RecordingCodec, RunningGateway, ScriptedEngine, running_gateway
 
-from lowlat.ipc.chunk import Chunk
-from lowlat.serving.http.openai.answers import ReasoningCount
-
 CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "seed": 1}
 PROMPT = list(b"<user>Hi")
 
@@ -98,14 +95,13 @@ def test_usage_is_told_while_an_answer_streams(gateway: RunningGateway) -> None:
 
 
 def test_usage_counts_reasoning(tmp_path: Path) -> None:
-    """By chunk: steps that come late are joined, and the text next to reasoning in one is counted with it."""
-    shown: list[dict[str, Any]] = [{}, {"reasoning_content": "a"}, {}, {"reasoning_content": "b"}, {"text": "c"}, {}]
-    count = ReasoningCount()
-    for fields in shown:
-        count.take(Chunk((1,), **fields))
-    assert count.num_tokens == 4
-    parts = [{}, {"reasoning": "a"}, {}, {"reasoning": "b"}, {"text": "c"}, {}]
+    """As the server does: steps that come late are joined, and text may stand next to reasoning in one chunk."""
+    parts = [{}, {"reasoning": "a"}, {"reasoning": "b", "text": "c"}, {"text": "d"}, {}]
     with running_gateway(tmp_path, ScriptedEngine(*parts)) as gateway:
-        _, whole, _ = gateway.ask("/v1/chat/completions", CHAT)
-        assert whole["usage"]["completion_tokens"] == 6
-        assert 4 <= whole["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 6
+        for n in (1, 3):
+            _, whole, _ = gateway.ask("/v1/chat/completions", CHAT | {"n": n})
+            assert whole["usage"]["completion_tokens"] == 5 * n
+            assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * n
+        asked = CHAT | {"stream": True, "stream_options": {"include_usage": True}}
+        _, text, _ = gateway.ask("/v1/chat/completions", asked)
+        assert events(text)[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2

@@ -65,6 +65,10 @@ class ScriptedEngine(FakeEngine):
             self._end(request_id, self._running.pop(request_id))
         return FakeOutput(request_id, (7,), self.reason if last else None, **{"text": "", **part})
 
+    def metrics(self, request_id: str) -> dict[str, Any]:
+        """A request's figures: of its tokens, one of each part with reasoning."""
+        return super().metrics(request_id) | {"reasoning_tokens": sum("reasoning" in part for part in self.parts)}
+
 
 class RecordingCodec(FakeCodec):
     """A FakeCodec that keeps the chats that it was given: messages, and what else the template may use."""

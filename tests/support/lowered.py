@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowlat.engine.loading import make_geometry, make_topologies
+from lowlat.engine.loading.geometry import make_geometry
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.executors import kernel_executor
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Program
-from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
@@ -125,8 +125,8 @@ class Pair:
         specs = list(program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT))
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
-        workspace.reserve(workspaces_of(program, lambda name: matrix_shape(name, self.source)))
         binding = Binding(program, buffers, self.weights, gpu, workspace, is_invariant=sum_in_parts([program]))
+        workspace.reserve(workspaces_of([binding], fuse=self.fuse))
         groups = lower(binding, fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)
 

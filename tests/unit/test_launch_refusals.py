@@ -20,6 +20,7 @@ from tiny_models import make_target
 
 from lowlat.errors import ShapeError
 from lowlat.graphs import Bucket
+from lowlat.kernels.toolchain.launches import Given
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
@@ -29,26 +30,25 @@ from lowlat.step.variants import PROPOSED
 pytestmark = pytest.mark.second
 
 MAKERS: Mapping[CodeType, tuple[str, Any]] = {
-    getattr(module, name).__code__: (name, getattr(module, name))
+    inspect.unwrap(getattr(module, name)).__code__: (name, getattr(module, name))
     for module in modules().values()
     for name in offers_calls(module)
 }
 # arrays whose width whoever allocates them chose; those of a GEMM or norm of which a launch takes some columns
 ANY_WIDTH = {
     "accepted_nodes", "accepted_tokens", "active", "block_table", "command_head", "command_tail", "draft_nodes",
-    "draft_texts", "lengths", "names", "num_drafts", "output_counts", "paths", "ring_count", "ring_head", "slot_ints",
-    "slots", "snapshots", "state_lens", "stop_ids", "tokens", "top_tokens", "tree_paths",
+    "draft_texts", "lengths", "names", "output_counts", "paths", "ring_count", "ring_head", "slot_ints", "slots",
+    "snapshots", "state_lens", "tokens", "top_tokens", "tree_paths",
     "advance_states row_live", "arranged_prefill_gemm partials", "delta_conv x", "delta_norm gates", "finite logits",
-    "gated_delta x", "logprobs logits", "prefill_delta_conv x", "qk_norm q_weight", "row_pairs logits",
+    "gated_delta x", "logprobs logits", "prefill_delta_conv x", "row_pairs logits",
     "take_columns out", "take_columns x",
 }  # fmt: skip
 # of as many slots, tokens, blocks or places of a ring as there are; one is taken alone
 ANY_NUMBER = {
     "active", "block_features", "block_table", "command_ring", "conv_state", "draft_nodes", "lengths", "names",
-    "num_drafts", "ring_checks", "slot_ints", "slots", "state", "state_lens", "stop_ids", "tokens", "topology_masks",
-    "tree_paths",
+    "ring_checks", "slot_ints", "slots", "state", "state_lens", "tokens", "topology_masks", "tree_paths",
     *(f"{name} weight" for name in ("draft_input", "draft_level_input", "embed", "embed_norm", "mask_input")),
-    "parent_vectors weight", "qk_norm q_weight", "row_pairs logits", "take_last_row x",
+    "parent_vectors weight", "row_pairs logits", "take_last_row x",
 }  # fmt: skip
 OF_OTHERS = {"combine_splits"}  # whose arrays attention made
 HYBRID: dict[str, Any] = {
@@ -69,6 +69,8 @@ class Watched:
             code = frame.f_code
             if event == "call" and code in MAKERS and code not in self.given:
                 given = dict(frame.f_locals)
+                if isinstance(fitted := given.get("given"), Given):
+                    given = {**fitted.arrays, **fitted.params}
                 if code.co_flags & inspect.CO_VARKEYWORDS:
                     given |= given.pop(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
                 self.given[code] = given
@@ -83,7 +85,7 @@ class Watched:
         """Steps of some batches, and prefill."""
         pair.geometry = replace(pair.geometry, prefill_chunk=64)
         programs = [*(pair.program(depth, batch) for batch in batches), build_prefill(pair.geometry)]
-        pair.weights.tensors()  # packed before anybody watches
+        assert pair.weights is not None
         with self.watching():
             for program in programs:
                 pair.lower_program(program)

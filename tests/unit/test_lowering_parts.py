@@ -16,8 +16,8 @@ from tiny_models import make_target, mxfp4_target
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import check_positions, refuse_parts, refuse_ranks
+from lowlat.executors.planned import planned_workspaces
 from lowlat.kernels.attention.limits import most_positions
-from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200, Kernel
 from lowlat.lowering.memory import workspace_bytes
 from lowlat.models.rank_weights import rank_weights
@@ -95,15 +95,14 @@ def test_a_fusion_that_sums_k_at_once_lets_parts_be(targets: Mapping[str, Path])
 
 @pytest.mark.parametrize("name", ["llama", "mxfp4"])
 def test_workspaces_of_parts_are_planned(name: str, targets: Mapping[str, Path]) -> None:
-    """Prefill asks for the workspaces that were counted, or smaller ones: they may not grow after a capture."""
+    """Prefill asks for the workspaces that were counted: they may not grow after a capture."""
     pair = Pair(targets[name])
     (config,) = rank_configs(pair.target.config, 1, invariant=True)
     pair.target = replace(pair.target, config=config)
     program = build_prefill(replace(pair.geometry, prefill_chunk=64))
     weights = rank_weights(pair.source, config)
-    planned = workspace_bytes(program, lambda each: matrix_shape(each, weights))
-    lowered = pair.lower_program(program)
-    assert sum(tensor.nbytes for tensor in lowered.workspace.tensors()) <= planned + 4096
+    planned = workspace_bytes(planned_workspaces([program], weights, H200))
+    assert pair.lower_program(program).workspace.num_bytes == planned
 
 
 def test_what_kernels_do_not_sum_in_parts_is_refused_by_name(targets: Mapping[str, Path]) -> None:

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlat.engine import metrics as module
 from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics, SpeculativeDecodingStats
 from lowlat.errors import RequestError
 
@@ -118,8 +117,9 @@ def test_sources_are_told_apart_and_steps_without_any_are_told() -> None:
 
 def test_request_metrics_as_json() -> None:
     given: dict[str, Any] = {
-        "prompt_tokens": 10, "completion_tokens": 9, "cached_prompt_tokens": 4, "queued_s": 0.1, "prefill_s": 0.2,
-        "time_to_first_token_s": 0.4, "decode_s": 2.0, "num_steps": 3, "finish_reason": "length", "seed": 5,
+        "prompt_tokens": 10, "completion_tokens": 9, "reasoning_tokens": 3, "cached_prompt_tokens": 4, "queued_s": 0.1,
+        "prefill_s": 0.2, "time_to_first_token_s": 0.4, "decode_s": 2.0, "num_steps": 3, "finish_reason": "length",
+        "seed": 5,
     }  # fmt: skip
     found = json.loads(json.dumps(RequestMetrics("r", **given).to_dict()))
     assert found == {"request_id": "r", **given, "tokens_per_s": 4.0}
@@ -204,10 +204,3 @@ def test_totals_are_sums(requests: list[tuple[list[tuple[int, int, int | None]],
         sources = {"none": {"steps": idle, "draft_tokens": 0, "accepted_tokens": 0}} if idle else {}
         drafted = any(step[0] for step in everything)
         assert block == (naive(everything) | {"by_source": sources} if drafted else None)
-
-
-def test_names() -> None:
-    assert sorted(module.__all__) == module.__all__
-    assert all(hasattr(module, name) for name in module.__all__)
-    with pytest.raises(ValueError, match="max_ended"):
-        MetricsBook(max_ended=-1)

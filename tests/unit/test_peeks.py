@@ -1,12 +1,13 @@
 """Copies to the host that nothing waits for: what they hold, and whose memory they take."""
 
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lowlat.executors.peeks import Peeks
+from lowlat.executors.peeks import Peeks, SentValues
 
 
 @pytest.fixture
@@ -40,3 +41,19 @@ def test_memory_of_copies_that_were_seen_is_used_again(reached: list[bool]) -> N
     (last,) = third() or ()
     assert last.tolist() == [[0.0, 1.0], [2.0, 3.0]] and last.dtype == torch.float32
     assert peeks.start([torch.zeros(64)])() is None and len(peeks.memory) == 3
+
+
+def test_memory_of_copies_to_the_device_stays_until_they_have_ended(reached: list[bool]) -> None:
+    """Whoever made it may let go of it at once; it goes with the first copies after those that it was of."""
+    sent, tables = SentValues(), [torch.zeros(4) for _ in range(3)]
+    alive = [weakref.ref(table) for table in tables]
+    sent.keep(tables[:2])
+    sent.keep(tables[2:])
+    del tables
+    assert all(each() is not None for each in alive) and len(sent.held) == 2
+    reached[1] = True  # copies of one stream end in order: nothing is looked for after the first that has not
+    sent.keep([torch.zeros(1)])
+    assert all(each() is not None for each in alive)
+    reached[0] = True
+    sent.keep([torch.zeros(1)])
+    assert all(each() is None for each in alive) and len(sent.held) == 2

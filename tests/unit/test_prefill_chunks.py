@@ -14,9 +14,9 @@ from tiny_models import mxfp4_target
 
 from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.allocation import STATE_ROLES
+from lowlat.executors.planned import planned_workspaces
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.graphs import BufferSet
-from lowlat.kernels.formats import matrix_shape
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.binding import LibraryCall
 from lowlat.lowering.memory import temporary_bytes, workspace_bytes
@@ -70,16 +70,14 @@ def test_every_operation_is_lowered_over_memory_of_its_own(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_workspaces_are_in_the_plan(name: str, tmp_path: Path) -> None:
-    """As many bytes as kernels ask for; none in a step's plan."""
+    """As many bytes as kernels ask for, of prefill, of a step, and of both, which share them."""
     pair = pair_of(name, tmp_path, prefill_chunk=64, max_context=1000)
-    program = build_prefill(pair.geometry)
-    asked = pair.lower_program(program, H200).workspace.num_bytes
-
-    def shape_of(weight: str) -> torch.Size:
-        return matrix_shape(weight, pair.source)
-
-    assert asked == workspace_bytes(program, shape_of) > 0
-    assert workspace_bytes(pair.program(0, 1), shape_of) == 0
+    programs = build_prefill(pair.geometry), pair.program(0, 8)
+    asked = [pair.lower_program(program, H200).workspace for program in programs]
+    planned = [planned_workspaces([program], pair.source, H200) for program in programs]
+    assert [each.num_bytes for each in asked] == [workspace_bytes(each) for each in planned]
+    both = planned_workspaces(programs, pair.source, H200)
+    assert both == {key: max(each.get(key, 0) for each in planned) for key in {*planned[0], *planned[1]}}
 
 
 def test_layers_of_a_draft_model_before_its_last_attend_in_prefill(tmp_path: Path) -> None:
@@ -124,7 +122,7 @@ def test_a_layer_with_a_window_gathers_fewer_keys(tmp_path: Path) -> None:
     assert 0 < len(program.ops) - len(windowed) < 2
 
     def planned(made: Any) -> int:
-        return workspace_bytes(made, lambda name: pair.source[name].shape)
+        return workspace_bytes(planned_workspaces([made], pair.source, H200))
 
     row_bytes = config.attention.kv_size * pair.geometry.dtype.itemsize
     fewer = planned(program) - planned(replace(program, ops=windowed))

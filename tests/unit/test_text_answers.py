@@ -368,3 +368,38 @@ def test_parsing_changes_neither_tokens_nor_where_they_stop(kind: str, data: st.
     for part in (parsed[0], parsed[1], *(piece for call in parsed[2] for piece in call)):
         left = iter(text)
         assert all(character in left for character in part), "in order, and nothing that the text does not have"
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "pieces", "num_reasoning"),
+    [  # tokens, where special ones stand for themselves, and how many of them are reasoning
+        ("qwen", "", ["<think>", "na", "ü", "ve", "  ", "</think>", "\n\n", "Hi", " you"], 6),
+        ("qwen", "<think>", ["na", "ïve", "</think>", "Hi"], 3),
+        ("qwen", "", ["<think>", "cut"], 2),
+        ("qwen", "", ["Hi", "<think>", "x", "</think>"], 0),
+        ("qwen", "", ["<think>", "x", "</think>", '<tool_call>{"name": "f", ', '"arguments": {}}</tool_call>'], 3),
+        ("harmony", "", ["<|channel|>", "analysis", "<|message|>", "na", "ve", "<|end|>", "<|start|>", "assistant",
+                         "<|channel|>", "final", "<|message|>", "Hi"], 6),
+        ("harmony", "", ["<|channel|>", "final", "<|message|>", "Hi", "<|end|>"], 0),
+        ("plain", "", ["<think>", "x", "</think>"], 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sizes", [[1], [2], [3, 1], [100]], ids=str)
+def test_tokens_of_reasoning_are_counted_however_they_come(
+    kind: str, prompt: str, pieces: list[str], num_reasoning: int, sizes: list[int]
+) -> None:
+    """One by one, by steps of several, of which one may end the reasoning and begin the text, and all at once.
+
+    Tokens are bytes but for the tags, so that a piece has as many tokens as bytes, and a tag's piece has one.
+    """
+    reader = codec(kind)
+    encoded = [reader.encode(piece, add_special_tokens=False, allow_special=True) for piece in pieces]
+    tokens = [token for each in encoded for token in each]
+    stream = AnswerStream(reader, "tools", prefix_ids=reader.encode(prompt, allow_special=True) if prompt else ())
+    at, turn = 0, 0
+    while at < len(tokens):
+        size = sizes[turn % len(sizes)]
+        stream.push(tokens[at : at + size])
+        at, turn = at + size, turn + 1
+    stream.finish()
+    assert stream.num_reasoning_tokens == sum(map(len, encoded[:num_reasoning]))

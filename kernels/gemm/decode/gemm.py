@@ -392,12 +392,13 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     block = "" if shape.block is None else "_block" + "x".join(map(str, astuple(shape.block)))
     capped = "" if shape.softcap is None else f"_cap{shape.softcap!r}"
     pitch = f"_pitch{shape.pitch}" if shape.pitch else ""
+    shared = "_shared" if isinstance(plan, SharedRowsPlan) else ""
     name = (
         f"decode_gemm_{kind}{shape.epilogue}{activation_label(shape.activation)}{ranks}{parts}{heads}_"
         f"{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{f'x{plan.span}' if plan.span > 1 else ''}{'_dense' * (plan.density - 1)}"
-        f"{norm}{best}{block}{capped}{pitch}{'' if plan.suspends else '_awake'}"
+        f"{norm}{best}{block}{capped}{pitch}{shared}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)
     make = shared_rows_kernel(shape, plan) if isinstance(plan, SharedRowsPlan) else _kernel(shape, plan)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 DEFAULT = "127.0.0.1:8000"
+SOCKET_MODES = ("600", "660", "666")
 DRAIN_S = 10.0  # a server's default, too
 
 
@@ -25,6 +26,13 @@ DRAIN_S = 10.0  # a server's default, too
 @server_options
 @click.option("--http-host", metavar="NAMES", help="Further names under which it is reached, with commas between.")
 @click.option("--http-origins", metavar="ORIGINS", help="Other sites whose pages may ask, with commas; * is all.")
+@click.option(
+    "--http-socket-mode",
+    type=click.Choice(SOCKET_MODES),
+    default=SOCKET_MODES[0],
+    show_default=True,
+    help="Who may open the socket file of unix:PATH: its owner, its group, or everybody who reaches its folder.",
+)
 @click.option(
     "--drain-s",
     type=click.FloatRange(0.0, 3600.0),
@@ -37,7 +45,8 @@ DRAIN_S = 10.0  # a server's default, too
 @json_flag("Say that the gateway is open as one JSON object.")
 def command(
     address: str, endpoint: str | None, curve_keys: Path | None, http_host: str | None,
-    http_origins: str | None, drain_s: float, roster: Path | None, parent: int | None, json_output: bool,
+    http_origins: str | None, http_socket_mode: str, drain_s: float, roster: Path | None, parent: int | None,
+    json_output: bool,
 ) -> None:  # fmt: skip
     """Start an HTTP gateway to a running server: /v1/chat/completions and more of OpenAI's interface, /metrics, a page.
 
@@ -53,7 +62,7 @@ def command(
     from lowlat.serving.http.server import parse_address, run
     from lowlat.serving.models.roster import roster_of
 
-    wanted = parse_address(address)
+    wanted = parse_address(address, http_socket_mode)
     key, made = key_of(os.environ)
     curve = None
     if curve_keys is not None:

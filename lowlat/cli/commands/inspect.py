@@ -124,6 +124,11 @@ def _print_model(report: dict[str, Any]) -> None:
     rows = [
         ["KV bytes a token, target", kv["bytes_per_token"]],
         ["KV bytes a token, draft model", kv["head_bytes_per_token"]],
+        *(
+            [["KV bytes a token, in windows of layers", kv["window_bytes_per_token"]]]
+            if "window_bytes_per_token" in kv
+            else []
+        ),
         ["context", kv["max_context"]],
         ["slots", kv["max_batch"]],
         ["KV blocks", kv["num_blocks"]],

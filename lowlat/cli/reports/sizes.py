@@ -9,9 +9,12 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.checkpoint.stored import ahead_bytes
-from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.make import planned_gpu
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import numbers_an_entry
@@ -94,15 +97,18 @@ class Plan:
     def kv_bytes_per_token(self, program: Program) -> dict[str, int]:
         """Bytes that one more token takes in the caches of the target, and of the draft model (`head_`).
 
-        Caches of layers of windows do not grow with a text and are not counted.
+        Caches of layers of windows do not grow with a text. They are counted apart (`window_`), where there are some:
+        of both, for as long as the token is in the window.
         """
         speculator, size = self.geometry.speculator, self.geometry.block_size
         own = [] if speculator is None else speculator.state_specs(self.geometry.state_sizes)
-        caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS and not spec.pool]
+        caches = [spec for spec in program.buffers.values() if spec.paging is Paging.POSITIONS]
         found = {"bytes_per_token": 0, "head_bytes_per_token": 0}
         for spec in caches:  # [P, G, block, D] each
-            part = "head_bytes_per_token" if spec in own else "bytes_per_token"
-            found[part] += spec.num_bytes // (spec.shape[0] * size)
+            part = (
+                "window_bytes_per_token" if spec.pool else "head_bytes_per_token" if spec in own else "bytes_per_token"
+            )
+            found[part] = found.get(part, 0) + spec.num_bytes // (spec.shape[0] * size)
         return found
 
     def memory(self, choice: DeviceChoice, rank: int = 0) -> dict[str, int]:
@@ -118,6 +124,8 @@ class Plan:
             choice.device,
             has_kernels=choice.has_kernels,
             host_load_bytes=self.read_ahead_bytes + self.made_bytes + sum(self.weights[name].nbytes for name in own),
+            gpu=planned_gpu(choice, [choice.device]),
+            rank=(rank, len(self.ranks)),
         )
         on_host = need.total_bytes if choice.device.type == "cpu" else 0
         return {

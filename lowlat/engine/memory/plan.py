@@ -1,22 +1,27 @@
 """The memory plan of a runtime, by part, and whether it fits: refused at start, with the numbers and the knobs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import release_cached_memory
+from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.make import Rank, planned_gpu
 from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
+from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
+from lowlat.models.rank_weights import rank_weights
 
-__all__ = ["DeviceNeed", "MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
+__all__ = ["DeviceNeed", "MemoryNeed", "available_bytes", "check_fits", "check_ranks", "memory_need", "on_one_device"]
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,16 @@ def memory_need(
     *,
     has_kernels: bool = False,
     host_load_bytes: int = 0,
+    gpu: Gpu = H200,
+    rank: tuple[int, int] = (0, 1),
+    fuse: bool = True,
 ) -> MemoryNeed:
     """Add up the buffers of all programs and the weights as the executor keeps them.
 
     weights      canonical weights, or tensors without content in their place
-    has_kernels  programs run one at a time in the memory of the largest one's scratch; prefill has workspaces next to
-                 it, as all-reduces among ranks have; and matrices are packed
+    has_kernels  programs run one at a time in the memory of the largest one's scratch; workspaces of kernels, which
+                 they share, and of all-reduces among ranks lie next to it; and matrices are packed
+    gpu, rank, fuse  what kernels are lowered for, see `planned_workspaces`
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -87,14 +96,16 @@ def memory_need(
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
         parts.append(scratch)
         if has_kernels:
-            from lowlat.lowering.memory import temporary_bytes, workspace_bytes
+            from lowlat.lowering.memory import temporary_bytes  # which loads the kernels
 
-            workspaces = max(workspaces, workspace_bytes(program, shape_of))
             temporary = max(temporary, temporary_bytes(program, shape_of))
     if has_kernels:
         from lowlat.executors.distributed.parallel import all_reduce_bytes
+        from lowlat.executors.planned import planned_workspaces
+        from lowlat.lowering.memory import workspace_bytes
 
-        workspaces += all_reduce_bytes(programs)
+        asked = planned_workspaces(programs, weights, gpu, rank=rank, fuse=fuse)
+        workspaces = workspace_bytes(asked) + all_reduce_bytes(programs)
     matrices = [matrix_parts(name, weights) for name in packed_weights(programs)]
     matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
     packed = matrices if has_kernels else []
@@ -183,3 +194,38 @@ def check_fits(need: MemoryNeed, device: torch.device) -> None:
             f"{total / 2**30:.2f} GiB are needed on {place}{during} ({shown}) and {free / 2**30:.2f} GiB are "
             "free: lower max_batch, max_context or kv_blocks, or take a smaller model"
         )
+
+
+def check_ranks(
+    ranks: Sequence[Rank],
+    weights: JoinedWeights,
+    choice: DeviceChoice,
+    devices: Sequence[torch.device],
+    reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
+    *,
+    fuse: bool = True,
+) -> list[MemoryNeed]:
+    """The need of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
+    shapes = weights.shapes()
+    needs = [
+        memory_need(
+            (*rank.programs.values(), *rank.prefills.values()),
+            rank_weights(shapes, rank.config),
+            choice.device,
+            has_kernels=choice.has_kernels,
+            host_load_bytes=weights.arena_bytes + weights.made_bytes,
+            gpu=planned_gpu(choice, devices, number),
+            rank=(number, len(ranks)),
+            fuse=fuse,
+        )
+        for number, rank in enumerate(ranks)
+    ]
+    together = {
+        device: on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
+        for device in dict.fromkeys(devices)
+    }
+    if reserve is not None:
+        reserve([DeviceNeed(str(own), need.total_bytes, available_bytes(own)) for own, need in together.items()])
+    for device, need in together.items():
+        check_fits(need, device)
+    return needs

@@ -292,7 +292,14 @@ class CacheTiers:
         self._lock.notify_all()
 
     def _read(self, key: ChunkKey) -> None:
-        content = None if self._disk is None else self._disk.read(key, self._reserve)
+        content = None
+        try:
+            content = None if self._disk is None else self._disk.read(key, self._reserve)
+        finally:
+            self._came(key, content)
+
+    def _came(self, key: ChunkKey, content: torch.Tensor | None) -> None:
+        """Note a content that was read; None: it is not there, or could not be read."""
         with self._lock:
             self._coming.discard(key)
             if content is None:
@@ -315,8 +322,13 @@ class CacheTiers:
 
     def _copy_in(self, loads: Sequence[Load], mark: Mark) -> Job:
         num_bytes = sum(load.content.numel() for load in loads)
-        self._wait_for_turn(num_bytes)
         begun = time.monotonic()
+
+        def start() -> Job:
+            nonlocal begun
+            self._wait_for_turn(num_bytes)
+            begun = time.monotonic()
+            return self._copier.start_in(loads, mark)
 
         def end(done: bool) -> None:
             holders = [load.holder for load in loads]
@@ -330,14 +342,18 @@ class CacheTiers:
                     self._tell()
                 self._lock.notify_all()
 
-        return _begun(lambda: self._copier.start_in(loads, mark), end)
+        return _begun(start, end)
 
     def _copy_out(self, save: Save, mark: Mark) -> Job | None:
-        size = self._copier.content_bytes(save.key.pool, len(save.places))
-        self._wait_for_turn(size)
-        content = self._reserve(size)
+        content = None
+        try:
+            size = self._copier.content_bytes(save.key.pool, len(save.places))
+            self._wait_for_turn(size)
+            content = self._reserve(size)
+        finally:
+            if content is None:
+                self._keep(save.key, None, save.holder)
         if content is None:
-            self._keep(save.key, None, save.holder)
             return None
         begun = time.monotonic()
 
@@ -378,11 +394,14 @@ class CacheTiers:
         self._writes.put(partial(self._write, key, content))
 
     def _write(self, key: ChunkKey, content: torch.Tensor) -> None:
-        kept = self._disk is not None and self._disk.write(key, content)
-        with self._lock:
-            if kept:
-                self._whole.add(key)
-            self._end()
+        kept = False
+        try:
+            kept = self._disk is not None and self._disk.write(key, content)
+        finally:
+            with self._lock:
+                if kept:
+                    self._whole.add(key)
+                self._end()
 
     def _forget(self, key: ChunkKey) -> None:
         with self._lock:
@@ -393,8 +412,10 @@ class CacheTiers:
             self._writes.put(partial(self._forget_file, self._disk, key))
 
     def _forget_file(self, disk: DiskTier, key: ChunkKey) -> None:
-        disk.drop(key)
-        self._forgotten(key)
+        try:
+            disk.drop(key)
+        finally:
+            self._forgotten(key)
 
     def _forgotten(self, key: ChunkKey) -> None:
         with self._lock:
@@ -431,8 +452,16 @@ def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
 
 
 def _tried(job: Callable[[], Value]) -> Value | None:
+    """Run a job, which notes its own end however it ends: what it could not copy is read by prefill again.
+
+    Whatever it raises is named, and its thread goes on: requests wait for the orders after it.
+    """
     try:
         return job()
     except (LowlatError, RuntimeError) as error:  # the device's, which whoever steps is told of, too
         logger.warning("a part of the prefix cache is not kept: %s", error)
-        return None
+    except (OSError, MemoryError) as error:
+        logger.warning("a part of the prefix cache is not kept: %s: %s", type(error).__name__, error)
+    except Exception:
+        logger.exception("a part of the prefix cache is not kept, by a fault of lowlat's")
+    return None

@@ -1,10 +1,11 @@
 """The gateway's own state: its connections to servers, one for each model, and what it remembers of them."""
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 
@@ -21,6 +22,47 @@ STATS_S = 0.1  # whoever asks more often gets the same figures
 LOADING_RETRY_S = "5"
 
 
+Value = TypeVar("Value")
+
+
+class _Recent(Generic[Value]):
+    """An answer of the server's, asked for again when it is STATS_S old.
+
+    Callers that come while it is asked for wait for the same answer: all of them are one client to the server, which
+    drops a client that asks too often.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[Value]]) -> None:
+        self._ask = ask
+        self._found: tuple[Value, float] | None = None
+        self._asking: asyncio.Task[Value] | None = None
+
+    async def get(self) -> Value:
+        """The answer; what `ask` raises, to all who wait."""
+        if self._asking is None:
+            if self._found is not None and time.monotonic() - self._found[1] < STATS_S:
+                return self._found[0]
+            self._found = None  # what was known is not so where this fails
+            self._asking = asyncio.get_running_loop().create_task(self._asked())
+            self._asking.add_done_callback(_told)
+        return await asyncio.shield(self._asking)
+
+    async def _asked(self) -> Value:
+        begun = time.monotonic()
+        try:
+            answer = await self._ask()
+        finally:
+            self._asking = None
+        self._found = answer, begun
+        return answer
+
+
+def _told(asked: asyncio.Task[Any]) -> None:
+    """Take an error that nobody waits for any more."""
+    if not asked.cancelled():
+        asked.exception()
+
+
 class Gateway:
     """A connection to one model's server, made again where it was lost.
 
@@ -31,10 +73,8 @@ class Gateway:
         self.client = client
         self.known: Welcome | None = None
         self.created = int(time.time())
-        self._pong: Pong | None = None
-        self._pong_at = -STATS_S
-        self._stats: dict[str, Any] = {}
-        self._stats_at = -STATS_S
+        self._pong = _Recent(client.health)
+        self._stats = _Recent(client.stats)
 
     async def server(self) -> Welcome:
         """The server's description. Raises ServerGone."""
@@ -56,20 +96,11 @@ class Gateway:
 
     async def health(self) -> Pong:
         """The server's state, at most 0.1 s old: anybody may ask. Raises ServerGone."""
-        now = time.monotonic()
-        if self._pong is None or now - self._pong_at >= STATS_S:
-            self._pong = None  # what was known is not so where this fails
-            self._pong = await self.client.health()
-            self._pong_at = now
-        return self._pong
+        return await self._pong.get()
 
     async def stats(self) -> dict[str, Any]:
         """The server's figures, at most 0.1 s old. Raises ServerGone."""
-        now = time.monotonic()
-        if now - self._stats_at >= STATS_S:
-            self._stats = await self.client.stats()
-            self._stats_at = now
-        return self._stats
+        return await self._stats.get()
 
 
 class Gateways(ABC):

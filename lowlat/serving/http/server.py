@@ -41,11 +41,13 @@ class Address:
     """Where the gateway is bound.
 
     path  of a Unix socket, in place of host and port
+    mode  of its file
     """
 
     host: str
     port: int
     path: Path | None = None
+    mode: int = 0o600
 
     @property
     def local(self) -> bool:
@@ -60,11 +62,14 @@ class Address:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-def parse_address(text: str) -> Address:
-    """An address of the form [HOST:]PORT, the loopback by default, or unix:PATH. Raises ConfigError."""
+def parse_address(text: str, socket_mode: str = "600") -> Address:
+    """An address of the form [HOST:]PORT, the loopback by default, or unix:PATH, its file with a mode in octal digits.
+
+    Raises ConfigError.
+    """
     if text.startswith("unix:"):
         path = parse_endpoint(f"ipc://{Path(text.removeprefix('unix:')).absolute()}").path
-        return Address("localhost", 0, path)
+        return Address("localhost", 0, path, int(socket_mode, 8))
     host, _, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -218,13 +223,14 @@ class _Server(uvicorn.Server):
 def listening(address: Address) -> Iterator[tuple[socket.socket, Address]]:
     """A listener, and its address with the port that was chosen. Raises ConfigError where it cannot be bound.
 
-    The folder of a Unix socket is this user's, and its mode says who reaches it; whoever does needs the key, too.
+    The folder of a Unix socket is this user's. Its mode and the file's say who reaches it, and whoever does needs the
+    key, too.
     """
     if address.path is None:
         with bind(address) as listener:
             yield listener, replace(address, port=listener.getsockname()[1])
         return
-    lock = EndpointLock(address.path, shared=True)
+    lock = EndpointLock(address.path, shared=True, mode=address.mode)
     try:
         with lock.listen() as listener:
             yield listener, address

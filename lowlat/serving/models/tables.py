@@ -14,7 +14,9 @@ from lowlat.serving.config import MODELS_TABLE, ServeConfig, read_toml
 __all__ = ["ModelTable", "has_tables", "read_tables"]
 
 OWN = ("model", "head", "name")  # settings that belong into a table
-SUPERVISORS = ("http", "http_host", "http_origins", "models_gib", "busy_s")  # settings that no model's process has
+SUPERVISORS = (  # settings that no model's process has
+    "http", "http_host", "http_origins", "http_socket_mode", "models_gib", "busy_s",
+)  # fmt: skip
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 

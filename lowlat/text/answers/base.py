@@ -37,6 +37,10 @@ class Tools:
 class AnswerFormat(Protocol):
     """Takes one answer apart."""
 
+    @property
+    def thinking(self) -> bool:
+        """Whether what comes next goes on with reasoning."""
+
     def push(self, pieces: Sequence[str], parts: Parts) -> None:
         """Take more of the answer, `Marker`s among its text, and add what is certain now to the parts."""
 

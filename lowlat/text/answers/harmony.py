@@ -24,6 +24,12 @@ class HarmonyAnswer:
         self._message = -1  # the one that the last call is
         self._empty = False  # whether that one has no text so far
 
+    @property
+    def thinking(self) -> bool:
+        """See `AnswerFormat`."""
+        channel, recipient = self._reader.current
+        return self._is_reasoning(channel, recipient)
+
     def push(self, pieces: Sequence[str], parts: Parts) -> None:
         """See `AnswerFormat`."""
         self._add(self._reader.push(pieces), parts)
@@ -46,10 +52,13 @@ class HarmonyAnswer:
                     self._calls.begin(name, parts)
                 self._empty = self._empty and not delta.text
                 self._calls.arguments(delta.text, parts)
-            elif delta.channel == "analysis" or delta.recipient:
+            elif self._is_reasoning(delta.channel, delta.recipient):
                 parts.reasoning += delta.text
             else:
                 parts.content += delta.text
+
+    def _is_reasoning(self, channel: str | None, recipient: str | None) -> bool:
+        return not self._function(recipient) and (channel == "analysis" or bool(recipient))
 
     def _function(self, recipient: str | None) -> str:
         """The function to which a message is; "" where it is a call to none."""

@@ -1,7 +1,7 @@
 """One request's answer, step by step: text with its stop strings, and what its model's format makes of it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowlat.errors import RequestError
 from lowlat.options.request import Parse, ToolCallDelta
@@ -41,6 +41,7 @@ class AnswerStream:
     options are those of IncrementalDetokenizer.
 
     tools  the functions that may be called, where calls are parsed
+    num_reasoning_tokens  of those pushed so far, tokens of reasoning, those that mark it included
     Raises RequestError for calls in a format that is not known.
     """
 
@@ -54,6 +55,8 @@ class AnswerStream:
         stop_enabled_after: int = 0,
         tools: Tools | None = None,
     ) -> None:
+        self.num_reasoning_tokens = 0
+        self._num_open = 0  # tokens that have brought nothing yet: reasoning or another part may begin with them
         self._format: AnswerFormat | None = None
         markers: dict[int, str] = {}
         if parse != "none":
@@ -64,14 +67,30 @@ class AnswerStream:
 
     def push(self, token_ids: Sequence[int]) -> AnswerDelta:
         """Take new tokens; after a stop string they are ignored. Raises RuntimeError after `finish`."""
-        delta = self._text.push(token_ids)
         if self._format is None:
+            delta = self._text.push(token_ids)
             return AnswerDelta(delta.text, delta.stopped, delta.num_tokens_used)
-        parts = Parts()
-        self._format.push(self._text.take_pieces(delta.text), parts)
-        if delta.stopped is not None:
-            self._format.finish(parts)
-        return _delta(parts, delta.stopped, delta.num_tokens_used)
+        parts, num_used = Parts(), 0
+        for token_id in token_ids:  # each by itself: its part is counted, however many come together
+            delta = self._text.push((token_id,))
+            num_used += delta.num_tokens_used
+            self._take(self._format, delta.text, parts)
+            if delta.stopped is not None:
+                self._format.finish(parts)
+                break
+        return _delta(parts, self._text.stopped, num_used)
+
+    def _take(self, answer: AnswerFormat, text: str, parts: Parts) -> None:
+        """Hand on the text that a token made certain, and count the token with the part that it belongs to."""
+        begun = answer.thinking
+        shown = len(parts.reasoning), len(parts.content), len(parts.tool_calls)
+        answer.push(self._text.take_pieces(text), parts)
+        self._num_open += 1
+        if begun or answer.thinking or len(parts.reasoning) > shown[0]:
+            self.num_reasoning_tokens += self._num_open
+            self._num_open = 0
+        elif (len(parts.content), len(parts.tool_calls)) != shown[1:]:
+            self._num_open = 0
 
     def finish(self) -> AnswerDelta:
         """Return what was held back; no token follows. `stopped` names a stop string found only here."""
@@ -87,7 +106,19 @@ class AnswerStream:
 
 
 def _delta(parts: Parts, stopped: str | None, num_tokens_used: int) -> AnswerDelta:
-    return AnswerDelta(parts.content, stopped, num_tokens_used, parts.reasoning, tuple(parts.tool_calls))
+    return AnswerDelta(parts.content, stopped, num_tokens_used, parts.reasoning, tuple(_joined(parts.tool_calls)))
+
+
+def _joined(calls: Sequence[ToolCallDelta]) -> list[ToolCallDelta]:
+    """A push's tool calls, the pieces of one call's arguments as one."""
+    joined: list[ToolCallDelta] = []
+    for call in calls:
+        last = joined[-1] if joined else None
+        if last is not None and last.name is None and call.name is None and last.index == call.index:
+            joined[-1] = replace(last, arguments=last.arguments + call.arguments)
+        else:
+            joined.append(call)
+    return joined
 
 
 def _format(codec: TextCodec, prompt: Sequence[int], tools: Tools | None) -> tuple[AnswerFormat | None, dict[int, str]]:

@@ -65,6 +65,11 @@ class TaggedAnswer:
         self._is_bare = False
         self._step = self._at_label if thinking else self._at_begin
 
+    @property
+    def thinking(self) -> bool:
+        """See `AnswerFormat`."""
+        return self._step in (self._at_label, self._in_thought)
+
     def push(self, pieces: Sequence[str], parts: Parts) -> None:
         """See `AnswerFormat`."""
         self._held += "".join(pieces)

@@ -14,24 +14,21 @@ from typing import Literal
 import torch
 
 from lowlat.checkpoint.quantising import Quantiser
-from lowlat.engine.loading import make_geometry, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
 from lowlat.errors import ConfigError
-from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.place import RankPlace
+from lowlat.executors.planned import META, buffers_without_memory, weights_without_memory
 from lowlat.executors.workspace import SharedWorkspace
-from lowlat.graphs import Bucket, Role
+from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.attention.limits import INVARIANT_HEADS, finely_split
-from lowlat.kernels.moe.formats import experts_format
-from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.covers import uncovered
 from lowlat.lowering.device_weights import DeviceWeights
-from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.weight_parts import expert_parts, packed_weights
+from lowlat.lowering.lower import LoweredGroup, lower
 from lowlat.models.activations import code_activations
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
@@ -65,7 +62,6 @@ __all__ = [
     "weight_shapes",
 ]
 
-META = torch.device("meta")
 LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
 LEAST_LAYERS = 2  # so that a layer stands next to another
 
@@ -255,19 +251,7 @@ class LoweredPrograms:
     @cached_property
     def weights(self) -> DeviceWeights:
         """The weights as kernels read them, without memory."""
-        layouts, parts = weight_layouts(self.programs, self._gpu), expert_parts(self.programs, self.weight_shapes)
-        source: dict[str, torch.Tensor | PackedExperts] = dict(self.weight_shapes)
-        for name, weights in parts.items():
-            given = {part: self.weight_shapes[weight] for part, weight in weights.items()}
-            for weight in weights.values():
-                del source[weight]
-            weight_format = experts_format(given)
-            rows, columns = weight_format.shape({part: tensor[0] for part, tensor in given.items()})
-            count = len(next(iter(given.values())))
-            source[name] = allocate_experts(
-                weight_format, num_experts=count, rows=rows, columns=columns, order=layouts.get(name), device=META
-            )
-        return DeviceWeights(source, packed_weights(self.programs), META, layouts)
+        return weights_without_memory(self.weight_shapes, self.programs, self._gpu)
 
     @property
     def weight_bytes(self) -> int:
@@ -284,9 +268,7 @@ class LoweredPrograms:
         """
         buffers = self._buffers.get(id(program))
         if buffers is None:
-            specs = program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)
-            buffers = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
-            self._buffers[id(program)] = buffers
+            buffers = self._buffers[id(program)] = buffers_without_memory(program)
         place = self._place
         binding = Binding(
             program, buffers, self.weights, gpu, self.workspace, loop, switches, place,

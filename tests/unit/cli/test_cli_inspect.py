@@ -171,6 +171,19 @@ def test_inspect_tree_gives_nodes_masks_and_shapes(pair: PairPaths, tmp_path: Pa
     assert len(shapes) == 16
 
 
+def test_keys_and_values_of_layers_that_all_have_windows_are_shown(tmp_path: Path) -> None:
+    """A token takes bytes there while it is in the window, though no cache grows with the text."""
+    make_target(tmp_path, "mistral", sliding_window=48)
+    asked = ("inspect", "model", tmp_path, "--context", 512)
+    kv = answer(*asked, "--json")["kv"]
+    a_token = 2 * 3 * 2 * 8 * 4  # k and v, layers, KV heads, head size, float32
+    assert (kv["bytes_per_token"], kv["window_bytes_per_token"]) == (0, a_token)
+    (pool,) = kv["windows"]
+    assert kv["bytes"] == pool["bytes"] == pool["num_blocks"] * kv["block_size"] * a_token
+    assert "KV bytes a token, in windows of layers" in lowlat(*asked).stdout
+    assert "window_bytes_per_token" not in answer(*asked[:3], "--context", 48, "--json")["kv"]  # it holds all of it
+
+
 def test_what_if_recommends_limits_and_names_its_assumptions(tmp_path: Path) -> None:
     assumed = answer("inspect", "tree", "--what-if", "--json")["what_if"]
     assert assumed["acceptance_from"].startswith("assumed")

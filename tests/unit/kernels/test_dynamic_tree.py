@@ -81,9 +81,10 @@ def test_sizes_beyond_the_kernels_are_refused() -> None:
         ),
         (
             hand_over.hand_over_tree,
-            {name: torch.zeros(1, 65) for name in ("draft_nodes", "draft_parents", "drafts", "tree_masks")}
-            | {name: torch.zeros(1) for name in ("draft_live", "slots", "num_drafts")}
-            | {"tree_paths": torch.zeros(1, 9, 4)},
+            {name: torch.zeros(1, 65).int() for name in ("draft_nodes", "draft_parents", "drafts")}
+            | {"tree_masks": torch.zeros(1, 65).long(), "draft_live": torch.zeros(1).byte()}
+            | {name: torch.zeros(1).int() for name in ("slots", "num_drafts")}
+            | {"tree_paths": torch.zeros(1, 9, 4).int()},
             "a tree of 65 nodes",
         ),
     )

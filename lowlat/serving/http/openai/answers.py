@@ -16,23 +16,7 @@ from lowlat.serving.http.openai.logprobs import CompletionLogprobs
 from lowlat.serving.http.openai.schema import SEEDS, Choosing
 from lowlat.serving.http.streaming import DONE, event
 
-__all__ = ["Choice", "ChoicesAnswer", "ReasoningCount", "fingerprint", "finish_reason", "seeded", "usage_of"]
-
-
-class ReasoningCount:
-    """Counts the tokens of an answer's reasoning, those that mark it included."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self._num_open = 0  # that brought nothing to see yet
-
-    def take(self, chunk: Chunk) -> None:
-        """Count a chunk."""
-        self._num_open += len(chunk.token_ids)
-        if chunk.reasoning_content:
-            self.num_tokens += self._num_open
-        if chunk.reasoning_content or chunk.text or chunk.tool_calls:
-            self._num_open = 0
+__all__ = ["Choice", "ChoicesAnswer", "fingerprint", "finish_reason", "reasoning_tokens", "seeded", "usage_of"]
 
 
 class Choice:
@@ -52,7 +36,6 @@ class Choice:
         self.token_ids: list[int] = []
         self.accepted: list[bool] = []
         self.num_tokens = 0
-        self.reasoned = ReasoningCount()
         self.finish_reason: str | None = None
         self.metrics: dict[str, Any] = {}
 
@@ -112,7 +95,6 @@ class ChoicesAnswer(ABC):
         """See `streaming.Answer`."""
         choice = self._choices[place]
         choice.num_tokens += len(chunk.token_ids)
-        choice.reasoned.take(chunk)
         fields = self.part(choice, chunk)
         if chunk.finish_reason is not None:
             self._end(choice, chunk)
@@ -143,7 +125,6 @@ class ChoicesAnswer(ABC):
         """See `streaming.Answer`."""
         choice = self._choices[place]
         choice.num_tokens += len(chunk.token_ids)
-        choice.reasoned.take(chunk)
         choice.logprobs += chunk.logprobs or ()
         choice.prompt = chunk.prompt_logprobs or choice.prompt
         self.take_part(choice, chunk)
@@ -181,7 +162,7 @@ class ChoicesAnswer(ABC):
 
     def _used(self) -> dict[str, Any]:
         prompts = [choice.metrics for choice in self._choices[:: self._num_wanted]]
-        num_reasoning = sum(choice.reasoned.num_tokens for choice in self._choices)
+        num_reasoning = sum(map(reasoning_tokens, (choice.metrics for choice in self._choices)))
         return usage_of(prompts, sum(choice.num_tokens for choice in self._choices), num_reasoning)
 
     def _used_until_now(self) -> dict[str, int]:
@@ -228,6 +209,11 @@ def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int, num_reas
         "prompt_tokens_details": {"cached_tokens": num_cached},
         "completion_tokens_details": {"reasoning_tokens": num_reasoning},
     }
+
+
+def reasoning_tokens(metrics: Mapping[str, Any]) -> int:
+    """Tokens of a request's reasoning, which the server counts: a chunk may hold reasoning and text."""
+    return int(metrics.get("reasoning_tokens", 0))
 
 
 def fingerprint(server: Welcome) -> str | None:

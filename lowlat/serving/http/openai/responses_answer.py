@@ -10,7 +10,7 @@ import msgspec
 
 from lowlat.ipc.client import Chunk
 from lowlat.ipc.messages import ToolCallDelta
-from lowlat.serving.http.openai.answers import ReasoningCount, finish_reason, usage_of
+from lowlat.serving.http.openai.answers import finish_reason, reasoning_tokens, usage_of
 from lowlat.serving.http.openai.logprobs import chat_logprobs
 from lowlat.serving.http.openai.responses_schema import ResponsesRequest
 from lowlat.serving.http.openai.structured import Calling
@@ -30,7 +30,6 @@ class ResponsesAnswer:
         self._created = int(time.time())
         self._num_events = 0
         self._num_tokens = 0
-        self._reasoned = ReasoningCount()
         self._metrics: dict[str, Any] = {}
         self._end = ""
         self._items: list[dict[str, Any]] = []  # those that ended
@@ -45,7 +44,6 @@ class ResponsesAnswer:
                 self._event("response.in_progress", response=self._shown("in_progress")),
             ]
         self._num_tokens += len(chunk.token_ids)
-        self._reasoned.take(chunk)
         if chunk.reasoning_content:
             events += self._text(_Reasoning, chunk.reasoning_content, [])
         if chunk.text and not self._calling.forced:
@@ -140,7 +138,7 @@ class ResponsesAnswer:
     def _shown(self, status: str) -> dict[str, Any]:
         asked = self._asked
         is_over = status != "in_progress"
-        used = usage_of([self._metrics], self._num_tokens, self._reasoned.num_tokens)
+        used = usage_of([self._metrics], self._num_tokens, reasoning_tokens(self._metrics))
         usage = {
             "input_tokens": used["prompt_tokens"],
             "input_tokens_details": {**used["prompt_tokens_details"], "cache_write_tokens": 0},
