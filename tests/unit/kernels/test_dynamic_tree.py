@@ -16,9 +16,6 @@ from lowlat.kernels.reference.speculation.grow import first_entry
 from lowlat.kernels.speculation import draft_scores, grow, hand_over
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-SAMPLING = ("select", "ranking", "logprobs.tokens")
-SHARED = ("common.memory", "common.norm_math", *(f"sampling.{part}" for part in SAMPLING))
-
 
 def lines(*parts: Any) -> list[list[int]]:
     return [part[0].tolist() for part in parts]
@@ -56,7 +53,7 @@ def test_the_kernels_walked() -> None:
 
 @pytest.mark.parametrize(("width", "k"), [(4104, 3)])
 def test_the_likeliest_drafts_walked(width: int, k: int) -> None:
-    with walkable(walker := Walker(may_leave=True), *SHARED, "speculation.draft_scores") as modules:
+    with walkable(walker := Walker(may_leave=True), "speculation.draft_scores") as modules:
         module: Any = modules[-1]
         check_scores(walked(walker), width, k, module.draft_topk_logprobs)
 

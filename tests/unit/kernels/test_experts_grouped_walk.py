@@ -20,7 +20,6 @@ from expert_cases import (
 )
 from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
-from moe_walk import FRAGMENTS
 from stages import wide
 
 from lowlat.errors import ShapeError
@@ -33,19 +32,18 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 pytestmark = pytest.mark.second
 
-NAMES = ("common.activation", "common.norm_math", "common.norm_row", "elementwise.norm", *FRAGMENTS, "moe.plan")
 PARTS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm"))
 KERNELS = (*PARTS, "moe.topk_sum")
 FILL = -77
 
 
 def walked(walker: Walker) -> Any:
-    return walkable(walker, *NAMES, *KERNELS)
+    return walkable(walker, *KERNELS)
 
 
 def named(modules: list[ModuleType]) -> SimpleNamespace:
     names = (name.rpartition(".")[2] for name in KERNELS)
-    return SimpleNamespace(**dict(zip(names, modules[len(NAMES) :], strict=True)))
+    return SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
 
 def wanted_groups(ids: torch.Tensor, num_experts: int, tile_pairs: int) -> tuple[list[int], list[list[int]]]:

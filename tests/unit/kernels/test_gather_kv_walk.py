@@ -11,7 +11,7 @@ from kernel_walk import Walker, walkable
 from lowlat.kernels.attention.prefill.gathered_rows import ALIGNMENT, gathered_rows, tiles_shape
 from lowlat.kernels.toolchain.kernel import H200
 
-NAMES = ("common.memory", "common.kv_codes", "attention.prefill.gather_kv")
+NAMES = ("attention.prefill.gather_kv",)
 CASES = [
     Gather(32, 300, 0, 32),
     Gather(32, 300, 0, 0),

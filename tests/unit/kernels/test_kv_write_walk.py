@@ -10,7 +10,6 @@ from kv_write_cases import Chunk
 from lowlat.errors import ShapeError
 from lowlat.kernels import reference
 
-NAMES = ("common.memory", "common.norm_math", "common.kv_codes")
 CASES = [
     Chunk(32, 0, 32),
     Chunk(32, 0, 32, dead=(0,)),
@@ -25,7 +24,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=repr)
 def test_rows_are_stored_where_the_reference_stores_them(case: Chunk) -> None:
     found, expected = case.arrays(), case.arrays()
-    with walkable(walker := Walker(), *NAMES, "attention.kv_write") as modules:
+    with walkable(walker := Walker(), "attention.kv_write") as modules:
         kernels: Any = modules[-1]
         walker.run(*kernels.prefill_kv_write(**found))
     reference.kv.prefill_kv_write(**expected)
@@ -40,7 +39,7 @@ def test_a_slot_s_table_is_put_in_its_place() -> None:
     table, slot = torch.randint(1, 1 << 20, (1, 515)).int(), torch.tensor([2], dtype=torch.int32)
     found = torch.randint(1, 1 << 20, (4, 515)).int()
     expected, before = found.clone(), found.clone()
-    with walkable(walker := Walker(), "common.memory", "attention.place_table") as modules:
+    with walkable(walker := Walker(), "attention.place_table") as modules:
         kernels: Any = modules[-1]
         walker.run(*kernels.place_table(table, slot, block_table=found))
     reference.kv.place_table(table, slot, block_table=expected)

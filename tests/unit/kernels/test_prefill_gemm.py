@@ -74,11 +74,7 @@ def test_arranging_walked(rows: int, columns: int) -> None:
     assert torch.equal(out, arranged_by_hand(x))
 
 
-PARTS = (
-    *("activation_layout", "split_k_sum", "weight_steps", "segment_totals", "plan", "mainloop", "half_steps"),
-    *("gated_epilogue", "gemm"),
-)
-NAMES = ("common.pipeline", "common.activation", "formats.fragment", *(f"gemm.prefill.{part}" for part in PARTS))
+NAMES = ("gemm.prefill.plan", "gemm.prefill.gemm")
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
@@ -117,7 +113,7 @@ def test_products_walked(
     packed, weight = packed_weight(held, width, depth, order)
     bias, walker, out = bias.bfloat16(), Walker(), torch.full((rows, width), torch.nan)
     arranged = torch.full(arranged_shape(rows, depth), torch.nan, dtype=torch.bfloat16)
-    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
+    with walkable_groups(walker, *NAMES) as (plans, module):
         for each in (plans, module):
             monkeypatch.setattr(each, "cut_of", lambda *_: segments)
         plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, *cut[4:])
@@ -151,7 +147,7 @@ def test_gated_products_walked(
     arranged = arranged_by_hand(x)
     product, out = torch.full((rows, 2 * inner), torch.nan), torch.full(arranged_shape(rows, inner), torch.nan)
     out = out.bfloat16()
-    with walkable_groups(walker, *NAMES) as (*_, plans, _, _, _, module):
+    with walkable_groups(walker, *NAMES) as (plans, module):
         monkeypatch.setattr(module, "cut_of", lambda *_: (1, 2))
         plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_walk import Walker
 from recurrent_cases import MODULES, Layer, Run, assert_near, by_kernels, by_reference, by_single_steps, grown
-from stages import later
+from stages import wide
 from walked_state import walkable_states
 
 from lowlat.errors import ShapeError
@@ -17,7 +17,6 @@ from lowlat.kernels.recurrent.delta_step import HeadSizes
 
 pytestmark = pytest.mark.second
 
-COMMON = ("common.activation", "common.memory", "common.norm_math", "common.norm_row")
 CPU = torch.device("cpu")
 HEADS = [
     HeadSizes(1, 2, 32, 16),
@@ -29,12 +28,12 @@ HEADS = [
 def walked() -> Iterator[Run]:
     """Operations by walked kernels."""
     walker = Walker()
-    with walkable_states(walker, *COMMON, *(f"recurrent.{name}" for name in MODULES)) as modules:
-        found = dict(zip(MODULES, modules[len(COMMON) :], strict=True))
+    with walkable_states(walker, *(f"recurrent.{name}" for name in MODULES)) as modules:
+        found = dict(zip(MODULES, modules, strict=True))
         yield by_kernels(found, walker.run, CPU)
 
 
-@pytest.mark.parametrize("fused", [True, later(False)])
+@pytest.mark.parametrize("fused", [True, wide(False)])
 @pytest.mark.parametrize("heads", HEADS)
 def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_steps(
     heads: HeadSizes, fused: bool

@@ -8,12 +8,7 @@ from moe_cases import exact_shares, make_logits, want_routing
 from lowlat.errors import ShapeError
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 
-NAMES = (
-    "common.norm_row",
-    "common.norm_math",
-    "common.sentinels",
-    "moe.topk_routing",
-)
+NAMES = ("moe.topk_routing",)
 
 
 def chosen(routing: TopKRouting, top_k: int, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
