@@ -24,6 +24,7 @@ __all__ = [
     "finely_split",
     "most_positions",
     "query_rows",
+    "shortly_split",
 ]
 
 HEAD_DIM = Limit((64, 128, 256, 512))
@@ -55,12 +56,17 @@ def choose_split(max_batch: int, max_context: int, kv_heads: int, head_dim: int 
     """
     if max_context <= finely_split(max_batch, kv_heads) * (2 if head_dim >= WIDE_HEAD else 1):
         return 128
-    return 512 if max_batch * -(-max_context // 256) * kv_heads > MANY_ITEMS else 256
+    return 512 if max_context > shortly_split(max_batch, kv_heads) else 256
 
 
 def finely_split(max_batch: int, kv_heads: int) -> int:
     """The longest context that is cut into the shortest splits; 0: none is."""
     return FEW_ITEMS // (max_batch * kv_heads) * 128
+
+
+def shortly_split(max_batch: int, kv_heads: int) -> int:
+    """The longest context whose splits are no longer than 256 positions; 0: there is none."""
+    return MANY_ITEMS // (max_batch * kv_heads) * 256
 
 
 def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:

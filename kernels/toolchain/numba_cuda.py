@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
+SHARED_ARRAY = "_cudapy_smem_"  # Numba's name of an array in shared memory, before its number
 RARELY = (100_000, 50, 1000)  # Numba makes millions of small objects and keeps most: to look for cycles is in vain
 _functions: dict[Hashable, Any] = {}  # what `device_function` has made
 _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the device is replaced while it runs
@@ -137,6 +138,27 @@ def target_of(capability: tuple[int, int], specific: bool = False) -> str:
     return f"sm_{capability[0]}{capability[1]}{'a' if specific else ''}"
 
 
+def _numbered_anew(ptx: str) -> str:
+    """PTX whose functions and shared arrays are numbered from 1 in the order in which they come.
+
+    Numba numbers them as it meets them, so that what a process compiled before stood in a kernel's names.
+    """
+    arrays: dict[str, int] = {}
+    functions: dict[str, int] = {}
+
+    def array(found: re.Match[str]) -> str:
+        return f"{SHARED_ARRAY}{arrays.setdefault(found[1], len(arrays) + 1)}"
+
+    def function(found: re.Match[str]) -> str:
+        size, number = found.groups()
+        if int(size) != len(number) + 1:  # the tag of a function's number begins with its length
+            return found[0]
+        tag = f"v{functions.setdefault(number, len(functions) + 1)}"
+        return f"B{len(tag)}{tag}"
+
+    return re.sub(r"B(\d)v(\d+)(?=B)", function, re.sub(rf"{SHARED_ARRAY}(\d+)", array, ptx))
+
+
 def compile_ptx(
     function: Callable[..., None],
     signature: tuple[Any, ...],
@@ -156,6 +178,7 @@ def compile_ptx(
         ptx, _ = cuda.compile_ptx(
             function, types.void(*signature), cc=capability, fastmath=False, launch_bounds=launch_bounds
         )
+    ptx = _numbered_anew(ptx)
     if capability < HOPPER:
         ptx = re.sub(r"griddepcontrol\.\w+;", "", ptx)
     if specific:

@@ -1,4 +1,4 @@
-"""Numba's internals that are replaced: a name that NumPy 2.5 lacks, and slow spots of the compiler.
+"""Numba's internals that are replaced: a name that NumPy 2.5 lacks, slow spots of the compiler, an order of chance.
 
 Importing this module imports Numba's CUDA target, with any NumPy that Numba takes; `quicken` puts functions of the same
 results in place of slow ones, since half of a compilation is Numba's own. All is written for READ_FROM, the release of
@@ -55,6 +55,7 @@ def quicken() -> None:
     _know_types_of_calls()
     _know_sizes_of_numbers()
     _write_modules_once()
+    _link_modules_in_order()
     _list_variables_quickly()
     _postprocess_less()
     _replace(analysis, "compute_live_map", _live_map)
@@ -117,6 +118,29 @@ def _know_sizes_of_numbers() -> None:
         return known[key]
 
     _replace(base.BaseContext, "get_abi_sizeof", known_size)
+
+
+class _InOrder(dict[Any, None]):
+    """A set that is iterated in the order in which things were added."""
+
+    def add(self, each: Any) -> None:
+        """Add something, at the end where it is new."""
+        self[each] = None
+
+
+def _link_modules_in_order() -> None:
+    """Numba keeps the functions that a kernel calls in a set, by their addresses in memory, and NVVM gets them so.
+
+    Where arrays in shared memory lie, and with them the machine code, then differs from process to process. Here
+    functions come in the order in which they are called.
+    """
+    begin = codegen.CUDACodeLibrary.__init__
+
+    def begin_in_order(library: Any, *args: Any, **kwargs: Any) -> None:
+        begin(library, *args, **kwargs)
+        library._linking_libraries = _InOrder()
+
+    _replace(codegen.CUDACodeLibrary, "__init__", begin_in_order)
 
 
 def _write_modules_once() -> None:

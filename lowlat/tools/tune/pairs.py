@@ -22,7 +22,7 @@ from lowlat.executors.planned import META, buffers_without_memory, weights_witho
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
-from lowlat.kernels.attention.limits import INVARIANT_HEADS, finely_split
+from lowlat.kernels.attention.limits import INVARIANT_HEADS, finely_split, shortly_split
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, sum_in_parts
@@ -62,7 +62,7 @@ __all__ = [
     "weight_shapes",
 ]
 
-LONG_CONTEXT, SHORT_POSITIONS = 65536, 32768  # of a slot; of all slots: as many as are split shortly
+LONG_CONTEXT = 65536  # of a slot
 LEAST_LAYERS = 2  # so that a layer stands next to another
 
 
@@ -120,13 +120,12 @@ class Sizes:
         num_gpus  that have parts of the heads: contexts of so many times as many positions are split alike
         kv_heads   by which a GPU's splits are chosen
         """
-        short = (replace(self, batches=(batch,), max_context=SHORT_POSITIONS // batch) for batch in self.batches)
-        least = ((batch, finely_split(batch, kv_heads)) for batch in self.batches)
-        fine = (replace(self, batches=(batch,), max_context=most) for batch, most in least if most)
+        each = [(batch, most(batch, kv_heads)) for most in (shortly_split, finely_split) for batch in self.batches]
+        shorter = (replace(self, batches=(batch,), max_context=most) for batch, most in each if most)
         longest = replace(self, max_context=LONG_CONTEXT * num_gpus)
         # runtimes of many slots have GEMMs of their own, also in their buckets of few
         parts = (tuple(batch for batch in self.batches if (batch > FEW_SLOTS) == many) for many in (False, True))
-        return *(replace(longest, batches=part) for part in parts if part), *short, *fine
+        return *(replace(longest, batches=part) for part in parts if part), *shorter
 
 
 def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:

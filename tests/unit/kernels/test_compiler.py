@@ -407,3 +407,26 @@ def test_functions_that_mean_the_same_are_one() -> None:
     assert all(make(constant) is each for constant, each in zip(constants, made, strict=True))
     assert calling(make(1)) is calling(make(1)) and calling(make(1)) is not calling(make(2))
     assert make([1]) is not make([1])  # it may change
+
+
+@pytest.mark.second
+def test_processes_compile_the_same_code(repository: Path) -> None:
+    """Whatever order hashes and addresses give to sets, and whatever they compiled before: the sampler calls many."""
+    code = """
+import hashlib, sys
+from lowlat.kernels.sampling import row_pairs, sample
+from lowlat.kernels.toolchain.compiler import compile_kernel
+kernels = [*row_pairs.examples(), *sample.examples()]
+for kernel in kernels if sys.argv[1] == "forward" else kernels[::-1]:
+    made = compile_kernel(kernel, (9, 0))
+    print(kernel.name, made.entry, hashlib.sha256(made.code).hexdigest())
+"""
+    found = []
+    for seed, order in (("1", "forward"), ("2", "backward")):
+        done = subprocess.run(
+            [sys.executable, "-c", code, order], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=repository,
+            capture_output=True, text=True, timeout=250, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(sorted(done.stdout.splitlines()))
+    assert found[0] == found[1] and len(found[0]) > 2

@@ -201,3 +201,44 @@ def test_a_function_of_a_known_meaning_is_not_made_again(monkeypatch: pytest.Mon
     made = make()
     monkeypatch.setattr(numba_cuda.cuda, "jit", lambda **_: pytest.fail("it was made again"))
     assert make() is made
+
+
+def test_modules_are_linked_in_the_order_in_which_they_are_called() -> None:
+    """Not by their addresses in memory, which differ from process to process."""
+    context = cuda_target.target_context
+    library, others = (context.codegen().create_library("order"), [])
+    for number in range(40):
+        others.append(context.codegen().create_library(f"called_{number}"))
+        others[-1].add_ir_module(others[-1].create_ir_module(f"module_{number}"))
+    for each in (*others, *others[::2]):  # one that is called again keeps its place
+        library.add_linking_library(each)
+    assert list(library._linking_libraries) == others
+
+
+def test_ptx_does_not_tell_what_was_compiled_before() -> None:
+    """Functions and arrays in shared memory are numbered anew; what is no number of a function stays."""
+
+    def make() -> Any:
+        @cuda.jit(device=True)
+        def inner(x: Any) -> Any:
+            kept = cuda.shared.array(32, float32)
+            kept[cuda.threadIdx.x] = x
+            cuda.syncthreads()
+            return kept[31 - cuda.threadIdx.x]
+
+        def outer(out: Any) -> None:
+            kept = cuda.shared.array(64, float32)
+            kept[cuda.threadIdx.x + 32] = inner(out[cuda.threadIdx.x])
+            cuda.syncthreads()
+            out[cuda.threadIdx.x] = kept[63 - cuda.threadIdx.x]
+
+        return outer
+
+    signature = (types.Array(types.float32, 1, "C"),)
+    found = [compile_ptx(make(), signature, (9, 0)) for _ in range(12)]  # numbers of one digit and of two
+    assert all(each == found[0] for each in found)
+    ptx, entry = found[0]
+    assert f".entry {entry}(" in ptx and set(re.findall(r"_cudapy_smem_(\d+)", ptx)) == {"1", "2"}
+    assert numba_cuda._numbered_anew("_ZN1aB3v12B4abcdE B3v1Bx _ZN1bB2v7B4abcdE _ZN1aB3v12B4abcdE") == (
+        "_ZN1aB2v1B4abcdE B3v1Bx _ZN1bB2v2B4abcdE _ZN1aB2v1B4abcdE"
+    )
