@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 import zmq
 from fake_engine import FakeEngine, expected_tokens
 from fake_process import fake_process
-from raw_client import bare_socket, raw_client, zmtp_bytes
+from raw_client import Completion, bare_socket, raw_client, zmtp_bytes
 from served import Serve, eventually
 from served_model import alone, load_small, served_model
 
@@ -28,6 +28,8 @@ socket = zmq.Context().socket(zmq.DEALER)
 socket.connect(sys.argv[1])
 socket.send(encode(Hello()))
 socket.recv()
+print("connected", flush=True)
+sys.stdin.readline()
 for number in range(int(sys.argv[2])):
     header = Submit(number, 1 << 20, Sampling(max_tokens=int(sys.argv[3])))
     socket.send_multipart([encode(header), pack_tokens([number + 1])])
@@ -40,6 +42,9 @@ LOWLAT = """
 import sys, time
 from lowlat.ipc import Client
 client = Client(sys.argv[1], window=1 << 20)
+client.health()
+print("connected", flush=True)
+sys.stdin.readline()
 streams = [client.generate([number + 1], max_tokens=int(sys.argv[3])) for number in range(int(sys.argv[2]))]
 next(streams[0])
 print("running", flush=True)
@@ -51,13 +56,20 @@ CHILDREN = pytest.mark.parametrize(("code", "endpoint"), [(LIBZMQ, TCP), (LOWLAT
 
 @contextmanager
 def client_process(
-    endpoint: str, num_requests: int, max_tokens: int = 4000, code: str = LIBZMQ
+    endpoint: str,
+    num_requests: int,
+    max_tokens: int = 4000,
+    code: str = LIBZMQ,
+    before: Callable[[], object] = lambda: None,
 ) -> Iterator["subprocess.Popen[str]"]:
-    """A client in another process, with requests that run."""
+    """A client in another process, with requests that run; `before` they are sent, something else may be."""
     command = [sys.executable, "-c", code, endpoint, str(num_requests), str(max_tokens)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
+            assert process.stdin is not None and process.stdout is not None
+            assert process.stdout.readline() == "connected\n"
+            before()
+            print(file=process.stdin, flush=True)
             assert process.stdout.readline() == "running\n"
             yield process
         finally:
@@ -119,12 +131,18 @@ SAMPLING: dict[str, Any] = {"max_tokens": 16, "temperature": 0.8, "ignore_eos": 
 
 def test_a_killed_client_leaves_no_block_and_the_neighbours_their_tokens(tmp_path: Path) -> None:
     runtime = load_small()
-    expected = alone(runtime, PROMPTS[0], seed=3, **SAMPLING)
+    sampling = {**SAMPLING, "max_tokens": 48}
+    expected = alone(runtime, PROMPTS[0], seed=3, **sampling)
     with served_model(tmp_path, runtime) as (server, engine), raw_client(server.endpoint) as good:
         engine.before_step = lambda _: time.sleep(0.02)
-        kept = good.submit(1, PROMPTS[0], seed=3, **SAMPLING)
-        good.wait_tokens(kept, 2)
-        with client_process(server.endpoint, 4, max_tokens=200) as process:  # two run, two wait
+        kept = Completion()
+
+        def submit() -> None:
+            nonlocal kept
+            kept = good.submit(1, PROMPTS[0], seed=3, **sampling)
+            good.wait_tokens(kept, 2)
+
+        with client_process(server.endpoint, 4, max_tokens=200, before=submit) as process:  # two run, two wait
             process.kill()
             process.wait()
             steps = engine.num_steps

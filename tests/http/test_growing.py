@@ -292,7 +292,7 @@ def test_callers_of_a_gateway_take_turns_at_its_pace(tmp_path: Path) -> None:
     flood = b"\n".join(json.dumps(line).encode() for line in lines)
     with running_gateway(tmp_path, engine, limits, FakeCodec()) as gateway, ThreadPoolExecutor(1) as other:
         sending = other.submit(gateway.ask, "/v1/completions", flood, headers=HEADERS)
-        eventually(lambda: engine.opened)
+        eventually(lambda: bool(engine.opened))
         time.sleep(0.5)  # the messages that may come at once have gone
         few = b"\n".join(json.dumps(line).encode() for line in ({"model": "fake", "max_tokens": 4}, "y", [5], "y"))
         status, answer, _ = gateway.ask("/v1/completions", few, headers=HEADERS)

@@ -20,11 +20,12 @@ from lowlat.engine.loading.geometry import make_geometry
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import Rank, refuse_codes
+from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Stage
 from lowlat.kernels.formats import FP8
 from lowlat.kernels.reference.gemm.linear import linear
-from lowlat.lowering.memory import workspaces_of
+from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.activations import code_activations
 from lowlat.models.target import read_model_config, rounding
 from lowlat.speculators.tree.topology import TreeTopology
@@ -115,10 +116,7 @@ def test_prefill_codes_rows_and_multiplies_codes(tmp_path: Path) -> None:
     assert any(kinds[at : at + len(layer)] == layer for at in range(len(kinds))), kinds
     alone = kinds_of(coded_pair(tmp_path / "alone", fuse=False).lower_program(program), Stage.PREFILL)
     assert alone.count("code_rows") == alone.count(gemm) == kinds.count(gemm) == 8
-    shapes = pair.source
-    assert ("prefill.codes", torch.uint8) in workspaces_of(
-        program, lambda name: torch.Size(shapes[name.replace(".weight", ".fp8")].shape)
-    )
+    assert ("prefill.codes", torch.uint8) in planned_workspaces((program,), pair.source, H200)
 
 
 def test_gpus_and_chunks_without_such_products_are_refused(tmp_path: Path) -> None:

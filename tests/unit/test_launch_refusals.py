@@ -84,7 +84,7 @@ class Watched:
         """Steps of some batches, and prefill."""
         pair.geometry = replace(pair.geometry, prefill_chunk=64)
         programs = [*(pair.program(depth, batch) for batch in batches), build_prefill(pair.geometry)]
-        assert pair.weights
+        assert pair.weights is not None
         with self.watching():
             for program in programs:
                 pair.lower_program(program)

@@ -302,22 +302,6 @@ def test_bare_names_are_not_ours_under_pytest(repository: Path) -> None:
         assert not any(place and place.startswith(ours) for place in places), f"{folder} is the checkout's folder"
 
 
-@pytest.mark.second
-def test_ipc_imports_nothing_heavy_and_fast(installed: Path, tmp_path: Path) -> None:
-    code = """
-import time
-begin = time.perf_counter()
-import lowlat.ipc
-seconds = time.perf_counter() - begin
-loaded = {name.split(".")[0] for name in sys.modules}
-heavy = sorted(loaded & {"torch", "numba", "numpy", "cuda", "transformers"})
-print(json.dumps({"heavy": heavy, "seconds": seconds, "names": lowlat.ipc.__all__}))
-"""
-    runs = [run_installed(installed, code, tmp_path) for _ in range(3)]
-    assert all(seen["heavy"] == [] for seen in runs)
-    assert min(seen["seconds"] for seen in runs) < 0.2
-
-
 def test_an_editable_install_is_a_path_to_lowlat_alone(clone: Path, tmp_path: Path) -> None:
     """Type checkers and editors follow a path and no import hook; kernels/ and tests/ must not come along."""
     code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"

@@ -112,7 +112,7 @@ def test_a_flowchart_is_drawn_layer_by_layer() -> None:
 
 @pytest.mark.parametrize("how", [later("--check"), wide("html")])
 def test_the_site_is_built_without_a_warning(repository: Path, tmp_path: Path, how: str) -> None:
-    command = [sys.executable, "-m", "docs", tmp_path, *([how] if how == "--check" else [])]
+    command = [sys.executable, "-m", "docs", str(tmp_path), *([how] if how == "--check" else [])]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0 and not done.stderr, done.stderr
     if how == "--check":

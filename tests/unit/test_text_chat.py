@@ -27,12 +27,12 @@ MESSAGES = [{"role": "system", "content": " be kind "}, {"role": "user", "conten
 
 
 def render(source: str, **variables: object) -> str:
-    return rendered([source], **variables)[0]
+    return rendered([source], None, **variables)[0]
 
 
-def rendered(sources: Sequence[str], **variables: object) -> list[str]:
+def rendered(sources: Sequence[str], limits: ChatLimits | None = None, **variables: object) -> list[str]:
     """What each of these templates writes, by one worker."""
-    templates = ChatTemplates({str(place): source for place, source in enumerate(sources)})
+    templates = ChatTemplates({str(place): source for place, source in enumerate(sources)}, limits)
     try:
         return [templates.render(name, {"messages": MESSAGES, **variables}) for name in templates.names]
     finally:
@@ -162,7 +162,7 @@ def test_hostile_templates_end_in_errors_soon_and_small(name: str) -> None:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises((ConfigError, RequestError)) as caught:
-        render(HOSTILE[name])
+        rendered([HOSTILE[name]], ChatLimits(max_cpu_s=0.2))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 64 << 10

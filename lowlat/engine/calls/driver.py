@@ -75,7 +75,7 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Order:
+class _Order:
     """Something for the driver's thread to do between two steps.
 
     give_back  called, with the reason, where the thread ends and has not done it; None: nobody waits for it
@@ -93,7 +93,7 @@ class Driver:
 
     def __init__(self, runtime: "SteppedRuntime") -> None:
         self._runtime = weakref.ref(runtime)
-        self._inbox: Inbox[Order] = Inbox()
+        self._inbox: Inbox[_Order] = Inbox()
         self._lock = threading.RLock()  # re-entered where memory is collected amid a put
         self._ended: Callable[[], LowlatError] | None = None
         self._stopping = False
@@ -115,12 +115,12 @@ class Driver:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request. Raises LowlatError after the end, and in a fork of the process."""
-        if not self._put(Order(partial(self._open, ticket), partial(self._give_back, ticket))):
+        if not self._put(_Order(partial(self._open, ticket), partial(self._give_back, ticket))):
             raise LowlatError("the runtime is closed") if self._ended is None else self._ended()
 
     def cancel(self, ticket: Ticket, *, drop: bool) -> None:
         """End a request; drop: nothing that it has brought is wanted, otherwise its last output still comes."""
-        self._put(Order(partial(self._cancel, ticket, drop)))
+        self._put(_Order(partial(self._cancel, ticket, drop)))
 
     def call(self, what: Callable[[], T]) -> T:
         """Have something done by the runtime's owner, between two steps, and return what that returns."""
@@ -134,7 +134,7 @@ class Driver:
                 if isinstance(error, DeviceError):
                     raise
 
-        if not self.is_current and self._put(Order(obey, lambda _: done.cancel())):
+        if not self.is_current and self._put(_Order(obey, lambda _: done.cancel())):
             try:
                 return done.result()
             except CancelledError:
@@ -146,11 +146,14 @@ class Driver:
         self._stop(None)
 
     def _stop(self, patience_s: float | None) -> None:
-        self._put(Order(lambda _: setattr(self, "_stopping", True)))
+        def obey(_: "SteppedRuntime") -> None:
+            self._stopping = True
+
+        self._put(_Order(obey))
         if not self.is_current:
             self._thread.join(patience_s)
 
-    def _put(self, order: Order) -> bool:
+    def _put(self, order: _Order) -> bool:
         """Queue an order; False where there is no thread that would obey it."""
         if not self._thread.is_alive():  # it has ended, or stayed behind at a fork
             return False
@@ -185,7 +188,7 @@ class Driver:
         deadline = None if runtime is None else runtime.deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def _obey(self, order: Order | None) -> None:
+    def _obey(self, order: _Order | None) -> None:
         runtime = self._runtime()
         while order is not None:
             if runtime is None:

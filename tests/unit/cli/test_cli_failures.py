@@ -77,7 +77,6 @@ WRONG_PATHS = [
 PROGRAM = """
 import json, sys
 from click.testing import CliRunner
-from served import eventually
 from lowlat.cli import cli
 for line in sys.stdin:
     result = CliRunner().invoke(cli, json.loads(line))
