@@ -157,8 +157,15 @@ class _Unifier:
         while pending:
             left = [entry for entry in pending if not self._settle(*entry)]
             if len(left) == len(pending):
-                return  # nothing else says what their symbols are
+                return self._compare(left)
             pending = left
+
+    def _compare(self, left: Iterable[tuple[str, ast.expr, int]]) -> None:
+        """The same expression has one size, where nothing says what its symbols are."""
+        sizes: dict[str, int] = {}
+        for name, extent, size in left:
+            if sizes.setdefault(ast.unparse(extent), size) != size:
+                self._refuse(name)
 
     def _unify_dtype(self, name: str, argument: Argument) -> None:
         found, wanted = self.arrays[name][1], argument.dtype

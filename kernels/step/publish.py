@@ -15,7 +15,7 @@ from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.speculation import draft_rows as reference
 from lowlat.kernels.reference.speculation import length_probabilities, waiting
 from lowlat.kernels.reference.speculation.draft_rows import check_nodes
-from lowlat.kernels.reference.step.publish import RECORD_WIDTH
+from lowlat.kernels.reference.step.publish import publish as publish_reference
 from lowlat.kernels.speculation.length_probabilities import LearningPlan, learning_plan
 from lowlat.kernels.speculation.limits import SOURCES
 from lowlat.kernels.speculation.waiting import KeepingPlan, keeping_plan
@@ -27,7 +27,7 @@ from lowlat.kernels.step.publish_kernel import (
     publish_kernel,
 )
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
-from lowlat.kernels.toolchain.launches import Given, fit, launches
+from lowlat.kernels.toolchain.launches import Given, among, fit, launches
 
 __all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_condition", "publish", "tree_masks"]
 
@@ -131,32 +131,15 @@ def _calls(
 
 def _publishing(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
     """The plan with a publication. Raises ShapeError for shapes that do not fit."""
-    ring, columns = given["ring_tokens"].shape[0], given["logprob_values"].shape[-1]
-    entries, logprobs = (plan.batch,), (plan.batch, plan.rows, columns)
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("slots", "commit_lens", "accepted_lens", "finish"), entries),
-        **dict.fromkeys(("num_verified", "verified_depth", "verified_source"), entries),
-        **dict.fromkeys(("accepted_tokens", "accepted_nodes"), (plan.batch, plan.rows)),
-        **dict.fromkeys(("logprob_values", "logprob_ids"), logprobs),
-        **dict.fromkeys(("ring_logprob_values", "ring_logprob_ids"), (ring, plan.max_batch, plan.max_rows, columns)),
-        "ring_records": (ring, plan.max_batch, RECORD_WIDTH),
-    }
-    for name, shape in shapes.items():
-        check_shape(name, given[name], *shape)
+    ring, columns = fit(publish_reference, among(publish_reference, given)).sizes("R", "n")
     return replace(plan, ring=ring, columns=columns)
 
 
 def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
     """The plan with the drafts' masks and paths. Raises ShapeError for shapes that do not fit."""
-    shapes = {
-        "draft_live": (plan.batch,),
-        "slots": (plan.batch,),
-        "topology_masks": (plan.rows,),
-        "num_drafts": (plan.max_batch,),
-        **dict.fromkeys(("drafts", "tree_masks"), (plan.max_batch, plan.max_rows)),
-    }
-    for name, shape in shapes.items():
-        check_shape(name, given[name], *shape)
+    fit(reference.tree_masks, among(reference.tree_masks, given))
+    check_shape("topology_masks", given["topology_masks"], plan.rows)
+    check_shape("drafts", given["drafts"], plan.max_batch, plan.max_rows)
     nodes = check_nodes(given["draft_nodes"], plan.batch, plan.rows)
     (num_paths, width), (known_paths, known_length) = given["tree_paths"].shape[1:], given["topology_paths"].shape
     if known_paths > num_paths or known_length > width:

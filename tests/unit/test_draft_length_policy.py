@@ -19,7 +19,7 @@ from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Stage
 from lowlat.kernels.reference.speculation.draft_lengths import UNIT, choose_draft_length
 from lowlat.kernels.reference.speculation.length_probabilities import MAX_LENGTH
-from lowlat.kernels.step.begin_step import CHOSEN
+from lowlat.kernels.toolchain.launches import among
 from lowlat.step.draft_length_costs import StepCosts, cost_table
 from lowlat.step.draft_length_times import by_time
 from lowlat.step.state import state_specs
@@ -123,7 +123,7 @@ class Gpu:
     def step(self, bucket: Bucket) -> None:
         """Launch a step; the device begins it when it has done what was before."""
         state = self.state
-        named = {name: state[name] for name in CHOSEN}
+        named = among(choose_draft_length, state)
         choose_draft_length(**named, row=bucket.batch - 1, most_waiting=self.num_waiting)
         body, active = int(state["draft_length_choice"]), state["active"].bool()
         us = self.cost(bucket, body, int(state["lengths"][active].sum()))

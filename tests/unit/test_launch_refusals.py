@@ -36,17 +36,16 @@ MAKERS: Mapping[CodeType, tuple[str, Any]] = {
 }
 # arrays whose width whoever allocates them chose; those of a GEMM or norm of which a launch takes some columns
 ANY_WIDTH = {
-    "accepted_nodes", "accepted_tokens", "active", "block_table", "command_head", "command_tail", "draft_nodes",
-    "draft_texts", "lengths", "names", "output_counts", "paths", "ring_count", "ring_head", "slot_ints", "slots",
-    "snapshots", "state_lens", "tokens", "top_tokens", "tree_paths",
+    "accepted_nodes", "accepted_tokens", "active", "block_table", "draft_nodes", "draft_texts", "names",
+    "output_counts", "paths", "ring_count", "slots", "snapshots", "state_lens", "tokens", "top_tokens", "tree_paths",
     "advance_states row_live", "arranged_prefill_gemm partials", "delta_conv x", "delta_norm gates", "finite logits",
-    "gated_delta x", "logprobs logits", "prefill_delta_conv x", "row_pairs logits",
-    "take_columns out", "take_columns x",
+    "gated_delta x", "logprobs logits", "prefill_delta_conv x", "row_pairs logits", "take_columns out",
+    "take_columns x",
 }  # fmt: skip
 # of as many slots, tokens, blocks or places of a ring as there are; one is taken alone
 ANY_NUMBER = {
-    "active", "block_features", "block_table", "command_ring", "conv_state", "draft_nodes", "lengths", "names",
-    "ring_checks", "slot_ints", "slots", "state", "state_lens", "tokens", "topology_masks", "tree_paths",
+    "active", "block_features", "block_table", "command_ring", "conv_state", "draft_nodes", "names", "ring_checks",
+    "slot_ints", "slots", "state", "state_lens", "tokens", "topology_masks",
     *(f"{name} weight" for name in ("draft_input", "draft_level_input", "embed", "embed_norm", "mask_input")),
     "parent_vectors weight", "row_pairs logits", "take_last_row x",
 }  # fmt: skip

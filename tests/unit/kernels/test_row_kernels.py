@@ -92,7 +92,7 @@ def test_dtypes_are_checked() -> None:
 
 def test_a_shared_expert_is_added_by_one_gate_a_row() -> None:
     wide, odd = tensor(3, 64, dtype=torch.float32), tensor(3, 60, dtype=torch.float32)
-    with pytest.raises(ShapeError, match="gate must have shape"):
+    with pytest.raises(ShapeError, match="gate must be float32"):
         elementwise.add_gated(wide, wide, wide, out=wide)
     with pytest.raises(ShapeError, match="multiple of 8, got 60"):
         elementwise.add_gated(odd, odd, tensor(3, 1, dtype=torch.float32), out=odd)
