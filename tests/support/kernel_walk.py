@@ -472,9 +472,10 @@ def _written_for(names: Sequence[str]) -> set[str]:
     def has_code(name: str) -> bool:
         if name not in found:
             found[name] = False
-            path = Path(importlib.util.find_spec(name).origin)  # type: ignore[union-attr, arg-type]
-            inner = [has_code(each) for each in _imports(path)]
-            found[name] = any(inner)
+            spec: Any = importlib.util.find_spec(name)
+            if spec.submodule_search_locations is None:  # a package stays: what was added to its tables is there
+                inner = [has_code(each) for each in _imports(Path(spec.origin))]
+                found[name] = any(inner)
         return found[name]
 
     for name in names:
