@@ -58,7 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows[-1]["runs_on"] = runs_on(runtime)
     result = {
         "conditions": {
-            **conditions_of(options),
+            "commit": options.commit or commit_at(DEMO) or "unknown",
+            "lowlat": __version__,
+            "torch": torch.__version__,
+            "machine": f"{processor()}, {torch.get_num_threads()} threads",
+            "target": options.target.name,
+            "batch": 1,
+            "max_tokens": options.max_tokens,
+            "simulated": "nothing: trained weights, real prompts, real acceptance",
             "runs_on": sorted({row.pop("runs_on") for row in rows if "runs_on" in row}),
             "head": options.head.name if any("eagle3" in method for method in options.method) else None,
             **_trained(options),
@@ -66,29 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         },
         "rows": rows,
     }
-    write_result(options.out, result)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         print(json.dumps(row))
-
-
-def conditions_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The conditions of a run of real acceptance, from `commit`, `target` and `max_tokens` of its options."""
-    return {
-        "commit": options.commit or commit_at(DEMO) or "unknown",
-        "lowlat": __version__,
-        "torch": torch.__version__,
-        "machine": f"{processor()}, {torch.get_num_threads()} threads",
-        "target": options.target.name,
-        "batch": 1,
-        "max_tokens": options.max_tokens,
-        "simulated": "nothing: trained weights, real prompts, real acceptance",
-    }
-
-
-def write_result(out: Path, result: dict[str, Any]) -> None:
-    """Write a result file, and its folder where there is none."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

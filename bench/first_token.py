@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bench.lib.clock import percentile
-from bench.lib.conditions import stamps_of, write_json
+from bench.lib.conditions import bench_parser, stamps_of, write_json
 from bench.lib.model import Model
 from bench.ready_process import ready_process
 from bench.start import write_checkpoint
@@ -63,15 +63,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, must_write=False)
     parser.add_argument("--directory", type=Path, required=True, help="where the checkpoint is, or is written")
     parser.add_argument("--prompt", type=int, nargs="+", default=[128, 2048, 8192], help="tokens")
     parser.add_argument("--depth", type=int, nargs="+", default=[0, 3], help="drafts a step")
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--tiny", action="store_true", help="a tiny geometry: its figures mean nothing")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     if min((*options.prompt, options.runs)) < 1:
         parser.error("--prompt and --runs want at least 1")

@@ -35,6 +35,7 @@ from typing import Any
 from bench.host_conditions import host_conditions
 from bench.http_readers import KEY, Question, Readers, Timed
 from bench.http_server import MODEL, serve
+from bench.lib.conditions import write_json
 from bench.ready_process import ready_process
 from lowlat.tools.bench.machine import driver
 
@@ -203,8 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     result = {**made, **own, "slots": SLOTS, "tokens": options.tokens, "rows": rows}
     print(table(rows))
     if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, result)
 
 
 if __name__ == "__main__":

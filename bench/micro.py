@@ -11,19 +11,17 @@ Copies work on buffers of their own, so that what they read has left the L2 by t
 a step; an entry whose buffers are small in the step, too, makes the same calls for every copy.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from bench.lib.clock import Timed, own_stream, percentile, round_robin
-from bench.lib.conditions import stamps_of, write_json
+from bench.lib.conditions import bench_parser, stamps_of, write_json
 from lowlat.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,7 +133,7 @@ def time_launches(
 
     Raises ConfigError without a GPU.
     """
-    options = _parser(description).parse_args(arguments)
+    options = bench_parser(description).parse_args(arguments)
     with _launching(command, options.device) as (device, launcher, wall):
         rows = time_entries(launcher, entries(device, launcher.gpu), replays, wall)
     complete = not any("error" in row for row in rows)
@@ -144,14 +142,6 @@ def time_launches(
     for row in rows:
         print(row)
     return int(not complete)
-
-
-def _parser(description: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
-    return parser
 
 
 @contextmanager
@@ -176,7 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Raises ConfigError without a GPU, LowlatError where an entry is missing or acceptance is wrong.
     """
-    parser = _parser(__doc__)
+    parser = bench_parser(__doc__)
     parser.add_argument("--moe", action="store_true", help="MoE layers with a shared expert, and no step")
     options = parser.parse_args(arguments)
     with _launching("bench.micro", options.device) as (device, launcher, wall):

@@ -3,7 +3,6 @@
     python -m bench.parallel --out bench/results/h200x2/parallel.json
     python -m bench.parallel --out /tmp/parallel.json --only "llama-8b, 1 x 8K, S=0" --kernels 12
     python -m bench.parallel --out /tmp/parallel.json --small --device cpu
-    python -m bench.parallel --out bench/results/h200x2/soak.json --soak 2000
 
 Weights are random, drawn on the first GPU and cut as a checkpoint's are; routers spread their rows. Steps that draft
 have imposed acceptance. A floor counts the bytes of the GPU that reads most, over the wall of the first GPU in the
@@ -11,8 +10,7 @@ same run. Steps are started as a runtime starts them, one after the other, and t
 stream. `exchange_us` is the time that an all-reduce adds to a step: the step's time less that of the same GEMMs,
 attention and rows on one GPU without exchanges (`alone_ms_p50`), over the number of exchanges. vLLM's figures on two
 such GPUs were measured elsewhere (0.24.0, two H200s), and stand next to for comparison. Rows are written after each
-case. `--soak` runs steps on all GPUs with real acceptance and checks after every few what must hold on each rank and
-between them; it measures nothing. Run it from the root of a checkout.
+case. Run it from the root of a checkout.
 """
 
 import argparse
@@ -35,8 +33,7 @@ from bench.lib.run import Work, run_all, wall_of
 from bench.lib.step import Step, devices_of, show_kernels
 from bench.lib.weights import RandomParts, planned
 from bench.prompts import Prompts
-from bench.soak import soak
-from lowlat.engine.loading import rank_geometries
+from lowlat.engine.loading.geometry import rank_geometries
 from lowlat.models.weight_plan import weight_plan
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
@@ -74,9 +71,9 @@ class ParallelCase:
         kind = ", tp_invariant" if self.invariant else ""
         return f"{self.model}, {self.step.name}, {self.size} GPUs{draft}{kind}"
 
-    def shapes(self, **options: Any) -> StepGeometry:
+    def shapes(self) -> StepGeometry:
         """The shapes of the whole model's programs."""
-        return Model(self.model).shapes(self.step, **options)
+        return Model(self.model).shapes(self.step)
 
     def rank_shapes(self, shapes: StepGeometry) -> list[StepGeometry]:
         """The shapes of each rank's programs."""
@@ -89,9 +86,9 @@ class ParallelCase:
         model = Model(self.model)
         return RandomParts(model.plan(drafts=self.step.num_speculative_tokens > 0), model.config, device)
 
-    def make_step(self, device: torch.device, **options: Any) -> Step:
-        """The step on all its devices; options: fields of its shapes."""
-        shapes, devices = self.shapes(**options), devices_of(device, self.size)
+    def make_step(self, device: torch.device) -> Step:
+        """The step on all its devices."""
+        shapes, devices = self.shapes(), devices_of(device, self.size)
         return Step(shapes, self.step, self.weights(devices[0]), devices, ranks=self.rank_shapes(shapes))
 
 
@@ -122,12 +119,6 @@ CASES = _cases(
     invariant=True,
 )
 PROMPTS = (("llama-8b", (1, 2, 4), (2048, 8192)), ("llama-70b", (2, 4), (2048,)))
-SOAKS = (
-    *(ParallelCase("llama-8b", 2, Case(1, 32768, depth), 2) for depth in (0, 3)),
-    *(ParallelCase("gpt-oss-120b", 2, Case(1, 32768, depth), 1) for depth in (0, 3)),
-    ParallelCase("llama-8b", 2, Case(1, 32768, 3), 2, invariant=True),
-)
-SMALL_SOAKS = (ParallelCase("tiny", 2, Case(2, 24, 3), 2), ParallelCase("tiny", 2, Case(1, 24, 0), invariant=True))
 SMALL_CASES = _cases(
     ("tiny", Case(1, 40, 0), (1, 2)), ("tiny", Case(2, 24, 3), (2,)), ("tiny-experts", Case(1, 40, 0), (2,))
 ) + _cases(("tiny", Case(1, 40, 0), (2,)), invariant=True)
@@ -138,18 +129,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every case and write the rows after each; returns 1 if a case failed."""
     options = _options(arguments)
     device = torch.device(options.device)
-    if options.soak:
-        stamps, works = {"asked_steps": options.soak, "weights": "random"}, _soaks(options, device)
-    else:
-        with own_stream(device):
-            wall = wall_of(device)
-        stamps = {"replays": options.replays, "weights": "random", "wall_gb_per_s": round(wall.gb_per_s, 1)}
-        works = _works(options, device, wall.gb_per_s)
+    with own_stream(device):
+        wall = wall_of(device)
+    stamps = {"replays": options.replays, "weights": "random", "wall_gb_per_s": round(wall.gb_per_s, 1)}
+    works = _works(options, device, wall.gb_per_s)
     works = [work for work in works if not options.only or any(part in work.name for part in options.only)]
     stamps |= stamps_of(device, options.commit)
     devices = devices_of(device, options.gpus)
     rows = run_all(works, stamps, partial(write_json, options.out), devices, limit_s=options.limit_s)
-    return int(any("error" in row or row.get("problems") for row in rows))
+    return int(any("error" in row for row in rows))
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -159,7 +147,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no case after so many seconds")
     parser.add_argument("--runs", type=int, default=5, help="of a prompt")
     parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each step, those that take most")
-    parser.add_argument("--soak", type=int, default=0, metavar="N", help="run N steps of each case with checks")
     parser.add_argument("--small", action="store_true", help="tiny models, to try everything")
     given = parser.parse_args(arguments)
     if torch.device(given.device).type == "cuda":
@@ -187,18 +174,6 @@ def _works(options: argparse.Namespace, device: torch.device, gb_per_s: float) -
                 row = {"model": model, "tensor_parallel_size": size, "prompts": list(lengths)}
                 measure = partial(_measure_prompts, options, model, size, lengths, device)
                 found.append(Work(f"{model}, prompts, {size} GPUs", row, measure))
-    return found
-
-
-def _soaks(options: argparse.Namespace, device: torch.device) -> list[Work]:
-    """The run of every soak, on all GPUs."""
-    found: list[Work] = []
-    for case in SMALL_SOAKS if options.small else SOAKS:
-        if case.size <= options.gpus:
-            row = {"model": case.model, "tensor_parallel_size": case.size, **asdict(case.step)}
-            row |= {"draft_tensor_parallel_size": case.draft_size, "tp_invariant": case.invariant}
-            make = partial(case.make_step, device, simulated_acceptance=None)
-            found.append(Work(case.name, row, partial(soak, make, options.soak)))
     return found
 
 

@@ -19,20 +19,20 @@ import math
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench.lib.case import Case
 from bench.lib.clock import percentile
-from bench.lib.conditions import stamps_of, write_json
+from bench.lib.conditions import bench_parser, stamps_of, write_json
 from bench.lib.model import Model
 from bench.lib.step import executor_of
 from bench.lib.weights import RandomParts
-from lowlat.engine.mailbox import Mailbox
+from lowlat.checkpoint.source import WeightSource
+from lowlat.engine.mailbox.prefill_inputs import PrefillInputs
 from lowlat.executors.distributed.parallel import ParallelExecutor
 from lowlat.graphs import Paging
 from lowlat.sequence.snapshot_book import NO_SNAPSHOTS, PREFILL_STATES
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, must_write=False)
     parser.add_argument("--model", choices=sorted(MODELS), default="llama-8b")
     parser.add_argument("--small", action="store_true", help="a tiny model in its format, to try everything")
     parser.add_argument("--prompt", type=int, nargs="+", default=[64, 128, 512, 2048, 8192, 32768], help="tokens")
@@ -92,9 +92,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--limit-s", type=float, default=math.inf, help="begin no row after so many seconds")
     parser.add_argument("--kernels", type=int, default=0, help="kernels to list for each row, those that take most")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     if min((*options.prompt, *options.at_once, options.runs)) < 1:
         parser.error("--prompt, --at-once and --runs want at least 1")
@@ -112,7 +109,7 @@ class Prompts:
     def __init__(
         self,
         shapes: StepGeometry,
-        weights: Mapping[str, Any],
+        weights: WeightSource,
         devices: Sequence[torch.device],
         ranks: Sequence[StepGeometry] = (),
     ) -> None:
@@ -138,7 +135,7 @@ class Prompts:
     def _prompt(self, length: int, at_once: int) -> Callable[[], None]:
         """A function that prefills a prompt of so many random tokens."""
         shapes, executor = self._shapes, self._executor
-        mailbox = Mailbox(executor.state, shapes.max_rows - 1)
+        inputs = PrefillInputs(executor.state)
         tokens = torch.randint(shapes.config.vocab_size, (length,)).tolist()
         table, most = list(range(1, shapes.table_width + 1)), at_once * shapes.prefill_chunk
         names = ("", *(pool.suffix for pool in shapes.window_pools))
@@ -148,7 +145,7 @@ class Prompts:
         def run() -> None:
             for start in range(0, length, most):
                 chunk = tokens[start : start + most]
-                mailbox.write_chunk(0, chunk, start, commands)
+                inputs.write_chunk(0, chunk, start, commands)
                 executor.prefill(shapes.prefill_size(len(chunk)))
 
         return run

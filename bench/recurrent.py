@@ -123,7 +123,7 @@ def _prompt(layer: _Layer, copy: int) -> dict[str, list[KernelCall]]:
     own = {"slot": ints(0), "chunk": ints(CHUNK, CHUNK)}
     conv = prefill_delta_conv(x, layer.taps, **own, conv_state=conv_state, out=mixed)
     given: dict[str, Any] = {**layer.weights, **own, "state": state, "out": out, "workspace": workspace}
-    rule = prefill_delta_rule(mixed, ba, **given, gpu=layer.gpu)
+    rule = prefill_delta_rule(mixed=mixed, ba=ba, **given, gpu=layer.gpu)
     norm = delta_norm(out, x, layer.norm_weight, out=torch.empty_like(out), eps=EPS)
     return {"conv": conv, "rows": rule[:1], "walk": rule[1:], "norm": norm, "layer": [*conv, *rule, *norm]}
 

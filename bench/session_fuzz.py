@@ -8,7 +8,6 @@ tried. A file that is taken makes a session whose next tokens are compared; its 
 --append adds to the counts of a result that is there; give another --seed then.
 """
 
-import argparse
 import hashlib
 import json
 import random
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 
-from bench.lib.conditions import stamps_of, write_json
+from bench.lib.conditions import bench_parser, stamps_of, write_json
 from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams, Session
 from lowlat.errors import LowlatError
@@ -185,13 +184,11 @@ def _added(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the mutations and write the file; returns 1 where one was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, device=None)
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=float("inf"))
     parser.add_argument("--append", action="store_true", help="add to the counts of the file")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else {}
     torch.set_num_threads(1)

@@ -9,7 +9,6 @@ without sessions, shared prefixes or drafts (S = 0). --append adds to the counts
 --seed then. `Moves` is what a machine of Hypothesis and a long run share.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -23,10 +22,10 @@ from typing import Any
 
 import torch
 
-from bench.lib.conditions import stamps_of, write_json
+from bench.lib.conditions import bench_parser, stamps_of, write_json
 from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams, Session, SpeculativeConfig
-from lowlat.engine.open_prompts import OpenPrompt
+from lowlat.engine.requests.open_prompts import OpenPrompt
 from lowlat.errors import CapacityError, RequestError
 from lowlat.models.target import OpenedTarget
 from lowlat.tools.bench.geometry import Geometry, random_target
@@ -318,14 +317,12 @@ class Moves:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make moves at random, and write how many there were; a wrong token ends it with what was done until then."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, device=None)
     parser.add_argument("--moves", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-s", type=float, default=float("inf"))
     parser.add_argument("--every-s", type=float, default=60.0, help="the file is written as often")
     parser.add_argument("--append", action="store_true", help="add to the counts of the file")
-    parser.add_argument("--commit", default="", help="what is tried, where there is no git checkout to ask")
-    parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     before = json.loads(options.out.read_text()) if options.append and options.out.exists() else {}

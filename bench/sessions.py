@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from bench.lib.clock import percentile
-from bench.lib.conditions import release, stamps_of, write_json
-from bench.lib.subjects import add_agent_options, known_geometry, one_subject
+from bench.lib.conditions import bench_parser, release, stamps_of, write_json
+from bench.lib.subjects import known_geometry
 from bench.steps_beside import BUS_BYTES, Copies, PlainCopies, StepsBeside, TierCopies
 from lowlat import Runtime, SamplingParams
 from lowlat.executors.bus_copies import CALL_MOVES
@@ -179,7 +179,7 @@ class _Bench:
         options = self._options
         count = min(options.tokens, options.disk_tokens)
         sizes: dict[str, Any] = {"max_batch": 1, "max_context": count + 256}
-        sizes |= {"host_cache_gib": min(4.0, options.host_gib)}
+        sizes |= {"host_cache_gib": options.host_gib}  # files are written slower than prompts are read
         sizes |= {"cache_dir": options.cache_dir, "cache_gib": options.cache_gib}
         prompt = self._text(count)
         with self._load(**sizes) as runtime:
@@ -311,7 +311,7 @@ def _read_files(files: Sequence[Path]) -> float:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, device="auto")
     parser.add_argument("--geometry", help="a name in geometries.toml, with random weights")
     parser.add_argument("--model", type=Path, help="a target's directory")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -324,15 +324,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calls", type=int, nargs="+", default=[CALL_MOVES], help="copies in a call of the driver")
     parser.add_argument("--steps", type=int, default=400, help="steps of each kind")
     parser.add_argument("--seconds", type=float, default=60.0, help="for such steps, of each kind, at most")
-    add_agent_options(parser, "the agent's")
+    parser.add_argument("--system", type=int, default=8192, help="tokens of the agent's system prompt")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--tool", type=int, default=400, help="tokens that a turn adds besides the last answer")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
     parser.add_argument("--others", type=int, default=6, help="other prompts after each turn")
     parser.add_argument("--vocab", type=int, default=90, help="prompts have token ids below it")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no part after so long")
     parser.add_argument("--append", action="store_true", help="keep the rows that the file has")
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--out", type=Path, required=True)
-    return one_subject(parser, parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    if (options.geometry is None) == (options.model is None):
+        parser.error("give --geometry or --model")
+    return options
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.lib.clock import percentile
-from bench.lib.conditions import release, stamps_of, write_json
+from bench.lib.conditions import bench_parser, release, stamps_of, write_json
 from bench.lib.subjects import known_geometry
 from lowlat import Runtime, SamplingParams
 from lowlat.executors.residence.host_memory import HostMemory
@@ -137,16 +137,13 @@ def _copy_s(num_bytes: int, device: torch.device, repeats: int) -> float:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser = bench_parser(__doc__)
     parser.add_argument("--geometry", default="llama-8b", help="with random weights")
     parser.add_argument("--max-context", type=int, default=16384)
     parser.add_argument("--prompt", type=int, default=8200, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5, help="sleeps and wakes")
     parser.add_argument("--host-cache-gib", type=float, default=4.0)
-    parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
     return parser.parse_args(arguments)
 
 

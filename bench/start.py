@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from bench.lib.conditions import stamps_of, write_json
+from bench.lib.conditions import bench_parser, stamps_of, write_json
 from bench.lib.model import Model
-from bench.lib.weights import hold
+from bench.lib.weights import RandomParts
 from lowlat.models.layer_spec import AttentionSpec
 from lowlat.tools.draft_model.random_models import write_draft_model
 
@@ -38,7 +38,8 @@ DEPTH = 3
 
 def write_checkpoint(model: Model, directory: Path, device: torch.device) -> tuple[Path, Path]:
     """Write a random target and its head in the layouts of Hugging Face and SpecForge; return their directories."""
-    weights: Mapping[str, Any] = hold(model.plan(drafts=False), model.config, device)
+    parts = RandomParts(model.plan(drafts=False), model.config, device)
+    weights = {name: tensor for names, tensor in parts.stream() for name in names}
     target, head = directory / "target", directory / "head"
     target.mkdir(parents=True, exist_ok=True)
     outer = {"model.embed_tokens.weight": "embed.weight", "model.norm.weight": "norm.weight"}
@@ -126,15 +127,12 @@ def start_once(target: Path, head: Path, options: Mapping[str, Any], born: float
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write the checkpoint where it is missing, start processes, print their rows and write them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = bench_parser(__doc__, must_write=False)
     parser.add_argument("--directory", type=Path, required=True, help="where the checkpoint is, or is written")
-    parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--tiny", action="store_true", help="a tiny geometry: its figures mean nothing")
-    parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--warm", type=int, default=2, help="starts with kernels cached")
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--max-context", type=int, default=8192)
-    parser.add_argument("--commit", default="")
     parser.add_argument("--start", type=float, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     target, head = options.directory / "target", options.directory / "head"

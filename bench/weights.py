@@ -4,6 +4,7 @@
     python -m bench.weights --out /tmp/weights.json --only "fp8" --limit-s 60
     python -m bench.weights --out /tmp/weights.json --small --device cpu
     python -m bench.weights --out /tmp/table.json --geometry qwen3-30b-a3b --case 4x16384x0 --weights bf16 fp8 int4
+    python -m bench.weights --out /tmp/oss.json --geometry gpt-oss-120b --weights bf16 --case 1x4096x0 1x32768x3
     python -m bench.weights --out /tmp/table.json --geometry qwen3.6-35b-a3b --case 1x8192x0 1x8192x3 --method mtp
     python -m bench.weights --out /tmp/table.json --geometry qwen3.5-27b --case 1x8192x3 --method mtp \
         --draft-vocab 32768

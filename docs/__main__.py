@@ -13,8 +13,10 @@ __all__ = ["build", "main"]
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def build(out: Path) -> int:
+def build(out: Path, builder: str = "html") -> int:
     """Write the site to a folder; returns 0, or another number where something is wrong, which stderr says.
+
+    builder  Sphinx's; "dummy" reads every page and resolves every link, and writes nothing
 
     Raises LostLinkError, and ImportError without the extra `docs`.
     """
@@ -27,7 +29,7 @@ def build(out: Path) -> int:
         write_commands(pages)
         extra = f"html_extra_path={pages / 'extra'}"
         where = ["-c", str(Path(__file__).parent), "-d", str(Path(scratch) / "doctrees"), "-D", extra]
-        status: int = build_main(["-q", "-W", "--keep-going", "-b", "html", *where, str(pages), str(out)])
+        status: int = build_main(["-q", "-W", "--keep-going", "-b", builder, *where, str(pages), str(out)])
     return status
 
 
@@ -35,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Build the site where the command line says."""
     parser = argparse.ArgumentParser(prog="python -m docs", description=__doc__)
     parser.add_argument("out", type=Path)
-    return build(parser.parse_args(arguments).out)
+    parser.add_argument("--check", action="store_true", help="read all pages and resolve all links, and write nothing")
+    given = parser.parse_args(arguments)
+    return build(given.out, "dummy" if given.check else "html")
 
 
 if __name__ == "__main__":

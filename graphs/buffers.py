@@ -3,6 +3,7 @@
 A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -55,10 +56,7 @@ class BufferSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes that the buffer takes."""
-        count = 1
-        for extent in self.shape:
-            count *= extent
-        return count * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class BufferSet(Mapping[str, torch.Tensor]):

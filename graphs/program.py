@@ -16,7 +16,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
-from lowlat.graphs.schema import Access, Operation, OperationSchema
+from lowlat.graphs.schema import Operation, OperationSchema
 from lowlat.graphs.schema_check import ArrayType, check_operation
 
 __all__ = ["OWN_NAMES", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
@@ -43,6 +43,7 @@ class Stage(StrEnum):
 
 RangeNames = Mapping[Stage, str]  # of the NVTX ranges of stages, where they are not the stages' own names
 OWN_NAMES: RangeNames = MappingProxyType({})
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,12 @@ class Program:
     def _check_buffers(self, op: Op, written: set[str]) -> None:
         """Roles, order, and that no buffer is written through one argument and used through another."""
         reads, writes = set(op.reads.values()), set(op.writes.values())
+        buffers = self.buffers
         for name in reads - written:
-            if self.buffers[name].role is Role.SCRATCH:
+            if buffers[name].role is Role.SCRATCH:
                 raise ConfigError(f"reads {name} before it is written")
         for name in writes:
-            role = self.buffers[name].role
+            role = buffers[name].role
             if role is Role.CONSTANT or role is Role.COMMAND:
                 raise ConfigError(f"writes {name}, which it may not: its role is {role}")
         if len(writes) < len(op.writes) or not reads.isdisjoint(writes):
@@ -137,15 +139,14 @@ class Program:
 
 def _check_arguments(op: Op, types: Mapping[str, ArrayType], operations: Mapping[str, Operation]) -> None:
     """Check an operation against its schema."""
-    for name in (*op.reads.values(), *op.writes.values()):
-        if name not in types:
-            raise ConfigError(f"uses undeclared buffer {name}")
+    try:
+        read = tuple([(argument, types[name]) for argument, name in op.reads.items()])
+        written = tuple([(argument, types[name]) for argument, name in op.writes.items()])
+    except KeyError as error:
+        raise ConfigError(f"uses undeclared buffer {error.args[0]}") from None
     known = operations.get(op.kind)
     if known is None:
         raise ConfigError("no such operation in the table of operations (lowlat.kernels.reference.OPERATIONS)")
-    read, written = (
-        tuple([(argument, types[name]) for argument, name in part.items()]) for part in (op.reads, op.writes)
-    )
     _check_fitting(known.schema, read, written, tuple(op.weights), tuple(op.params), *op.params.values())
 
 
@@ -215,26 +216,26 @@ class ProgramBuilder:
         **params: Param,
     ) -> None:
         """Append one operation."""
-        reads, writes = (
-            {argument: self._kept.get(name, name) for argument, name in part.items()} for part in (reads, writes)
-        )
+        reads, writes = self._stored(reads), self._stored(writes)
         known = self.operations.get(kind)
-        arguments = known.schema.arguments if known is not None else {}
+        updated = known.schema.updated if known is not None else ()
         self._ops.append(
             Op(
                 kind,
                 stage,
                 MappingProxyType(reads),
                 MappingProxyType(writes),
-                MappingProxyType(dict(weights or {})),
-                MappingProxyType(params),
-                tuple(
-                    name
-                    for argument, name in writes.items()
-                    if argument in arguments and arguments[argument].access is Access.UPDATE
-                ),
+                MappingProxyType(dict(weights)) if weights else NOTHING,
+                MappingProxyType(params) if params else NOTHING,
+                tuple([name for argument, name in writes.items() if argument in updated]) if updated else (),
             )
         )
+
+    def _stored(self, arguments: Mapping[str, str]) -> dict[str, str]:
+        """Arguments by the names under which their buffers are declared, see `keep`."""
+        if not self._kept:
+            return dict(arguments)
+        return {argument: self._kept.get(name, name) for argument, name in arguments.items()}
 
     def build(self) -> Program:
         """Check and freeze the program. Raises ConfigError, see `Program.validate`."""

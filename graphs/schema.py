@@ -36,7 +36,16 @@ import torch
 from lowlat.errors import ConfigError
 from lowlat.graphs.extents import parse
 
-__all__ = ["Access", "Argument", "Operation", "OperationSchema", "Parameter", "operation", "operations_of"]
+__all__ = [
+    "Access",
+    "Argument",
+    "Operation",
+    "OperationSchema",
+    "Parameter",
+    "operation",
+    "operation_of",
+    "operations_of",
+]
 
 Reference = TypeVar("Reference", bound=Callable[..., None])
 
@@ -121,6 +130,11 @@ class OperationSchema:
     parameters: Mapping[str, Parameter]
     forms: tuple[tuple[str, ...], ...] = ()
 
+    @cached_property
+    def updated(self) -> frozenset[str]:
+        """The arguments that the operation updates."""
+        return frozenset(name for name, each in self.arguments.items() if each.access is Access.UPDATE)
+
     def argument(self, name: str) -> Argument:
         """The declaration of an argument, `source` for `source3`. Raises ConfigError for a name that has none."""
         found = self.arguments.get(name) or self.arguments.get(name.rstrip("0123456789"))
@@ -156,6 +170,14 @@ def operation(table: str, *, forms: tuple[tuple[str, ...], ...] = ()) -> Callabl
         return function
 
     return declare
+
+
+def operation_of(function: Callable[..., None]) -> Operation:
+    """The operation that a function is the reference of. Raises ValueError for another function."""
+    for each in _DECLARED.get(function.__module__, ()):
+        if each.function is function:
+            return each
+    raise ValueError(f"{function.__name__} is no reference of an operation")
 
 
 def operations_of(*modules: Any) -> Mapping[str, Operation]:

@@ -5,16 +5,17 @@ composed ones are compared, or solved for the symbol that nothing else binds.
 """
 
 import ast
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, ShapeError
 from lowlat.graphs.extents import evaluate, solve, symbols
-from lowlat.graphs.schema import Access, Argument, OperationSchema
+from lowlat.graphs.schema import Access, Argument, Operation, OperationSchema, operation_of
 
-__all__ = ["ArrayType", "check_operation"]
+__all__ = ["ArrayType", "check_arguments", "check_operation"]
 
 ArrayType = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
 
@@ -40,6 +41,34 @@ def check_operation(
     arrays = {**reads, **writes, **{name: array for name, array in weights.items() if array is not None}}
     _Unifier(schema, arrays, known).run()
     return known
+
+
+def check_arguments(reference: Callable[..., None], arguments: Mapping[str, Any]) -> Mapping[str, int]:
+    """Check tensors and parameters by name against the schema of the operation that a function means.
+
+    Returns what the symbols of the schema stand for. Raises ShapeError where they do not fit.
+    """
+    operation = operation_of(reference)
+    types = ((name, _type_of(value)) for name, value in arguments.items() if value is not None)
+    return _symbols(operation, tuple(types))
+
+
+def _type_of(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@lru_cache(maxsize=4096)
+def _symbols(operation: Operation, given: tuple[tuple[str, Any], ...]) -> Mapping[str, int]:
+    schema, params = operation.schema, {name: value for name, value in given if name in operation.schema.parameters}
+    try:
+        arrays = {name: (schema.argument(name).access, array) for name, array in given if name not in params}
+        reads, writes, weights = (
+            {name: array for name, (access, array) in arrays.items() if access in kinds}
+            for kinds in ((Access.READ,), (Access.WRITE, Access.UPDATE), (Access.WEIGHT,))
+        )
+        return check_operation(schema, reads, writes, weights, params)
+    except ConfigError as error:
+        raise ShapeError(f"{operation.kind}: {error}") from error
 
 
 @lru_cache(maxsize=1024)
@@ -128,8 +157,15 @@ class _Unifier:
         while pending:
             left = [entry for entry in pending if not self._settle(*entry)]
             if len(left) == len(pending):
-                return  # nothing else says what their symbols are
+                return self._compare(left)
             pending = left
+
+    def _compare(self, left: Iterable[tuple[str, ast.expr, int]]) -> None:
+        """The same expression has one size, where nothing says what its symbols are."""
+        sizes: dict[str, int] = {}
+        for name, extent, size in left:
+            if sizes.setdefault(ast.unparse(extent), size) != size:
+                self._refuse(name)
 
     def _unify_dtype(self, name: str, argument: Argument) -> None:
         found, wanted = self.arrays[name][1], argument.dtype

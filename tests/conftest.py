@@ -166,9 +166,17 @@ def pytest_collection_finish() -> None:
     It looks at the rest a tenth as often as usual, for a tenth less time of the whole; tests that count what is left
     collect themselves.
     """
+    _keep()
+    gc.set_threshold(20_000, 20, 50)
+
+
+def _keep() -> None:
+    """Leave what lives now out of the garbage collector's sight, so that each of its turns is short.
+
+    Done after every file of tests, when its fixtures are gone: what is left is modules and caches, which stay.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
 
 
 @contextmanager
@@ -198,7 +206,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     them up until it and those like it that follow are through. What a test waits here is no part of its own time.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
-        return (yield)
+        try:
+            return (yield)
+        finally:
+            if nextitem is None or nextitem.path != item.path:
+                _keep()
     folder, turn = Path(item.config.getoption("basetemp")).parent, item.config.stash.setdefault(TURN, ExitStack())
     if not item.config.stash.get(KEPT, False):
         with _locked(folder / "gate", fcntl.LOCK_EX):  # nobody else begins
@@ -209,18 +221,20 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
         kept = item.config.stash[KEPT] = _is_alone(item) and _is_alone(nextitem)
         if not kept:
             turn.close()
+        if nextitem is None or nextitem.path != item.path:
+            _keep()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def steps_built_once() -> Iterator[None]:
     """Programs, which nothing changes, are built once for their geometry: they are most of a small model's load."""
-    loading = sys.modules.get("lowlat.engine.loading")  # imported by the modules that load one
-    if loading is None:
+    programs = sys.modules.get("lowlat.engine.loading.programs")  # imported by the modules that load one
+    if programs is None:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
         for name in ("build_step", "build_adaptive", "build_prefills"):
-            patch.setattr(loading, name, lru_cache(maxsize=512)(getattr(loading, name)))
+            patch.setattr(programs, name, lru_cache(maxsize=512)(getattr(programs, name)))
         yield
 
 

@@ -15,7 +15,7 @@ import torch
 
 from lowlat.tools.profile.wall import event_times
 
-__all__ = ["LEAD", "Timed", "own_stream", "percentile", "round_robin", "time_replays", "time_waited"]
+__all__ = ["LEAD", "Timed", "own_stream", "percentile", "round_robin", "time_replays"]
 
 LEAD = 2  # replays before the timed ones of a turn, so that the device is never waiting for the host
 
@@ -62,26 +62,6 @@ def time_replays(replay: Callable[[], None], count: int, device: torch.device, l
 def own_stream(device: torch.device) -> AbstractContextManager[Any]:
     """Measure on a new stream, where there is a GPU: the default stream waits for others."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
-
-
-def time_waited(entry: Timed, count: int, turn: int, device: torch.device) -> list[float]:
-    """Milliseconds by the host's clock from launching a replay to having waited for it, of `count` replays."""
-    found = []
-    for index in range(count):
-        if index % turn == 0:
-            entry.reset()
-            entry.replay()
-            _wait(device)
-        start = time.perf_counter()
-        entry.replay()
-        _wait(device)
-        found.append(1e3 * (time.perf_counter() - start))
-    return found
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def round_robin(entries: Sequence[Timed], replays: int, turn: int, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The parts that rows of all benchmarks share: their machine and commit, the summary of their times, their file."""
+"""The parts that rows of all benchmarks share: their machine and commit, the options of their programs, their file."""
 
 import argparse
 import gc
@@ -8,33 +8,33 @@ from typing import Any
 
 import torch
 
-from bench.lib.clock import Timed, percentile, time_waited
 from lowlat.tools.bench.machine import commit_at, driver, processor
 
-__all__ = ["release", "stamps_of", "summary_of", "timing_parser", "write_json"]
-
-WAITED_REPLAYS = 100
-SUMMARY = ("ms_p50", "ms_p99", "ms_least", "host_ms_p50", "host_ms_p99")
+__all__ = ["bench_parser", "release", "stamps_of", "timing_parser", "write_json"]
 
 
-def timing_parser(
-    description: str | None, *, replays: int, turn: int = 20, must_write: bool = True
+def bench_parser(
+    description: str | None, *, device: str | None = "cuda:0", must_write: bool = True
 ) -> argparse.ArgumentParser:
-    """A parser with the options that all timings of whole steps have; replays, turn: the defaults."""
+    """A parser with the options that all programs have.
+
+    device      the default; None: the program has no choice
+    must_write  whether a file must be named
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=must_write, help="JSON file to write")
-    parser.add_argument("--replays", type=int, default=replays)
-    parser.add_argument("--turn", type=int, default=turn, help="replays between resets, and of a turn")
     parser.add_argument("--commit", default="", help="what is measured, where there is no git checkout to ask")
-    parser.add_argument("--device", default="cuda:0")
+    if device is not None:
+        parser.add_argument("--device", default=device)
     return parser
 
 
-def summary_of(entry: Timed, replays: int, turn: int, device: torch.device) -> dict[str, float]:
-    """An entry's times by the names of SUMMARY, ms; the host's are measured here, in turns of `turn` replays."""
-    waited = time_waited(entry, min(WAITED_REPLAYS, replays), turn, device)
-    values = (entry.median, percentile(entry.ms, 99), min(entry.ms), percentile(waited, 50), percentile(waited, 99))
-    return {name: round(value, 4) for name, value in zip(SUMMARY, values, strict=True)}
+def timing_parser(description: str | None, *, replays: int, turn: int = 20) -> argparse.ArgumentParser:
+    """A parser with the options that all timings of whole steps have; replays, turn: the defaults."""
+    parser = bench_parser(description)
+    parser.add_argument("--replays", type=int, default=replays)
+    parser.add_argument("--turn", type=int, default=turn, help="replays between resets, and of a turn")
+    return parser
 
 
 def stamps_of(device: torch.device, commit: str = "") -> dict[str, Any]:

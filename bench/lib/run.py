@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from bench.lib.conditions import release
 from bench.lib.wall import Wall, measure_wall
 
-__all__ = ["Work", "conditions_path", "run_all", "tokens_per_s", "wall_of"]
+__all__ = ["Work", "run_all", "wall_of"]
 
 Row = dict[str, Any]
 NO_WALL = Wall(100.0, 0, 0, {})  # where there is no GPU: figures mean nothing
@@ -36,12 +35,10 @@ def run_all(
     devices: Sequence[torch.device],
     *,
     limit_s: float = math.inf,
-    shown: Callable[[Row], Row] = lambda row: row,
 ) -> list[Row]:
     """Measure every case; a failed one has `error` in its row, one that the time is over for `skipped`.
 
     write  called with all rows after each case
-    shown  a row as it is printed
     """
     begin, rows = time.perf_counter(), list[Row]()
     for work in works:
@@ -56,7 +53,7 @@ def run_all(
                 row["error"] = f"{type(error).__name__}: {error}"
         rows.append({**row, **stamps, "measured_in_s": round(time.perf_counter() - start, 1)})
         write(rows)
-        print(json.dumps(shown(rows[-1])), flush=True)
+        print(json.dumps(rows[-1]), flush=True)
         for device in devices:
             release(device)
     return rows
@@ -65,13 +62,3 @@ def run_all(
 def wall_of(device: torch.device) -> Wall:
     """The memory wall of a GPU; of another device one that means nothing."""
     return measure_wall(device) if device.type == "cuda" else NO_WALL
-
-
-def tokens_per_s(batch: int, ms: float, length: float | None) -> float:
-    """Tokens/s of so many slots at tokens a step; None: one."""
-    return round(1e3 * batch * (length or 1.0) / ms, 1)
-
-
-def conditions_path(results: Path) -> Path:
-    """Where the conditions lie that all rows of a results file share."""
-    return results.with_suffix(".conditions.json")

@@ -17,9 +17,8 @@ from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.distributed.parallel import ParallelExecutor
 from lowlat.executors.graph import GraphExecutor
 from lowlat.executors.make import Rank, make_executor
-from lowlat.graphs import Bucket, BufferSet, Paging
+from lowlat.graphs import BufferSet, Paging
 from lowlat.graphs.program import Op, Program
-from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, MAX_LENGTH, NUM_LOGPROBS, REPETITION, TOP_P
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
@@ -46,57 +45,40 @@ def devices_of(device: torch.device, size: int) -> list[torch.device]:
 
 
 def executor_of(
-    ranks: Sequence[StepGeometry],
-    case: Case,
-    weights: Mapping[str, torch.Tensor | PackedExperts],
-    devices: Sequence[torch.device],
-    drafted: Topology,
-    more: Sequence[Topology] = (),
+    ranks: Sequence[StepGeometry], case: Case, weights: WeightSource, devices: Sequence[torch.device], drafted: Topology
 ) -> Any:
-    """The executor of a case's programs, each rank's by its own shapes; it captures graphs where there are GPUs.
-
-    more  what further steps of the same slots draft
-    """
-    buckets = {bucket_of(case, each): each for each in (drafted, *more)}
-    made = []
-    for each in ranks:
-        steps = {bucket: build_step(each, bucket, topology) for bucket, topology in buckets.items()}
-        made.append(Rank(each.config, steps, build_prefills(each)))
+    """The executor of a case's programs, each rank's by its own shapes; it captures graphs where there are GPUs."""
+    bucket = bucket_of(case, drafted)
+    made = [Rank(each.config, {bucket: build_step(each, bucket, drafted)}, build_prefills(each)) for each in ranks]
     kind = "graph" if devices[0].type == "cuda" else "reference"
     choice, first = DeviceChoice(devices[0], kind, "a benchmark"), made[0]
     several: dict[str, Any] = {"ranks": made, "devices": devices} if len(made) > 1 else {}
-    return make_executor(choice, first.programs, first.prefills, weights, **several)  # type: ignore[arg-type]
+    return make_executor(choice, first.programs, first.prefills, weights, **several)
 
 
 class Step:
     """One bucket's step with every slot active at the case's context; `close` releases graphs and memory.
 
     shapes   of the runtime's programs
-    weights  canonical, or packed experts, as the executor takes them
     drafted  what the step drafts; None: a chain of the case's draft length
     ranks    the shapes of each of several devices; (): there is one
-    more     what further steps draft that `replay` is asked for
     """
 
     def __init__(
         self,
         shapes: StepGeometry,
         case: Case,
-        weights: Mapping[str, torch.Tensor | PackedExperts],
+        weights: WeightSource,
         devices: Sequence[torch.device] | torch.device,
         drafted: Topology | None = None,
         ranks: Sequence[StepGeometry] = (),
-        more: Sequence[Topology] = (),
     ) -> None:
-        self.name, self.case, self.shapes = "lowlat", case, shapes
+        self.case, self.shapes = case, shapes
         drafted = drafted or TreeTopology.chain(case.num_speculative_tokens)
         self.bucket = bucket_of(case, drafted)
-        used = weights
-        if shapes.speculator is None and not isinstance(weights, WeightSource):
-            used = {name: weights[name] for name in weights if not name.startswith("head.")}
         places = [devices] if isinstance(devices, torch.device) else devices
         self._parts = ranks or (shapes,)
-        self.executor: GraphExecutor = cast(GraphExecutor, executor_of(self._parts, case, used, places, drafted, more))
+        self.executor: GraphExecutor = cast(GraphExecutor, executor_of(self._parts, case, weights, places, drafted))
         is_one_gpu = places[0].type == "cuda" and len(self._parts) == 1
         self.num_launches = self.executor.num_kernels(self.bucket) if is_one_gpu else 0
         self._is_one_gpu = is_one_gpu
@@ -131,12 +113,12 @@ class Step:
         for device in {rank.device for rank in self.ranks if rank.device.type == "cuda"}:
             torch.cuda.synchronize(device)
 
-    def replay(self, bucket: Bucket | None = None) -> None:
-        """Launch one step: of one GPU on torch's current stream, of several as a runtime does. None: the case's."""
+    def replay(self) -> None:
+        """Launch one step: of one GPU on torch's current stream, of several as a runtime does."""
         if self._is_one_gpu:
-            self.executor.graph(bucket or self.bucket).launch(self.executor.launcher.stream())
+            self.executor.graph(self.bucket).launch(self.executor.launcher.stream())
         else:
-            self.executor.step(bucket or self.bucket)
+            self.executor.step(self.bucket)
 
     def reset(self) -> None:
         """Put every slot's length on every rank back to the case's context."""
@@ -158,14 +140,6 @@ class Step:
             found = time_replays(lambda: self.executor.step(self.bucket), count, device, LEAD)
         self.executor.synchronize()
         return found
-
-    def looks(self) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
-        """See `bench.soak.Soaked`."""
-        self.executor.synchronize()
-        self._wait()
-        sound = [sound_rows(rank.scratch(self.bucket)) for rank in self.ranks]
-        states = self._states()
-        return list(zip(states, sound if len(sound) == len(states) else sound * len(states), strict=True))
 
     def distinct_experts(self) -> list[int]:
         """The experts that the rows of each layer chose in one step, which is run operation by operation; a shared one
@@ -280,11 +254,6 @@ def start_slots(state: Mapping[str, torch.Tensor], case: Case) -> None:
         if name in state:
             state[name].fill_(case.context + more)
     state["active"].fill_(1)
-
-
-def sound_rows(scratch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Whether each row is dead or has finite logits, by a step's scratch buffers."""
-    return (scratch["finite"] != 0) | (scratch["row_live"] == 0)
 
 
 def show_kernels(title: str, summary: Summary, count: int = SHOWN) -> None:

@@ -1,6 +1,5 @@
 """The pairs that suites and peers measure: the bundled one, a directory, or a geometry with random weights."""
 
-import argparse
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from lowlat.errors import ConfigError
 from lowlat.tools.bench.geometry import Geometry, read_geometries
 from lowlat.tools.bench.subject import Subject, open_model, open_random
 
-__all__ = ["DEMO", "add_agent_options", "known_geometry", "one_subject", "open_subject"]
+__all__ = ["DEMO", "known_geometry", "open_subject"]
 
 DEMO = Path(lowlat.__file__).parent / "demo"
 
@@ -23,21 +22,6 @@ def known_geometry(name: str) -> Geometry:
     if name not in known:
         raise ConfigError(f"no geometry {name!r:.80}; known: {', '.join(known)}")
     return known[name]
-
-
-def add_agent_options(parser: argparse.ArgumentParser, system: str) -> None:
-    """The options of an agent's turns; `system` says whose the system prompt is."""
-    parser.add_argument("--system", type=int, default=8192, help=f"tokens of {system} system prompt")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--tool", type=int, default=400, help="tokens that a turn adds besides the last answer")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
-
-
-def one_subject(parser: argparse.ArgumentParser, options: argparse.Namespace) -> argparse.Namespace:
-    """The options, where they name a geometry or a model; else the program ends."""
-    if (options.geometry is None) == (options.model is None):
-        parser.error("give --geometry or --model")
-    return options
 
 
 @contextmanager

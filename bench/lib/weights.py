@@ -8,7 +8,6 @@ generator: a seed gives the same ones whenever they are drawn.
 
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 
@@ -16,21 +15,15 @@ from lowlat.checkpoint.quantising import LAYERS
 from lowlat.checkpoint.source import Named, WeightSource
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import MATRIX_FORMATS
-from lowlat.kernels.formats.mxfp4 import MXFP4, SCALE_OFFSET
-from lowlat.kernels.gemm.packing import gate_up_permutation
-from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.models.weight_plan import WeightPlan
 
-__all__ = ["Part", "Plan", "RandomParts", "Weights", "hold", "planned"]
+__all__ = ["Part", "Plan", "RandomParts", "planned"]
 
 MXFP4_SCALES = (119, 121)  # 2 ** -8 and 2 ** -7: uniform codes have deviation 2.9, and 2880 columns want 1 / 54
 DEVIATIONS = {"fp8": 60.0, "fp8_block": 60.0, "nvfp4": 30.0}  # of random codes, about
 INT4_DEVIATION = 4.6
 NVFP4_ONE = 0x38  # the scale 1.0
-
-Weights = dict[str, torch.Tensor | PackedExperts]
 
 
 @dataclass(frozen=True)
@@ -86,20 +79,17 @@ class RandomParts(WeightSource):
 
     vocab_size  of the target, from which the ids of a draft model's tokens are chosen
     tied        the LM head is the embedding
-    alike       routers ignore their rows: a layer's bias alone chooses, another choice in each layer
     """
 
-    def __init__(
-        self, plan: Plan, config: ModelConfig, device: torch.device, *, alike: bool = False, seed: int = 0
-    ) -> None:
-        self._plan, self._device, self._alike, self._seed = plan, device, alike, seed
+    def __init__(self, plan: Plan, config: ModelConfig, device: torch.device, *, seed: int = 0) -> None:
+        self._plan, self._device, self._seed = plan, device, seed
         self._vocab_size = config.vocab_size
         tied = config.tie_embeddings and "lm_head.weight" not in plan and "embed.weight" in plan
         self._aliases = {"lm_head.weight": "embed.weight"} if tied else {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         own = self._aliases.get(name, name)
-        for drawn, tensor in self.draw(self._generator()):
+        for drawn, tensor in self._draw():
             if drawn == own:
                 return tensor
         raise KeyError(name)
@@ -117,7 +107,7 @@ class RandomParts(WeightSource):
     def stream(self, arena: torch.Tensor | None = None) -> Generator[Named, None, None]:
         """See `WeightSource.stream`; every tensor has memory of its own, on the device."""
         second = {own: name for name, own in self._aliases.items()}
-        for name, tensor in self.draw(self._generator()):
+        for name, tensor in self._draw():
             yield (name, second[name]) if name in second else (name,), tensor
 
     def shapes(self) -> dict[str, torch.Tensor]:
@@ -130,25 +120,22 @@ class RandomParts(WeightSource):
         """None is needed: nothing is read."""
         return 0
 
-    def _generator(self) -> torch.Generator:
-        return torch.Generator(self._device).manual_seed(self._seed)
-
-    def draw(self, generator: torch.Generator, *, experts: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights in the plan's order; experts: with the codes of experts in MXFP4."""
+    def _draw(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the plan's order."""
+        generator = torch.Generator(self._device).manual_seed(self._seed)
         for name, part in self._plan.items():
-            if experts or not _is_mxfp4(name):
-                yield name, self._drawn(name, part, generator)
+            yield name, self._drawn(name, part, generator)
 
     def _drawn(self, name: str, part: Part, generator: torch.Generator) -> torch.Tensor:
         if part.dtype == torch.int32 and not part.scale:  # the ids of a draft model's tokens
             chosen = torch.randperm(self._vocab_size, generator=generator, device=self._device)[: part.shape[0]]
             return chosen.sort().values.to(torch.int32)
         made = torch.empty(part.shape, dtype=part.dtype, device=self._device)
-        if _is_mxfp4(name):
+        if name.endswith((".blocks", ".scales")):  # MXFP4
             low, high = MXFP4_SCALES if name.endswith("scales") else (0, 256)
             return made.random_(low, high, generator=generator)
         if not part.scale:
-            return made.normal_(*_spread(name, part.shape, self._alike), generator=generator)
+            return made.normal_(*_spread(name, part.shape), generator=generator)
         kind = name.rpartition(".")[2]
         if part.dtype in (torch.float32, torch.bfloat16):
             return made.copy_(torch.tensor(part.scale).bfloat16())
@@ -158,49 +145,9 @@ class RandomParts(WeightSource):
         return made.bitwise_and_(0xF7) if kind == "fp8" else made  # no NaN
 
 
-def hold(plan: Plan, config: ModelConfig, device: torch.device, *, alike: bool = False, seed: int = 0) -> Weights:
-    """A plan's weights on the device, all at once, for several steps: matrices row-major, on a GPU experts in MXFP4
-    packed."""
-    source, packs = RandomParts(plan, config, device, alike=alike, seed=seed), device.type == "cuda"
-    generator = torch.Generator(device).manual_seed(seed)
-    weights: Weights = dict(source.draw(generator, experts=not packs))
-    for name in source:
-        if name not in plan:
-            weights[name] = weights["embed.weight"]
-    if not packs:
-        return weights
-    layers = (int(name.split(".")[1]) for name in plan if _is_mxfp4(name))
-    for layer, _ in groupby(layers):
-        ffn = config.layers[layer].ffn
-        if isinstance(ffn, ExpertsSpec):
-            weights.update(_packed_experts(ffn, config.hidden_size, layer, device, generator))
-    return weights
-
-
-def _packed_experts(
-    experts: ExpertsSpec, hidden: int, layer: int, device: torch.device, generator: torch.Generator
-) -> Iterator[tuple[str, PackedExperts]]:
-    inner = experts.inner_size
-    shapes = {"gate_up": (2 * inner, hidden, gate_up_permutation(inner)), "down": (hidden, inner, None)}
-    for part, (rows, columns, order) in shapes.items():
-        packed = allocate_experts(
-            MXFP4, num_experts=experts.num_matrices, rows=rows, columns=columns, order=order, device=device
-        )
-        packed.words.random_(-(1 << 31), 1 << 31, generator=generator)
-        if packed.scales is not None:
-            packed.scales.random_(*(scale + SCALE_OFFSET for scale in MXFP4_SCALES), generator=generator)
-        yield f"layers.{layer}.experts.{part}", packed
-
-
-def _is_mxfp4(name: str) -> bool:
-    return name.endswith((".blocks", ".scales"))
-
-
-def _spread(name: str, shape: tuple[int, ...], alike: bool) -> tuple[float, float]:
+def _spread(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """Mean and deviation of a weight, so that activations keep their size and routers spread their rows."""
     if "router" in name:
-        if alike:
-            return 0.0, float(name.endswith("bias"))
         return 0.0, 0.0 if name.endswith("bias") else shape[-1] ** -0.5
     if "norm" in name:
         return 1.0, 0.1

@@ -206,7 +206,7 @@ class Connection:
             if frame is None:
                 continue
             waiter = protocol.receive(frame, time.monotonic())
-            if waiter is not None and waiter is until and waiter.goes_on:
+            if waiter is not None and waiter is until and waiter.ready and waiter.goes_on:
                 self._unread = True  # its reader has waited long enough
                 return
             self._deliver(waiter)

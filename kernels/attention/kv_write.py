@@ -12,99 +12,50 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.kv_codes import four_codes, load_scale
 from lowlat.kernels.common.memory import byte_at, divide, int_at, threads_for, turns, wide_count
 from lowlat.kernels.common.norm_math import high_value, low_value
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.attention import kv as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
 __all__ = ["examples", "kv_write", "prefill_kv_write"]
 
 
-def kv_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    row_live: torch.Tensor,
-    write_lens: torch.Tensor,
-    offsets: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-    *,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> list[KernelCall]:
-    """`kv_write` of the reference, whose arguments these are; row_live may be [B, R] too.
+@launches(reference.kv_write)
+def kv_write(given: Given) -> list[KernelCall]:
+    """`kv_write` of the reference; row_live may be [B, R] too.
 
     k, v and the caches are of one dtype, in rows of whole multiples of 16 bytes; with kv_scales k and v are bf16 and
-    the caches uint8. Raises ShapeError for shapes or dtypes that do not fit.
+    the caches uint8. Raises ShapeError for other dtypes and rows.
     """
-    batch, rows = slots.shape[0], offsets.shape[0]
-    check_shape("k", k, batch * rows, *k.shape[1:])
-    check_shape("row_live", row_live.reshape(-1), batch * rows)
-    check_shape("write_lens", write_lens, batch)
-    sizes = _check_caches(k, v, k_cache, v_cache, kv_scales)
-    kernel = _make(*sizes, rows, block_table.shape[1], kv_scales is not None)
-    scales = 0 if kv_scales is None else kv_scales
-    arguments = (k, v, row_live, block_table, slots, write_lens, offsets, k_cache, v_cache, scales)
-    return [KernelCall(kernel, (batch * rows, 1, 1), arguments)]
+    batch, rows, table_width = given.sizes("B", "R", "blocks")
+    kernel = _make(*_cache_sizes(given), rows, table_width, "kv_scales" in given.arrays)
+    names = ("k", "v", "row_live", "block_table", "slots", "write_lens", "offsets", "k_cache", "v_cache", "kv_scales")
+    return [KernelCall(kernel, (batch * rows, 1, 1), given.take(*names))]
 
 
-def prefill_kv_write(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    row_live: torch.Tensor,
-    block_table: torch.Tensor,
-    chunk: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-    *,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> list[KernelCall]:
-    """`prefill_kv_write` of the reference.
+@launches(reference.prefill_kv_write)
+def prefill_kv_write(given: Given) -> list[KernelCall]:
+    """`prefill_kv_write` of the reference, with the dtypes of `kv_write`.
 
-    k, v              [c, G, D]         the caches' dtype
-    row_live          [c]               uint8
-    block_table       [1, C / block]    int32
-    chunk             [2]               int32  start, live rows; live row i is stored at position start + i
-    kv_scales         [2, G]            float32: k and v are bf16 and the caches uint8, for codes
-    k_cache, v_cache  [P, G, block, D]  updated; rows of whole multiples of 16 bytes
     Time: that of a launch, and 8 * c * G * D bytes over the memory's bandwidth in bf16. Captured: yes.
-    Raises ShapeError for shapes or dtypes that do not fit.
     """
-    rows = k.shape[0]
-    check_shape("row_live", row_live, rows)
-    check_shape("block_table", block_table, 1, block_table.shape[-1])
-    check_shape("chunk", chunk, 2)
-    kernel = _make(*_check_caches(k, v, k_cache, v_cache, kv_scales), 0, 0, kv_scales is not None)
-    scales = 0 if kv_scales is None else kv_scales
-    arguments = (k, v, row_live, block_table, chunk, 0, 0, k_cache, v_cache, scales)
-    return [KernelCall(kernel, (rows, 1, 1), arguments)]
+    kernel = _make(*_cache_sizes(given), 0, 0, "kv_scales" in given.arrays)
+    arguments = (*given.take("k", "v", "row_live", "block_table", "chunk"), 0, 0)
+    caches = given.take("k_cache", "v_cache", "kv_scales")
+    return [KernelCall(kernel, (given["k"].shape[0], 1, 1), (*arguments, *caches))]
 
 
-def _check_caches(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    kv_scales: torch.Tensor | None,
-) -> tuple[int, int, int]:
+def _cache_sizes(given: Given) -> tuple[int, int, int]:
     """KV heads, positions a block, and 16 bytes a row. Raises ShapeError."""
-    rows, num_heads, dim = k.shape
-    pages, _, block, _ = k_cache.shape
-    check_shape("v", v, rows, num_heads, dim)
-    for name, cache_ in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_shape(name, cache_, pages, num_heads, block, dim)
-    wanted = k.dtype
-    if kv_scales is not None:
-        check_shape("kv_scales", kv_scales, 2, num_heads)
-        wanted = torch.uint8
-    if v.dtype != k.dtype or {k_cache.dtype, v_cache.dtype} != {wanted}:
+    k, codes = given["k"], "kv_scales" in given.arrays
+    wanted = torch.uint8 if codes else k.dtype
+    if {given["k_cache"].dtype, given["v_cache"].dtype} != {wanted}:
         raise ShapeError(f"caches must have the dtype of keys and values, {k.dtype}, and uint8 with kv_scales")
-    if kv_scales is not None and k.dtype != torch.bfloat16:
+    if codes and k.dtype != torch.bfloat16:
         raise ShapeError(f"codes are made of bfloat16, got {k.dtype}")
-    parts = wide_count("k", k)
-    for name, tensor in (("v", v), ("k_cache", k_cache), ("v_cache", v_cache)):
-        wide_count(name, tensor)
+    *_, parts = (wide_count(name, given[name]) for name in ("v", "k_cache", "v_cache", "k"))
+    num_heads, block = given.sizes("G", "block")
     return num_heads, block, parts
 
 

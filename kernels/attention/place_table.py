@@ -3,13 +3,11 @@
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.kernels.common.memory import int_at, set_int
-from lowlat.kernels.elementwise.norm import check_dtype
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.attention import kv as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
 
 __all__ = ["examples", "place_table"]
@@ -17,19 +15,11 @@ __all__ = ["examples", "place_table"]
 THREADS = 256
 
 
-def place_table(table: torch.Tensor, slot: torch.Tensor, *, block_table: torch.Tensor) -> list[KernelCall]:
-    """`place_table` of the reference.
-
-    table        [1, C / block]      int32
-    slot         [1]                 int32
-    block_table  [max B, C / block]  int32  updated: row `slot`
-    Time: that of a launch. Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
-    """
-    check_dtype(torch.int32, table=table, slot=slot, block_table=block_table)
-    width = block_table.shape[-1]
-    check_shape("table", table, 1, width)
-    check_shape("slot", slot, 1)
-    return [KernelCall(_make(), (-(-width // THREADS), 1, 1), (table, slot, block_table, width))]
+@launches(reference.place_table)
+def place_table(given: Given) -> list[KernelCall]:
+    """`place_table` of the reference. Time: that of a launch. Captured: yes."""
+    (width,) = given.sizes("blocks")
+    return [KernelCall(_make(), (-(-width // THREADS), 1, 1), (*given.tensors, width))]
 
 
 @cache

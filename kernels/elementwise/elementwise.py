@@ -21,10 +21,14 @@ from lowlat.kernels.common.activation import (
 from lowlat.kernels.common.memory import WIDE
 from lowlat.kernels.common.norm_row import chunk_values, is_live
 from lowlat.kernels.elementwise.limits import CHUNKS
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.elementwise.norm import check_dtype
+from lowlat.kernels.reference.elementwise import elementwise as reference
+from lowlat.kernels.reference.recurrent.gates import add_gated as add_gated_reference
+from lowlat.kernels.reference.recurrent.gates import output_gate as output_gate_reference
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 
 __all__ = ["add", "add_gated", "cast", "examples", "identity", "output_gate", "scale", "silu_mul", "soft_cap"]
@@ -322,72 +326,43 @@ def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> list[KernelCa
     return [KernelCall(kernel, (-(-chunks // THREADS), 1, 1), (a, b, out, chunks))]
 
 
-def add_gated(
-    a: torch.Tensor, b: torch.Tensor, gate: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor
-) -> list[KernelCall]:
-    """a + b * sigmoid(gate) in float32, the sigmoid, the product and the sum each rounded by itself.
+@launches(add_gated_reference)
+def add_gated(given: Given) -> list[KernelCall]:
+    """a + b * sigmoid(gate) in float32, the sigmoid, the product and the sum each rounded; dead rows are zero.
 
-    a, b      [M, N]  float32
-    gate      [M, 1]  float32
-    row_live  [M]     uint8; None: all rows are live
-    out       [M, N]  float32  out: zero in dead rows
-    One launch. Raises ShapeError unless the shapes agree and N is a multiple of 8.
+    One launch. Raises ShapeError unless N is a multiple of 8.
     """
-    rows, width = out.shape
-    check_shape("a", a, rows, width)
-    check_shape("b", b, rows, width)
-    check_shape("gate", gate, rows, 1)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, a=a, b=b, gate=gate, out=out)
-    CHUNKS.check("columns of out", width)
-    grid = (rows, -(-(width // CHUNK) // THREADS), 1)
-    live = 0 if row_live is None else row_live
-    return [KernelCall(_make_add_gated(width), grid, (a, b, gate, live, out))]
+    rows, width = given["out"].shape
+    return [KernelCall(_make_add_gated(width), _grid(rows, width), given.take("a", "b", "gate", "row_live", "out"))]
 
 
-def silu_mul(
-    gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, activation: str = SILU
-) -> list[KernelCall]:
-    """silu(gate) * up of a fused gate-up GEMM's output, or another activation's; dead rows give zero.
+@launches(reference.silu_mul)
+def silu_mul(given: Given) -> list[KernelCall]:
+    """silu(gate) * up of a fused gate-up GEMM's output, gates first, or gelu_tanh's, in bf16; dead rows give zero.
 
-    gate_up     [M, 2I]  float32, gates first
-    row_live    [M]      uint8; None: all rows are live
-    out         [M, I]   bf16  out
-    activation  "silu", or "gelu_tanh"
-    One launch. Raises ShapeError unless the shapes agree, I is a multiple of 8 and the activation is one of these.
+    One launch. Raises ShapeError unless I is a multiple of 8, out bf16 and the activation one of these.
     """
-    rows, width = out.shape
-    check_shape("gate_up", gate_up, rows, 2 * width)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, gate_up=gate_up)
-    check_dtype(torch.bfloat16, out=out)
-    CHUNKS.check("columns of out", width)
-    grid = (rows, -(-(width // CHUNK) // THREADS), 1)
-    live = 0 if row_live is None else row_live
-    return [KernelCall(_make_silu_mul(width, activation), grid, (gate_up, live, out))]
+    rows, width = given["out"].shape
+    check_dtype(torch.bfloat16, out=given["out"])
+    kernel = _make_silu_mul(width, given.params["activation"])
+    return [KernelCall(kernel, _grid(rows, width), given.take("gate_up", "row_live", "out"))]
 
 
-def output_gate(
-    x: torch.Tensor, gate: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor
-) -> list[KernelCall]:
+@launches(output_gate_reference)
+def output_gate(given: Given) -> list[KernelCall]:
     """x * sigmoid(gate), gate and sigmoid rounded to bf16 before the product; dead rows give zero.
 
-    x         [M, N]  bf16     attention's output
-    gate      [M, N]  float32  a GEMM's output
-    row_live  [M]     uint8    None: all rows are live
-    out       [M, N]  bf16     out
-    One launch. Raises ShapeError unless the shapes agree and N is a multiple of 8.
+    One launch. Raises ShapeError unless N is a multiple of 8, and x and out are bf16.
     """
-    rows, width = out.shape
-    for name, tensor in (("x", x), ("gate", gate)):
-        check_shape(name, tensor, rows, width)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, gate=gate)
-    check_dtype(torch.bfloat16, x=x, out=out)
+    rows, width = given["out"].shape
+    check_dtype(torch.bfloat16, out=given["out"])
+    return [KernelCall(_make_output_gate(width), _grid(rows, width), given.take("x", "gate", "row_live", "out"))]
+
+
+def _grid(rows: int, width: int) -> tuple[int, int, int]:
+    """A thread for each 8 columns. Raises ShapeError for other widths."""
     CHUNKS.check("columns of out", width)
-    grid = (rows, -(-(width // CHUNK) // THREADS), 1)
-    live = 0 if row_live is None else row_live
-    return [KernelCall(_make_output_gate(width), grid, (x, gate, live, out))]
+    return rows, -(-(width // CHUNK) // THREADS), 1
 
 
 def examples() -> list[Kernel]:

@@ -14,10 +14,12 @@ from lowlat.kernels.common.activation import gelu_gate_times
 from lowlat.kernels.common.norm_math import add_squares, high_value, inverse_rms, lane_sum, low_value
 from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
 from lowlat.kernels.elementwise.limits import CHUNKS, LAYER_INPUTS
-from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
+from lowlat.kernels.elementwise.norm import are_wide, check_dtype
+from lowlat.kernels.reference.elementwise import elementwise as reference
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "layer_columns", "per_layer_gate", "per_layer_inputs"]
@@ -113,60 +115,36 @@ def _make_gate(size: int, pitch: int) -> Kernel:
     )
 
 
-def per_layer_inputs(
-    projected: torch.Tensor,
-    embedded: torch.Tensor,
-    weight: torch.Tensor,
-    row_live: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    scale: float,
-    eps: float,
-) -> list[KernelCall]:
-    """(norm(projected * scale) + embedded) / sqrt 2 by layer, rounded to bf16 after each operation.
+@launches(reference.per_layer_inputs)
+def per_layer_inputs(given: Given) -> list[KernelCall]:
+    """(norm(projected * scale) + embedded) / sqrt 2 by layer, rounded to bf16 after each operation, in one launch.
 
-    projected  [M, L * P]  float32
-    embedded   [M, L * P]  bf16
-    weight     [P]         bf16 or float32
-    row_live   [M]         uint8; None: all rows are live. Dead rows give zero
-    out        [M, L * P]  bf16  out
-    One launch. Raises ShapeError for shapes that do not fit, and P outside of LAYER_INPUTS.
+    Raises ShapeError for rows of no whole layers, P outside of LAYER_INPUTS, and activations that are not bf16.
     """
-    (rows, width), size = projected.shape, weight.shape[0]
+    rows, width, size = given.sizes("M", "W", "P")
     LAYER_INPUTS.check("inputs of a layer", size)
     if width % size:
         raise ShapeError(f"rows have whole layers of {size} inputs, got {width}")
-    check_shape("embedded", embedded, rows, width)
-    check_shape("out", out, rows, width)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, projected=projected)
-    check_dtype(torch.bfloat16, embedded=embedded, out=out)
-    kernel, layers = _make_inputs(size, width // size, scale, eps, are_wide(weight)), width // size
-    live = 0 if row_live is None else row_live
-    return [KernelCall(kernel, (rows, -(-layers // WARPS), 1), (projected, embedded, weight, live, out))]
+    check_dtype(torch.bfloat16, embedded=given["embedded"])
+    layers, wide = width // size, are_wide(given["weight"])
+    kernel = _make_inputs(size, layers, given.params["scale"], given.params["eps"], wide)
+    arguments = given.take("projected", "embedded", "weight", "row_live", "out")
+    return [KernelCall(kernel, (rows, -(-layers // WARPS), 1), arguments)]
 
 
-def per_layer_gate(
-    gate: torch.Tensor, inputs: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, layer: int
-) -> list[KernelCall]:
-    """gelu(gate) * the layer's inputs, the gate rounded to bf16 first; dead rows give zero.
+@launches(reference.per_layer_gate)
+def per_layer_gate(given: Given) -> list[KernelCall]:
+    """gelu(gate) * the layer's inputs, the gate rounded to bf16 first; dead rows give zero. One launch.
 
-    gate      [M, P]      float32  a GEMM's output
-    inputs    [M, L * P]  bf16
-    row_live  [M]         uint8; None: all rows are live
-    out       [M, P]      bf16  out
-    One launch. Raises ShapeError unless the shapes agree, the layer is there and P is a multiple of 8.
+    Raises ShapeError unless the layer is there, P is a multiple of 8 and activations are bf16.
     """
-    rows, size = gate.shape
-    own = layer_columns(inputs, size, layer)
-    check_shape("inputs", own, rows, size)
-    check_shape("out", out, rows, size)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, gate=gate)
-    check_dtype(torch.bfloat16, inputs=inputs, out=out)
+    (rows, size, width), layer = given.sizes("M", "P", "W"), given.params["layer"]
+    check_shape("inputs", layer_columns(given["inputs"], size, layer), rows, size)
+    check_dtype(torch.bfloat16, inputs=given["inputs"])
     CHUNKS.check("columns of out", size)
-    grid, live = (rows, -(-(size // CHUNK) // THREADS), 1), 0 if row_live is None else row_live
-    return [KernelCall(_make_gate(size, inputs.shape[1]), grid, (gate, inputs, layer * size, live, out))]
+    grid = (rows, -(-(size // CHUNK) // THREADS), 1)
+    arguments = (given["gate"], given["inputs"], layer * size, given.get("row_live"), given["out"])
+    return [KernelCall(_make_gate(size, width), grid, arguments)]
 
 
 def layer_columns(inputs: torch.Tensor, size: int, layer: int) -> torch.Tensor:

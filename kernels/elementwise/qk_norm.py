@@ -16,10 +16,12 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.norm_math import high_value, inverse_rms, lane_sum, low_value, normalised
 from lowlat.kernels.common.norm_row import is_live, weights_label
 from lowlat.kernels.elementwise.limits import MOST_HEAD, NORMED_HEAD
-from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
+from lowlat.kernels.elementwise.norm import are_wide
+from lowlat.kernels.reference.elementwise import elementwise as reference
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = [
@@ -253,41 +255,21 @@ def _make_qk_norm(
     return Kernel(name, qk_norm, (types.int64,) * 5, THREADS)
 
 
-def qk_norm(
-    qkv: torch.Tensor,
-    q_weight: torch.Tensor | None,
-    k_weight: torch.Tensor | None = None,
-    row_live: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    eps: float,
-    v_norm: bool = False,
-    keys_as_values: bool = False,
-) -> list[KernelCall]:
+@launches(reference.qk_norm)
+def qk_norm(given: Given) -> list[KernelCall]:
     """RMS norm of every query and key head, with the bits that `rotate` gives it; values pass through or are normed.
 
-    qkv                 [M, (H + 2G) * D]  float32; H or G may be 0; with keys_as_values [M, (H + G) * D]
-    q_weight, k_weight  [D]                bf16 or both float32; of heads that are not there anything
-    row_live            [M]                uint8; None: all rows are live. Queries and keys of a dead row are zero
-    out                 [M, (H + 2G) * D]  float32  out
-    v_norm              values are normed, too, without a weight; those of a dead row are zero
-    keys_as_values      values are the keys that qkv has
-    One launch. Raises ShapeError for shapes or dtypes that do not fit, and for D that
-    `limits.NORMED_HEAD` does not take.
+    The reference's `qk_norm`, in one launch: H or G may be 0, and then their weight is anything. Raises ShapeError for
+    shapes or dtypes that do not fit, and for D that `limits.NORMED_HEAD` does not take.
     """
-    rows, count = qkv.shape[0], num_heads + 2 * num_kv_heads
-    check_head_dim(head_dim)
-    check_shape("qkv", qkv, rows, (count - num_kv_heads if keys_as_values else count) * head_dim)
-    check_shape("out", out, rows, count * head_dim)
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, qkv=qkv, out=out)
-    *weights, wide = head_weights(eps, q_weight, k_weight, num_heads, num_kv_heads, head_dim)
-    kernel = _make_qk_norm(num_heads, num_kv_heads, head_dim, eps, wide, v_norm, keys_as_values)
-    live = 0 if row_live is None else row_live
-    return [KernelCall(kernel, (rows, -(-count // WARPS), 1), (qkv, *weights, live, out))]
+    heads, kv_heads, dim, rows = given.sizes("num_heads", "num_kv_heads", "head_dim", "M")
+    count, params = heads + 2 * kv_heads, given.params
+    check_head_dim(dim)
+    check_shape("qkv", given["qkv"], rows, (count - kv_heads if params["keys_as_values"] else count) * dim)
+    *weights, wide = head_weights(params["eps"], given["q_weight"], given.arrays.get("k_weight"), heads, kv_heads, dim)
+    kernel = _make_qk_norm(heads, kv_heads, dim, params["eps"], wide, params["v_norm"], params["keys_as_values"])
+    arguments = (given["qkv"], *weights, *given.take("row_live", "out"))
+    return [KernelCall(kernel, (rows, -(-count // WARPS), 1), arguments)]
 
 
 def examples() -> list[Kernel]:

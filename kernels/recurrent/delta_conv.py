@@ -16,9 +16,10 @@ from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.recurrent.delta_math import convolved, four_numbers, rounded
 from lowlat.kernels.recurrent.delta_rule import check_taps, snapshot_pairs
 from lowlat.kernels.recurrent.limits import TAPS
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.recurrent import delta_conv as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["delta_conv", "examples", "prefill_delta_conv"]
@@ -159,67 +160,42 @@ def _make(width: int, channels: int, ring: int, rows: int, pairs: int = 0) -> Ke
     return Kernel(name, delta_conv_kernel, (types.int64,) * 9, THREADS, waits_before_trigger=True)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, conv_state: torch.Tensor, out: torch.Tensor) -> int:
-    """The channels. Raises ShapeError."""
-    channels, width = weight.shape[0], x.shape[1]
-    check_taps(weight, channels)
-    check_shape("x", x, out.shape[0], width)
-    check_shape("out", out, x.shape[0], channels)
-    check_shape("conv_state", conv_state, *conv_state.shape[:2], channels)
-    check_dtype(torch.float32, x=x)
-    check_dtype(torch.bfloat16, conv_state=conv_state, out=out)
+def _sizes(given: Given) -> tuple[int, int, int]:
+    """Columns of x, channels, and the ring's places. Raises ShapeError."""
+    width, channels, ring = given.sizes("W", "C", "I")
+    check_taps(given["weight"], channels)
+    check_dtype(torch.bfloat16, out=given["out"])
     if channels % FOUR or width % FOUR or width < channels:
         raise ShapeError(f"x must have a multiple of {FOUR} columns, and {channels} or more of them, got {width}")
-    return channels
+    return width, channels, ring
 
 
-def delta_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    slots: torch.Tensor,
-    dense_lens: torch.Tensor,
-    state_lens: torch.Tensor,
-    row_live: torch.Tensor,
-    *,
-    conv_state: torch.Tensor,
-    out: torch.Tensor,
-) -> list[KernelCall]:
-    """`delta_conv` of the reference, whose arguments these are; the weight, the ring and out are bf16.
+@launches(reference.delta_conv)
+def delta_conv(given: Given) -> list[KernelCall]:
+    """`delta_conv` of the reference; the weight, the ring and out are bf16.
 
-    One launch. Raises ShapeError for shapes or dtypes that do not fit, and for a ring of too few places.
+    One launch. Raises ShapeError for other dtypes, rows that are no whole slots', and a ring of too few places.
     """
-    channels, rows = _check(x, weight, conv_state, out), x.shape[0] // slots.shape[0]
-    check_shape("x", x, slots.shape[0] * rows, x.shape[1])
-    check_shape("dense_lens", dense_lens, slots.shape[0])
-    check_shape("row_live", row_live.reshape(-1), x.shape[0])
-    if conv_state.shape[1] < rows + KEPT:
-        raise ShapeError(f"conv_state must have {rows + KEPT} places a slot, got {conv_state.shape[1]}")
-    kernel = _make(x.shape[1], channels, conv_state.shape[1], rows)
-    grid = (slots.shape[0], -(-channels // (FOUR * THREADS)), 1)
-    return [KernelCall(kernel, grid, (x, weight, slots, dense_lens, row_live, 0, conv_state, out, rows))]
+    (width, channels, ring), (batch, count) = _sizes(given), given.sizes("B", "M")
+    rows = count // batch
+    if ring < rows + KEPT or rows * batch != count:
+        raise ShapeError(f"conv_state must have {rows + KEPT} places a slot for {count} rows of {batch}, got {ring}")
+    grid = (batch, -(-channels // (FOUR * THREADS)), 1)
+    arguments = (*given.take("x", "weight", "slots", "dense_lens", "row_live"), 0, given["conv_state"], given["out"])
+    return [KernelCall(_make(width, channels, ring, rows), grid, (*arguments, rows))]
 
 
-def prefill_delta_conv(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    slot: torch.Tensor,
-    chunk: torch.Tensor,
-    snapshots: torch.Tensor | None = None,
-    *,
-    conv_state: torch.Tensor,
-    out: torch.Tensor,
-) -> list[KernelCall]:
-    """`prefill_delta_conv` of the reference, whose arguments these are; dtypes as `delta_conv`.
+@launches(reference.prefill_delta_conv)
+def prefill_delta_conv(given: Given) -> list[KernelCall]:
+    """`prefill_delta_conv` of the reference; dtypes as `delta_conv`.
 
     One launch. Time: 6 bytes a number of out over the memory's bandwidth. Raises ShapeError as `delta_conv` does.
     """
-    channels, rows = _check(x, weight, conv_state, out), x.shape[0]
-    check_shape("slot", slot, 1)
-    check_shape("chunk", chunk, 2)
-    kernel = _make(x.shape[1], channels, conv_state.shape[1], 0, snapshot_pairs(snapshots))
+    (width, channels, ring), (rows,) = _sizes(given), given.sizes("c")
+    kernel = _make(width, channels, ring, 0, snapshot_pairs(given.arrays.get("snapshots")))
     grid = (-(-rows // RUN), -(-channels // (FOUR * THREADS)), 1)
-    kept = 0 if snapshots is None else snapshots
-    return [KernelCall(kernel, grid, (x, weight, slot, chunk, 0, kept, conv_state, out, rows))]
+    arguments = (*given.take("x", "weight", "slot", "chunk"), 0, *given.take("snapshots", "conv_state", "out"))
+    return [KernelCall(kernel, grid, (*arguments, rows))]
 
 
 def examples() -> list[Kernel]:

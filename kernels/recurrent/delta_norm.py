@@ -13,13 +13,14 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide
 from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.common.norm_row import is_live
-from lowlat.kernels.elementwise.norm import check_dtype, check_row_live
+from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.recurrent.delta_math import four_numbers, gated, head_inverse, lane_squares, part_sum
 from lowlat.kernels.recurrent.delta_rule import check_norm_weight
 from lowlat.kernels.recurrent.limits import NORMED_DIM, part_columns
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.recurrent import gates as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["delta_norm", "examples"]
@@ -89,37 +90,23 @@ def _make(heads: int, dim: int, width: int, wide_weight: bool, eps: float) -> Ke
     return Kernel(name, delta_norm_kernel, (types.int64,) * 5, threads, waits_before_trigger=True)
 
 
-def delta_norm(
-    x: torch.Tensor,
-    gates: torch.Tensor,
-    weight: torch.Tensor,
-    row_live: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    eps: float,
-) -> list[KernelCall]:
-    """`delta_norm` of the reference, whose arguments these are; x and out are bf16, the weight that or float32.
+@launches(reference.delta_norm)
+def delta_norm(given: Given) -> list[KernelCall]:
+    """`delta_norm` of the reference; x and out are bf16, the weight that or float32.
 
-    One launch. Time: 8 bytes a number of out over the memory's bandwidth. Raises ShapeError for shapes or dtypes that
-    do not fit, and for heads whose size is no multiple of 8.
+    One launch. Time: 8 bytes a number of out over the memory's bandwidth. Raises ShapeError for other dtypes, and for
+    heads whose size is no multiple of 8.
     """
-    (rows, total), dim = x.shape, weight.shape[0]
-    wide = check_norm_weight(weight, dim)
-    check_shape("out", out, rows, total)
-    check_shape("gates", gates, rows, gates.shape[1])
-    check_row_live(row_live, rows)
-    check_dtype(torch.float32, gates=gates)
-    check_dtype(torch.bfloat16, x=x, out=out)
+    (rows, total), (dim, width) = given["x"].shape, given.sizes("Dv", "W")
+    wide = check_norm_weight(given["weight"], dim)
+    check_dtype(torch.bfloat16, x=given["x"])
     NORMED_DIM.check("columns of a head", dim)
-    if total % dim:
-        raise ShapeError(f"rows of {total} columns are no whole heads of {dim}")
-    if gates.shape[1] < total or gates.shape[1] % FOUR:
-        raise ShapeError(f"gates must have {total} columns or more, a multiple of {FOUR}, got {gates.shape[1]}")
-    heads = total // dim
-    together = max(THREADS // (dim // FOUR), 1)
-    kernel = _make(heads, dim, gates.shape[1], wide, eps)
-    live = 0 if row_live is None else row_live
-    return [KernelCall(kernel, (rows, -(-heads // together), 1), (x, gates, weight, live, out))]
+    if width < total or width % FOUR:
+        raise ShapeError(f"gates must have {total} columns or more, a multiple of {FOUR}, got {width}")
+    heads, together = total // dim, max(THREADS // (dim // FOUR), 1)
+    kernel = _make(heads, dim, width, wide, given.params["eps"])
+    arguments = given.take("x", "gates", "weight", "row_live", "out")
+    return [KernelCall(kernel, (rows, -(-heads // together), 1), arguments)]
 
 
 def examples() -> list[Kernel]:

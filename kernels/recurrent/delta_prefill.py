@@ -25,9 +25,10 @@ from lowlat.kernels.recurrent.delta_math import (
 )
 from lowlat.kernels.recurrent.delta_rule import check_heads, snapshot_pairs
 from lowlat.kernels.recurrent.delta_step import WARP_COLUMNS, HeadSizes
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.recurrent import delta_rule as reference
 from lowlat.kernels.toolchain import ptx, ptx_state
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain.launches import fit
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "heads_of", "prefill_delta_rule", "row_workspaces"]
@@ -329,46 +330,27 @@ def row_workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, Workspa
     )
 
 
-def prefill_delta_rule(
-    mixed: torch.Tensor,
-    ba: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    slot: torch.Tensor,
-    chunk: torch.Tensor,
-    snapshots: torch.Tensor | None = None,
-    *,
-    state: torch.Tensor,
-    out: torch.Tensor,
-    workspace: Workspace,
-    gpu: Gpu = H200,
-) -> list[KernelCall]:
+def prefill_delta_rule(*, workspace: Workspace, gpu: Gpu = H200, **arguments: Any) -> list[KernelCall]:
     """`prefill_delta_rule` of the reference, whose arguments these are; mixed and out are bf16, weights float32.
 
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
-    Captured: yes. Raises ShapeError for shapes or dtypes that do not fit.
+    Captured: yes. Raises ShapeError for arguments that do not fit.
     """
-    rows, heads = mixed.shape[0], heads_of(state.shape, mixed.shape[1])
-    value_heads, value_dim = heads.value_heads, heads.value_dim
+    given = fit(reference.prefill_delta_rule, arguments)
+    mixed, ba, a_log, dt_bias = (given[name] for name in ("mixed", "ba", "a_log", "dt_bias"))
+    rows, heads = mixed.shape[0], HeadSizes(*given.sizes("Hk", "Hv", "Dk", "Dv"))
     check_heads(heads)
-    check_shape("mixed", mixed, rows, heads.channels)
-    check_shape("ba", ba, rows, 2 * value_heads)
-    check_shape("a_log", a_log, value_heads)
-    check_shape("dt_bias", dt_bias, value_heads)
-    check_shape("slot", slot, 1)
-    check_shape("chunk", chunk, 2)
-    check_shape("out", out, rows, value_heads * value_dim)
-    check_dtype(torch.bfloat16, mixed=mixed, out=out)
-    check_dtype(torch.float32, ba=ba, a_log=a_log, dt_bias=dt_bias, state=state)
+    check_dtype(torch.bfloat16, mixed=mixed)
+    check_dtype(torch.float32, a_log=a_log, dt_bias=dt_bias)
     vectors, gates = (workspace(*each) for each in row_workspaces(heads, rows))
-    grid, blocks = (rows, -(-heads.key_heads // WARPS), 1), value_heads * heads.parts
+    grid, blocks = (rows, -(-heads.key_heads // WARPS), 1), heads.value_heads * heads.parts
     return [
-        KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, chunk, vectors, gates, rows)),
+        KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, given["chunk"], vectors, gates, rows)),
         KernelCall(
             # SMs that the launch before leaves first would else get more blocks than others, which all wait for
-            _make_walk(heads, snapshot_pairs(snapshots), -(-blocks // gpu.num_multiprocessors)),
+            _make_walk(heads, snapshot_pairs(given.arrays.get("snapshots")), -(-blocks // gpu.num_multiprocessors)),
             (blocks, 1, 1),
-            (mixed, slot, chunk, 0 if snapshots is None else snapshots, vectors, gates, state, out, rows),
+            (mixed, *given.take("slot", "chunk", "snapshots"), vectors, gates, given["state"], given["out"], rows),
         ),
     ]
 

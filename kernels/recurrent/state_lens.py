@@ -3,13 +3,11 @@
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.kernels.common.memory import byte_at, int_at, set_int
-from lowlat.kernels.elementwise.norm import check_dtype
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.recurrent import pending as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
 
 __all__ = ["advance_states", "examples", "prefill_advance_states"]
@@ -35,32 +33,17 @@ def _make() -> Kernel:
     return Kernel("advance_states", advance_states_kernel, (types.int64,) * 6, THREADS, waits_before_trigger=True)
 
 
-def advance_states(
-    slots: torch.Tensor, dense_lens: torch.Tensor, row_live: torch.Tensor, *, state_lens: torch.Tensor
-) -> list[KernelCall]:
-    """`advance_states` of the reference, whose arguments these are.
-
-    One launch. Raises ShapeError for shapes or dtypes that do not fit.
-    """
-    batch = slots.shape[0]
-    check_shape("slots", slots, batch)
-    check_shape("dense_lens", dense_lens, batch)
-    rows = row_live.numel() // batch
-    check_shape("row_live", row_live.reshape(-1), batch * rows)
-    check_dtype(torch.int32, slots=slots, dense_lens=dense_lens, state_lens=state_lens)
-    grid = (-(-batch // THREADS), 1, 1)
-    return [KernelCall(_make(), grid, (slots, dense_lens, row_live, state_lens, batch, rows))]
+@launches(reference.advance_states)
+def advance_states(given: Given) -> list[KernelCall]:
+    """`advance_states` of the reference, in one launch."""
+    batch, rows = given.sizes("B", "R")
+    return [KernelCall(_make(), (-(-batch // THREADS), 1, 1), (*given.tensors, batch, rows))]
 
 
-def prefill_advance_states(slot: torch.Tensor, chunk: torch.Tensor, *, state_lens: torch.Tensor) -> list[KernelCall]:
-    """`prefill_advance_states` of the reference, whose arguments these are.
-
-    One launch. Raises ShapeError for shapes or dtypes that do not fit.
-    """
-    check_shape("slot", slot, 1)
-    check_shape("chunk", chunk, 2)
-    check_dtype(torch.int32, slot=slot, chunk=chunk, state_lens=state_lens)
-    return [KernelCall(_make(), (1, 1, 1), (slot, chunk, 0, state_lens, 1, 0))]
+@launches(reference.prefill_advance_states)
+def prefill_advance_states(given: Given) -> list[KernelCall]:
+    """`prefill_advance_states` of the reference, in one launch."""
+    return [KernelCall(_make(), (1, 1, 1), (given["slot"], given["chunk"], 0, given["state_lens"], 1, 0))]
 
 
 def examples() -> list[Kernel]:

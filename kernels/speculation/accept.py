@@ -9,156 +9,67 @@ from dataclasses import replace
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import accept as reference
+from lowlat.kernels.reference.speculation.draft_rows import draft_rows as draft_rows_reference
 from lowlat.kernels.speculation.accept_kernel import ARGUMENTS, MAX_PATHS, MAX_ROWS, AcceptPlan, accept_kernel
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, among, fit, launches
 
 __all__ = ["accept", "accept_and_commit", "accept_simulated", "commit", "draft_rows", "examples", "truncate"]
 
-BY_ROW = (
-    *("target_tokens", "draft_tokens", "finite", "accepted_tokens", "accepted_nodes"),
-    *("row_tokens", "row_positions", "row_live"),
-)
-BY_SLOT = (
-    *("slots", "dense_lens", "accepted_lens", "best_path", "commit_lens", "finish"),
-    *("draft_live", "draft_lens", "write_lens"),
-)
 
+@launches(reference.accept)
+def accept(given: Given) -> list[KernelCall]:
+    """`accept` of the reference; a path's pads come last.
 
-def accept(
-    target_tokens: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    paths: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    accepted_tokens: torch.Tensor,
-    accepted_nodes: torch.Tensor,
-    accepted_lens: torch.Tensor,
-    best_path: torch.Tensor,
-) -> list[KernelCall]:
-    """`accept` of the reference, whose arguments these are; a path's pads come last.
-
-    Time: two trips to memory. Raises ShapeError for shapes that do not fit, as all functions here do.
+    Time: two trips to memory. Raises ShapeError for too many rows or paths.
     """
-    return _calls(locals(), accepts=True)
+    return _calls(given.arrays, accepts=True)
 
 
-def accept_simulated(
-    target_tokens: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    paths: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    accepted_tokens: torch.Tensor,
-    accepted_nodes: torch.Tensor,
-    accepted_lens: torch.Tensor,
-    best_path: torch.Tensor,
-    probability: float,
-    seed: int,
-) -> list[KernelCall]:
-    """`accept_simulated` of the reference, whose arguments these are."""
-    given = {name: value for name, value in locals().items() if name in ARGUMENTS}
-    return _calls(given, accepts=True, probability=probability, seed=seed)
+@launches(reference.accept_simulated)
+def accept_simulated(given: Given) -> list[KernelCall]:
+    """`accept_simulated` of the reference. Raises ShapeError as `accept` does."""
+    return _calls(given.arrays, accepts=True, **given.params)
 
 
-def truncate(
-    accepted_tokens: torch.Tensor,
-    accepted_nodes: torch.Tensor,
-    accepted_lens: torch.Tensor,
-    finite: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    slot_ints: torch.Tensor,
-    stop_ids: torch.Tensor,
-    *,
-    commit_lens: torch.Tensor,
-    finish: torch.Tensor,
-) -> list[KernelCall]:
-    """`truncate` of the reference, whose arguments these are."""
-    return _calls(locals(), truncates=True)
+@launches(reference.truncate)
+def truncate(given: Given) -> list[KernelCall]:
+    """`truncate` of the reference."""
+    return _calls(given.arrays, truncates=True)
 
 
-def commit(
-    accepted_tokens: torch.Tensor,
-    commit_lens: torch.Tensor,
-    finish: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    tokens: torch.Tensor,
-    lengths: torch.Tensor,
-    active: torch.Tensor,
-    output_counts: torch.Tensor,
-    num_drafts: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-) -> list[KernelCall]:
-    """`commit` of the reference, whose arguments these are."""
-    return _calls(locals(), commits=True)
+@launches(reference.commit)
+def commit(given: Given) -> list[KernelCall]:
+    """`commit` of the reference."""
+    return _calls(given.arrays, commits=True)
 
 
-def draft_rows(
-    accepted_tokens: torch.Tensor,
-    commit_lens: torch.Tensor,
-    draft_live: torch.Tensor,
-    dense_lens: torch.Tensor,
-    *,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    row_live: torch.Tensor,
-    write_lens: torch.Tensor,
-    live_positions: torch.Tensor,
-) -> list[KernelCall]:
-    """`draft_rows` of the reference, whose arguments these are."""
-    return _calls(_renamed(locals()), lays_out=True)
+@launches(draft_rows_reference)
+def draft_rows(given: Given) -> list[KernelCall]:
+    """`draft_rows` of the reference."""
+    return _calls(_renamed(given.arrays), lays_out=True)
 
 
 def accept_and_commit(
-    target_tokens: torch.Tensor,
-    draft_tokens: torch.Tensor,
-    paths: torch.Tensor,
-    slots: torch.Tensor,
-    finite: torch.Tensor,
-    lengths: torch.Tensor,
-    slot_ints: torch.Tensor,
-    stop_ids: torch.Tensor,
-    dense_lens: torch.Tensor | None = None,
     *,
-    accepted_tokens: torch.Tensor,
-    accepted_nodes: torch.Tensor,
-    accepted_lens: torch.Tensor,
-    best_path: torch.Tensor,
-    commit_lens: torch.Tensor,
-    finish: torch.Tensor,
-    tokens: torch.Tensor,
-    active: torch.Tensor,
-    output_counts: torch.Tensor,
-    num_drafts: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
     draft_rows: Mapping[str, torch.Tensor] | None = None,
     probability: float | None = None,
     seed: int = 0,
+    **arguments: torch.Tensor,
 ) -> list[KernelCall]:
     """`accept` (with a probability `accept_simulated`), `truncate`, `commit` and maybe `draft_rows`, in one launch.
 
-    dense_lens  [B]  int32  with draft_rows
-    draft_rows  the outputs of `draft_rows` by name; None: it is not done
+    arguments   of these operations by name, the outputs of `draft_rows` left out
+    draft_rows  these by name; None: it is not done
     """
-    given = {name: value for name, value in locals().items() if name in ARGUMENTS and value is not None}
+    given: dict[str, torch.Tensor] = {}
+    for each in (reference.accept, reference.truncate, reference.commit):
+        given |= fit(each, among(each, arguments)).arrays
     if draft_rows is not None:
-        if dense_lens is None:
-            raise ShapeError("draft_rows needs dense_lens, got none")
-        given.update(_renamed(draft_rows))
-    return _calls(
-        given,
-        accepts=True,
-        truncates=True,
-        commits=True,
-        lays_out=draft_rows is not None,
-        probability=probability,
-        seed=seed,
-    )
+        given |= _renamed(fit(draft_rows_reference, among(draft_rows_reference, {**arguments, **draft_rows})).arrays)
+    kinds = {"accepts": True, "truncates": True, "commits": True, "lays_out": draft_rows is not None}
+    return _calls(given, **kinds, probability=probability, seed=seed)
 
 
 def _renamed(arguments: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -177,21 +88,11 @@ def _calls(
     probability: float | None = None,
     seed: int = 0,
 ) -> list[KernelCall]:
-    """The launch of these operations over arguments by the kernel's names."""
+    """The launch of these operations over arguments by the kernel's names, which fit."""
     batch, rows = given["accepted_tokens"].shape
-    for names, shape in ((BY_ROW, (batch, rows)), (BY_SLOT, (batch,)), (("live_positions",), (batch, 1))):
-        for name in names:
-            if name in given:
-                check_shape(name, given[name], *shape)
-    num_paths = width = stops = context = vocabulary = 1
-    if accepts:
-        _, num_paths, width = given["paths"].shape
-        check_shape("paths", given["paths"], batch, num_paths, width)
-    if truncates:
-        stops = given["stop_ids"].shape[1]
-    if commits:
-        context, vocabulary = given["tokens"].shape[1], given["output_counts"].shape[1]
-        check_shape("output_counts", given["output_counts"], given["tokens"].shape[0], vocabulary)
+    _, num_paths, width = given["paths"].shape if accepts else (batch, 1, 1)
+    stops = given["stop_ids"].shape[1] if truncates else 1
+    context, vocabulary = (given[name].shape[1] if commits else 1 for name in ("tokens", "output_counts"))
     if rows > MAX_ROWS or num_paths > MAX_PATHS:
         raise ShapeError(f"acceptance takes at most {MAX_ROWS} rows and {MAX_PATHS} paths, got {rows} and {num_paths}")
     signed = (seed + 2**63) % 2**64 - 2**63 if probability is not None else 0

@@ -8,10 +8,9 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import int_at, long_at, set_int, turns
+from lowlat.kernels.reference.speculation import draft_lengths as reference
 from lowlat.kernels.reference.speculation.draft_lengths import (
     BASE,
     EDGE,
@@ -19,12 +18,13 @@ from lowlat.kernels.reference.speculation.draft_lengths import (
     SLOPE,
     TRIAL,
     UNIT,
-    check_lengths,
+    check_costs,
 )
 from lowlat.kernels.reference.speculation.length_probabilities import MAX_WAITED
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, fit
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 
 __all__ = [
@@ -83,52 +83,25 @@ class ChoicePlan:
         return 2 * (self.most + 1)
 
 
-def choice_plan(
-    active: torch.Tensor,
-    lengths: torch.Tensor,
-    extended: torch.Tensor,
-    length_bounds: torch.Tensor,
-    draft_length_costs: torch.Tensor,
-    length_expected: torch.Tensor,
-    *,
-    row: int,
-    most_waiting: int,
-    switching: bool,
-) -> ChoicePlan:
-    """The plan of a choice. Raises ShapeError for shapes that do not fit."""
-    check_lengths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
-    max_batch, most = active.shape[0], draft_length_costs.shape[2] - 2
+def choice_plan(given: Given, *, switching: bool) -> ChoicePlan:
+    """The plan for these arguments of `choose_draft_length`. Raises ShapeError for too many slots, and other costs."""
+    max_batch, buckets, most = given.sizes("max_B", "n", "K")
+    row, most_waiting = given.params["row"], given.params["most_waiting"]
+    check_costs(row, buckets, most)
     if max_batch > MAX_SLOTS:
         raise ShapeError(f"draft lengths are chosen for at most {MAX_SLOTS} slots, got {max_batch}")
     return ChoicePlan(max_batch, most, row, most_waiting, switching)
 
 
-def choose_draft_length(
-    active: torch.Tensor,
-    lengths: torch.Tensor,
-    extended: torch.Tensor,
-    slot_ints: torch.Tensor,
-    length_bounds: torch.Tensor,
-    draft_length_costs: torch.Tensor,
-    length_expected: torch.Tensor,
-    *,
-    length_last: torch.Tensor,
-    length_waited: torch.Tensor,
-    draft_length_choice: torch.Tensor,
-    row: int,
-    most_waiting: int,
-    condition: int | None = None,
-) -> list[KernelCall]:
-    """Choose, as the reference's `choose_draft_length`, whose arguments these are.
+def choose_draft_length(*, condition: int | None = None, **arguments: Any) -> list[KernelCall]:
+    """Choose, as the reference's `choose_draft_length`, whose arguments these are, by name.
 
     condition  the handle of the SWITCH node that the choice is for; None: there is none
     Time: a trip to memory and one to the host's, at once. Raises ShapeError.
     """
-    given = (active, lengths, extended, length_bounds, draft_length_costs, length_expected)
-    plan = choice_plan(*given, row=row, most_waiting=most_waiting, switching=condition is not None)
-    reads = (active, lengths, extended, slot_ints, length_bounds, draft_length_costs, length_expected)
-    arguments = (*reads, length_last, length_waited, draft_length_choice, condition or 0)
-    return [KernelCall(_make(plan), (1, 1, 1), arguments)]
+    given = fit(reference.choose_draft_length, arguments)
+    plan = choice_plan(given, switching=condition is not None)
+    return [KernelCall(_make(plan), (1, 1, 1), (*given.tensors, condition or 0))]
 
 
 @device_function

@@ -6,9 +6,8 @@ A block a slot: its threads bring everything into shared memory at once, and one
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.kernels.common.memory import byte_at, divide, int_at, set_int
+from lowlat.kernels.reference.speculation import choose_drafts as reference
 from lowlat.kernels.reference.speculation.choose_drafts import (
     CHOSEN,
     DECAY,
@@ -19,11 +18,13 @@ from lowlat.kernels.reference.speculation.choose_drafts import (
     NUM_BINS,
     PRIOR,
     PROPOSAL_WIDTH,
-    check_choice,
+    check_count,
 )
+from lowlat.kernels.reference.speculation.ngram_draft import check_batch
 from lowlat.kernels.reference.speculation.suffix_draft import SHARE
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types
 
 __all__ = ["choose_drafts", "examples"]
@@ -34,30 +35,16 @@ PRIORS = tuple(number for rates in PRIOR for entry in rates for number in entry)
 TEXT, PROMISES = FIRST + MAX_DRAFTS, FIRST + 2 * MAX_DRAFTS
 
 
-def choose_drafts(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    text_nodes: torch.Tensor,
-    draft_shares: torch.Tensor,
-    match_lens: torch.Tensor,
-    *,
-    draft_nodes: torch.Tensor,
-    proposals: torch.Tensor,
-    draft_probabilities: torch.Tensor,
-    draft_sources: torch.Tensor,
-    fresh: bool,
-) -> list[KernelCall]:
-    """Learn from the last proposals and choose, as the reference's `choose_drafts`, whose arguments these are.
+@launches(reference.choose_drafts)
+def choose_drafts(given: Given) -> list[KernelCall]:
+    """Learn from the last proposals and choose, as the reference's `choose_drafts`.
 
-    Time: three trips to memory and some 30 short divisions in a row. Raises ShapeError for shapes that do not fit.
+    Time: three trips to memory and some 30 short divisions in a row. Raises ShapeError for too many drafts.
     """
-    given = (tokens, slots, draft_live, draft_lens, text_nodes, draft_shares, match_lens)
-    arguments = (*given, draft_nodes, proposals, draft_probabilities, draft_sources)
-    check_choice(*arguments)
-    batch, rows = draft_nodes.shape
-    return [KernelCall(_make(tokens.shape[1], rows, fresh), (batch, 1, 1), arguments)]
+    batch, rows, context = given.sizes("B", "T", "C")
+    check_batch(given["tokens"], batch)
+    check_count(rows)
+    return [KernelCall(_make(context, rows, given.params["fresh"]), (batch, 1, 1), given.tensors)]
 
 
 @device_function

@@ -28,9 +28,11 @@ from lowlat.kernels.elementwise.embed import check_table
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_width
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import draft_block as reference
 from lowlat.kernels.speculation.draft_rows import block_end
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, fit, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types
 
 __all__ = [
@@ -45,52 +47,23 @@ __all__ = [
 MASK_THREADS = 64
 
 
-def block_rows(
-    tokens: torch.Tensor,
-    hidden: torch.Tensor,
-    commit_lens: torch.Tensor,
-    draft_live: torch.Tensor,
-    dense_lens: torch.Tensor,
-    mask_state: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    block_tokens: torch.Tensor,
-    block_live: torch.Tensor,
-    block_positions: torch.Tensor,
-    drafting_live: torch.Tensor,
-    drafting_positions: torch.Tensor,
-    mask_token: int,
-) -> list[KernelCall]:
-    """`block_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    reads = (tokens, hidden, commit_lens, draft_live, dense_lens, mask_state)
-    writes = (out, block_tokens, block_live, block_positions, drafting_live, drafting_positions)
-    accepted, count, drafting = _block_sizes(reads, writes)
-    kernel = _make_rows(accepted, count, drafting, wide_count("hidden", hidden))
-    return [KernelCall(kernel, (tokens.shape[0] * count, 1, 1), (*reads, *writes, mask_token))]
+@launches(reference.block_rows)
+def block_rows(given: Given) -> list[KernelCall]:
+    """`block_rows` of the reference. Raises ShapeError for rows that do not hold all that may be live."""
+    accepted, count, drafting = _block_sizes(given)
+    kernel = _make_rows(accepted, count, drafting, wide_count("hidden", given["hidden"]))
+    grid = (given["tokens"].shape[0] * count, 1, 1)
+    return [KernelCall(kernel, grid, (*given.tensors, given.params["mask_token"]))]
 
 
-def _block_sizes(reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
-    """Rows a slot that may be committed, of the block, and that draft. Raises ShapeError for shapes that do not fit."""
-    tokens, hidden, commit_lens, draft_live, dense_lens, mask_state = reads
-    out, block_tokens, block_live, block_positions, drafting_live, drafting_positions = writes
-    (batch, accepted), width = tokens.shape, hidden.shape[1]
-    count, drafting = block_live.shape[1], drafting_live.shape[1]
+def _block_sizes(given: Given) -> tuple[int, int, int]:
+    """Rows a slot that may be committed, of the block, and that draft. Raises ShapeError where they do not fit."""
+    accepted, count, drafting = given.sizes("T", "R", "S")
     if not 1 <= drafting <= count <= accepted + drafting - 1:
         raise ShapeError(
             f"block_rows: {count} rows a slot do not hold up to {accepted} committed ones with {drafting} that draft"
         )
-    for array in (commit_lens, draft_live, dense_lens):
-        check_shape("commit_lens, draft_live and dense_lens", array, batch)
-    for array in (block_tokens, block_live, block_positions):
-        check_shape("block_tokens, block_live and block_positions", array, batch, count)
-    for array in (drafting_live, drafting_positions):
-        check_shape("drafting_live and drafting_positions", array, batch, drafting)
-    check_shape("hidden", hidden, batch * accepted, width)
-    check_shape("mask_state", mask_state, width)
-    check_shape("out", out, batch * count, width)
-    if mask_state.dtype != hidden.dtype:
-        raise ShapeError(f"block_rows: mask_state must be {hidden.dtype}, got {mask_state.dtype}")
-    wide_count("mask_state", mask_state)
+    wide_count("mask_state", given["mask_state"])
     return accepted, count, drafting
 
 
@@ -183,45 +156,33 @@ class BlockBoundary:
 
 
 def block_input(
-    tokens: torch.Tensor,
-    hidden: torch.Tensor,
-    commit_lens: torch.Tensor,
-    draft_live: torch.Tensor,
-    dense_lens: torch.Tensor,
-    mask_state: torch.Tensor,
+    *,
     weight: torch.Tensor | PackedMatrix,
     embed_weight: torch.Tensor,
     hidden_weight: torch.Tensor,
-    *,
     block_hidden: torch.Tensor,
-    block_tokens: torch.Tensor,
-    block_live: torch.Tensor,
-    block_positions: torch.Tensor,
-    drafting_live: torch.Tensor,
-    drafting_positions: torch.Tensor,
     out: torch.Tensor,
     normed_hidden: torch.Tensor,
-    mask_token: int,
     eps: float,
     boundary: BlockBoundary | None = None,
+    **rows: Any,
 ) -> list[KernelCall]:
     """`block_rows`, then `embed` of its tokens and `concat_norms`, in one launch; with a boundary `store_boundary` too.
 
+    rows          the other arguments of `block_rows`
     block_hidden  `out` of `block_rows`; `out` and normed_hidden are those of `concat_norms`
     weight        [V, N]  bf16, row-major or packed
     The others as these operations have them. Raises ShapeError for shapes that do not fit, and for a boundary of more
     committed rows than the block has.
     """
-    reads = (tokens, hidden, commit_lens, draft_live, dense_lens, mask_state)
-    writes = (block_hidden, block_tokens, block_live, block_positions, drafting_live, drafting_positions)
-    accepted, count, drafting = _block_sizes(reads, writes)
-    batch, width = tokens.shape[0], hidden.shape[1]
+    given = fit(reference.block_rows, {**rows, "out": block_hidden})
+    (accepted, count, drafting), (batch, width) = _block_sizes(given), given.sizes("B", "H")
     check_width(width)
     check_shape("out", out, batch * count, 2 * width)
     check_shape("normed_hidden", normed_hidden, batch * count, width)
     for norm_weight in (embed_weight, hidden_weight):
         check_shape("embed_weight and hidden_weight", norm_weight, width)
-    check_dtype(torch.bfloat16, hidden=hidden, out=out, normed_hidden=normed_hidden)
+    check_dtype(torch.bfloat16, hidden=given["hidden"], out=out, normed_hidden=normed_hidden)
     table, tiled = check_table(weight, width)
     block_size, kept = 0, list[Argument]([0] * 6)
     if boundary is not None:
@@ -237,6 +198,7 @@ def block_input(
     kernel = _make_input(
         width, tiled, (accepted, count, drafting), block_size, eps, are_wide(embed_weight, hidden_weight)
     )
+    reads, writes, mask_token = given.tensors[:6], given.tensors[6:], given.params["mask_token"]
     arguments = (*reads, table, embed_weight, hidden_weight, *writes, out, normed_hidden, mask_token, *kept)
     return [KernelCall(kernel, (batch * count, 2, 1), arguments)]
 
@@ -298,36 +260,14 @@ def _make_input(
     return Kernel(name, block_input, (types.int64,) * 24, NORM_THREADS, waits_before_trigger=True)
 
 
-def mask_rows(
-    accepted_tokens: torch.Tensor,
-    commit_lens: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    *,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    row_live: torch.Tensor,
-    write_lens: torch.Tensor,
-    mask_token: int,
-) -> list[KernelCall]:
-    """`mask_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    reads, writes = (accepted_tokens, commit_lens, draft_live, draft_lens), (tokens, positions, row_live, write_lens)
-    batch, accepted, count = _mask_sizes(reads, writes)
+@launches(reference.mask_rows)
+def mask_rows(given: Given) -> list[KernelCall]:
+    """`mask_rows` of the reference. Raises ShapeError for too many rows of a block."""
+    batch, accepted, count = given.sizes("B", "T", "R")
     if not 1 <= count <= MASK_THREADS:
         raise ShapeError(f"mask_rows: a block has 1 to {MASK_THREADS} rows, got {count}")
-    return [KernelCall(_make_mask_rows(accepted, count), (batch, 1, 1), (*reads, *writes, mask_token))]
-
-
-def _mask_sizes(reads: tuple[torch.Tensor, ...], writes: tuple[torch.Tensor, ...]) -> tuple[int, int, int]:
-    """Slots, rows of one that may be committed, and rows of its block. Raises ShapeError for shapes that do not fit."""
-    accepted_tokens, commit_lens, draft_live, draft_lens = reads
-    tokens, positions, row_live, write_lens = writes
-    (batch, accepted), count = accepted_tokens.shape, tokens.shape[1]
-    for array in (commit_lens, draft_live, draft_lens, write_lens):
-        check_shape("commit_lens, draft_live, draft_lens and write_lens", array, batch)
-    for array in (tokens, positions, row_live):
-        check_shape("tokens, positions and row_live", array, batch, count)
-    return batch, accepted, count
+    arguments = (*given.tensors, given.params["mask_token"])
+    return [KernelCall(_make_mask_rows(accepted, count), (batch, 1, 1), arguments)]
 
 
 def _make_masked(accepted: int) -> tuple[Any, Any]:
@@ -383,28 +323,20 @@ def _make_mask_rows(accepted: int, count: int) -> Kernel:
 
 
 def mask_input(
-    accepted_tokens: torch.Tensor,
-    commit_lens: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
+    *,
     weight: torch.Tensor | PackedMatrix,
     norm_weight: torch.Tensor,
-    *,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    row_live: torch.Tensor,
-    write_lens: torch.Tensor,
     out: torch.Tensor,
     normed: torch.Tensor,
-    mask_token: int,
     eps: float,
+    **rows: Any,
 ) -> list[KernelCall]:
-    """`mask_rows` of the reference, then `embed_norm` of its rows; dead ones are zero in both.
+    """`mask_rows` of the reference, whose arguments `rows` are, then `embed_norm` of them; dead ones are zero in both.
 
     One launch. Raises ShapeError as these do.
     """
-    reads, writes = (accepted_tokens, commit_lens, draft_live, draft_lens), (tokens, positions, row_live, write_lens)
-    (batch, accepted, count), width = _mask_sizes(reads, writes), out.shape[1]
+    given, width = fit(reference.mask_rows, rows), out.shape[1]
+    batch, accepted, count = given.sizes("B", "T", "R")
     check_width(width)
     for name, array in (("out", out), ("normed", normed)):
         check_shape(name, array, batch * count, width)
@@ -412,7 +344,8 @@ def mask_input(
     check_dtype(torch.bfloat16, out=out, normed=normed)
     table, tiled = check_table(weight, width)
     kernel = _make_mask_input(width, tiled, accepted, count, eps, are_wide(norm_weight))
-    arguments = (*reads, table, norm_weight, *writes, out, normed, mask_token)
+    reads, writes = given.tensors[:4], given.tensors[4:]
+    arguments = (*reads, table, norm_weight, *writes, out, normed, given.params["mask_token"])
     return [KernelCall(kernel, (batch * count, 1, 1), arguments)]
 
 

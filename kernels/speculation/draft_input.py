@@ -25,11 +25,14 @@ from lowlat.kernels.common.norm_row import (
 from lowlat.kernels.elementwise.embed import check_table
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.gemm.packing import PackedMatrix
+from lowlat.kernels.reference.elementwise import elementwise as reference
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation.draft_rows import gather_level
 from lowlat.kernels.sampling.argmax import drafted_token
 from lowlat.kernels.speculation.draft_rows import block_end
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, fit, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["ChainDrafts", "concat_norms", "draft_input", "draft_level_input", "examples"]
@@ -242,33 +245,16 @@ def _check_halves(
     return rows, width, are_wide(embed_weight, hidden_weight)
 
 
-def concat_norms(
-    embedded: torch.Tensor,
-    hidden: torch.Tensor,
-    embed_weight: torch.Tensor,
-    hidden_weight: torch.Tensor,
-    row_live: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    normed_hidden: torch.Tensor,
-    eps: float,
-) -> list[KernelCall]:
-    """Normed embedding next to normed hidden state; dead rows give zero.
+@launches(reference.concat_norms)
+def concat_norms(given: Given) -> list[KernelCall]:
+    """Normed embedding next to normed hidden state, of bf16; dead rows give zero. One launch.
 
-    embedded, hidden             [M, N]   bf16
-    embed_weight, hidden_weight  [N]      bf16, or both float32
-    row_live                     [M]      uint8; None: all rows are live
-    out                          [M, 2N]  bf16  out
-    normed_hidden                [M, N]   bf16  out: the right half again
-    One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
+    Raises ShapeError for N outside of ROW_WIDTH, and weights of two dtypes.
     """
-    rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
-    check_shape("embedded", embedded, rows, width)
-    check_dtype(torch.bfloat16, embedded=embedded)
-    check_row_live(row_live, rows)
-    live = 0 if row_live is None else row_live
-    arguments = (embedded, hidden, embed_weight, hidden_weight, live, out, normed_hidden)
-    return [KernelCall(_make_concat_norms(width, eps, wide_weights), (rows, 2, 1), arguments)]
+    names = ("embed_weight", "hidden_weight", "hidden", "out", "normed_hidden")
+    rows, width, wide_weights = _check_halves(*(given[name] for name in names))
+    arguments = given.take("embedded", "hidden", "embed_weight", "hidden_weight", "row_live", "out", "normed_hidden")
+    return [KernelCall(_make_concat_norms(width, given.params["eps"], wide_weights), (rows, 2, 1), arguments)]
 
 
 def draft_input(
@@ -322,66 +308,34 @@ def draft_input(
 
 
 def draft_level_input(
-    feedback: torch.Tensor,
-    draft_nodes: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    nodes: torch.Tensor,
-    parent_rows: torch.Tensor,
-    masks: torch.Tensor,
+    *,
     weight: torch.Tensor | PackedMatrix,
     embed_weight: torch.Tensor,
     hidden_weight: torch.Tensor,
-    *,
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    row_live: torch.Tensor,
-    positions: torch.Tensor,
-    row_masks: torch.Tensor,
     out: torch.Tensor,
     normed_hidden: torch.Tensor,
-    depth: int,
     eps: float,
     drafts: ChainDrafts | None = None,
+    **level: Any,
 ) -> list[KernelCall]:
     """`gather_level`, then `embed` of its tokens and `concat_norms`; before them the drafts that it gathers, if given.
 
-    feedback                              [B * V, N]   bf16
-    draft_nodes                           [B, T]       int32  updated with `drafts`: node nodes[0] of every slot
-    draft_live, draft_lens                 [B]          uint8, int32
-    nodes, parent_rows, masks             [W]          int32, int32, int64: constants, read before the kernel waits
-    weight                                [V, N]       bf16, row-major or packed
-    hidden                                [B * W, N]   bf16  out
-    tokens, row_live, positions, row_masks  [B, W]     int32, uint8, int32, int64  out
-    out, normed_hidden                    [B * W, 2N], [B * W, N]  bf16  out
-    drafts                                with V = W = 1
+    level               the arguments of `gather_level`; nodes, parent_rows and masks are constants, read before the
+                        kernel waits; draft_nodes is updated with `drafts`: node nodes[0] of every slot
+    weight              [V, N]                    bf16, row-major or packed
+    out, normed_hidden  [B * W, 2N], [B * W, N]   bf16  out
+    drafts              with V = W = 1
     One launch. Raises ShapeError as `concat_norms` does, and for drafts of a level that is no chain's.
     """
-    rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, hidden, out, normed_hidden)
-    batch, num_nodes = draft_nodes.shape
-    wide, above = nodes.shape[0], feedback.shape[0] // batch
-    check_shape("hidden", hidden, batch * wide, width)
-    check_shape("feedback", feedback, batch * above, width)
-    check_dtype(torch.bfloat16, feedback=feedback)
-    check_dtype(torch.int32, draft_nodes=draft_nodes, draft_lens=draft_lens, nodes=nodes, parent_rows=parent_rows)
-    check_dtype(torch.int32, tokens=tokens, positions=positions)
-    for name, tensor in (("draft_live", draft_live), ("draft_lens", draft_lens)):
-        check_shape(name, tensor, batch)
-    for name, tensor in (("parent_rows", parent_rows), ("masks", masks)):
-        check_shape(name, tensor, wide)
-    for name, tensor in (
-        ("tokens", tokens),
-        ("row_live", row_live),
-        ("positions", positions),
-        ("row_masks", row_masks),
-    ):
-        check_shape(name, tensor, batch, wide)
+    given = fit(gather_level, level)
+    batch, wide, num_nodes, above = given.sizes("B", "W", "T", "V")
+    rows, width, wide_weights = _check_halves(embed_weight, hidden_weight, given["hidden"], out, normed_hidden)
     table, tiled = check_table(weight, width)
-    pairs, given = _drafts(drafts, batch, (wide, above))
-    kernel = _make_level_input(width, tiled, (wide, num_nodes, above, depth), eps, pairs, wide_weights)
-    reads = (feedback, draft_nodes, draft_live, draft_lens, nodes, parent_rows, masks, table, embed_weight)
-    writes = (hidden, tokens, row_live, positions, row_masks, out, normed_hidden)
-    return [KernelCall(kernel, (rows, 2, 1), (*reads, hidden_weight, *writes, *given))]
+    pairs, own = _drafts(drafts, batch, (wide, above))
+    kernel = _make_level_input(width, tiled, (wide, num_nodes, above, given.params["depth"]), eps, pairs, wide_weights)
+    reads, writes = given.tensors[:7], given.tensors[7:]
+    arguments = (*reads, table, embed_weight, hidden_weight, *writes, out, normed_hidden, *own)
+    return [KernelCall(kernel, (rows, 2, 1), arguments)]
 
 
 def _drafts(drafts: ChainDrafts | None, batch: int, level: tuple[int, int]) -> tuple[int, tuple[Argument, ...]]:

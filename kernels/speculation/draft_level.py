@@ -6,8 +6,6 @@ Rows are whole multiples of 16 bytes.
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.kernels.common.memory import (
     byte_at,
     copy_row,
@@ -21,9 +19,10 @@ from lowlat.kernels.common.memory import (
     turns,
     wide_count,
 )
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import draft_rows as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
 
 __all__ = ["assign_drafts", "examples", "gather_level"]
@@ -31,36 +30,14 @@ __all__ = ["assign_drafts", "examples", "gather_level"]
 THREADS = 64
 
 
-def gather_level(
-    feedback: torch.Tensor,
-    draft_nodes: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    nodes: torch.Tensor,
-    parent_rows: torch.Tensor,
-    masks: torch.Tensor,
-    *,
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    row_live: torch.Tensor,
-    positions: torch.Tensor,
-    row_masks: torch.Tensor,
-    depth: int,
-) -> list[KernelCall]:
-    """`gather_level` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    (batch, num_nodes), wide, width = draft_nodes.shape, nodes.shape[0], feedback.shape[1]
-    above = feedback.shape[0] // batch
-    for array in (draft_live, draft_lens):
-        check_shape("draft_live and draft_lens", array, batch)
-    for array in (parent_rows, masks):
-        check_shape("parent_rows and masks", array, wide)
-    for array in (tokens, row_live, positions, row_masks):
-        check_shape("tokens, row_live, positions and row_masks", array, batch, wide)
-    check_shape("feedback", feedback, batch * above, width)
-    check_shape("hidden", hidden, batch * wide, width)
-    reads = (feedback, draft_nodes, draft_live, draft_lens, nodes, parent_rows, masks)
-    kernel = _make_gather_level(wide, num_nodes, above, wide_count("feedback", feedback), depth)
-    return [KernelCall(kernel, (batch * wide, 1, 1), (*reads, hidden, tokens, row_live, positions, row_masks))]
+@launches(reference.gather_level)
+def gather_level(given: Given) -> list[KernelCall]:
+    """`gather_level` of the reference."""
+    batch, wide, num_nodes, above = given.sizes("B", "W", "T", "V")
+    kernel = _make_gather_level(
+        wide, num_nodes, above, wide_count("feedback", given["feedback"]), given.params["depth"]
+    )
+    return [KernelCall(kernel, (batch * wide, 1, 1), given.tensors)]
 
 
 @cache
@@ -100,22 +77,11 @@ def _make_gather_level(wide: int, num_nodes: int, above: int, count: int, depth:
     return Kernel(name, kernel, (types.int64,) * 12, threads)
 
 
-def assign_drafts(
-    top_tokens: torch.Tensor,
-    children: torch.Tensor,
-    child_rows: torch.Tensor,
-    child_ranks: torch.Tensor,
-    *,
-    draft_nodes: torch.Tensor,
-) -> list[KernelCall]:
-    """`assign_drafts` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    (batch, num_nodes), ranks = draft_nodes.shape, top_tokens.shape[1]
-    above = top_tokens.shape[0] // batch
-    check_shape("top_tokens", top_tokens, batch * above, ranks)
-    check_shape("child_rows", child_rows, *children.shape)
-    check_shape("child_ranks", child_ranks, *children.shape)
-    kernel = _make_assign_drafts(children.shape[0], num_nodes, above, ranks)
-    return [KernelCall(kernel, (batch, 1, 1), (top_tokens, children, child_rows, child_ranks, draft_nodes))]
+@launches(reference.assign_drafts)
+def assign_drafts(given: Given) -> list[KernelCall]:
+    """`assign_drafts` of the reference."""
+    batch, count, num_nodes, above, ranks = given.sizes("B", "n", "T", "W", "k")
+    return [KernelCall(_make_assign_drafts(count, num_nodes, above, ranks), (batch, 1, 1), given.tensors)]
 
 
 @cache

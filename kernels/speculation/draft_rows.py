@@ -12,9 +12,11 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, copy_row, divide, int_at, threads_for, wide_count, zero_row
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import draft_rows as reference
 from lowlat.kernels.speculation.limits import GATHERED, MAX_GATHERED, MAX_SOURCES
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 
 __all__ = [
@@ -217,27 +219,12 @@ def block_end(
     return ends, block
 
 
-def store_boundary(
-    hidden: torch.Tensor,
-    positions: torch.Tensor,
-    row_live: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    block_features: torch.Tensor,
-    block_size: int,
-) -> list[KernelCall]:
-    """Keep the feature of each block's last position, as the reference's `store_boundary`, whose arguments these are.
-
-    Raises ShapeError for shapes that do not fit.
-    """
-    batch, rows = positions.shape
-    check_shape("hidden", hidden, batch * rows, block_features.shape[1])
-    check_shape("row_live", row_live, batch, rows)
-    check_shape("slots", slots, batch)
-    kernel = _make_store(rows, wide_count("hidden", hidden), block_table.shape[1], block_size)
-    arguments = (hidden, positions, row_live, block_table, slots, block_features)
-    return [KernelCall(kernel, (batch * rows, 1, 1), arguments)]
+@launches(reference.store_boundary)
+def store_boundary(given: Given) -> list[KernelCall]:
+    """Keep the feature of each block's last position, as the reference's `store_boundary`."""
+    batch, rows, table_width, block_size = given.sizes("B", "T", "blocks", "block_size")
+    kernel = _make_store(rows, wide_count("hidden", given["hidden"]), table_width, block_size)
+    return [KernelCall(kernel, (batch * rows, 1, 1), given.tensors)]
 
 
 @cache
@@ -259,27 +246,14 @@ def _make_store(rows: int, count: int, table_width: int, block: int) -> Kernel:
     return Kernel(name, kernel, (types.int64,) * 6, threads)
 
 
-def draft_prefill_rows(
-    hidden: torch.Tensor,
-    chunk: torch.Tensor,
-    block_table: torch.Tensor,
-    *,
-    block_features: torch.Tensor,
-    shifted: torch.Tensor,
-    block_size: int,
-) -> list[KernelCall]:
+@launches(reference.draft_prefill_rows)
+def draft_prefill_rows(given: Given) -> list[KernelCall]:
     """Shift a chunk's features by one row and keep those of complete blocks, as the reference's `draft_prefill_rows`.
 
-    Its arguments are these; start and count are read on the device. `hidden` and `shifted` are apart. Raises ShapeError
-    for shapes that do not fit.
+    Start and count are read on the device. `hidden` and `shifted` are apart.
     """
-    rows, width = hidden.shape
-    check_shape("shifted", shifted, rows, width)
-    check_shape("block_features", block_features, block_features.shape[0], width)
-    check_shape("chunk", chunk, 2)
-    check_shape("block_table", block_table, 1, block_table.shape[-1])
-    kernel = _make_prefill(wide_count("hidden", hidden), block_size)
-    return [KernelCall(kernel, (rows, 1, 1), (hidden, chunk, block_table, block_features, shifted))]
+    rows, block_size = given.sizes("c", "block_size")
+    return [KernelCall(_make_prefill(wide_count("hidden", given["hidden"]), block_size), (rows, 1, 1), given.tensors)]
 
 
 @cache

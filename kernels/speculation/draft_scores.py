@@ -12,7 +12,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, int_at, set_int
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import draft_scores as reference
 from lowlat.kernels.sampling.logprobs.tokens import chunk_sum, make_row_sum
 from lowlat.kernels.sampling.ranking import block_ranks, count_lists, make_row_ranks
 from lowlat.kernels.sampling.select import (
@@ -33,41 +33,31 @@ from lowlat.kernels.sampling.select import (
 from lowlat.kernels.speculation.limits import MAX_SCORED_RANKS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.launches import fit
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types, uint32
 
 __all__ = ["draft_topk_logprobs", "examples"]
 
 
-def draft_topk_logprobs(
-    logits: torch.Tensor,
-    draft_to_target: torch.Tensor,
-    row_live: torch.Tensor | None = None,
-    *,
-    top_tokens: torch.Tensor,
-    top_logprobs: torch.Tensor,
-    k: int,
-    workspace: Workspace,
-) -> list[KernelCall]:
-    """`draft_topk_logprobs` of the reference, whose arguments these are.
+def draft_topk_logprobs(*, workspace: Workspace, **arguments: Any) -> list[KernelCall]:
+    """`draft_topk_logprobs` of the reference, whose arguments these are, by name.
 
     Time: one read of the logits, k steps of a warp, three times over, and an exponential for each logit.
-    Raises ShapeError for k outside 1..32 or above Vd, for Vd above 327680, and for shapes that do not fit.
+    Raises ShapeError for k outside 1..32 or above Vd, for Vd above 327680, and for arguments that do not fit.
     """
-    rows, width = logits.shape
+    given = fit(reference.draft_topk_logprobs, arguments)
+    rows, width, k = given.sizes("R", "Vd", "k")
     if not 1 <= k <= min(width, MAX_SCORED_RANKS):
         raise ShapeError(f"k must be from 1 to {min(width, MAX_SCORED_RANKS)}, got {k}")
-    check_shape("top_tokens", top_tokens, rows, k)
-    check_shape("top_logprobs", top_logprobs, rows, k)
-    check_shape("draft_to_target", draft_to_target, width)
-    live = row_live.reshape(-1) if row_live is not None else 0
-    if isinstance(live, torch.Tensor):
-        check_shape("row_live", live, rows)
+    row_live = given.arrays.get("row_live")
+    live = 0 if row_live is None else row_live.reshape(-1)
     chunks = count_chunks("logits", width)
     partials = workspace(f"draft_topk_logprobs.partials.{rows}.{chunks}.{k}", (rows, chunks, k, 2), torch.int32)
     sums = workspace(f"draft_topk_logprobs.sums.{rows}.{chunks}", (rows, chunks), torch.float32)
     counters = workspace(f"draft_topk_logprobs.counters.{rows}", (rows,), torch.int32)
-    arguments = (logits, live, draft_to_target, top_tokens, top_logprobs, partials, sums, counters)
-    return [KernelCall(_make(width, k, row_live is not None), (chunks, rows, 1), arguments)]
+    outs = given.take("draft_to_target", "top_tokens", "top_logprobs")
+    calls = (given["logits"], live, *outs, partials, sums, counters)
+    return [KernelCall(_make(width, k, row_live is not None), (chunks, rows, 1), calls)]
 
 
 @functools.cache

@@ -7,8 +7,6 @@ whole multiples of 16 bytes.
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import (
     copy_row,
@@ -21,10 +19,11 @@ from lowlat.kernels.common.memory import (
     turns,
     wide_count,
 )
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import grow as reference
 from lowlat.kernels.reference.speculation.grow import LOWEST, MAX_ENTRIES, first_entry
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types
 
 __all__ = ["choose_nodes", "examples", "grow_block_tree", "grow_tree"]
@@ -33,105 +32,38 @@ THREADS = 256
 MINUS_INFINITY = float("-inf")
 
 
-def grow_tree(
-    top_tokens: torch.Tensor,
-    top_logprobs: torch.Tensor,
-    row_scores: torch.Tensor,
-    row_entries: torch.Tensor,
-    row_masks: torch.Tensor,
-    feedback: torch.Tensor,
-    draft_lens: torch.Tensor,
-    *,
-    tree_tokens: torch.Tensor,
-    tree_scores: torch.Tensor,
-    tree_parents: torch.Tensor,
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    row_live: torch.Tensor,
-    positions: torch.Tensor,
-    next_scores: torch.Tensor,
-    next_entries: torch.Tensor,
-    next_masks: torch.Tensor,
-    depth: int,
-) -> list[KernelCall]:
-    """`grow_tree` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    (batch, width), top_k = row_scores.shape, top_tokens.shape[1]
-    tree = (tree_tokens, tree_scores, tree_parents)
-    start = first_entry(depth, top_k)
-    _check_level(top_tokens, top_logprobs, row_scores, row_entries, tree, start)
-    check_shape("row_masks", row_masks, batch, width)
-    check_shape("draft_lens", draft_lens, batch)
-    for array in (tokens, row_live, positions, next_scores, next_entries, next_masks):
-        check_shape("a level's rows", array, batch, top_k)
-    check_shape("feedback", feedback, batch * width, feedback.shape[1])
-    check_shape("hidden", hidden, batch * top_k, feedback.shape[1])
-    reads = (top_tokens, top_logprobs, row_scores, row_entries, row_masks, feedback, draft_lens)
-    outs = (hidden, tokens, row_live, positions, next_scores, next_entries, next_masks)
-    kernel = _make_level(width, top_k, tree_tokens.shape[1], depth, wide_count("feedback", feedback))
-    return [KernelCall(kernel, (batch * top_k, 1, 1), (*reads, *tree, *outs))]
+@launches(reference.grow_tree)
+def grow_tree(given: Given) -> list[KernelCall]:
+    """`grow_tree` of the reference. Raises ShapeError for entries that the tree has no place for."""
+    batch, width, top_k, count = given.sizes("B", "W", "K", "N")
+    depth = given.params["depth"]
+    _check_entries(first_entry(depth, top_k), width * top_k, count)
+    kernel = _make_level(width, top_k, count, depth, wide_count("feedback", given["feedback"]))
+    return [KernelCall(kernel, (batch * top_k, 1, 1), given.tensors)]
 
 
-def choose_nodes(
-    top_tokens: torch.Tensor,
-    top_logprobs: torch.Tensor,
-    row_scores: torch.Tensor,
-    row_entries: torch.Tensor,
-    *,
-    tree_tokens: torch.Tensor,
-    tree_scores: torch.Tensor,
-    tree_parents: torch.Tensor,
-    draft_nodes: torch.Tensor,
-    draft_parents: torch.Tensor,
-) -> list[KernelCall]:
-    """`choose_nodes` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    (batch, width), (_, top_k), count = row_scores.shape, top_tokens.shape, tree_tokens.shape[1]
-    tree = (tree_tokens, tree_scores, tree_parents)
-    _check_level(top_tokens, top_logprobs, row_scores, row_entries, tree, count - width * top_k)
-    check_shape("draft_parents", draft_parents, *draft_nodes.shape)
-    check_shape("draft_nodes", draft_nodes, batch, draft_nodes.shape[1])
-    reads = (top_tokens, top_logprobs, row_scores, row_entries)
-    kernel = _make_choice(width, top_k, count, draft_nodes.shape[1])
-    return [KernelCall(kernel, (batch, 1, 1), (*reads, *tree, draft_nodes, draft_parents))]
+@launches(reference.choose_nodes)
+def choose_nodes(given: Given) -> list[KernelCall]:
+    """`choose_nodes` of the reference. Raises ShapeError for entries that the tree has no place for."""
+    batch, width, top_k, count, nodes = given.sizes("B", "W", "K", "N", "T")
+    _check_entries(count - width * top_k, width * top_k, count)
+    return [KernelCall(_make_choice(width, top_k, count, nodes), (batch, 1, 1), given.tensors)]
 
 
-def grow_block_tree(
-    top_tokens: torch.Tensor,
-    top_logprobs: torch.Tensor,
-    *,
-    draft_nodes: torch.Tensor,
-    draft_parents: torch.Tensor,
-    first_row: int,
-) -> list[KernelCall]:
-    """`grow_block_tree` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    (batch, nodes), top_k = draft_nodes.shape, top_tokens.shape[1]
-    rows = top_tokens.shape[0] // batch
-    check_shape("top_tokens", top_tokens, batch * rows, top_k)
-    check_shape("top_logprobs", top_logprobs, batch * rows, top_k)
-    check_shape("draft_parents", draft_parents, batch, nodes)
+@launches(reference.grow_block_tree)
+def grow_block_tree(given: Given) -> list[KernelCall]:
+    """`grow_block_tree` of the reference. Raises ShapeError for rows that make no tree, or too large a one."""
+    batch, rows, top_k, nodes = given.sizes("B", "R", "K", "T")
+    first_row = given.params["first_row"]
     depth = rows - first_row
     if not 1 <= depth <= rows or first_entry(depth + 1, top_k) > MAX_ENTRIES:
         raise ShapeError(f"{rows} rows of {top_k} drafts from row {first_row} on make no tree of {MAX_ENTRIES} drafts")
-    kernel = _make_block(rows, first_row, top_k, nodes)
-    return [KernelCall(kernel, (batch, 1, 1), (top_tokens, top_logprobs, draft_nodes, draft_parents))]
+    return [KernelCall(_make_block(rows, first_row, top_k, nodes), (batch, 1, 1), given.tensors)]
 
 
-def _check_level(
-    top_tokens: torch.Tensor,
-    top_logprobs: torch.Tensor,
-    row_scores: torch.Tensor,
-    row_entries: torch.Tensor,
-    tree: tuple[torch.Tensor, ...],
-    start: int,
-) -> None:
-    (batch, width), top_k = row_scores.shape, top_tokens.shape[1]
-    check_shape("top_tokens", top_tokens, batch * width, top_k)
-    check_shape("top_logprobs", top_logprobs, batch * width, top_k)
-    check_shape("row_entries", row_entries, batch, width)
-    count = tree[0].shape[1]
-    for array in tree:
-        check_shape("tree_tokens, tree_scores and tree_parents", array, batch, count)
-    if not 0 <= start <= start + width * top_k <= min(count, MAX_ENTRIES):
-        end = start + width * top_k
+def _check_entries(start: int, added: int, count: int) -> None:
+    if not 0 <= start <= start + added <= min(count, MAX_ENTRIES):
+        end = start + added
         raise ShapeError(f"entries {start} to {end} do not fit a tree of {count}, at most {MAX_ENTRIES}")
 
 

@@ -3,13 +3,12 @@
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, int_at, set_int, set_long, turns
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import hand_over as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types
 
 __all__ = ["examples", "hand_over_tree"]
@@ -17,30 +16,13 @@ __all__ = ["examples", "hand_over_tree"]
 THREADS = 64  # a node each
 
 
-def hand_over_tree(
-    draft_nodes: torch.Tensor,
-    draft_parents: torch.Tensor,
-    draft_live: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    drafts: torch.Tensor,
-    num_drafts: torch.Tensor,
-    tree_masks: torch.Tensor,
-    tree_paths: torch.Tensor,
-) -> list[KernelCall]:
-    """`hand_over_tree` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    (batch, rows), (max_batch, max_rows) = draft_nodes.shape, drafts.shape
-    check_shape("draft_parents", draft_parents, batch, rows)
-    check_shape("draft_live", draft_live, batch)
-    check_shape("slots", slots, batch)
-    check_shape("num_drafts", num_drafts, max_batch)
-    check_shape("tree_masks", tree_masks, max_batch, max_rows)
-    check_shape("tree_paths", tree_paths, max_batch, *tree_paths.shape[1:])
+@launches(reference.hand_over_tree)
+def hand_over_tree(given: Given) -> list[KernelCall]:
+    """`hand_over_tree` of the reference. Raises ShapeError for a tree of too many nodes."""
+    batch, rows, max_rows, *paths = given.sizes("B", "T", "max_T", "P", "W")
     if rows > min(max_rows, THREADS):
         raise ShapeError(f"a tree of {rows} nodes does not fit {max_rows} rows, at most {THREADS}")
-    kernel = _make(rows, max_rows, *tree_paths.shape[1:])
-    reads = (draft_nodes, draft_parents, draft_live, slots)
-    return [KernelCall(kernel, (batch, 1, 1), (*reads, drafts, num_drafts, tree_masks, tree_paths))]
+    return [KernelCall(_make(rows, max_rows, *paths), (batch, 1, 1), given.tensors)]
 
 
 @cache

@@ -8,11 +8,9 @@ from dataclasses import astuple, dataclass
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, divide, int_at, set_int, turns
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import length_probabilities as reference
 from lowlat.kernels.reference.speculation.length_probabilities import (
     AGE,
     ALL_DECAY,
@@ -23,11 +21,12 @@ from lowlat.kernels.reference.speculation.length_probabilities import (
     PRIOR,
     RUNS,
     WEIGHT,
-    check_probabilities,
+    check_most,
 )
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types
 
 __all__ = ["FATES", "LearningPlan", "examples", "join_lengths", "learn", "learn_draft_lengths", "learning_plan"]
@@ -54,51 +53,22 @@ class LearningPlan:
         return (self.max_batch + 1) * NUM_RUNS * self.most * 2
 
 
-def learning_plan(
-    slots: torch.Tensor,
-    accepted_lens: torch.Tensor,
-    num_verified: torch.Tensor,
-    verified_source: torch.Tensor,
-    dense_lens: torch.Tensor,
-    extended: torch.Tensor,
-    length_probabilities: torch.Tensor,
-    length_runs: torch.Tensor,
-    length_expected: torch.Tensor,
-    *,
-    extends: bool,
-) -> LearningPlan:
-    """The plan for these arguments of `learn_draft_lengths`. Raises ShapeError for shapes that do not fit."""
-    check_probabilities(length_probabilities, length_runs, length_expected)
-    batch, max_batch = slots.shape[0], length_runs.shape[0]
-    by_entry = {"accepted_lens": accepted_lens, "num_verified": num_verified, "verified_source": verified_source}
-    for name, tensor in (*by_entry.items(), ("dense_lens", dense_lens)):
-        check_shape(name, tensor, batch)
-    check_shape("extended", extended, max_batch)
+def learning_plan(given: Given) -> LearningPlan:
+    """The plan for these arguments of `learn_draft_lengths`. Raises ShapeError for too many slots or drafts."""
+    batch, max_batch, most = given.sizes("B", "max_B", "K")
+    check_most(most)
     if max_batch > MAX_SLOTS:
         raise ShapeError(f"acceptance probabilities are kept of at most {MAX_SLOTS} slots, got {max_batch}")
-    return LearningPlan(batch, max_batch, length_probabilities.shape[2], extends)
+    return LearningPlan(batch, max_batch, most, given.params["extends"])
 
 
-def learn_draft_lengths(
-    slots: torch.Tensor,
-    accepted_lens: torch.Tensor,
-    num_verified: torch.Tensor,
-    verified_source: torch.Tensor,
-    dense_lens: torch.Tensor,
-    *,
-    extended: torch.Tensor,
-    length_probabilities: torch.Tensor,
-    length_runs: torch.Tensor,
-    length_expected: torch.Tensor,
-    extends: bool,
-) -> list[KernelCall]:
-    """Count and reckon, as the reference's `learn_draft_lengths`, whose arguments these are.
+@launches(reference.learn_draft_lengths)
+def learn_draft_lengths(given: Given) -> list[KernelCall]:
+    """Count and reckon, as the reference's `learn_draft_lengths`.
 
-    Time: two trips to memory, and some 40 short divisions in a row. Raises ShapeError.
+    Time: two trips to memory, and some 40 short divisions in a row. Raises ShapeError as `learning_plan` does.
     """
-    given = (slots, accepted_lens, num_verified, verified_source, dense_lens)
-    arguments = (*given, extended, length_probabilities, length_runs, length_expected)
-    return [KernelCall(_make(learning_plan(*arguments, extends=extends)), (1, 1, 1), arguments)]
+    return [KernelCall(_make(learning_plan(given)), (1, 1, 1), given.tensors)]
 
 
 @device_function
@@ -253,36 +223,12 @@ def _make(plan: LearningPlan) -> Kernel:
     return Kernel("learn_draft_lengths_" + "_".join(map(str, astuple(plan))), kernel, (types.int64,) * 9, threads)
 
 
-def join_lengths(
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    draft_live: torch.Tensor,
-    *,
-    extended: torch.Tensor,
-    length_probabilities: torch.Tensor,
-    length_runs: torch.Tensor,
-    length_expected: torch.Tensor,
-    length_waited: torch.Tensor,
-) -> list[KernelCall]:
-    """Begin a slot's record, as the reference's `join_lengths`, whose arguments these are. Raises ShapeError."""
-    check_probabilities(length_probabilities, length_runs, length_expected)
-    max_batch, most = lengths.shape[0], length_probabilities.shape[2]
-    check_shape("slots", slots, 1)
-    check_shape("draft_live", draft_live, 1)
-    check_shape("extended", extended, max_batch)
-    check_shape("length_runs", length_runs, max_batch)
-    check_shape("length_waited", length_waited, 1)
-    arguments = (
-        slots,
-        lengths,
-        draft_live,
-        extended,
-        length_probabilities,
-        length_runs,
-        length_expected,
-        length_waited,
-    )
-    return [KernelCall(_make_join(max_batch, most), (1, 1, 1), arguments)]
+@launches(reference.join_lengths)
+def join_lengths(given: Given) -> list[KernelCall]:
+    """Begin a slot's record, as the reference's `join_lengths`. Raises ShapeError for too many drafts."""
+    max_batch, most = given.sizes("max_B", "K")
+    check_most(most)
+    return [KernelCall(_make_join(max_batch, most), (1, 1, 1), given.tensors)]
 
 
 @cache

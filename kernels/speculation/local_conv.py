@@ -11,9 +11,11 @@ from lowlat.kernels.common.norm_math import lane_sum
 from lowlat.kernels.common.norm_row import chunk_values, is_live
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import local_conv as reference
 from lowlat.kernels.speculation.limits import GROUPS, SCORED_RANKS, VECTORS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["examples", "local_conv", "walk_candidates"]
@@ -23,33 +25,21 @@ CHUNK = 8
 WARPS, LANES = 16, 32
 
 
-def local_conv(
-    x: torch.Tensor,
-    coefficients: torch.Tensor,
-    row_live: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    side: int,
-    group: int,
-) -> list[KernelCall]:
-    """`local_conv` of the reference, whose arguments these are; x and out are bf16 or float32, the weight bf16.
+@launches(reference.local_conv)
+def local_conv(given: Given) -> list[KernelCall]:
+    """`local_conv` of the reference; x and out are bf16 or float32, the weight bf16.
 
-    Raises ShapeError for shapes that do not fit, and groups outside of GROUPS.
+    Raises ShapeError for rows that are no whole blocks or groups, and groups outside of GROUPS.
     """
-    (count, width), (_, rows), taps = x.shape, row_live.shape, weight.shape[1]
+    (count, width), taps, (_, rows) = given["x"].shape, given["weight"].shape[1], given["row_live"].shape
+    group, side = given.params["group"], given.params["side"]
     GROUPS.check("local_conv: columns of a group", group)
-    check_shape("weight", weight, 2, taps, width)
-    check_shape("out", out, count, width)
-    check_shape("coefficients", coefficients, count, 2 * taps * (width // group))
-    check_dtype(torch.bfloat16, weight=weight)
-    check_dtype(torch.float32, coefficients=coefficients)
-    if row_live.numel() != count or width % group:
+    check_shape("coefficients", given["coefficients"], count, 2 * taps * (width // group))
+    check_dtype(torch.bfloat16, weight=given["weight"])
+    if given["row_live"].numel() != count or width % group:
         raise ShapeError(f"local_conv: {count} rows of {width}, blocks of {rows}, groups of {group} do not fit")
-    wide = x.dtype == torch.float32, out.dtype == torch.float32
-    kernel = _make_conv(width, rows, taps, group, side, *wide)
-    grid = (count, -(-(width // CHUNK) // THREADS), 1)
-    return [KernelCall(kernel, grid, (x, coefficients, row_live, weight, out))]
+    kernel = _make_conv(width, rows, taps, group, side, *(given[name].dtype == torch.float32 for name in ("x", "out")))
+    return [KernelCall(kernel, (count, -(-(width // CHUNK) // THREADS), 1), given.tensors)]
 
 
 @cache
@@ -106,35 +96,21 @@ def _make_conv(width: int, rows: int, taps: int, group: int, side: int, reads: b
     return Kernel(name, kernel, (types.int64,) * 5, THREADS, waits_before_trigger=True)
 
 
-def walk_candidates(
-    candidates: torch.Tensor,
-    scores: torch.Tensor,
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    predecessors: torch.Tensor,
-    successors: torch.Tensor,
-    *,
-    draft_nodes: torch.Tensor,
-    first_row: int,
-) -> list[KernelCall]:
-    """`walk_candidates` of the reference, whose arguments these are; vectors are bf16.
+@launches(reference.walk_candidates)
+def walk_candidates(given: Given) -> list[KernelCall]:
+    """`walk_candidates` of the reference; vectors are bf16.
 
-    Raises ShapeError for shapes that do not fit, k outside of SCORED_RANKS, and ranks outside of VECTORS.
+    Raises ShapeError for rows that do not fit, k outside of SCORED_RANKS, and ranks outside of VECTORS.
     """
-    (batch, rows), (count, ranks), (_, rank) = tokens.shape, candidates.shape, predecessors.shape
+    batch, rows, count, nodes, ranks, rank = given.sizes("B", "R", "M", "N", "k", "r")
+    first_row = given.params["first_row"]
     SCORED_RANKS.check("walk_candidates: candidates of a row", ranks)
     VECTORS.check("walk_candidates: the rank", rank)
-    check_shape("candidates", candidates, batch * rows, ranks)
-    check_shape("scores", scores, count, ranks)
-    check_shape("hidden", hidden, count, rank)
-    check_shape("successors", successors, *predecessors.shape)
-    check_dtype(torch.bfloat16, predecessors=predecessors, successors=successors)
-    check_dtype(torch.float32, scores=scores, hidden=hidden)
-    if not 0 <= first_row < rows or draft_nodes.shape[1] <= rows - first_row:
-        raise ShapeError(f"walk_candidates: {rows} rows from {first_row} on draft {draft_nodes.shape[1]} nodes at most")
-    kernel = _make_walk(rows, first_row, draft_nodes.shape[1], ranks, rank)
-    arguments = (candidates, scores, hidden, tokens, predecessors, successors, draft_nodes)
-    return [KernelCall(kernel, (batch, 1, 1), arguments)]
+    check_dtype(torch.bfloat16, predecessors=given["predecessors"], successors=given["successors"])
+    if count != batch * rows or not 0 <= first_row < rows or nodes <= rows - first_row:
+        raise ShapeError(f"walk_candidates: {count} rows, {rows} a slot, from {first_row} on draft no {nodes} nodes")
+    kernel = _make_walk(rows, first_row, nodes, ranks, rank)
+    return [KernelCall(kernel, (batch, 1, 1), given.tensors)]
 
 
 @cache

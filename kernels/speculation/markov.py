@@ -13,9 +13,11 @@ from lowlat.kernels.elementwise.embed import check_table
 from lowlat.kernels.elementwise.norm import check_dtype
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import markov as reference
 from lowlat.kernels.speculation.limits import VECTORS
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, fit, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["bias_rows", "examples", "markov_gate", "parent_tokens", "parent_vectors"]
@@ -26,63 +28,43 @@ FOUR = 4
 PARENTS = 64  # rows of a level, at most
 
 
-def parent_tokens(
-    tokens: torch.Tensor,
-    nodes: torch.Tensor,
-    draft_nodes: torch.Tensor | None = None,
-    *,
-    parents: torch.Tensor,
-    row_live: torch.Tensor,
-) -> list[KernelCall]:
-    """`parent_tokens` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    kernel = _make_parents(*_parent_sizes(tokens, nodes, draft_nodes, parents, row_live), 0, False)
-    drafted = tokens if draft_nodes is None else draft_nodes
-    return [KernelCall(kernel, (tokens.shape[0], 1, 1), (tokens, nodes, drafted, parents, row_live, 0, 0))]
+@launches(reference.parent_tokens)
+def parent_tokens(given: Given) -> list[KernelCall]:
+    """`parent_tokens` of the reference. Raises ShapeError for too many nodes with children."""
+    kernel = _make_parents(*_parent_sizes(given), 0, False)
+    return [KernelCall(kernel, (given["tokens"].shape[0], 1, 1), (*_parents(given), 0, 0))]
 
 
 def parent_vectors(
-    tokens: torch.Tensor,
-    nodes: torch.Tensor,
-    draft_nodes: torch.Tensor | None = None,
-    *,
-    parents: torch.Tensor,
-    row_live: torch.Tensor,
-    weight: torch.Tensor | PackedMatrix,
-    vectors: torch.Tensor,
+    *, weight: torch.Tensor | PackedMatrix, vectors: torch.Tensor, **arguments: torch.Tensor | None
 ) -> list[KernelCall]:
-    """`parent_tokens` and the `embed` of its parents, see `rows.embed`, in one launch.
+    """`parent_tokens`, whose other arguments these are by name, and the `embed` of its parents, in one launch.
 
     weight   [V, N]      bf16, row-major or packed
     vectors  [B * W, N]  bf16  out: zero where dead
     Raises ShapeError for shapes that do not fit.
     """
-    sizes, width = _parent_sizes(tokens, nodes, draft_nodes, parents, row_live), vectors.shape[1]
+    given, width = fit(reference.parent_tokens, arguments), vectors.shape[1]
     table, tiled = check_table(weight, width)
-    check_shape("vectors", vectors, parents.numel(), width)
+    check_shape("vectors", vectors, given["parents"].numel(), width)
     check_dtype(torch.bfloat16, vectors=vectors)
     VECTORS.check("parent_vectors: the rank", width)
-    kernel, drafted = _make_parents(*sizes, width, tiled), tokens if draft_nodes is None else draft_nodes
-    arguments = (tokens, nodes, drafted, parents, row_live, table, vectors)
-    return [KernelCall(kernel, (tokens.shape[0], 1, 1), arguments)]
+    kernel = _make_parents(*_parent_sizes(given), width, tiled)
+    return [KernelCall(kernel, (given["tokens"].shape[0], 1, 1), (*_parents(given), table, vectors))]
 
 
-def _parent_sizes(
-    tokens: torch.Tensor,
-    nodes: torch.Tensor,
-    draft_nodes: torch.Tensor | None,
-    parents: torch.Tensor,
-    row_live: torch.Tensor,
-) -> tuple[int, int, int]:
+def _parent_sizes(given: Given) -> tuple[int, int, int]:
     """Rows of a block, nodes of a tree (0: none are drafted) and rows of a level. Raises ShapeError."""
-    (batch, rows), wide = tokens.shape, nodes.shape[0]
-    num_nodes = 0 if draft_nodes is None else draft_nodes.shape[1]
-    if draft_nodes is not None:
-        check_shape("draft_nodes", draft_nodes, batch, num_nodes)
-    for array in (parents, row_live):
-        check_shape("parents and row_live", array, batch, wide)
+    rows, num_nodes, wide = given.sizes("R", "T", "W")
     if not 1 <= wide <= PARENTS:
         raise ShapeError(f"parent_tokens: a level has 1 to {PARENTS} nodes with children, got {wide}")
     return rows, num_nodes, wide
+
+
+def _parents(given: Given) -> tuple[Argument, ...]:
+    """The arrays as the kernel takes them; nodes that are not drafted are read of the last known tokens."""
+    drafted = given.arrays.get("draft_nodes", given["tokens"])
+    return (given["tokens"], given["nodes"], drafted, given["parents"], given["row_live"])
 
 
 @cache
@@ -131,36 +113,25 @@ def _sigmoid(x: Any) -> Any:
     return float32(1.0) / ptx.add_rn(float32(1.0), math.exp(-x))
 
 
-def markov_gate(
-    x: torch.Tensor,
-    token_gate: torch.Tensor,
-    state_gate: torch.Tensor,
-    row_live: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    row: int,
-) -> list[KernelCall]:
-    """`markov_gate` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    rows, width = x.shape
-    check_dtype(torch.bfloat16, x=x, out=out)
-    block = _block_rows(token_gate, state_gate, row_live, out, row)
+@launches(reference.markov_gate)
+def markov_gate(given: Given) -> list[KernelCall]:
+    """`markov_gate` of the reference, of bf16. Raises ShapeError for a row that is not there, and other ranks."""
+    rows, width, block, wide = given.sizes("M", "r", "R", "W")
+    row = _row_of_block(given, rows, block)
+    check_dtype(torch.bfloat16, x=given["x"])
     VECTORS.check("markov_gate: the rank", width)
-    kernel = _make_gate(width, row_live.shape[1], block, row)
     grid = (rows, -(-(width // CHUNK) // THREADS), 1)
-    return [KernelCall(kernel, grid, (x, token_gate, state_gate, row_live, out))]
+    return [KernelCall(_make_gate(width, wide, block, row), grid, given.tensors)]
 
 
-def _block_rows(own: torch.Tensor, block: torch.Tensor, row_live: torch.Tensor, out: torch.Tensor, row: int) -> int:
-    """Rows of a slot's block. Raises ShapeError unless W rows a slot and R of a block fit, and there is such a row."""
-    (batch, wide), width = row_live.shape, out.shape[1]
-    rows = block.shape[0] // batch
-    check_dtype(torch.float32, own=own, block=block)
-    check_shape("out", out, batch * wide, width)
-    check_shape("each level's rows", own, batch * wide, width)
-    check_shape("the block's rows", block, batch * rows, width)
-    if not 0 <= row < rows:
-        raise ShapeError(f"row must be from 0 to {rows - 1}, got {row}")
-    return rows
+def _row_of_block(given: Given, rows: int, block: int) -> int:
+    """The row of a slot's block that is read. Raises ShapeError where it is not there, and unless W rows a slot fit."""
+    row: int = given.params["row"]
+    if rows != given["row_live"].numel():
+        raise ShapeError(f"row_live must have {rows} entries, got {given['row_live'].numel()}")
+    if not 0 <= row < block:
+        raise ShapeError(f"row must be from 0 to {block - 1}, got {row}")
+    return row
 
 
 @cache
@@ -188,16 +159,13 @@ def _make_gate(width: int, wide: int, block: int, row: int) -> Kernel:
     return Kernel(f"markov_gate_{width}_{wide}_{block}_{row}", kernel, (types.int64,) * 5, THREADS)
 
 
-def bias_rows(
-    logits: torch.Tensor, bias: torch.Tensor, row_live: torch.Tensor, *, out: torch.Tensor, row: int
-) -> list[KernelCall]:
-    """`bias_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    rows, width = bias.shape
-    check_dtype(torch.float32, out=out)
-    block = _block_rows(bias, logits, row_live, out, row)
-    kernel = _make_bias(width, row_live.shape[1], block, row)
+@launches(reference.bias_rows)
+def bias_rows(given: Given) -> list[KernelCall]:
+    """`bias_rows` of the reference. Raises ShapeError for a row that is not there."""
+    rows, width, block, wide = given.sizes("M", "Vd", "R", "W")
+    kernel = _make_bias(width, wide, block, _row_of_block(given, rows, block))
     step = FOUR if width % FOUR == 0 else 1
-    return [KernelCall(kernel, (rows, -(-(width // step) // THREADS), 1), (logits, bias, row_live, out))]
+    return [KernelCall(kernel, (rows, -(-(width // step) // THREADS), 1), given.tensors)]
 
 
 @cache

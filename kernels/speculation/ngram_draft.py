@@ -7,12 +7,12 @@ it stands are the tokens before it compared.
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.kernels.common.memory import byte_at, divide, int_at, set_int
-from lowlat.kernels.reference.speculation.ngram_draft import check_ngram
+from lowlat.kernels.reference.speculation import ngram_draft as reference
+from lowlat.kernels.reference.speculation.ngram_draft import check_batch, check_matches
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types
 
 __all__ = ["examples", "ngram_draft"]
@@ -22,25 +22,18 @@ LOADS = 8  # of each thread under way at a time
 LENGTH_BIT = 24  # of a match's key: its length above where the text goes on after it; a context has 2**20 at most
 
 
-def ngram_draft(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    *,
-    draft_nodes: torch.Tensor,
-    min_match: int,
-    max_match: int,
-) -> list[KernelCall]:
-    """Draft what followed the longest suffix of the text, as the reference's `ngram_draft`, whose arguments these are.
+@launches(reference.ngram_draft)
+def ngram_draft(given: Given) -> list[KernelCall]:
+    """Draft what followed the longest suffix of the text, as the reference's `ngram_draft`.
 
     Time: 4 bytes a position by one SM, 32 KiB of them under way: a trip to memory for 8192 positions, some
-    8 us for 131072 (of its 64 bytes a clock). Raises ShapeError for shapes and lengths that do not fit.
+    8 us for 131072 (of its 64 bytes a clock). Raises ShapeError for lengths that do not fit.
     """
-    check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)
-    batch, rows = draft_nodes.shape
-    kernel = _make(tokens.shape[1], rows, min_match, max_match)
-    return [KernelCall(kernel, (batch, 1, 1), (tokens, slots, draft_live, draft_lens, draft_nodes))]
+    batch, rows, context = given.sizes("B", "T", "C")
+    lengths = (given.params["min_match"], given.params["max_match"])
+    check_batch(given["tokens"], batch)
+    check_matches(*lengths)
+    return [KernelCall(_make(context, rows, *lengths), (batch, 1, 1), given.tensors)]
 
 
 @device_function

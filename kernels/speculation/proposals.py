@@ -6,15 +6,16 @@ The search is that of `suffix_draft`, in other memory: the texts lie in the host
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.kernels.common.memory import byte_at, int_at, set_byte, set_int
-from lowlat.kernels.reference.speculation.proposals import check_open, check_texts
+from lowlat.kernels.reference.speculation import proposals as reference
+from lowlat.kernels.reference.speculation.ngram_draft import check_batch
+from lowlat.kernels.reference.speculation.proposals import check_texts
 from lowlat.kernels.reference.speculation.suffix_draft import SAMPLES, SHARE, fractions
 from lowlat.kernels.reference.step.slots import FROM_TEXT
 from lowlat.kernels.speculation.suffix_draft import KEY_BITS, LENGTH_BIT, LOADS, PLACE, THREADS, gather_matches
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types, uint32
 
 __all__ = ["draft_from_texts", "examples", "open_proposals"]
@@ -23,50 +24,26 @@ OPEN_THREADS = 32
 NOTHING = -2  # before a text's first token: no token, and no end of a text
 
 
-def open_proposals(
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    draft_sources: torch.Tensor,
-    source: int,
-) -> list[KernelCall]:
-    """List the slots that propose, as the reference's `open_proposals`, whose arguments these are.
-
-    Time: two trips to memory. Raises ShapeError for shapes that do not fit.
-    """
-    arguments = (slots, lengths, draft_live, draft_lens, draft_sources)
-    check_open(*arguments)
-    return [KernelCall(_make_opening(slots.shape[0], int(source == FROM_TEXT)), (1, 1, 1), arguments)]
+@launches(reference.open_proposals)
+def open_proposals(given: Given) -> list[KernelCall]:
+    """List the slots that propose, as the reference's `open_proposals`. Time: two trips to memory."""
+    (batch,) = given.sizes("B")
+    return [KernelCall(_make_opening(batch, int(given.params["source"] == FROM_TEXT)), (1, 1, 1), given.tensors)]
 
 
-def draft_from_texts(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    draft_texts: torch.Tensor,
-    draft_text_lens: torch.Tensor,
-    *,
-    draft_nodes: torch.Tensor,
-    draft_shares: torch.Tensor,
-    match_lens: torch.Tensor,
-    max_depth: int,
-    max_spec_factor: float,
-) -> list[KernelCall]:
-    """Draft from named texts, as the reference's `draft_from_texts`, whose arguments these are.
+@launches(reference.draft_from_texts)
+def draft_from_texts(given: Given) -> list[KernelCall]:
+    """Draft from named texts, as the reference's `draft_from_texts`.
 
     Time: 4 bytes a token of the texts over the bus, 32 KiB of them under way; nothing of a slot without texts. Raises
-    ShapeError for shapes, lengths and options that do not fit.
+    ShapeError for lengths and options that do not fit.
     """
-    given = (tokens, slots, draft_live, draft_lens)
-    outputs = (draft_nodes, draft_shares, match_lens)
-    check_texts(*given, *outputs, draft_texts, draft_text_lens, max_depth, max_spec_factor)
-    batch, rows = draft_nodes.shape
+    batch, rows, context, size = given.sizes("B", "T", "C", "D")
+    max_depth, max_spec_factor = (given.params[name] for name in ("max_depth", "max_spec_factor"))
+    check_batch(given["tokens"], batch)
+    check_texts(rows, size, max_depth, max_spec_factor)
     factor, _ = fractions(max_spec_factor, 0.0)
-    kernel = _make_search(tokens.shape[1], draft_texts.shape[1], rows, max_depth, factor)
-    return [KernelCall(kernel, (batch, 1, 1), (*given, draft_texts, draft_text_lens, *outputs))]
+    return [KernelCall(_make_search(context, size, rows, max_depth, factor), (batch, 1, 1), given.tensors)]
 
 
 @cache

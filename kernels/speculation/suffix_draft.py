@@ -8,12 +8,13 @@ warp takes each length of an ending, and a lane each of its places.
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.kernels.common.memory import byte_at, divide, int_at, set_int
-from lowlat.kernels.reference.speculation.suffix_draft import SAMPLES, SHARE, check_suffix, fractions
+from lowlat.kernels.reference.speculation import suffix_draft as reference
+from lowlat.kernels.reference.speculation.ngram_draft import check_batch
+from lowlat.kernels.reference.speculation.suffix_draft import SAMPLES, SHARE, check_options, fractions
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, int64, types, uint32
 
 __all__ = ["KEY_BITS", "LENGTH_BIT", "LOADS", "PLACE", "THREADS", "examples", "gather_matches", "suffix_draft"]
@@ -26,30 +27,18 @@ DEPTH_BIT = 6  # of an ending's score: its length below
 PLACE = (1 << LENGTH_BIT) - 1
 
 
-def suffix_draft(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    *,
-    draft_nodes: torch.Tensor,
-    draft_shares: torch.Tensor,
-    match_lens: torch.Tensor,
-    max_depth: int,
-    max_spec_factor: float,
-    min_token_prob: float,
-) -> list[KernelCall]:
-    """Draft the likeliest continuation of an ending, as the reference's `suffix_draft`, whose arguments these are.
+@launches(reference.suffix_draft)
+def suffix_draft(given: Given) -> list[KernelCall]:
+    """Draft the likeliest continuation of an ending, as the reference's `suffix_draft`.
 
     Time: 4 bytes a position by one SM, 32 KiB of them under way: a trip to memory for 8192 positions; then
-    one more. Raises ShapeError for shapes, lengths and options that do not fit.
+    one more. Raises ShapeError for lengths and options that do not fit.
     """
-    outputs = (draft_nodes, draft_shares, match_lens)
-    arguments = (tokens, slots, draft_live, draft_lens, *outputs)
-    check_suffix(*arguments, max_depth, max_spec_factor, min_token_prob)
-    batch, rows = draft_nodes.shape
-    kernel = _make(tokens.shape[1], rows, max_depth, *fractions(max_spec_factor, min_token_prob))
-    return [KernelCall(kernel, (batch, 1, 1), arguments)]
+    batch, rows, context = given.sizes("B", "T", "C")
+    max_depth, *shares = (given.params[name] for name in ("max_depth", "max_spec_factor", "min_token_prob"))
+    check_batch(given["tokens"], batch)
+    check_options(max_depth, *shares)
+    return [KernelCall(_make(context, rows, max_depth, *fractions(*shares)), (batch, 1, 1), given.tensors)]
 
 
 @device_function

@@ -3,13 +3,12 @@
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import byte_at, int_at, set_byte, set_int
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import token_rows as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types
 
 __all__ = ["examples", "token_rows"]
@@ -17,32 +16,19 @@ __all__ = ["examples", "token_rows"]
 THREADS = 64  # the most rows of a slot
 
 
-def token_rows(
-    given: torch.Tensor,
-    live: torch.Tensor,
-    lens: torch.Tensor,
-    counts: torch.Tensor | None = None,
-    *,
-    tokens: torch.Tensor,
-    positions: torch.Tensor,
-    row_live: torch.Tensor,
-    write_lens: torch.Tensor,
-    column: int,
-    ahead: int,
-) -> list[KernelCall]:
-    """`token_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    (batch, columns), rows = given.shape, tokens.shape[1]
-    for array in (live, lens, write_lens, *(() if counts is None else (counts,))):
-        check_shape("live, lens, counts and write_lens", array, batch)
-    for array in (tokens, positions, row_live):
-        check_shape("tokens, positions and row_live", array, batch, rows)
+@launches(reference.token_rows)
+def token_rows(given: Given) -> list[KernelCall]:
+    """`token_rows` of the reference. Raises ShapeError for rows or a first column that do not fit."""
+    (batch, columns, rows), column = given.sizes("B", "N", "R"), given.params["column"]
     if not 1 <= rows <= THREADS or not 0 <= column <= columns - rows:
         raise ShapeError(
             f"token_rows: {rows} rows from column {column} of {columns}, of which 1 to {THREADS} are taken"
         )
-    kernel = _make(columns, rows, column, ahead, counts is not None)
-    counted = lens if counts is None else counts
-    return [KernelCall(kernel, (batch, 1, 1), (given, live, lens, counted, tokens, positions, row_live, write_lens))]
+    kernel = _make(columns, rows, column, given.params["ahead"], "counts" in given.arrays)
+    counts = given.arrays.get("counts", given["lens"])
+    arguments = (given["given"], given["live"], given["lens"], counts)
+    outputs = given.take("tokens", "positions", "row_live", "write_lens")
+    return [KernelCall(kernel, (batch, 1, 1), (*arguments, *outputs))]
 
 
 @cache

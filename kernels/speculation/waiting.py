@@ -13,9 +13,11 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import copy_row, divide, int_at, set_byte, set_int, threads_for, wide_count, zero_row
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import waiting as reference
 from lowlat.kernels.speculation.limits import GATHERED, MAX_GATHERED, MAX_SOURCES
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
 __all__ = [
@@ -53,23 +55,10 @@ class WaitingPlan:
     lays_out: bool = False
 
 
-def waiting_rows(
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    tokens: torch.Tensor,
-    extended: torch.Tensor,
-    *,
-    waiting_tokens: torch.Tensor,
-    counts: torch.Tensor,
-    firsts: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-) -> list[KernelCall]:
-    """Lay out the waiting positions, as the reference's `waiting_rows`, whose arguments these are.
-
-    Time: three trips to memory. Raises ShapeError for shapes that do not fit.
-    """
-    return _lay_out(locals())
+@launches(reference.waiting_rows)
+def waiting_rows(given: Given) -> list[KernelCall]:
+    """Lay out the waiting positions, as the reference's `waiting_rows`. Time: three trips to memory."""
+    return _lay_out(given.arrays)
 
 
 def draft_waiting_rows(
@@ -198,26 +187,15 @@ def _make_rows(plan: WaitingPlan) -> Kernel:
     return Kernel(name, kernel, (types.int64,) * len(ARGUMENTS), threads)
 
 
-def take_features(
-    waiting_features: torch.Tensor,
-    slots: torch.Tensor,
-    firsts: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    out: torch.Tensor,
-) -> list[KernelCall]:
-    """Features of the waiting positions, as the reference's `take_features`, whose arguments these are.
+@launches(reference.take_features)
+def take_features(given: Given) -> list[KernelCall]:
+    """Features of the waiting positions, as the reference's `take_features`, a block a row.
 
-    A block a row. Raises ShapeError for shapes that do not fit.
+    Raises ShapeError for more rows than are kept.
     """
-    (batch,), (_, most, width) = slots.shape, waiting_features.shape
-    check_shape("firsts", firsts, batch)
-    check_shape("counts", counts, batch)
-    rows = out.shape[0] // batch
-    check_shape("out", out, batch * rows, width)
+    batch, rows, most = given.sizes("B", "R", "N")
     _check_taken(rows, most)
-    kernel = _make_take(rows, most, wide_count("out", out))
-    return [KernelCall(kernel, (batch * rows, 1, 1), (waiting_features, slots, firsts, counts, out))]
+    return [KernelCall(_make_take(rows, most, wide_count("out", given["out"])), (batch * rows, 1, 1), given.tensors)]
 
 
 @cache
@@ -255,46 +233,25 @@ class KeepingPlan:
         return self.batch * self.rows * self.sources
 
 
-def keeping_plan(
-    accepted_nodes: torch.Tensor,
-    commit_lens: torch.Tensor,
-    dense_lens: torch.Tensor,
-    slots: torch.Tensor,
-    waiting_features: torch.Tensor,
-    **sources: torch.Tensor,
-) -> KeepingPlan:
-    """The plan for these arguments of `keep_features`. Raises ShapeError for shapes that do not fit."""
-    batch, rows = accepted_nodes.shape
-    given = [sources[f"source{number}"] for number in range(len(sources))]
-    GATHERED.check("sources of features", len(given))
-    (_, kept, width), extent = waiting_features.shape, given[0].shape[1]
-    if width != len(given) * extent or rows > kept:
-        raise ShapeError(f"{kept} kept features of {width} do not hold {rows} rows of {len(given)} times {extent}")
-    for source in given:
-        check_shape("source", source, batch * rows, extent)
-    for name, tensor in (("commit_lens", commit_lens), ("dense_lens", dense_lens), ("slots", slots)):
-        check_shape(name, tensor, batch)
-    return KeepingPlan(batch, rows, kept, len(given), wide_count("source0", given[0]))
+def keeping_plan(given: Given) -> KeepingPlan:
+    """The plan for these arguments of `keep_features`. Raises ShapeError for more sources or rows than are kept."""
+    batch, rows, kept, sources = given.sizes("B", "T", "N", "F")
+    GATHERED.check("sources of features", sources)
+    if rows > kept:
+        raise ShapeError(f"{kept} kept features do not hold {rows} rows")
+    return KeepingPlan(batch, rows, kept, sources, wide_count("source0", given["source0"]))
 
 
-def keep_features(
-    accepted_nodes: torch.Tensor,
-    commit_lens: torch.Tensor,
-    dense_lens: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    waiting_features: torch.Tensor,
-    **sources: torch.Tensor,
-) -> list[KernelCall]:
-    """Keep the features of the committed positions, as the reference's `keep_features`, whose arguments these are.
+@launches(reference.keep_features)
+def keep_features(given: Given) -> list[KernelCall]:
+    """Keep the features of the committed positions, as the reference's `keep_features`.
 
-    A block for each row and source, of which there are eight at most. Raises ShapeError for shapes that do not fit.
+    A block for each row and source, of which there are eight at most. Raises ShapeError as `keeping_plan` does.
     """
-    heads = (accepted_nodes, commit_lens, dense_lens, slots)
-    plan = keeping_plan(*heads, waiting_features, **sources)
-    make, most = (_make_keep, MAX_SOURCES) if len(sources) <= MAX_SOURCES else (_make_keep_many, MAX_GATHERED)
-    given: list[Argument] = [sources.get(f"source{number}", 0) for number in range(most)]
-    return [KernelCall(make(plan), (plan.num_blocks, 1, 1), (*heads, *given, waiting_features))]
+    plan = keeping_plan(given)
+    make, most = (_make_keep, MAX_SOURCES) if plan.sources <= MAX_SOURCES else (_make_keep_many, MAX_GATHERED)
+    names = ("accepted_nodes", "commit_lens", "dense_lens", "slots", *(f"source{n}" for n in range(most)))
+    return [KernelCall(make(plan), (plan.num_blocks, 1, 1), given.take(*names, "waiting_features"))]
 
 
 @device_function

@@ -13,45 +13,19 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.draft_rows import check_nodes
-from lowlat.kernels.reference.step.slots import COMMAND_WIDTH, MAX_PATH_NODES
+from lowlat.kernels.reference.speculation.draft_lengths import choose_draft_length
+from lowlat.kernels.reference.speculation.draft_rows import check_nodes, tree_masks
+from lowlat.kernels.reference.step import slots
+from lowlat.kernels.reference.step.slots import MAX_PATH_NODES
 from lowlat.kernels.speculation.choose_draft_length import ChoicePlan, choice_plan
 from lowlat.kernels.step.begin_step_kernel import ARGUMENTS, BeginStepPlan, begin_step_kernel
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import among, fit
 
 __all__ = ["Choice", "apply_commands", "begin_step", "examples", "gather_rows", "list_active_slots", "publish_rows"]
 
 THREADS, MOST_THREADS = 512, 1024
 MAX_ROWS = 64
-
-STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
-JOINED = ("slot_ints", "slot_floats", "tokens", "block_table", "stop_ids", "bias_ids", "bias_values")
-BY_SLOT = ("lengths", "active", "num_drafts")
-BY_ENTRY = ("slots", "dense_lens", "num_verified", "verified_depth", "verified_source")
-BY_ROW = ("row_tokens", "row_positions", "row_live", "row_masks")
-APPLIED = (
-    *("command_ring", "command_tail", *(f"staged_{name}" for name in STAGED)),
-    *("command_head", *JOINED, *BY_SLOT, "prompt_seen", "output_counts"),
-)
-LISTED = ("active", "slots")
-GATHERED = (
-    *("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints"),
-    *("grammar_forced", "grammar_decided", "draft_sources"),
-    *(*BY_ROW, "paths", *BY_ENTRY[1:]),
-)
-TOLD = (
-    *("slots", "lengths", "slot_ints", "row_tokens", "row_masks"),
-    *("grammar_tokens", "grammar_paths", "grammar_lengths"),
-)
-HANDED = (
-    *("draft_nodes", "draft_live", "slots", "topology_masks", "topology_paths"),
-    *("drafts", "num_drafts", "tree_masks", "tree_paths"),
-)
-CHOSEN = (
-    *("active", "lengths", "extended", "slot_ints", "length_bounds", "draft_length_costs", "length_expected"),
-    *("length_last", "length_waited", "draft_length_choice"),
-)
-CHOSEN_BY = ("active", "lengths", "extended", "length_bounds", "draft_length_costs", "length_expected")
 
 
 @dataclass(frozen=True)
@@ -66,6 +40,11 @@ class Choice:
     row: int
     most_waiting: int
     condition: int | None = None
+
+    @property
+    def params(self) -> dict[str, int]:
+        """The operation's parameters."""
+        return {"row": self.row, "most_waiting": self.most_waiting}
 
 
 def apply_commands(**arguments: torch.Tensor) -> list[KernelCall]:
@@ -140,13 +119,17 @@ def _calls(
     most_drafts: int = 0,
 ) -> list[KernelCall]:
     """The launch of these operations over arguments by name."""
-    parts = (
-        *((APPLIED, applies), (LISTED, lists), (GATHERED, gathers), (TOLD, tells)),
-        *((("draft_length_choice",), tells and most_drafts > 0), (HANDED, hands), (CHOSEN, choice is not None)),
+    operations = (
+        *((slots.apply_commands, applies), (slots.list_active_slots, lists), (slots.gather_rows, gathers)),
+        *((slots.publish_rows, tells), (tree_masks, hands), (choose_draft_length, choice is not None)),
     )
-    wanted = {name for names, does in parts if does for name in names}
-    if given.keys() != wanted:
-        raise ShapeError(f"the step's start takes {sorted(wanted)}, got {sorted(given)}")
+    params = {"most_drafts": most_drafts} | ({} if choice is None else choice.params)
+    fitted = {each: fit(each, among(each, {**given, **params})) for each, does in operations if does}
+    unknown = given.keys() - {name for each in fitted.values() for name in each.arrays}
+    if unknown:
+        raise ShapeError(f"the step's start takes no {', '.join(sorted(unknown))}")
+    if tells and most_drafts > 0 and "draft_length_choice" not in given:
+        raise ShapeError(f"most_drafts of {most_drafts} needs draft_length_choice, got none")
 
     def extent(name: str, axis: int) -> int:
         return given[name].shape[axis] if name in given else 1
@@ -177,40 +160,18 @@ def _calls(
         plan = replace(plan, known_paths=known_paths, known_length=known_length, nodes=nodes)
     condition = None
     if choice is not None:
-        condition, own = choice.condition, [given[name] for name in CHOSEN_BY]
-        chosen = choice_plan(*own, row=choice.row, most_waiting=choice.most_waiting, switching=condition is not None)
-        plan = replace(plan, choice=chosen)
+        condition = choice.condition
+        plan = replace(plan, choice=choice_plan(fitted[choose_draft_length], switching=condition is not None))
     _check(given, plan)
     arguments = (*(given.get(name, 0) for name in ARGUMENTS[:-1]), condition or 0)
     return [KernelCall(begin_step_kernel(plan), (1, 1, 1), arguments)]
 
 
 def _check(given: Mapping[str, torch.Tensor], plan: BeginStepPlan) -> None:
-    """Raise ShapeError for shapes that do not fit each other, or one block."""
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys((*BY_SLOT, "draft_sources"), (plan.max_batch,)),
-        **dict.fromkeys(BY_ENTRY, (plan.batch,)),
-        **dict.fromkeys(BY_ROW, (plan.batch, plan.rows)),
-        "command_ring": (plan.ring, COMMAND_WIDTH),
-        "drafts": (plan.max_batch, plan.max_rows),
-        "tree_masks": (plan.max_batch, plan.max_rows),
-        "grammar_forced": (plan.max_batch, plan.max_rows),
-        "grammar_tokens": (plan.max_batch, plan.max_rows),
-        "grammar_paths": (plan.max_batch, plan.max_rows),
-        **dict.fromkeys(("grammar_decided", "grammar_lengths"), (plan.max_batch,)),
-        "tree_paths": (plan.max_batch, plan.num_paths, plan.width),
-        "paths": (plan.batch, plan.num_paths, plan.width),
-        "prompt_seen": (plan.max_batch, plan.vocabulary),
-        "output_counts": (plan.max_batch, plan.vocabulary),
-        "draft_live": (plan.batch,),
-        "topology_masks": (plan.rows,),
-    }
-    if plan.applies:
-        for name, state in zip(STAGED, JOINED, strict=True):
-            shapes[f"staged_{name}"] = shapes[state] = (plan.max_batch, given[state].shape[1])
-    for name, tensor in given.items():
-        if name in shapes:
-            check_shape(name, tensor, *shapes[name])
+    """Raise ShapeError for arrays of several operations that do not fit each other, or one block."""
+    for name, shape in (("grammar_tokens", (plan.max_batch, plan.max_rows)), ("topology_masks", (plan.rows,))):
+        if name in given:
+            check_shape(name, given[name], *shape)
     if plan.known_paths > plan.num_paths or plan.known_length > plan.width:
         known = f"{plan.known_paths} by {plan.known_length}"
         raise ShapeError(f"paths of {known} do not fit {plan.num_paths} by {plan.width}")

@@ -12,8 +12,10 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import draft_rows as reference
+from lowlat.kernels.reference.speculation import length_probabilities, waiting
 from lowlat.kernels.reference.speculation.draft_rows import check_nodes
-from lowlat.kernels.reference.step.publish import RECORD_WIDTH
+from lowlat.kernels.reference.step.publish import publish as publish_reference
 from lowlat.kernels.speculation.length_probabilities import LearningPlan, learning_plan
 from lowlat.kernels.speculation.limits import SOURCES
 from lowlat.kernels.speculation.waiting import KeepingPlan, keeping_plan
@@ -25,6 +27,7 @@ from lowlat.kernels.step.publish_kernel import (
     publish_kernel,
 )
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, among, fit, launches
 
 __all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_condition", "publish", "tree_masks"]
 
@@ -48,72 +51,31 @@ class LoopControl:
     stop_flag: torch.Tensor
 
 
-def publish(
-    slots: torch.Tensor,
-    commit_lens: torch.Tensor,
-    accepted_lens: torch.Tensor,
-    accepted_tokens: torch.Tensor,
-    accepted_nodes: torch.Tensor,
-    finish: torch.Tensor,
-    num_verified: torch.Tensor,
-    verified_depth: torch.Tensor,
-    verified_source: torch.Tensor,
-    lengths: torch.Tensor,
-    logprob_values: torch.Tensor,
-    logprob_ids: torch.Tensor,
-    *,
-    ring_count: torch.Tensor,
-    ring_records: torch.Tensor,
-    ring_tokens: torch.Tensor,
-    ring_logprob_values: torch.Tensor,
-    ring_logprob_ids: torch.Tensor,
-    ring_head: torch.Tensor,
-    loop: LoopControl | None = None,
-) -> list[KernelCall]:
+def publish(*, ring_count: torch.Tensor, loop: LoopControl | None = None, **arguments: Any) -> list[KernelCall]:
     """Write one entry of the ring, then advance its head, as the reference's `publish`, whose arguments these are.
 
     ring_count  [1]  int64  updated: the entries written so far, on the device; ring_head is only written
     ring_* but the count may lie in pinned host memory; the head is released after all else is visible to the host.
     Time: one block; one trip to memory, the stores over the bus, and a fence. Raises ShapeError.
     """
-    return _calls(locals(), loop)
+    return _calls({**arguments, "ring_count": ring_count}, loop)
 
 
-def tree_masks(
-    draft_nodes: torch.Tensor,
-    draft_live: torch.Tensor,
-    slots: torch.Tensor,
-    topology_masks: torch.Tensor,
-    topology_paths: torch.Tensor,
-    *,
-    drafts: torch.Tensor,
-    num_drafts: torch.Tensor,
-    tree_masks: torch.Tensor,
-    tree_paths: torch.Tensor,
-) -> list[KernelCall]:
-    """`tree_masks` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    return _calls(locals())
+@launches(reference.tree_masks)
+def tree_masks(given: Given) -> list[KernelCall]:
+    """`tree_masks` of the reference. Raises ShapeError for nodes and paths that do not fit."""
+    return _calls(given.arrays)
 
 
 def finish_step(
-    draft_nodes: torch.Tensor,
-    draft_live: torch.Tensor,
-    topology_masks: torch.Tensor,
-    topology_paths: torch.Tensor,
-    *,
-    drafts: torch.Tensor,
-    num_drafts: torch.Tensor,
-    tree_masks: torch.Tensor,
-    tree_paths: torch.Tensor,
-    publication: Mapping[str, torch.Tensor],
-    loop: LoopControl | None = None,
+    *, publication: Mapping[str, torch.Tensor], loop: LoopControl | None = None, **masks: torch.Tensor
 ) -> list[KernelCall]:
-    """`tree_masks`, whose arguments these are, and `publish` in one launch.
+    """`tree_masks`, whose other arguments `masks` are, and `publish` in one launch.
 
     publication  the arguments of `publish` by name, but the loop
     Raises ShapeError for shapes that do not fit.
     """
-    return _calls({**locals(), **publication}, loop)
+    return _calls({**masks, **publication}, loop)
 
 
 def end_step(
@@ -127,11 +89,16 @@ def end_step(
     kept  None: no features are kept
     Time: that of `publish`: the others are blocks of their own. Raises ShapeError for shapes that do not fit.
     """
-    keeping = NOTHING_KEPT if kept is None else keeping_plan(**kept)
+    keeping = NOTHING_KEPT if kept is None else keeping_plan(fit(waiting.keep_features, kept))
     if kept is not None:
         SOURCES.check("end_step: sources of features", keeping.sources)
     records = {name: value for name, value in learnt.items() if name != "extends"}
-    return _calls({**publication, **(kept or {}), **records}, loop, learning_plan(**learnt), keeping)
+    return _calls(
+        {**publication, **(kept or {}), **records},
+        loop,
+        learning_plan(fit(length_probabilities.learn_draft_lengths, learnt)),
+        keeping,
+    )
 
 
 def _calls(
@@ -164,32 +131,15 @@ def _calls(
 
 def _publishing(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
     """The plan with a publication. Raises ShapeError for shapes that do not fit."""
-    ring, columns = given["ring_tokens"].shape[0], given["logprob_values"].shape[-1]
-    entries, logprobs = (plan.batch,), (plan.batch, plan.rows, columns)
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("slots", "commit_lens", "accepted_lens", "finish"), entries),
-        **dict.fromkeys(("num_verified", "verified_depth", "verified_source"), entries),
-        **dict.fromkeys(("accepted_tokens", "accepted_nodes"), (plan.batch, plan.rows)),
-        **dict.fromkeys(("logprob_values", "logprob_ids"), logprobs),
-        **dict.fromkeys(("ring_logprob_values", "ring_logprob_ids"), (ring, plan.max_batch, plan.max_rows, columns)),
-        "ring_records": (ring, plan.max_batch, RECORD_WIDTH),
-    }
-    for name, shape in shapes.items():
-        check_shape(name, given[name], *shape)
+    ring, columns = fit(publish_reference, among(publish_reference, given)).sizes("R", "n")
     return replace(plan, ring=ring, columns=columns)
 
 
 def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
     """The plan with the drafts' masks and paths. Raises ShapeError for shapes that do not fit."""
-    shapes = {
-        "draft_live": (plan.batch,),
-        "slots": (plan.batch,),
-        "topology_masks": (plan.rows,),
-        "num_drafts": (plan.max_batch,),
-        **dict.fromkeys(("drafts", "tree_masks"), (plan.max_batch, plan.max_rows)),
-    }
-    for name, shape in shapes.items():
-        check_shape(name, given[name], *shape)
+    fit(reference.tree_masks, among(reference.tree_masks, given))
+    check_shape("topology_masks", given["topology_masks"], plan.rows)
+    check_shape("drafts", given["drafts"], plan.max_batch, plan.max_rows)
     nodes = check_nodes(given["draft_nodes"], plan.batch, plan.rows)
     (num_paths, width), (known_paths, known_length) = given["tree_paths"].shape[1:], given["topology_paths"].shape
     if known_paths > num_paths or known_length > width:

@@ -17,11 +17,13 @@ from lowlat.errors import DeviceError
 from lowlat.kernels.toolchain.digests import UNKNOWN, assembler, kernel_digest
 from lowlat.kernels.toolchain.kernel import Kernel
 from lowlat.kernels.toolchain.link_checks import check_linked
+from lowlat.kernels.toolchain.locks import locked
 from lowlat.kernels.toolchain.numba_cuda import compile_lto, compile_ptx, fork_compiler, target_of
 
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link"]
 
 WORTH_FORKING = 4  # kernels
+PATIENCE_S = 300.0  # with a process that compiles the same: several times what a kernel takes on a machine that is full
 ATTEMPTS = 2  # of a link whose log is empty: one in thousands, on a machine whose cores are all taken
 # what the linker says of a kernel, and the assembler of a whole program
 LINKED = re.compile(r"used (?P<registers>\d+) registers.*?(?P<stack>\d+) stack(?:, (?P<shared>\d+) bytes smem)?")
@@ -58,19 +60,32 @@ class CompiledKernel:
 def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory: Path | None = None) -> CompiledKernel:
     """Compile, or take from `cache_directory` what an earlier run compiled from the same sources.
 
-    Code that another machine compiled with the same compilers is taken too; an unknown version of NVVM equals any.
+    Code that another machine compiled with the same compilers is taken too; an unknown version of NVVM equals any. What
+    another process is compiling is waited for, at most PATIENCE_S.
 
     Raises DeviceError when the linker refuses the PTX, with its log, and for machine code that is known to be wrong.
     """
     if cache_directory is None:
         return _compile(kernel, capability)
     path = _path(kernel, capability, cache_directory)
+    made = _made_once(kernel, capability, path, PATIENCE_S)
+    if made is None:  # whoever holds the lock hangs, or was stopped
+        made = _compile(kernel, capability)
+        _write(path, made)
+    return made
+
+
+def _made_once(kernel: Kernel, capability: tuple[int, int], path: Path, patience_s: float) -> CompiledKernel | None:
+    """What a kernel's file holds, or what is compiled for it; None where another process compiles it for longer."""
     known = _read(path)
     if known is not None:
         return known
-    compiled = _compile(kernel, capability)
-    _write(path, compiled)
-    return compiled
+    with locked(path, patience_s) as is_mine:
+        known = _read(path)  # what the process before wrote
+        if known is None and is_mine:
+            known = _compile(kernel, capability)
+            _write(path, known)
+    return known
 
 
 def compile_ahead(
@@ -78,7 +93,10 @@ def compile_ahead(
 ) -> int:
     """Compile what the cache lacks in forked processes, which touch no device; returns how many it lacked.
 
-    workers  None: one for each core. A process that fails leaves its kernels to `compile_kernel`, which then tells why.
+    workers  None: one for each core
+
+    Each takes what no process has begun, of this program or another. What others are compiling, and kernels that fail,
+    are left to `compile_kernel`, which waits, or tells why.
     """
     unique = {kernel.name: kernel for kernel in kernels}.values()
     missing = [kernel for kernel in unique if not _is_known(_path(kernel, capability, cache_directory))]
@@ -91,8 +109,10 @@ def compile_ahead(
         child = fork_compiler()
         if child == 0:
             try:
-                for kernel in missing[worker::count]:
-                    compile_kernel(kernel, capability, cache_directory)
+                first = len(missing) * worker // count
+                for kernel in missing[first:] + missing[:first]:
+                    with contextlib.suppress(Exception):
+                        _made_once(kernel, capability, _path(kernel, capability, cache_directory), patience_s=0)
             finally:
                 os._exit(0)  # no clean-up of the parent's threads, files and device
         children.append(child)

@@ -22,7 +22,8 @@ __all__ = ["assembler", "compilers", "kernel_digest", "source_digest", "sources_
 PACKAGE = "lowlat.kernels"
 SOURCES = Path(__file__).resolve().parents[1]  # of the package; its references too: kernels take constants from them
 COMPILER = SOURCES / "toolchain" / "compiler.py"  # what every kernel goes through
-APART = {SOURCES / "toolchain" / name for name in ("digests.py", "kernel.py")}  # what they say of a kernel is digested
+# what these say of a kernel is digested, or changes none
+APART = {SOURCES / "toolchain" / name for name in ("digests.py", "kernel.py", "launches.py")}
 COMPILERS = ("numba-cuda", "numba", "llvmlite", "nvidia-nvjitlink")
 UNKNOWN = "unknown"
 IMPORT = re.compile(r"^\s*(?:from|import)\s+(lowlat\.kernels[\w.]*)(?:\s+import\s+(\([^)]*\)|[^\n]*))?", re.MULTILINE)

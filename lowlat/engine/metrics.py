@@ -16,6 +16,11 @@ __all__ = ["MetricsBook", "RequestMetrics", "RuntimeMetrics", "SpeculativeDecodi
 
 MAX_ENDED = 1000
 SOURCE_COUNTS = ("steps", "draft_tokens", "accepted_tokens")
+REPORTED = (
+    *("num_drafts", "total_draft_tokens", "total_accepted_tokens", "mean_acceptance_rate", "mean_acceptance_length"),
+    *("fraction_accepted_ge2", "num_rewound_tokens", "rewind_steps", "accepted_length_histogram"),
+    *("acceptance_by_position", "drafted_by_position", "accepted_by_position"),
+)
 NUM_LENGTHS = MAX_SPECULATIVE_TOKENS + 1  # 0 to 6, and 7 or more
 
 
@@ -89,14 +94,14 @@ class SpeculativeDecodingStats:
 
     def merge(self, other: "SpeculativeDecodingStats") -> None:
         """Add another's counts, as a total over requests does."""
-        for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in _COUNT_LISTS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
+        for item in fields(self):
+            mine, theirs = getattr(self, item.name), getattr(other, item.name)
+            if isinstance(mine, list):
+                setattr(self, item.name, [a + b for a, b in zip(mine, theirs, strict=True)])
+            elif not isinstance(mine, dict):
+                setattr(self, item.name, mine | theirs if isinstance(mine, bool) else mine + theirs)
         for source, counts in other.by_source.items():
             self._add(source, counts)
-        self.simulated = self.simulated or other.simulated
 
     def snapshot(self) -> "SpeculativeDecodingStats":
         """Return a copy that later records do not change."""
@@ -131,33 +136,9 @@ class SpeculativeDecodingStats:
         sources = {name: dict(zip(SOURCE_COUNTS, counts, strict=True)) for name, counts in self.by_source.items()}
         if num_steps is not None and num_steps > self.num_drafts:
             sources["none"] = dict.fromkeys(SOURCE_COUNTS, 0) | {SOURCE_COUNTS[0]: num_steps - self.num_drafts}
-        return {
-            "num_drafts": self.num_drafts,
-            "total_draft_tokens": self.total_draft_tokens,
-            "total_accepted_tokens": self.total_accepted_tokens,
-            "mean_acceptance_rate": self.mean_acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "fraction_accepted_ge2": self.fraction_accepted_ge2,
-            "num_rewound_tokens": self.num_rewound_tokens,
-            "rewind_steps": self.rewind_steps,
-            "accepted_length_histogram": list(self.accepted_length_histogram),
-            "acceptance_by_position": self.acceptance_by_position,
-            "drafted_by_position": list(self.drafted_by_position),
-            "accepted_by_position": list(self.accepted_by_position),
-            "by_source": sources,
-            "simulated": self.simulated,
-        }
-
-
-_COUNTS = (
-    "num_drafts",
-    "total_draft_tokens",
-    "total_accepted_tokens",
-    "num_accepted_ge2",
-    "num_rewound_tokens",
-    "rewind_steps",
-)
-_COUNT_LISTS = ("accepted_length_histogram", "drafted_by_position", "accepted_by_position")
+        found = {name: getattr(self, name) for name in REPORTED}
+        lists = {name: list(value) for name, value in found.items() if isinstance(value, list)}
+        return {**found, **lists, "by_source": sources, "simulated": self.simulated}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowlat.engine.loading import Loaded
+from lowlat.engine.loading.loaded import Loaded
 from lowlat.models.shard import PARTS
 from lowlat.options.runtime import RuntimeConfig
 

@@ -17,7 +17,7 @@ from lowlat.engine.calls.choices import answer_choices
 from lowlat.engine.calls.driver import Driver, owned
 from lowlat.engine.calls.prompts import as_chat, check_timeout, is_quick, prepare
 from lowlat.engine.calls.streams import AsyncStream, Stream
-from lowlat.engine.loading import load
+from lowlat.engine.loading.loading import load
 from lowlat.engine.memory.plan import DeviceNeed
 from lowlat.engine.sessions.session import Session, load_session, open_session
 from lowlat.engine.stepped import SteppedRuntime
@@ -233,7 +233,7 @@ class Runtime(SteppedRuntime):
             self._closed = True
             self._requests.close()
             self._steps.close()
-            del self._steps, self._sleep  # their views of the executor's buffers go, too
+            del self._steps, self._between, self._sleep  # their views of the executor's buffers go, too
             if self.codec is not None:
                 self.codec.close()
             self.executor.close()  # the last: a device that has failed says so

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from lowlat.engine.memory.plan import available_bytes
-from lowlat.engine.request_checks import Unbroken
-from lowlat.engine.steps import Steps
+from lowlat.engine.steps.steps import Steps
+from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import CapacityError, ConfigError, DeviceError
 from lowlat.executors import Executor
-from lowlat.sequence.book import SequenceBook
+from lowlat.sequence.kvcache import KVCache
 
 __all__ = ["Sleep"]
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("lowlat.engine.sleep")
 class Sleep:
     """Puts a runtime to sleep and wakes it; `asleep` says which it is."""
 
-    def __init__(self, executor: Executor, kvcache: SequenceBook, steps: Steps, whole: Unbroken) -> None:
+    def __init__(self, executor: Executor, kvcache: KVCache, steps: Steps, whole: Unbroken) -> None:
         self._executor, self._kvcache, self._steps, self._whole = executor, kvcache, steps, whole
         self.asleep = False
         self._num_sleeps = 0
@@ -49,7 +49,7 @@ class Sleep:
         with self._change():
             self._steps.settle()
             self._executor.synchronize()
-            self._steps.keep_all()
+            self._steps.moves.keep_all()
             residence.leave()
             self._kvcache.forget_all()
             self.asleep = True

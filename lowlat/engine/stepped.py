@@ -1,7 +1,7 @@
 """The part of a runtime that its owner alone runs: requests are submitted, stepped, paused and cancelled.
 
 A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
-step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduler` the queue
+step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduling` the queue
 and the slots, `lowlat.engine.steps` runs the steps.
 """
 
@@ -15,23 +15,26 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lowlat.engine.calls.driver import Driver, owned
-from lowlat.engine.kept_states import host_space
-from lowlat.engine.loading import Loaded, make_scheduler
+from lowlat.engine.figures.perf import PerfCounters
+from lowlat.engine.figures.summary import kv_summary, paused_summary
+from lowlat.engine.loading.loaded import Loaded
+from lowlat.engine.memory.kept_states import host_space
 from lowlat.engine.metrics import RequestMetrics
 from lowlat.engine.numerics import digest_of, numerics_of
-from lowlat.engine.open_prompts import OpenPrompt
-from lowlat.engine.perf import PerfCounters
-from lowlat.engine.request_checks import Unbroken, check_depth
-from lowlat.engine.requests import Requests
+from lowlat.engine.requests.checks import check_depth
+from lowlat.engine.requests.open_prompts import OpenPrompt
+from lowlat.engine.requests.requests import Requests
+from lowlat.engine.scheduling.make import make_scheduler
+from lowlat.engine.scheduling.tiers import ContentFacts, content_facts, make_tiers
 from lowlat.engine.sessions.book import SessionBook
 from lowlat.engine.sessions.session import record_of
 from lowlat.engine.sleep import Sleep
-from lowlat.engine.steps import Steps
-from lowlat.engine.summary import kv_summary, paused_summary
-from lowlat.engine.tiers import ContentFacts, content_facts, make_tiers
+from lowlat.engine.steps.between_steps import BetweenSteps
+from lowlat.engine.steps.steps import Steps
+from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
-from lowlat.options.declaration import check_number, plain, shown
+from lowlat.options.declaration import check_number, plain
 from lowlat.options.keywords import NamedSession
 from lowlat.options.request import SamplingParams, StepOutput
 from lowlat.options.runtime import RuntimeConfig
@@ -70,6 +73,7 @@ class SteppedRuntime:
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
         self._whole = Unbroken()
         self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
+        self._between = BetweenSteps(self._steps, self.scheduler, self._requests, config.pause_deadline_s)
         self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._whole)
         self._draft_directory = None if loaded.speculator is None else loaded.speculator.directory
         self._content_facts: ContentFacts | None = None
@@ -98,15 +102,11 @@ class SteppedRuntime:
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full;
         LowlatError where calls such as `generate` have a thread step the runtime.
         """
-        self._check_by_hand("submit")
-        self._check_usable()
-        if self.asleep:
-            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
+        self._check_takes("submit")
         record, salt = record_of(self, session, cache_salt)
         request, scheduled = self._requests.open(prompt, params, request_id, allow_special, salt, record)
         with self._whole:
-            self._requests.add(request, scheduled)
-            self._steps.stop_outdated()
+            self._between.submit(request, scheduled)
         return request.request_id
 
     def open_prompt(
@@ -125,16 +125,12 @@ class SteppedRuntime:
         The other arguments and errors are those of `submit`; the answer's tokens are those of the whole prompt.
         One that gets nothing for pause_deadline_s is ended.
         """
-        self._check_by_hand("open_prompt")
-        self._check_usable()
-        if not isinstance(allow_special, bool):
-            raise RequestError(f"allow_special must be true or false, got {shown(allow_special)}")
-        if self.asleep:
-            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
+        self._check_takes("open_prompt")
         record, salt = record_of(self, session, cache_salt)
-        request, scheduled = self._requests.open_prompt(params, request_id, salt, max_prompt_tokens, record)
+        given = (params, request_id, allow_special, salt, max_prompt_tokens, record)
+        request, scheduled = self._requests.open_prompt(*given)
         with self._whole:
-            self._steps.open(request, scheduled, self.config.pause_deadline_s)
+            self._between.submit(request, scheduled)
         return OpenPrompt(self, request.request_id, allow_special=allow_special)
 
     @owned
@@ -143,7 +139,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            self._steps.grow(request, token_ids, self.config.pause_deadline_s)
+            self._between.grow(request, token_ids)
 
     @owned
     def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
@@ -151,7 +147,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            self._steps.finish(request, token_ids, speculative=speculative)
+            self._between.finish(request, token_ids, speculative=speculative)
 
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
@@ -170,7 +166,7 @@ class SteppedRuntime:
         self._check_usable()
         depth = self._depth(num_speculative_tokens)
         with self._whole:
-            self._steps.end_overdue()
+            self._between.end_overdue()
             if self.scheduler.busy and not self._requests.has_confirmed:
                 self._steps.step(num_speculative_tokens, depth)
             return self._requests.take_outputs()
@@ -183,14 +179,14 @@ class SteppedRuntime:
         """
         if self._closed:
             return False
-        deadline = self._steps.deadline
+        deadline = self._requests.deadlines.first
         overdue = deadline is not None and time.monotonic() >= deadline
         return overdue or bool(self._requests.outputs) or self.scheduler.busy
 
     @property
     def deadline(self) -> float | None:
         """The time of the monotonic clock at which a paused request is ended by the next step; None: there is none."""
-        return self._steps.deadline
+        return self._requests.deadlines.first
 
     @owned
     def speculate(self, num_speculative_tokens: int) -> None:
@@ -214,8 +210,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole:
-            self._steps.end(request, "cancelled")
-            self._steps.stop_outdated()
+            self._between.cancel(request)
 
     @owned
     def pause(self, request_id: str, *, deadline_s: float | None = None) -> bool:
@@ -235,7 +230,7 @@ class SteppedRuntime:
             return False
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            return self._steps.pause(request, self.config.pause_deadline_s if deadline_s is None else deadline_s)
+            return self._between.pause(request, deadline_s)
 
     @owned
     def resume(self, request_id: str) -> None:
@@ -246,7 +241,7 @@ class SteppedRuntime:
         self._check_usable()
         request = self._requests.find(request_id)
         with self._whole.unless_refused():
-            self._steps.resume(request)
+            self._between.resume(request)
 
     @owned
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
@@ -256,7 +251,7 @@ class SteppedRuntime:
         No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
         """
         self._check_usable()
-        self._steps.limit_drafts(self._requests.limit_drafts(request_id, max_draft_tokens))
+        self._steps.changes.limit_drafts(self._requests.limit_drafts(request_id, max_draft_tokens))
 
     @owned
     def metrics(self, request_id: str) -> RequestMetrics:
@@ -307,7 +302,7 @@ class SteppedRuntime:
 
     def fill_blocks(self) -> None:
         """Write to the device what was found for its blocks; for the thread that steps."""
-        self._steps.fill_blocks()
+        self._steps.moves.fill()
 
     @owned
     def owned_call(self, what: Callable[[SteppedRuntime], T]) -> T:
@@ -334,6 +329,13 @@ class SteppedRuntime:
                 f"{name}() is refused: since generate, stream or chat was called a thread of the runtime's own steps "
                 "it; go on with these, or load a runtime that is stepped by hand"
             )
+
+    def _check_takes(self, name: str) -> None:
+        """Raise LowlatError for a call by which a request comes, where none may."""
+        self._check_by_hand(name)
+        self._check_usable()
+        if self.asleep:
+            raise RequestError("the runtime sleeps (Runtime.sleep), and takes no request before Runtime.wake")
 
     def _check_open(self) -> None:
         if self._closed:

@@ -7,14 +7,7 @@ import torch
 from lowlat.graphs import BufferSet, BufferSpec, Role
 from lowlat.graphs.program import Program
 
-__all__ = [
-    "STATE_ROLES",
-    "SharedConstants",
-    "clear_blocks",
-    "first_rows",
-    "pinned_names",
-    "release_cached_memory",
-]
+__all__ = ["STATE_ROLES", "SharedConstants", "clear_blocks", "first_rows", "pinned_names", "release_cached_memory"]
 
 STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)  # one address for all buckets
 

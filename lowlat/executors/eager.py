@@ -1,18 +1,16 @@
 """The eager executor: launches issued one by one, an NVTX range a stage. For debugging and profiling."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 
 import torch
 
 from lowlat.executors import OpHook, chosen_body
-from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size
-from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket
 from lowlat.graphs.launch import Launch
-from lowlat.graphs.program import Program, Stage
+from lowlat.graphs.program import Stage
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.step.variants import is_choice
 
@@ -24,24 +22,12 @@ class EagerExecutor(KernelExecutor):
 
     name = "eager"
 
-    def __init__(
-        self,
-        programs: Mapping[Bucket, Program],
-        prefills: Mapping[int, Program],
-        weights: Mapping[str, torch.Tensor],
-        device: torch.device,
-        *,
-        fuse: bool = True,
-        cache_directory: Path | None = None,
-        watchdog: tuple[float, float] = WATCHDOG,
-        residence: Residence | None = None,
-    ) -> None:
-        super().__init__(
-            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog,
-            residence=residence,
-        )  # fmt: skip
-        self._prepared: dict[Size, list[tuple[LoweredGroup, list[Launch]]]] = {}
-        self._hook: OpHook | None = None
+    _hook: OpHook | None = None
+
+    @cached_property
+    def _prepared(self) -> dict[Size, list[tuple[LoweredGroup, list[Launch]]]]:
+        """The launches of programs that have run."""
+        return {}
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         """Issue one step; `meanwhile` is called right after its beginning, since a hook waits for each group.

@@ -29,9 +29,8 @@ from lowlat.lowering.lower import LoweredGroup
 from lowlat.lowering.operations import RING_COUNT
 from lowlat.step.variants import bodies_of, is_choice, may_repeat
 
-__all__ = ["CaptureProgress", "GraphExecutor", "check_call"]
+__all__ = ["GraphExecutor", "check_call"]
 
-CaptureProgress = Callable[[Bucket, int, int], None]
 NO_CONDITION = 0  # stands for the handle of a condition that is made only while its graph is captured
 
 
@@ -39,7 +38,7 @@ class GraphExecutor(KernelExecutor):
     """Captures every bucket, the largest first, and all of prefill; then nothing is allocated or compiled any more.
 
     looping   capture every bucket of steps as a loop, too; see `lowlat.executors.LoopingExecutor`
-    progress  called with the bucket just captured, buckets done and buckets in all
+    progress  called with buckets captured and buckets in all
     Raises DeviceError for a capture that holds anything but the step's kernels, or an address that nobody owns.
     """
 
@@ -57,7 +56,7 @@ class GraphExecutor(KernelExecutor):
         looping: bool = False,
         fuse: bool = True,
         cache_directory: Path | None = None,
-        progress: CaptureProgress | None = None,
+        progress: Callable[[int, int], None] | None = None,
         watchdog: tuple[float, float] = WATCHDOG,
         place: RankPlace | None = None,
         residence: Residence | None = None,
@@ -84,7 +83,7 @@ class GraphExecutor(KernelExecutor):
                 if bucket in bodies:
                     self._loops[bucket] = self._capture_loop(bucket, bodies)
                 if progress is not None:
-                    progress(bucket, number + 1, len(captured))
+                    progress(number + 1, len(captured))
             for size in sorted(prefills, reverse=True):
                 self._graphs[size] = self._capture(size)
         self._synchronize()

@@ -70,7 +70,7 @@ class Launcher:
         torch.cuda.init()
         torch.cuda.current_stream(device)
         self._core.set_current()
-        self._loaded: dict[str, Any] = {}
+        self._loaded: dict[str, tuple[Kernel, Any]] = {}
 
     def prepare(self, call: Call) -> Launch:
         """Compile and load what the call needs. Raises DeviceError or ShapeError."""
@@ -123,7 +123,11 @@ class Launcher:
     def _load(self, kernel: Kernel) -> Any:
         from cuda.core import ObjectCode
 
-        known = self._loaded.get(kernel.name)
+        first, known = self._loaded.get(kernel.name, (kernel, None))
+        if (first.threads, first.shared_bytes, first.signature) != (
+            kernel.threads, kernel.shared_bytes, kernel.signature,
+        ):  # fmt: skip
+            raise DeviceError(f"two kernels have the name {kernel.name}: the second would run as the first")
         if known is None:
             compiled = compile_kernel(kernel, self.capability, self._cache)
             make = ObjectCode.from_cubin if compiled.is_cubin else ObjectCode.from_ptx
@@ -131,7 +135,7 @@ class Launcher:
             asked = kernel.shared_bytes_on(self.gpu)
             if asked > 48 * 1024:
                 self._allow_shared_memory(known, kernel.name, asked)
-            self._loaded[kernel.name] = known
+            self._loaded[kernel.name] = kernel, known
         return known
 
     def _allow_shared_memory(self, loaded: Any, name: str, num_bytes: int) -> None:

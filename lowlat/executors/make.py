@@ -118,10 +118,7 @@ def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
 
 
 def settle_executor(
-    choice: DeviceChoice,
-    asked: str,
-    programs: Iterable[Program],
-    weights: Mapping[str, torch.Tensor],
+    choice: DeviceChoice, asked: str, programs: Iterable[Program], weights: Mapping[str, torch.Tensor]
 ) -> DeviceChoice:
     """The choice for these programs: with `asked` "auto", torch's operations where the kernels do not cover them.
 
@@ -207,13 +204,8 @@ def make_executor(
         return _make_parallel(
             ranks, devices, weights, captured, can_sleep=can_sleep, looping=device_loop, fuse=fuse, watchdog=watchdog
         )
-
-    def progress(_: Bucket, done: int, total: int) -> None:
-        if captured is not None:
-            captured(done, total)
-
     return GraphExecutor(
-        programs, prefills, weights, choice.device, looping=device_loop, progress=progress, fuse=fuse,
+        programs, prefills, weights, choice.device, looping=device_loop, progress=captured, fuse=fuse,
         watchdog=watchdog, residence=_mapped(choice.device) if can_sleep else None,
     )  # fmt: skip
 
@@ -245,7 +237,7 @@ def _make_parallel(
     parts = place_parts(weights, [rank.config for rank in ranks], devices)
 
     def make(number: int, leader: GraphExecutor | None) -> GraphExecutor:
-        def progress(_: Bucket, done: int, total: int) -> None:
+        def progress(done: int, total: int) -> None:
             if captured is not None:
                 captured(number * total + done, len(ranks) * total)
 

@@ -1,6 +1,7 @@
 """Memory that a lowering owns and nobody else knows: partial results, counters, tables of addresses."""
 
 from collections.abc import Callable, Mapping
+from math import prod
 
 import torch
 
@@ -18,18 +19,14 @@ class SharedWorkspace:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
+        self, device: torch.device, zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None
     ) -> None:
         self._device, self._zeros = device, zeros
         self._held: dict[tuple[str, torch.dtype], list[torch.Tensor]] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory of a shape and dtype; zero when it is first made."""
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = prod(shape)
         held = self._held.setdefault((name, dtype), [])
         for known in held:
             if known.numel() >= count:

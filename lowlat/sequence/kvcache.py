@@ -14,7 +14,7 @@ import torch
 
 from lowlat.errors import RequestError
 from lowlat.sequence.admitted import Admitted, block_problems, table_problems
-from lowlat.sequence.book import Allocation, BlockStats, InvariantError, MovedIn, MovedOut, SequenceBook
+from lowlat.sequence.book import Allocation, BlockStats, InvariantError, MovedIn, MovedOut
 from lowlat.sequence.chunk_moves import ChunkMoves, GivenContents
 from lowlat.sequence.pool_book import PoolBook
 from lowlat.sequence.prefix_index import CachedChunk
@@ -25,7 +25,7 @@ from lowlat.sequence.tiers.tiers import CacheTiers
 __all__ = ["KVCache"]
 
 
-class KVCache(SequenceBook):
+class KVCache:
     """Which block holds what, for a pool of `num_blocks` blocks of `block_size` positions; block 0 is null.
 
     num_blocks      blocks in the pool, the null block included
@@ -34,6 +34,9 @@ class KVCache(SequenceBook):
     share_decoded   also share chunks that decoding wrote, wholly or in part
     books           of other pools, which belong to this book from now on
     tiers           of the cache below the device's memory, whose chunks prompts find, too; None: there are none
+
+    Of a request the scheduler calls `check`, then `admit` until it fits, `append` and `mark_prefilled` for each part of
+    its prompt, and `release`. Decode steps call nothing.
 
     A block is free, in use (in a table), evictable (content nobody uses, free for admission), or waiting to
     be cleared. Admission reserves the worst case, so that no step can run out. Not safe for use by several
@@ -101,30 +104,34 @@ class KVCache(SequenceBook):
         return any(map(writes, self._entries.values()))
 
     def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
-        """See SequenceBook."""
+        """Have a chain of chunks stay while others can go, as long as its owner pins it, in place of those before."""
         self._chunks.pin(owner, digests)
 
     def unpin(self, owner: Hashable) -> None:
-        """See SequenceBook."""
+        """Let the chunks of an owner go as others do."""
         self._chunks.unpin(owner)
 
     def pinned(self, owner: Hashable) -> list[bytes]:
-        """See SequenceBook."""
+        """The chain that an owner pins."""
         return self._chunks.pinned(owner)
 
     def pin_tokens(self, owner: Hashable, token_ids: Sequence[int], salt: str) -> list[bytes]:
-        """See SequenceBook."""
+        """Pin the whole chunks of some tokens; returns their digests."""
         chain = self._chunks.chain(token_ids, self._chunks.index.root(salt))
         digests = [chain.digest(k) for k in range(len(token_ids) // self.prefill_chunk)]
         self._chunks.pin(owner, digests)
         return digests
 
     def places_by_pool(self) -> dict[str, int]:
-        """See SequenceBook."""
+        """The blocks or rows that a content has, by pool."""
         return {"": self._chunks.per_chunk, **{book.name: book.num_places for book in self._books}}
 
     def hold(self, token_ids: Sequence[int], salt: str) -> tuple[bool, list[tuple[int, Save]]]:
-        """See SequenceBook."""
+        """The contents from which tokens go on, by chunk, whose blocks stay until `let_go` of their holders.
+
+        Those of the tiers come to the device first; False: they are on their way, and nothing is held. Contents
+        without a holder are to be read before anything else is launched.
+        """
         self._moves.settle()
         root, count = self._chunks.index.root(salt), self._chunks.num_whole(token_ids)
         if self.tiers is not None and not self._moves.restore(self.tiers, token_ids, root, count):
@@ -132,12 +139,12 @@ class KVCache(SequenceBook):
         return True, self._moves.contents(token_ids, root, count)
 
     def let_go(self, holders: Sequence[object]) -> None:
-        """See SequenceBook."""
+        """End what `hold` has begun."""
         self._moves.end(holders)
         self._chunks.generation += 1
 
     def adopt(self, token_ids: Sequence[int], salt: str, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
-        """See SequenceBook."""
+        """List contents of some tokens' chunks in blocks that nobody uses; `take_loads` then has them."""
         self._moves.settle()
         count = self._chunks.num_whole(token_ids)
         self._moves.restore(GivenContents(contents), token_ids, self._chunks.index.root(salt), count)
@@ -166,8 +173,14 @@ class KVCache(SequenceBook):
     ) -> Allocation | None:
         """Reserve a request's worst case, sharing what is cached of its prompt; None when it does not fit now.
 
-        See SequenceBook. Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an
-        empty prompt, a total below the prompt, or a worst case larger than the whole pool.
+        prompt_token_ids    [n] n >= 1; not copied, and must not change while the request lives
+        max_total_tokens    prompt and completion at most
+        num_overprovision   positions that a step may write past them
+        salt                only what requests of the same salt have left is shared
+        reads               False: all of the prompt will be prefilled; it is shared with others all the same
+        num_cached_tokens of the result is a multiple of prefill_chunk, at most n - 1.
+        Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty prompt, a total
+        below the prompt, or a worst case larger than the whole pool.
         """
         self._moves.settle()
         total = self.num_needed(max_total_tokens, num_overprovision)
@@ -211,22 +224,25 @@ class KVCache(SequenceBook):
         return made
 
     def take_loads(self) -> list[Load]:
-        """See SequenceBook."""
+        """Contents of the tiers that the caller writes to the device before anything else is launched."""
         loads, self._moves.loads = self._moves.loads, []
         return loads
 
     def take_saves(self) -> list[Save]:
-        """See SequenceBook."""
+        """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
         saves, self._moves.saves = self._moves.saves, []
         return saves
 
     def note_all(self) -> None:
-        """See SequenceBook."""
+        """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""
         self._moves.settle()
         self._moves.save(chunk.digest for chunk in self._chunks.index.oldest_first())
 
     def forget_all(self) -> None:
-        """See SequenceBook."""
+        """Share nothing that the device holds any more; what the tiers hold is found there.
+
+        Raises InvariantError while requests hold blocks.
+        """
         self._moves.settle()
         if self._entries or self._moves.moving:
             raise InvariantError(
@@ -247,7 +263,11 @@ class KVCache(SequenceBook):
             book.append(request_id, start, stop)
 
     def commands(self, request_id: str) -> dict[str, Sequence[int]]:
-        """See SequenceBook. Raises RequestError for an unknown id."""
+        """The commands to the next part of a request's prompt: contents of command buffers [1, n], by their names.
+
+        "prefill_table" has its blocks by position; so have the tables of other pools, by which its steps go on.
+        Raises RequestError for an unknown id.
+        """
         found: dict[str, Sequence[int]] = {"prefill_table": list(self._entry(request_id).table)}
         for book in self._books:
             found |= book.commands(request_id)
@@ -325,7 +345,10 @@ class KVCache(SequenceBook):
         chunks.generation += 1
 
     def grow(self, request_id: str) -> None:
-        """See SequenceBook. Raises RequestError for an unknown id."""
+        """Say that a request's prompt, the list that it was admitted with, is longer now than what is prefilled.
+
+        Raises RequestError for an unknown id.
+        """
         entry = self._entry(request_id)
         for book in self._books:
             book.grow(request_id, len(entry.prompt))
@@ -376,28 +399,28 @@ class KVCache(SequenceBook):
         return MovedIn(list(blocks), places)
 
     def num_free_without(self, request_ids: Collection[str]) -> int:
-        """See SequenceBook."""
+        """Blocks that would be free, at the least, if these requests held none."""
         others = {block for name, entry in self._entries.items() if name not in request_ids for block in entry.table}
         return self.capacity - len(others)
 
     def num_needed(self, max_total_tokens: int, num_overprovision: int) -> int:
-        """See SequenceBook."""
+        """Blocks of a request's worst case."""
         return -(-(max_total_tokens + num_overprovision) // self.block_size)
 
     def take_blocks_to_clear(self) -> list[int]:
-        """See SequenceBook."""
+        """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""
         blocks = self._chunks.pool.take_to_clear()
         self._chunks.generation += bool(blocks)
         return blocks
 
     def take_pool_blocks_to_clear(self) -> dict[str, list[int]]:
-        """See SequenceBook. Some may be handed out again already."""
+        """The same of other pools, by name; those may be in use again, by what is launched next."""
         found = {book.name: blocks for book in self._books if (blocks := book.take_blocks_to_clear())}
         self._chunks.generation += bool(found)
         return found
 
     def stats(self) -> BlockStats:
-        """See SequenceBook."""
+        """Counts of blocks and hits."""
         self._moves.settle()
         pool, index, per_chunk = self._chunks.pool, self._chunks.index, self._chunks.per_chunk
         free, evictable, to_clear = len(pool.free), self._chunks.num_evictable, len(pool.to_clear)
@@ -415,7 +438,7 @@ class KVCache(SequenceBook):
         )
 
     def pool_stats(self) -> dict[str, list[dict[str, int]]]:
-        """See SequenceBook."""
+        """Counts of other pools, as JSON, by their kind."""
         found: dict[str, list[dict[str, int]]] = {}
         for book in self._books:
             found.setdefault(book.kind, []).append(book.stats())

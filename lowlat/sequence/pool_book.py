@@ -20,6 +20,7 @@ class PoolBook(ABC):
     name  the pool's
     kind  of pools, in figures
     num_places  blocks or rows of a chunk's content
+    A kind of which a request reserves nothing need not say whether one fits, nor what is moved and cleared.
     """
 
     name: str
@@ -42,9 +43,9 @@ class PoolBook(ABC):
     def needed(self, digests: Sequence[bytes]) -> Sequence[bytes]:
         """The chunks of a chain whose state here is needed to go on after it."""
 
-    @abstractmethod
     def check(self, request_id: str, num_blocks: int) -> None:
         """Raise RequestError where a request whose table has so many blocks needs more than the pool has."""
+        return
 
     @abstractmethod
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
@@ -63,9 +64,9 @@ class PoolBook(ABC):
     def places(self, digest: bytes) -> tuple[int, ...] | None:
         """The blocks or rows of a listed chunk; None where it is not listed here."""
 
-    @abstractmethod
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
         """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""
+        return True
 
     @abstractmethod
     def admit(
@@ -80,9 +81,9 @@ class PoolBook(ABC):
     def append(self, request_id: str, start: int, stop: int) -> None:
         """The prompt's positions [start, stop) are prefilled next."""
 
-    @abstractmethod
     def mark_prefilled(self, request_id: str) -> None:
         """The prompt's last positions are launched."""
+        return
 
     @abstractmethod
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
@@ -104,9 +105,9 @@ class PoolBook(ABC):
     def release(self, request_id: str) -> None:
         """Take back what a request holds; its chunks that are listed stay."""
 
-    @abstractmethod
     def num_to_move(self, request_id: str) -> int:
         """Places whose contents `move_out` would have read."""
+        return 0
 
     @abstractmethod
     def grow(self, request_id: str, num_prompt: int) -> None:
@@ -116,17 +117,17 @@ class PoolBook(ABC):
     def move_out(self, request_id: str) -> tuple[tuple[int, ...], object]:
         """Take back what a request holds: the places whose contents its caller reads, and what `move_in` needs."""
 
-    @abstractmethod
     def fits_moved(self, moved: object) -> bool:
         """Whether a request that was moved out fits again now; `moved` is what `move_out` said."""
+        return True
 
     @abstractmethod
     def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
         """Give a request as many places as it had, in the same order; `fits_moved` must have said that it fits."""
 
-    @abstractmethod
     def take_blocks_to_clear(self) -> list[int]:
         """Blocks that the caller zeroes before anything else is launched."""
+        return []
 
     @abstractmethod
     def stats(self) -> dict[str, int]:

@@ -3,8 +3,9 @@
 `lowlat.sequence.kvcache` calls it next to its own book. A prompt goes on after the longest prefix of which both the
 keys and values and a snapshot are there. Snapshots are large, so few are kept: at the end of a prompt's last whole
 chunk, where another prompt was found to part from this one (the end of a system prompt), and at every so many
-positions. Those used longest ago go first. The device copies nothing by itself: a part of prefill begins with the row
-that it is told, and leaves its states in the rows that it is told.
+positions. Those used longest ago go first. A request needs none: each fits, and its state is in the slot's own row. One
+is written whole before it is read, so that nothing is cleared. The device copies nothing by itself: a part of prefill
+begins with the row that it is told, and leaves its states in the rows that it is told.
 """
 
 from collections import OrderedDict
@@ -74,9 +75,6 @@ class SnapshotBook(PoolBook):
         self._holdings: dict[str, _Holding] = {}
         self._num_found = 0
 
-    def check(self, request_id: str, num_blocks: int) -> None:
-        """Every request fits: it needs no snapshot."""
-
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
         """The first chunks, `most` at the most, the last of which has a snapshot."""
         return next((count for count in range(most, 0, -1) if digests[count - 1] in self._listed), 0)
@@ -102,10 +100,6 @@ class SnapshotBook(PoolBook):
         """The row of a listed snapshot."""
         snapshot = self._listed.get(digest)
         return None if snapshot is None else (snapshot.row,)
-
-    def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
-        """Every request fits."""
-        return True
 
     def admit(
         self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_found: int
@@ -140,9 +134,6 @@ class SnapshotBook(PoolBook):
         pairs = [(kept, (k + 1) * self._chunk - start) for k, kept in holding.pending.items()]
         pairs += [(OWN_ROW, 0)] * (MAX_KEPT - len(pairs))
         holding.command = [row, *(value for pair in pairs for value in pair)]
-
-    def mark_prefilled(self, request_id: str) -> None:
-        """Nothing is reserved for the steps of a request."""
 
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
         """The row that the part under way begins with, and MAX_KEPT pairs: a row, and after how many positions."""
@@ -190,10 +181,6 @@ class SnapshotBook(PoolBook):
         if holding.own and holding.own[-1] in self._listed:
             self._listed.move_to_end(holding.own[-1])
 
-    def num_to_move(self, request_id: str) -> int:
-        """None: see `move_out`."""
-        return 0
-
     def grow(self, request_id: str, num_prompt: int) -> None:
         """Leave a snapshot at the end of the last whole chunk that is known, in place of the one before."""
         holding = self._holdings[request_id]
@@ -207,18 +194,10 @@ class SnapshotBook(PoolBook):
         self.release(request_id)
         return (), None
 
-    def fits_moved(self, moved: object) -> bool:
-        """Every request fits."""
-        return True
-
     def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
         """A request that decodes begins with no snapshot, and leaves none."""
         self._holdings[request_id] = _Holding(None, 0, [], frozenset(), command=list(NO_SNAPSHOTS))
         return ()
-
-    def take_blocks_to_clear(self) -> list[int]:
-        """Nothing: a snapshot is written whole before it is read."""
-        return []
 
     def stats(self) -> dict[str, int]:
         """Snapshots by state, and requests that began with one, as JSON."""

@@ -1,6 +1,6 @@
 """The interface of what a slot keeps between steps, as buffers: programs, memory plans and sessions read it.
 
-Which request holds which part of them is the host's to know: `lowlat.sequence.book`.
+Which request holds which part of them is the host's to know: `lowlat.sequence.kvcache`.
 """
 
 from abc import ABC, abstractmethod

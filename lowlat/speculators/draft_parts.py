@@ -1,6 +1,7 @@
 """Parts that draft models of all methods share: weights of a layer, rows of accepted tokens, drafts put into nodes."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lowlat.graphs.program import Stage
 from lowlat.models.geometry import DraftConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec
 from lowlat.models.layers import Emitter
+from lowlat.models.weight_plan import WeightPlan, rounded_plan
 from lowlat.speculators.base import StepScope
 
 __all__ = [
@@ -17,10 +19,10 @@ __all__ = [
     "DRAFT_MAP",
     "LM_HEAD",
     "assign_drafts",
-    "cut_head_plan",
     "emit_accepted_rows",
     "layer_recipes",
     "one_piece",
+    "own_weight_plan",
     "seen_before",
     "vocabulary_report",
 ]
@@ -42,9 +44,16 @@ def one_piece(weight: str, tensor: str, dtype: torch.dtype, *shape: int) -> Reci
     return Recipe(weight, (Piece(tensor, shape),), dtype)
 
 
-def cut_head_plan(config: DraftConfig, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> (shape, dtype) of an LM head that is rows of a larger one, made at load; empty where there is none."""
-    return {LM_HEAD: ((config.draft_vocab_size, config.hidden_size), dtype)} if config.is_cut else {}
+def own_weight_plan(config: DraftConfig, recipes: Sequence[Recipe], dtype: torch.dtype) -> WeightPlan:
+    """Canonical name -> (shape, dtype) of every weight of a draft model's own: its recipes', and what is made at load.
+
+    That is the map of draft ids, and an LM head that is rows of a larger one.
+    """
+    plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in recipes}
+    if config.is_cut:
+        plan[LM_HEAD] = ((config.draft_vocab_size, config.hidden_size), dtype)
+    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
+    return MappingProxyType(dict(rounded_plan(plan, config.quantiser)))
 
 
 def vocabulary_report(config: DraftConfig) -> dict[str, Any]:

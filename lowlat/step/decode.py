@@ -287,18 +287,8 @@ class StepBuilder:
 
     def _publish(self) -> None:
         names = (
-            "slots",
-            "commit_lens",
-            "accepted_lens",
-            "accepted_tokens",
-            "accepted_nodes",
-            "finish",
-            "num_verified",
-            "verified_depth",
-            "verified_source",
-            "lengths",
-            "logprob_values",
-            "logprob_ids",
+            *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish"),
+            *("num_verified", "verified_depth", "verified_source", "lengths", "logprob_values", "logprob_ids"),
         )
         rings = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
         writes = {name: name for name in rings}

@@ -256,11 +256,7 @@ def _num_blocks(state: BufferSet) -> int:
 
 
 def _kept_times(
-    executor: CapturedSteps,
-    buckets: Sequence[Bucket],
-    num_waiting: int,
-    per_expert: float,
-    facts: Mapping[str, Any],
+    executor: CapturedSteps, buckets: Sequence[Bucket], num_waiting: int, per_expert: float, facts: Mapping[str, Any]
 ) -> Costs:
     """The times of these buckets' bodies: those in the user's cache for the same facts, or measured and put there.
 

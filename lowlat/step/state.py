@@ -161,6 +161,11 @@ class StepGeometry:
         return tuple(states)
 
     @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of a snapshot of all states that need one for a prompt to go on; 0: none does."""
+        return sum(state.snapshot_bytes for state in self.sequence_states)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
         return TORCH_DTYPES[self.config.dtype]

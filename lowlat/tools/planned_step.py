@@ -12,12 +12,15 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from lowlat.engine.loading import build_program, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.programs import build_program, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.errors import ConfigError
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.make import check_positions
+from lowlat.executors.planned import META
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.lowering.covers import uncovered
@@ -41,7 +44,7 @@ from lowlat.step.variants import bodies_of
 from lowlat.tools.bench.geometry import Geometry, read_geometries
 from lowlat.tools.draft_model.random_models import random_speculator
 from lowlat.tools.gpus import DescribedGpu
-from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair, weight_shapes
+from lowlat.tools.tune.pairs import LoweredPrograms, Pair, rounded_pair, weight_shapes
 
 __all__ = [
     "PRESET_DRAFT_MODEL",

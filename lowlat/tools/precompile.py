@@ -9,12 +9,15 @@ from pathlib import Path
 
 import torch
 
-from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.make import check_positions
+from lowlat.executors.planned import META
 from lowlat.graphs.program import Program
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
@@ -27,7 +30,7 @@ from lowlat.speculators.methods import plan_speculator
 from lowlat.speculators.tree.dynamic import Topology
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.variants import may_repeat
-from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair, rounded_pair
+from lowlat.tools.tune.pairs import LoweredPrograms, Pair, rounded_pair
 
 __all__ = ["compile_all", "kernels_of"]
 

@@ -4,9 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from fake_engine import FakeEngine, expected_tokens
-from raw_client import RawClient
 from served import Serve, eventually
 
 from lowlat.ipc.wire import Bye, Error
@@ -75,30 +73,13 @@ def test_the_peer_is_dropped_after_so_many_and_its_requests_with_it(serve: Serve
     assert running.token_ids == expected_tokens([9], 4000)[: len(running.token_ids)]
 
 
-@pytest.mark.parametrize("size", [4097, 1 << 20])
-def test_a_frame_over_the_limit_ends_its_connection_alone(serve: Serve, size: int) -> None:
-    served = serve(FakeEngine(0.002), max_message_bytes=4096)
+def test_a_frame_over_the_limit_ends_its_connection_alone(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(FakeEngine(0.002), max_message_bytes=4096, **transport)
     large, good = served.client(), served.client()
     lost = large.submit(1, [7], max_tokens=4000)
     running = good.submit(1, [8], max_tokens=100)
     large.wait_tokens(lost, 1)
-    large.say_raw(b"\x06" + bytes(size))
+    large.say_raw(b"\x06" + bytes(4097))
     good.finish(running)
     assert running.token_ids == expected_tokens([8], 100)
     eventually(lambda: not served.engine.busy and good.stats()["num_clients"] == 1)
-
-
-def test_after_all_of_it_the_next_client_is_served(serve: Serve) -> None:
-    served = serve(FakeEngine(), max_bad_messages=1, max_message_bytes=MAX_BYTES)
-    for entry in SENDABLE[::40]:
-        bad = served.client()
-        bad.say_raw(*frames_of(entry))
-        if bad.hear(Error).number is not None:  # a request that is refused by itself
-            bad.say_raw(b"\xff")
-            bad.hear(Error)
-        assert bad.hear(Bye).reason == "dropped"
-        client: RawClient = served.client()
-        done = client.submit(1, max_tokens=3)
-        client.finish(done)
-        assert done.token_ids == expected_tokens([1, 2, 3], 3)
-        client.close()

@@ -66,7 +66,7 @@ def content(tier: DiskTier, number: int) -> torch.Tensor | None:
     return tier.read(ChunkKey(number.to_bytes(32, "little"), ""), lambda size: torch.empty(size, dtype=torch.uint8))
 
 
-@pytest.mark.second
+@pytest.mark.wide  # the next has files of a cache, too
 def test_a_process_that_is_killed_amid_a_save_leaves_whole_files_alone(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path / "cache")], stdout=subprocess.PIPE) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"

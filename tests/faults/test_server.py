@@ -16,7 +16,7 @@ from served import eventually
 
 from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc import AsyncClient, Client
-from lowlat.ipc.wire import Bye, Hello, Welcome
+from lowlat.ipc.wire import Bye
 
 NUM_STREAMS = 4
 MAX_TOKENS = 4000
@@ -144,21 +144,6 @@ def test_a_client_that_lives_on_uses_the_next_server(tmp_path: Path) -> None:
     assert len(epochs) == 2
 
 
-def test_a_draining_server_takes_nothing_new_and_finishes_the_rest(tmp_path: Path) -> None:
-    endpoint = f"ipc://{tmp_path}/s.sock"
-    with fake_process(tmp_path, engine={"step_s": 0.01}) as server, Client(endpoint) as client:
-        stream = client.generate([3], max_tokens=40)
-        found = list(next(stream).token_ids)
-        server.terminate()
-        eventually(lambda: client.health().state == "draining")
-        with pytest.raises(ServerGone, match="takes no new requests"):
-            list(client.generate([4], max_tokens=4))
-        for chunk in stream:
-            found.extend(chunk.token_ids)
-        assert tuple(found) == expected_tokens([3], 40)
-        assert server.wait(5) == 0
-
-
 def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
     with fake_process(tmp_path, engine={"step_s": 0.01}) as server, raw_client(f"ipc://{tmp_path}/s.sock") as client:
         done = client.submit(1, max_tokens=40)
@@ -173,21 +158,6 @@ def test_sigterm_lets_running_requests_finish(tmp_path: Path) -> None:
         assert hear_bye(client).reason == "shutdown"
         assert server.wait(5) == 0
     assert not (tmp_path / "s.sock").exists()
-
-
-def test_sigterm_ends_what_is_left_at_the_deadline(tmp_path: Path) -> None:
-    options = {"engine": {"step_s": 0.01}, "limits": {"drain_s": 0.3}}
-    with fake_process(tmp_path, **options) as server, raw_client(f"ipc://{tmp_path}/s.sock") as client:
-        done = client.submit(1, max_tokens=4000)
-        client.wait_tokens(done, 2)
-        started = time.monotonic()
-        server.send_signal(signal.SIGTERM)
-        client.finish(done)
-        assert 0.2 < time.monotonic() - started < 1.5
-        assert done.end is not None
-        assert (done.end.finish_reason, done.end.code) == ("error", "shutdown")
-        assert hear_bye(client).reason == "shutdown"
-        assert server.wait(5) == 0
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
@@ -267,18 +237,3 @@ def test_a_bug_of_the_engine_ends_the_server_and_its_text_stays_inside(tmp_path:
         assert server.wait(5) == 1
     assert "ValueError at" in log.read_text()
     assert "secret" not in log.read_text()
-
-
-def test_kill_and_restart_on_the_same_endpoint(tmp_path: Path) -> None:
-    epochs = set()
-    endpoint = f"ipc://{tmp_path}/s.sock"
-    with raw_client(endpoint, greet=False) as client:
-        for _ in range(2):
-            with fake_process(tmp_path, engine={"step_s": 0.01}) as server:
-                client.say(Hello())
-                epochs.add(client.hear(Welcome).epoch)
-                client.wait_tokens(client.submit(1, max_tokens=4000), 2)
-                server.kill()
-                server.wait(5)
-                client.completions.clear()
-    assert len(epochs) == 2

@@ -127,7 +127,7 @@ def test_the_flag_ends_a_loop_within_two_steps_and_one_behind_it_after_one(
     runtime = runtimes[1]
     executor = executor_of(runtime)
     late = []
-    for _ in range(20):
+    for _ in range(60):
         runtime.submit(prompt_of(5), params(0, 1500))
         while not runtime.step(DEPTH):
             pass
@@ -137,10 +137,13 @@ def test_the_flag_ends_a_loop_within_two_steps_and_one_behind_it_after_one(
         assert executor.wait_loop(head + 5)
         executor.stop_loop()
         seen = head_of(runtime)
-        assert not executor.wait_loop(head + RING_ENTRIES)
-        assert executor.idle()
-        late.append(head_of(runtime) - seen)
+        whole = executor.wait_loop(head + RING_ENTRIES)
+        assert whole or executor.idle()
+        if seen < head + RING_ENTRIES - 8:  # on a busy machine the host may come when the loop is all but done
+            assert not whole
+            late.append(head_of(runtime) - seen)
         drained(runtime)
+    assert len(late) >= 5
     assert max(late) <= 1 + num_loops, late
 
 

@@ -25,17 +25,21 @@ class Case:
         self.values = torch.full((batch, rows, WIDTH), torch.nan)
         self.ids = torch.full((batch, rows, WIDTH), -77, dtype=torch.int32)
 
+    @property
+    def arguments(self) -> dict[str, torch.Tensor]:
+        named = {"logits": self.logits, "row_live": self.live, "target_tokens": self.targets}
+        return {**named, "slots": self.slots, "slot_ints": self.ints}
+
     def reference(self) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids = self.values.clone(), self.ids.clone()
-        arguments = (self.logits, self.live, self.targets, self.slots, self.ints)
-        reference.logprobs(*arguments, logprob_values=values, logprob_ids=ids)
+        reference.logprobs(**self.arguments, logprob_values=values, logprob_ids=ids)
         return values, ids
 
     def kernel(self, launcher: Launcher) -> tuple[torch.Tensor, torch.Tensor]:
         values, ids, memory = self.values.cuda(), self.ids.cuda(), Memory("cuda")
-        arguments = [array.cuda() for array in (self.logits, self.live, self.targets, self.slots, self.ints)]
+        arguments = {name: array.cuda() for name, array in self.arguments.items()}
         for _ in range(2):
-            launcher.run(*logprobs(*arguments, logprob_values=values, logprob_ids=ids, workspace=memory))
+            launcher.run(*logprobs(**arguments, logprob_values=values, logprob_ids=ids, workspace=memory))
         assert memory.at_rest()
         return values.cpu(), ids.cpu()
 

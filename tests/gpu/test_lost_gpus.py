@@ -28,7 +28,7 @@ FAULT = """
     import torch
     import lowlat
     from lowlat.errors import DeviceError
-    from lowlat.engine import loading
+    from lowlat.engine.loading import loading
     from lowlat.kernels.toolchain import ptx
     from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
     from lowlat.kernels.toolchain.numba_cuda import types, uint32

@@ -13,7 +13,7 @@ from tiny_grammars import Automaton, Slow, accepts, random_edges, submit_with
 from tiny_models import make_target, mxfp4_target
 
 import lowlat
-from lowlat.engine import loading
+from lowlat.engine.loading import loading
 from lowlat.errors import DeviceError
 from lowlat.executors.distributed.parallel import ParallelExecutor
 

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from prefill_cases import NAMES, Prefill, make_named, make_prefill
+from prefill_cases import NAMES, Prefill, fp8_target, make_named, make_prefill
 from recording import prompt_of, run_all, waiting_is_an_error
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.mailbox import Mailbox
+from lowlat.engine.mailbox.prefill_inputs import PrefillInputs
 from lowlat.executors.launcher import Launcher
 from lowlat.graphs import BufferSet, Paging
 from lowlat.graphs.capture import capture
 from lowlat.graphs.replay import CapturedGraph
+from lowlat.kernels.formats import matrix_shape
 from lowlat.lowering.memory import temporary_bytes
 from lowlat.step import state as shapes
 from lowlat.step.prefill import build_prefill
@@ -65,7 +66,7 @@ def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
     commands = {f"prefill_table{suffix}": table for suffix in ("", *(e.suffix for e in pair.geometry.window_pools))}
     for start in range(0, CONTEXT, CHUNK):
         for prefill in (launched, captured):
-            Mailbox(prefill.buffers, 7).write_chunk(1, tokens[start : start + CHUNK], start, commands)
+            PrefillInputs(prefill.buffers).write_chunk(1, tokens[start : start + CHUNK], start, commands)
             with torch.cuda.stream(stream):
                 prefill.arguments.send()
                 graph.launch(launcher.stream()) if prefill is captured else prefill.run()
@@ -78,15 +79,19 @@ def test_captured_chunks_have_the_bits_of_launched_ones(name: str, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, PairPaths]:
-    """A dense pair, one with windows and sinks, and one whose experts are MXFP4."""
+    """A dense pair, one with windows and sinks; a target in FP8, and one whose experts are MXFP4."""
     made = {family: make_pair(tmp_path_factory.mktemp(family), family, **SIZES) for family in ("llama", "gpt_oss")}
     directory = tmp_path_factory.mktemp("mxfp4")
     mxfp4_target(directory, gain=0.45, num_local_experts=9, num_experts_per_tok=4, sliding_window=70, **SIZES)
-    return {**made, "mxfp4": PairPaths(directory, directory)}
+    coded = fp8_target(tmp_path_factory.mktemp("llama_rows"))
+    return {**made, "mxfp4": PairPaths(directory, directory), "llama_rows": PairPaths(coded, coded)}
 
 
 def load(name: str, pairs: dict[str, PairPaths], executor: str, **options: Any) -> Runtime:
-    head = None if name == "mxfp4" else SpeculativeConfig(model=pairs[name].head, num_speculative_tokens=3, strict=True)
+    drafts = SpeculativeConfig(model=pairs[name].head, num_speculative_tokens=3, strict=True)
+    head = drafts if pairs[name].head != pairs[name].target else None
+    if name == "llama_rows":
+        options = {"activations": "fp8", "prefill_chunk": 64} | options
     shape: dict[str, Any] = {"max_batch": 2, "max_context": CONTEXT, "block_size": 16, "prefill_chunk": CHUNK}
     common: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "executor": executor}
     common["max_stall_ms"] = 10_000.0  # how many chunks run at once, and so who comes first, is no matter of time
@@ -105,13 +110,15 @@ def test_a_graph_runtime_prefills_as_an_eager_one(name: str, pairs: dict[str, Pa
     def run(executor: str) -> tuple[list[Any], dict[str, torch.Tensor]]:
         with load(name, pairs, executor) as runtime:
             found = [runtime.submit(prompt, PARAMS) for prompt in prompts]
-            tokens = run_all(runtime, 0 if name == "mxfp4" else 3)  # steps of a given depth are not run ahead
+            tokens = run_all(
+                runtime, 3 if pairs[name].head != pairs[name].target else 0
+            )  # steps of a given depth are not run ahead
             cached = [runtime.metrics(each).cached_prompt_tokens for each in found]
             return [[tokens[each] for each in found], cached], state_of(runtime.executor.state)
 
     graph, eager = run("graph"), run("eager")
     assert graph[0] == eager[0]
-    assert max(graph[0][1]) == 3 * CHUNK, "the prefix was used again"
+    assert max(graph[0][1]) == (2 if name == "llama_rows" else 3) * CHUNK, "the prefix was used again"
     assert_same_state(graph[1], eager[1])
 
 
@@ -201,5 +208,7 @@ def test_a_graph_takes_no_more_than_is_planned(name: str, tmp_path: Path) -> Non
     torch.cuda.empty_cache()
     before, pool = torch.cuda.memory_reserved(), torch.cuda.MemPool()
     graph = captured_once(prefill, torch.cuda.Stream(DEVICE), pool)
-    assert torch.cuda.memory_reserved() - before <= temporary_bytes(program, lambda name: pair.source[name].shape)
+    assert torch.cuda.memory_reserved() - before <= temporary_bytes(
+        program, lambda name: matrix_shape(name, pair.source)
+    )
     graph.close()

@@ -11,12 +11,12 @@ from recording import run_all
 from tiny_models import PairPaths, make_pair, mxfp4_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine import loading
+from lowlat.engine.loading import programs
 from lowlat.graphs.program import Program
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 NAMES = ("llama", "qwen3", "qwen2", "mistral", "gpt_oss", "mxfp4", "demo")
-DEMO = Path(loading.__file__).parents[1] / "demo"
+DEMO = Path(programs.__file__).parents[2] / "demo"
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {},
     "tree": {"tree": ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))},
@@ -75,7 +75,7 @@ def test_identities_anywhere_change_no_bit(
     """In steps and in prefill, captured."""
     fused = found(name, pairs, shape="chain", executor="graph")
     for part in ("build_step", "build_prefills"):
-        monkeypatch.setattr(loading, part, inserting(getattr(loading, part), seed))
+        monkeypatch.setattr(programs, part, inserting(getattr(programs, part), seed))
     assert_same(found(name, pairs, shape="chain", executor="graph"), fused)
 
 

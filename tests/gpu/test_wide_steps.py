@@ -17,9 +17,9 @@ OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 384, "block_size": 16,
     "device": "cuda",
     "dtype": "bfloat16",
 }
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
 HYBRID: dict[str, Any] = KERNEL_HYBRID | {"hidden_size": 128, "intermediate_size": 192}
-FAMILIES: dict[str, dict[str, int]] = {"llama": SIZES, "gpt_oss": {**SIZES, "hidden_size": 96}}
+FAMILIES = ("llama", "gpt_oss")
 REPEATING = prompt_of(40) * 2
 # of one slot, of two and of four at once; all repeat themselves before long, but for the last
 REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
@@ -34,7 +34,7 @@ REQUESTS: tuple[tuple[list[int], dict[str, Any]], ...] = (
 @pytest.mark.parametrize("size", [9, 513, 8192, 32768])
 def test_named_texts_against_the_reference(size: int, bench: Bench) -> None:
     drafting = 0
-    for seed in range(8):
+    for seed in range(40 if size == 9 else 8):  # so short ones rarely go on where a slot's text ends
         drafting += check_texts(bench, seed, context=300, size=size, lengths=[1, 2, 200, 300], calls=draft_from_texts)
     assert drafting > 0
 
@@ -55,7 +55,7 @@ def test_wide_searches_against_the_reference(context: int, rows: int, bench: Ben
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
-    return make_pair(tmp_path_factory.mktemp(request.param), request.param, **FAMILIES[request.param])
+    return make_pair(tmp_path_factory.mktemp(request.param), request.param, **SIZES)
 
 
 def tokens_of(runtime: Runtime, count: int) -> list[list[int]]:

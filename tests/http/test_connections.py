@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -131,20 +132,20 @@ def test_callers_who_are_gone_take_no_place(quick: RunningGateway) -> None:
     eventually(lambda: quick.ask("/v1/models")[0] == 200)
 
 
-@pytest.mark.parametrize(
-    ("sent", "seconds"),
-    [
+def test_who_asks_nothing_or_slowly_is_closed(quick: RunningGateway) -> None:
+    cases = [
         (b"", LIMITS.headers_s),
         (b"GET / HTTP/1.1\r\nhost: loc", LIMITS.headers_s),
         (request("GET /", key=False), LIMITS.idle_s),
         (request("GET /v1/models"), LIMITS.caller_idle_s),
         (request("GET /", key=False) + b"GET / HTTP/1.1\r\nho", LIMITS.headers_s),
-    ],
-)
-def test_who_asks_nothing_or_slowly_is_closed(quick: RunningGateway, sent: bytes, seconds: float) -> None:
-    with connected(quick) as caller:
-        caller.sendall(sent)
-        assert 0.5 * seconds < closed_after(caller) < seconds + 1.0
+    ]
+    with many(quick, len(cases)) as callers, ThreadPoolExecutor(len(cases)) as pool:
+        for caller, (sent, _) in zip(callers, cases, strict=True):
+            caller.sendall(sent)
+        times = list(pool.map(closed_after, callers))
+    for seconds, (sent, expected_s) in zip(times, cases, strict=True):
+        assert 0.5 * expected_s < seconds < expected_s + 1.0, sent
 
 
 def test_headers_that_trickle_are_cut_off(quick: RunningGateway) -> None:

@@ -46,7 +46,6 @@ def nested(depth: int) -> bytes:
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "words"),
     [
-        ("chat/completions", CHAT | {"functions": []}, 400, "functions", "Unsupported parameter: functions"),
         ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, 400, "response_format.type", ""),
         ("chat/completions", CHAT | {"tool_choice": "required"}, 400, "tool_choice", "no tools"),
         ("chat/completions", CHAT | {"n": 129}, 400, "n", "<= 128"),
@@ -56,7 +55,6 @@ def nested(depth: int) -> bytes:
         ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "logprobs", "20"),
         ("chat/completions", CHAT | {"stop": [""]}, 400, "stop", ""),
         ("chat/completions", CHAT | {"stream_options": {}}, 400, "stream_options", "stream: true"),
-        ("chat/completions", CHAT | {"store": True}, 400, "store", ""),
         ("chat/completions", {"model": "fake"}, 400, "messages", "Missing required parameter"),
         ("chat/completions", CHAT | {"model": "gpt-4"}, 404, "model", "'fake' does"),
         (
@@ -66,7 +64,6 @@ def nested(depth: int) -> bytes:
             "messages[0].content[0].type",
             "'image_url'; content is text",
         ),
-        ("completions", COMPLETION | {"suffix": "x"}, 400, "suffix", "Unsupported"),
         ("completions", COMPLETION | {"prompt": []}, 400, "prompt", "1 to 4096"),
         ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt", "prompt[1]"),
         ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, "prompt", "5000"),
@@ -148,13 +145,6 @@ def test_bodies_are_read_as_other_servers_read_them(gateway: RunningGateway) -> 
         assert found == status and words in answer["error"]["message"], answer
 
 
-def test_a_default_of_a_client_that_is_another_model_is_refused_with_the_name(gateway: RunningGateway) -> None:
-    for path, body in (("/v1/models/gpt-4o", None), ("/v1/responses", {"model": "gpt-4o", "input": "Hi"})):
-        status, answer, _ = gateway.ask(path, body)
-        assert (status, answer["error"]["code"]) == (404, "model_not_found")
-        assert "'gpt-4o' does not exist; 'fake' does" in answer["error"]["message"]
-
-
 @pytest.mark.parametrize(("given", "kept"), [("abc-1.2:3", True), ("", False), ("a b", False), ("x" * 129, False)])
 def test_every_answer_has_a_request_id(gateway: RunningGateway, given: str, kept: bool) -> None:
     made = set()
@@ -190,21 +180,15 @@ def test_a_key_is_needed(gateway: RunningGateway, given: str) -> None:
         assert gateway.ask(path, headers={"authorization": given})[0] == 200
 
 
-@pytest.mark.parametrize(
-    ("host", "well"),
-    [
-        *[("localhost", True), ("LOCALHOST:80", True), ("[::1]:1", True), ("evil.example", False), ("", False)],
-        *[("localhost.:80", True), ("a.localhost", True), ("0.0.0.0:80", True), ("127.9.9.9", True), ("[::]", True)],
-        *[("notlocalhost", False), ("localhost.evil.example", False)],
-        *[("127.0.0.1.evil.example", False), ("10.0.0.1", False), ("named.example:1", True)],
-    ],
-)
-def test_a_host_must_name_this_gateway(tmp_path: Path, host: str, well: bool) -> None:
+def test_a_host_must_name_this_gateway(tmp_path: Path) -> None:
+    well = ("localhost", "LOCALHOST:80", "[::1]:1", "localhost.:80", "a.localhost", "0.0.0.0:80", "127.9.9.9", "[::]")
+    not_well = ("evil.example", "", "notlocalhost", "localhost.evil.example", "127.0.0.1.evil.example", "10.0.0.1")
     with gateway_at(f"ipc://{tmp_path}/none.sock", hosts=["named.example"]) as address:
-        status, answer, headers = RunningGateway(address).ask("/", headers={"host": host})
-        assert status == (200 if well else 403)
-        assert well or "--http-host" in answer["error"]["message"]
-        assert "access-control-allow-origin" not in headers
+        for host in (*well, "named.example:1", *not_well):
+            status, answer, headers = RunningGateway(address).ask("/", headers={"host": host})
+            assert status == (403 if host in not_well else 200), host
+            assert status == 200 or "--http-host" in answer["error"]["message"]
+            assert "access-control-allow-origin" not in headers
 
 
 def test_who_sends_no_host_is_no_browser(gateway: RunningGateway) -> None:
@@ -306,7 +290,7 @@ def test_a_server_that_is_gone_is_unavailable_until_it_is_back(tmp_path: Path) -
         assert gateway.ask("/")[0] == 200
         with running_gateway(folder) as other:
             assert other.served is not None and other.served.server.endpoint == f"ipc://{folder}/s.sock"
-            assert gateway.ask("/v1/completions", COMPLETION)[0] == 200
+            eventually(lambda: gateway.ask("/v1/completions", COMPLETION)[0] == 200)  # it waits 0.05 s for the server
             assert gateway.ask("/ready")[1]["state"] == "serving"
 
 

@@ -161,13 +161,14 @@ def test_a_request_wakes_its_model_and_the_one_used_longest_ago_sleeps(
 def test_what_runs_ends_before_its_model_sleeps(sharing: Models, expected: dict[str, list[int]]) -> None:
     found: dict[str, list[int]] = {}
     sharing.tokens("one")
-    running = threading.Thread(target=lambda: found.update(one=sharing.tokens("one", 40)))
-    running.start()
+    running = threading.Thread(target=lambda: found.update(one=sharing.tokens("one", 120)))
     with sharing.client("one") as client:
+        client.health()  # it is connected
+        running.start()
         eventually(lambda: client.health().num_running == 1)
         found["two"] = sharing.tokens("two")
     running.join(WAIT_S)
-    assert found == {"one": expected["one"][:40], "two": expected["two"][:8]}
+    assert found == {"one": expected["one"][:120], "two": expected["two"][:8]}
 
 
 @pytest.mark.second

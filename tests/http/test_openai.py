@@ -186,33 +186,6 @@ def test_tokens_say_whether_they_were_drafted(tmp_path: Path) -> None:
         assert events[-1]["lowlat"]["metrics"]["completion_tokens"] == 6
 
 
-def test_responses_are_answered(client: openai.OpenAI) -> None:
-    answer = client.responses.create(model="fake", input="Hi", max_output_tokens=4)
-    assert answer.status == "incomplete" and answer.output_text.startswith("t")
-    assert answer.usage is not None and answer.usage.output_tokens == 4
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        client.responses.create(model="fake", input="Hi", previous_response_id="r")
-
-
-def test_responses_stream_their_events(tmp_path: Path) -> None:
-    engine = ScriptedEngine({"reasoning": "Hm."}, {"text": "A "}, {"text": "b."})
-    with (
-        running_gateway(tmp_path, engine) as gateway,
-        gateway.openai() as client,
-    ):
-        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
-        events: list[Any] = list(client.responses.create(model="fake", input=items, instructions="Be.", stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type for event in events]
-    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
-    assert kinds[-1] == "response.completed"
-    deltas = [(event.type.split(".")[1], event.delta) for event in events if event.type.endswith(".delta")]
-    assert deltas[0] == ("reasoning_text", "Hm.") and {kind for kind, _ in deltas[1:]} == {"output_text"}
-    assert "".join(text for _, text in deltas[1:]) == "A b."  # steps that wait for a reader share a delta
-    assert events[-1].response.output_text == "A b."
-    assert [item.type for item in events[-1].response.output] == ["reasoning", "message"]
-
-
 def test_the_asyncio_client_is_served(gateway: RunningGateway) -> None:
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=gateway.url, api_key=KEY, max_retries=0) as client:

@@ -13,6 +13,7 @@ from browser import CHROMIUM, Page, browser
 from fake_engine import FakeCodec, expected_text, expected_tokens
 from gateway import KEY, RunningGateway, ScriptedEngine, gateway_at, running_gateway
 from served import eventually, serve_in
+from stages import wide
 
 import lowlat.serving.http
 from lowlat.ipc.limits import Limits
@@ -121,7 +122,7 @@ def test_a_chat_in_a_browser(shown: Shown) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [wide("desktop"), "phone"])
 def test_stop_and_leave_amid_an_answer(shown: Shown, size: str) -> None:
     page, engine = shown.page, shown.engine
     shown.open(size)
@@ -211,7 +212,7 @@ def test_who_scrolls_up_is_left_there(shown: Shown) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [wide("desktop"), "phone"])
 def test_any_text_fits_and_all_is_named(shown: Shown, size: str) -> None:
     page = shown.page
     shown.open(size)
@@ -269,7 +270,7 @@ def labelled(label: str) -> str:
 
 
 @needs_browser
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", ["desktop", wide("phone")])
 def test_markdown_is_shown_and_copied(shown: Shown, size: str) -> None:
     page, engine = shown.page, shown.engine
     shown.open(size)

@@ -12,18 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import zmq
-from scripted_server import LIMITS, ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet, welcome
+from scripted_server import ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet
 from served import eventually
 from socket_fixtures import OVER_EACH
 
-from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc import Client, libzmq
 from lowlat.ipc.client import protocol
 from lowlat.ipc.client.connection import Connection
-from lowlat.ipc.wire import Bye, Cancel, Credit, End, Error, Health, Hello, Submit, Tokens, encode, pack_tokens
+from lowlat.ipc.wire import Bye, Cancel, Credit, End, Health, Hello, Submit, Tokens, encode, pack_tokens
 
 
 def test_text_and_tokens_come_whole_and_the_last_chunk_has_figures(server: ScriptedServer) -> None:
@@ -40,15 +39,6 @@ def test_text_and_tokens_come_whole_and_the_last_chunk_has_figures(server: Scrip
         assert client.health().state == "serving"
         assert client.stats() == {"slots": 4}
     assert server.wait_for(Hello)[0].name == "test"
-
-
-def test_unknown_options_are_refused_before_anything_is_sent(server: ScriptedServer) -> None:
-    with Client(server.url) as client:
-        for options in ({"beams": 2}, {"top_p": 3.0}, {"timeout_s": -1.0}, {"deadline_s": 0.0}):
-            with pytest.raises(RequestError):
-                client.generate("a", **options)
-        client.health()
-    assert not [message for message in server.received if isinstance(message, Submit)]
 
 
 @OVER_EACH
@@ -119,16 +109,6 @@ def test_leaving_early_cancels(server: ScriptedServer, how: str) -> None:
         assert len(list(client.generate("b", max_tokens=5))) == 6
 
 
-def test_cancel_ends_by_a_chunk(server: ScriptedServer) -> None:
-    with Client(server.url, window=16) as client:
-        generation = client.generate("a", max_tokens=1000)
-        next(generation)
-        generation.cancel()
-        chunks = list(generation)
-        assert chunks[-1].finish_reason == "cancelled"
-        assert 15 <= len(ids_of(chunks)) <= 32
-
-
 @OVER_EACH
 def test_a_consumer_that_stops_reading_is_sent_no_more_than_its_window(server: ScriptedServer) -> None:
     with Client(server.url, window=100) as client:
@@ -139,23 +119,6 @@ def test_a_consumer_that_stops_reading_is_sent_no_more_than_its_window(server: S
         assert running.sent == 100
         assert not [message for message in server.received if isinstance(message, Credit)]
         assert len(ids_of(list(generation))) == 4999
-
-
-def test_a_killed_server_is_noticed_and_the_next_call_connects_anew(tmp_path: Path) -> None:
-    with ScriptedServer(ipc_url(tmp_path)) as first, Client(first.url, window=4) as client:
-        generation = client.generate("a", max_tokens=100)
-        got = [next(generation) for _ in range(2)]
-        first.handlers[Credit] = quiet
-        first.stop()
-        begin = time.perf_counter()
-        with pytest.raises(ServerGone) as caught:
-            got += generation
-        assert time.perf_counter() - begin < 1.0  # by the connection's end, before any heartbeat
-        assert caught.value.token_ids == ids_of(got)
-        assert caught.value.text == "".join(chunk.text for chunk in got)
-        assert list(generation) == []
-        with ScriptedServer(first.url):
-            assert len(list(client.generate("b", max_tokens=5))) == 6
 
 
 def test_a_server_that_was_replaced_while_nobody_waited(tmp_path: Path) -> None:
@@ -172,7 +135,6 @@ def is_followed(connection: Connection) -> bool:
     return connection.protocol.failure is not None or libzmq.has_message(connection._dealer._dealer)
 
 
-@OVER_EACH
 def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServer) -> None:
     """A reader has its chunk as soon as it is there; then no descriptor tells of a message that came with it.
 
@@ -185,7 +147,7 @@ def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServ
         return [encode(Tokens(message.number, 0, pack_tokens([7]))), encode(Bye("dropped"))]
 
     with Client(server.url) as client:
-        for _ in range(20):
+        for _ in range(8):
             server.handlers[Submit] = answer
             generation = client.generate("a", max_tokens=100)
             assert next(generation).token_ids == (7,)
@@ -193,7 +155,7 @@ def test_what_came_behind_a_chunk_is_known_to_the_next_call(server: ScriptedServ
             assert len(list(client.generate("b", max_tokens=5))) == 6  # over a connection that lives
             with pytest.raises(ServerGone, match="dropped"):
                 next(generation)
-    assert len(server.wait_for(Hello, 21)) == 21
+    assert len(server.wait_for(Hello, 9)) == 9
 
 
 @OVER_EACH
@@ -253,51 +215,6 @@ def test_a_slow_server_is_not_gone(server: ScriptedServer, soon: None) -> None:
         assert time.perf_counter() - begin > 0.85 > 2 * protocol.SILENCE_S
         assert caught.value.code == "timeout"
         server.wait_for(Cancel)
-
-
-def test_refusals_at_the_gateway(server: ScriptedServer) -> None:
-    for code, kind in (("busy", Busy), ("version", ConfigError), ("forbidden", RequestError)):
-        answer = encode(Error(code, "no", retry_after_ms=1500))
-        server.handlers[Hello] = lambda s, i, m, b, answer=answer: [answer]  # type: ignore[misc]
-        with pytest.raises(kind) as caught, Client(server.url):
-            pass
-        if isinstance(caught.value, Busy):
-            assert caught.value.retry_after_s == 1.5
-
-
-def test_busy_refuses_one_request(server: ScriptedServer) -> None:
-    server.handlers[Submit] = lambda s, i, message, b: (
-        [encode(Error("busy", "the queue is full", number=message.number, retry_after_ms=20))]
-        if message.text == "no"
-        else None
-    )
-    with Client(server.url) as client:
-        with pytest.raises(Busy, match="queue is full"):
-            list(client.generate("no"))
-        assert len(list(client.generate("yes", max_tokens=2))) == 3
-
-
-def test_a_gap_says_what_was_lost(server: ScriptedServer) -> None:
-    server.handlers[Submit] = lambda s, i, message, b: [
-        encode(Tokens(message.number, 0, pack_tokens([7]), "x")),
-        encode(Tokens(message.number, 2, pack_tokens([9]), "z")),
-        encode(End(message.number, 3, 3, "length")),
-    ]
-    with Client(server.url) as client:
-        generation = client.generate("a")
-        assert next(generation).token_ids == (7,)
-        with pytest.raises(StreamError, match="message 1 should have come and message 2 did") as caught:
-            next(generation)
-        assert caught.value.token_ids == (7,)
-
-
-def test_too_long_for_the_server_is_refused_here(server: ScriptedServer) -> None:
-    small = encode(welcome(limits=msgspec.structs.replace(LIMITS, max_message_bytes=2000)))
-    server.handlers[Hello] = lambda s, i, m, b: [small]
-    with Client(server.url) as client:
-        with pytest.raises(RequestError, match="max_message_bytes"):
-            client.generate([1] * 600)
-        assert len(list(client.generate([1] * 400, max_tokens=1))) == 2
 
 
 FORK = """
@@ -368,20 +285,17 @@ def test_two_threads_may_close_a_client_at_once(server: ScriptedServer) -> None:
     assert connection.protocol.failure is not None
 
 
-@pytest.mark.parametrize("left", ["client", "stream", "thread"])
-def test_an_unclosed_client_does_not_keep_the_interpreter_alive(server: ScriptedServer, left: str) -> None:
+def test_an_unclosed_client_does_not_keep_the_interpreter_alive(server: ScriptedServer) -> None:
+    """With a stream, and a thread that waits for another."""
     code = f"""
 import sys, threading
 from lowlat.ipc import Client
 client = Client({server.url!r}, window=8)
 stream = client.generate("a", max_tokens=1000)
 next(stream)
-if {left!r} == "thread":
-    def read():
-        for _ in client.generate("wait", max_tokens=10): pass
-    threading.Thread(target=read, daemon=True).start()
-if {left!r} == "client":
-    stream.close()
+def read():
+    for _ in client.generate("wait", max_tokens=10): pass
+threading.Thread(target=read, daemon=True).start()
 print("done", flush=True)
 """
     server.handlers[Submit] = lambda s, i, message, b: [] if message.text == "wait" else None

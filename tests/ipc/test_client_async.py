@@ -10,10 +10,10 @@ import pytest
 from scripted_server import ScriptedServer, expected_text, expected_tokens, ids_of, ipc_url, quiet
 from socket_fixtures import OVER_EACH
 
-from lowlat.errors import Busy, LowlatError, RequestError, ServerGone, StreamError
+from lowlat.errors import LowlatError, ServerGone, StreamError
 from lowlat.ipc import AsyncClient, Chunk
 from lowlat.ipc.client.asynchronous import AsyncGeneration
-from lowlat.ipc.wire import Cancel, Credit, Error, Health, Hello, Submit, encode
+from lowlat.ipc.wire import Cancel, Credit, Health, Hello, Submit
 
 
 async def all_of(generation: AsyncGeneration) -> list[Chunk]:
@@ -221,24 +221,6 @@ def test_a_silent_server_is_gone_and_a_timeout_is_ones_own(server: ScriptedServe
             assert 0.3 < time.perf_counter() - begin < 0.5 + 0.5  # the scaled time, and what a busy machine adds
             with pytest.raises(ServerGone, match="no answer within"):
                 await client.health(timeout_s=0.05)
-
-    asyncio.run(main())
-
-
-def test_refusals(server: ScriptedServer, tmp_path: Path) -> None:
-    server.handlers[Submit] = lambda s, i, message, b: [encode(Error("busy", "full", number=message.number))]
-
-    async def main() -> None:
-        async with AsyncClient(server.url) as client:
-            with pytest.raises(Busy):
-                await all_of(client.generate("a"))
-            with pytest.raises(RequestError, match="unknown option"):
-                client.generate("a", beams=2)  # type: ignore[call-arg]
-        nobody = AsyncClient(ipc_url(tmp_path, "nobody"), connect_timeout_s=0.1)
-        with pytest.raises(LowlatError, match="not connected yet"):
-            _ = nobody.server
-        with pytest.raises(ServerGone, match="no lowlat server answers"):
-            await nobody.connect()
 
     asyncio.run(main())
 

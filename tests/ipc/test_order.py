@@ -1,19 +1,15 @@
-"""SUBMIT, CANCEL, CREDIT, END in any order: nothing lost, doubled or reordered, nothing stuck, nothing left."""
+"""SUBMIT, CANCEL, CREDIT, END in any order: a client loses, doubles and reorders nothing, and leaves nothing.
+
+Of the server: test_server_orders.py.
+"""
 
 from collections import deque
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-from fake_engine import FakeEngine
-from fake_engine import expected_tokens as engine_tokens
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from scripted_server import Running, expected_tokens, welcome
 
-from lowlat.ipc import Client, Limits, Server
-from lowlat.ipc.client.blocking import Generation
 from lowlat.ipc.client.protocol import ClientProtocol, Stream
 from lowlat.ipc.client.request import make_request
 from lowlat.ipc.wire import Cancel, Credit, Submit, decode_client, encode, unpack_tokens
@@ -131,79 +127,3 @@ class CoreMachine(RuleBasedStateMachine):
 
 def test_any_order_against_the_core() -> None:
     run_state_machine_as_test(CoreMachine, settings=settings(stateful_step_count=40))
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, FakeEngine]]:
-    engine = FakeEngine(0.0003, tokens_per_step=3, max_running=3)
-    with Server(engine, None, f"ipc://{tmp_path}/s.sock", Limits(max_queue=64)) as server:
-        yield server.endpoint, engine
-
-
-def test_any_order_against_the_server(served: tuple[str, FakeEngine]) -> None:
-    endpoint, engine = served
-
-    class ServerMachine(RuleBasedStateMachine):
-        """Two clients of a real server with a fake engine."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.clients = [Client(endpoint, window=WINDOW) for _ in range(2)]
-            self.open: list[tuple[Generation, tuple[int, ...], list[int]]] = []
-            self.cancelled: set[Generation] = set()
-
-        @precondition(lambda self: len(self.open) < 12)
-        @rule(which=st.integers(0, 1), length=st.integers(1, 60))
-        def submit(self, which: int, length: int) -> None:
-            prompt = (len(self.open) + 1, length)
-            generation = self.clients[which].generate(prompt, max_tokens=length, timeout_s=20.0)
-            self.open.append((generation, engine_tokens(prompt, length), []))
-
-        @precondition(lambda self: self.open)
-        @rule(place=places, count=st.integers(1, 15))
-        def read(self, place: int, count: int) -> None:
-            generation, wanted, got = self.open[place % len(self.open)]
-            if generation in self.blocked():
-                return
-            for chunk in generation:
-                got += chunk.token_ids
-                count -= 1
-                if chunk.finish_reason is not None:
-                    if chunk.finish_reason == "length":
-                        assert tuple(got) == wanted
-                    else:
-                        assert chunk.finish_reason == "cancelled"
-                        assert generation in self.cancelled
-                if not count:
-                    break
-            assert tuple(got) == wanted[: len(got)]
-
-        def blocked(self) -> set[Generation]:
-            """Requests after others that hold the engine without being read: they would wait for ever."""
-            alive = [one for one, _, _ in self.open if not one._done]
-            return set(alive[engine.info.max_running :])
-
-        @precondition(lambda self: self.open)
-        @rule(place=places)
-        def cancel(self, place: int) -> None:
-            generation, _, _ = self.open[place % len(self.open)]
-            generation.cancel()
-            self.cancelled.add(generation)
-
-        @precondition(lambda self: self.open)
-        @rule(place=places)
-        def leave(self, place: int) -> None:
-            self.open.pop(place % len(self.open))[0].close()
-
-        def teardown(self) -> None:
-            for place in range(len(self.open)):
-                self.read(place, 1000)
-            for client in self.clients:
-                assert client.health().num_running <= engine.info.max_running
-                client.close()
-
-    run_state_machine_as_test(ServerMachine, settings=settings(max_examples=15, stateful_step_count=25))
-    with Client(endpoint) as client:
-        assert len(list(client.generate([1], max_tokens=5))) >= 2
-        health = client.health()
-        assert (health.num_running, health.num_waiting) == (0, 0)

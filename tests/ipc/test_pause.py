@@ -88,7 +88,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def test_the_model_goes_on_with_the_same_tokens(endpoint: str) -> None:
-    options: dict[str, Any] = {"max_tokens": 60, "temperature": 0.8, "seed": 3, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 30, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     with Client(endpoint) as client:
         expected = [token for chunk in client.generate([5, 6, 7], **options) for token in chunk.token_ids]
         paused = client.generate([5, 6, 7], **options)

@@ -10,6 +10,7 @@ from served import Serve
 
 from lowlat.errors import RequestError
 from lowlat.ipc import AsyncClient, Client
+from lowlat.ipc.client import protocol
 from lowlat.ipc.messages import PromptPart
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.ipc.wire import Sampling, Tokens, encode, pack_tokens
@@ -74,12 +75,14 @@ def test_parts_that_do_not_fit_are_refused(changed: dict[str, object]) -> None:
         PromptLogprobs.of_parts([part(**changed)])
 
 
-def test_clients_get_them_before_the_first_token(serve: Serve) -> None:
+def test_clients_get_them_before_the_first_token(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As soon as all parts are there, which come at once: no heartbeat wakes whoever waits for them."""
+    monkeypatch.setattr(protocol, "HEARTBEAT_INTERVAL_S", 60.0)
     served = serve(FakeEngine(0.001, max_context=1 << 16))
     prompt = [place % 800 for place in range(4000)]
     expected = prompt_logprobs(prompt, Sampling(prompt_logprobs=20), served.engine.text)
     with Client(served.server.endpoint, window=1) as client:
-        chunks = list(client.generate(prompt, max_tokens=6, prompt_logprobs=20))
+        chunks = list(client.generate(prompt, max_tokens=6, prompt_logprobs=20, timeout_s=20.0))
         assert chunks[0].prompt_logprobs == expected and not chunks[0].token_ids
         assert all(chunk.prompt_logprobs is None for chunk in chunks[1:])
         assert ids_of(chunks) == expected_tokens(prompt, 6)

@@ -25,8 +25,6 @@ from lowlat.ipc.server.admission import User
 from lowlat.ipc.server.peer import Peer
 from lowlat.ipc.wire import Drain, Error, Health, Hello, Pong, Sampling, Submit, encode, pack_tokens
 
-pytestmark = pytest.mark.alone
-
 GREETED = zmtp_bytes([])
 HELLO = encode(Hello())
 
@@ -68,14 +66,10 @@ def test_strangers_are_not_let_in_and_are_told(serve: Serve, stranger: int) -> N
     assert not peers_of(served)
 
 
-@pytest.mark.parametrize(
-    "properties", [{}, {b"User-Id": b"uid 0 1", b"Peer-Address": b"localhost:0:0:1", b"__fd": b"0"}]
-)
-def test_users_may_be_let_in_by_choice_and_are_who_the_kernel_says(
-    serve: Serve, stranger: int, properties: dict[bytes, bytes]
-) -> None:
+def test_users_may_be_let_in_by_choice_and_are_who_the_kernel_says(serve: Serve, stranger: int) -> None:
     served = serve(allow_uids=[stranger])
-    with zmtp_peer(served.server.endpoint, properties, [[HELLO]]) as connection:
+    lies = {b"User-Id": b"uid 0 1", b"Peer-Address": b"localhost:0:0:1", b"__fd": b"0"}
+    with zmtp_peer(served.server.endpoint, lies, [[HELLO]]) as connection:
         eventually(lambda: bool(peers_of(served)))
         (peer,) = peers_of(served)
         assert peer.user == User(uid=stranger, pid=os.getpid())
@@ -112,18 +106,21 @@ def test_nobody_can_guess_which_routing_id_is_next(serve: Serve, tmp_path: Path)
     assert len(first) == 3
 
 
-@pytest.mark.parametrize("said", [b"", GREETED[:1], GREETED[:64], GREETED, zmtp_bytes([[b"\x06"]])])
 def test_who_never_says_hello_is_ended(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, transport: dict[str, str], said: bytes
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, transport: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(router, "HELLO_TIMEOUT_S", 0.15)
-    monkeypatch.setattr(libzmq, "HANDSHAKE_TIMEOUT_MS", 150)
+    monkeypatch.setattr(libzmq, "HANDSHAKE_TIMEOUT_MS", 400)
     served = serve(heartbeat_interval_s=0.05, **transport)
     good = served.client()
+    monkeypatch.setattr(router, "HELLO_TIMEOUT_S", 0.4)
     running = good.submit(1, max_tokens=100)
-    with bare_socket(served.server.endpoint) as connection:
-        connection.sendall(said)
-        assert ends(connection, 3.0)
+    with ExitStack() as stack:
+        silent = [stack.enter_context(bare_socket(served.server.endpoint)) for _ in range(5)]
+        for connection, said in zip(
+            silent, (b"", GREETED[:1], GREETED[:64], GREETED, zmtp_bytes([[b"\x06"]])), strict=True
+        ):
+            connection.sendall(said)
+        assert all(ends(connection) for connection in silent)
     good.finish(running)
     assert running.token_ids == expected_tokens([1, 2, 3], 100)
     assert good.stats()["num_clients"] == 1
@@ -144,11 +141,9 @@ def trickle(connection: socket.socket, data: bytes, seconds: float) -> bool:
     return False
 
 
-def test_one_byte_at_a_time_is_no_sign_of_life(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch, transport: dict[str, str]
-) -> None:
-    monkeypatch.setattr(libzmq, "HANDSHAKE_TIMEOUT_MS", 200)
-    served = serve(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2, **transport)
+def test_one_byte_at_a_time_is_no_sign_of_life(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(libzmq, "HANDSHAKE_TIMEOUT_MS", 400)
+    served = serve(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.4)
     with bare_socket(served.server.endpoint) as slow:
         assert trickle(slow, GREETED, 5.0)
     with zmtp_peer(served.server.endpoint, {}, [[HELLO]]) as slow:
@@ -157,22 +152,18 @@ def test_one_byte_at_a_time_is_no_sign_of_life(
     eventually(lambda: not peers_of(served))
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
+def test_what_is_not_of_the_protocol_ends_its_connection(serve: Serve, transport: dict[str, str]) -> None:
+    served = serve(max_message_bytes=1024, **transport)
+    for said in (
         b"GET / HTTP/1.1\r\n\r\n",
         zmtp_bytes([], {b"Socket-Type": b"PUB"}),
         zmtp_bytes([[b"x" * 2000]]),
         GREETED + b"\x02\xff\xff\xff\xff\xff\xff\xff\xff",
-    ],
-    ids=["http", "type", "size", "claim"],
-)
-def test_what_is_not_of_the_protocol_ends_its_connection(serve: Serve, transport: dict[str, str], said: bytes) -> None:
-    served = serve(max_message_bytes=1024, **transport)
-    with bare_socket(served.server.endpoint) as connection:
-        connection.sendall(said)
-        assert ends(connection, 3.0)
-    assert not peers_of(served)
+    ):
+        with bare_socket(served.server.endpoint) as connection:
+            connection.sendall(said)
+            assert ends(connection, 3.0), said
+        assert not peers_of(served)
 
 
 def test_there_are_not_many_more_connections_than_clients(
@@ -190,7 +181,10 @@ def test_there_are_not_many_more_connections_than_clients(
         assert good.pong().state == "serving"
         held[0].close()
         again = stack.enter_context(zmtp_peer(endpoint, {}, [[HELLO]]))
-        assert b"epoch" in again.recv(4096) + again.recv(4096)
+        heard = b""
+        while b"epoch" not in heard and (part := again.recv(4096)):
+            heard += part
+        assert b"epoch" in heard
 
 
 def test_a_descriptor_that_is_anothers_by_now_is_left_alone(serve: Serve) -> None:
@@ -211,7 +205,8 @@ def test_who_comes_in_a_crowd_is_let_in(serve: Serve, transport: dict[str, str])
     served = serve(**transport)
     with ExitStack() as stack:
         crowd = [stack.enter_context(zmtp_peer(served.server.endpoint, {}, [[HELLO]])) for _ in range(150)]
-        eventually(lambda: len(peers_of(served)) == len({peer.routing_id for peer in peers_of(served)}) == 150)
+        eventually(lambda: len(peers_of(served)) == 150)
+        assert len({peer.routing_id for peer in peers_of(served)}) == 150
         assert not ends(crowd[0], 0.01)
     eventually(lambda: not peers_of(served))
 
@@ -224,10 +219,10 @@ def test_many_messages_at_once_come_in_order(serve: Serve, transport: dict[str, 
 
 
 def test_a_libzmq_client_with_heartbeats_of_its_own_stays_connected(serve: Serve) -> None:
-    client = serve(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.2).client(heartbeat_ivl=50, heartbeat_timeout=300)
+    client = serve(heartbeat_interval_s=0.05, heartbeat_timeout_s=0.6).client(heartbeat_ivl=50, heartbeat_timeout=600)
     monitor = client.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
-        assert not monitor.poll(600)
+        assert not monitor.poll(900)
         assert client.pong().state == "serving"
     finally:
         client.socket.disable_monitor()
@@ -240,7 +235,7 @@ def test_who_submits_and_goes_at_once(serve: Serve, transport: dict[str, str]) -
     submit = [encode(Submit(1, 1 << 20, Sampling(max_tokens=4000))), pack_tokens([1, 2])]
     for number in range(10):
         with zmtp_peer(served.server.endpoint, {}, [[HELLO], submit]):
-            eventually(lambda number=number: good.stats()["num_requests"] == number + 1)  # type: ignore[misc]
+            eventually(lambda number=number: len(served.engine.order) == number + 1)  # type: ignore[misc]
     client = RawClient(served.server.endpoint)
     for number in range(200):
         client.say(Health(number))
@@ -257,7 +252,7 @@ def test_what_is_sent_last_has_time_to_leave_and_no_more(serve: Serve, transport
     deaf = served.client(rcvhwm=1, rcvbuf=4096)
     for number in range(8):
         deaf.submit(number, max_tokens=4000, logprobs=0)
-    time.sleep(0.2)
+    eventually(lambda: served.engine.num_steps > 4000)
     closing = threading.Thread(target=served.server.close)
     closing.start()
     closing.join(5.0)

@@ -20,6 +20,7 @@ from served import Serve, eventually
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import Curve, Server
+from lowlat.ipc.server.threads import io_thread
 from lowlat.ipc.wire import Bye, Drain, Error, Hello
 
 
@@ -31,7 +32,7 @@ def test_an_unread_log_stalls_nobody(tmp_path: Path) -> None:
         raw_client(endpoint) as bad,
         raw_client(endpoint) as good,
     ):
-        for _ in range(3000):
+        for _ in range(1500):
             bad.say_raw(b"\xff")
             bad.hear(Error)
         done = good.submit(1, max_tokens=300)
@@ -100,8 +101,9 @@ def test_a_live_endpoint_cannot_be_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("robbed", ["missing", "stolen"])
 def test_a_server_that_nobody_can_reach_any_more_ends(
-    serve: Serve, tmp_path: Path, robbed: str, caplog: pytest.LogCaptureFixture
+    serve: Serve, tmp_path: Path, robbed: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(io_thread, "WATCH_EVERY_S", 0.1)
     served = serve(FakeEngine(0.001))
     client = served.client()
     path = tmp_path / "s.sock"
@@ -121,8 +123,9 @@ class Ending(BaseException):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_text_thread_that_ends_ends_the_server(serve: Serve) -> None:
+def test_a_text_thread_that_ends_ends_the_server(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests would wait for it for ever, and health would say that all is well."""
+    monkeypatch.setattr(io_thread, "WATCH_EVERY_S", 0.1)
     served = serve(codec=FakeCodec(fails=Ending()))
     client = served.client()
     client.submit_text(1, "hello")
@@ -220,10 +223,10 @@ def test_curve_keys_that_cannot_be_used(tmp_path: Path, wrong: str) -> None:
         Server(FakeEngine(), None, "tcp://127.0.0.1:*", curve=curve).start()
 
 
-def test_a_hundred_starts_and_ends_leave_nothing(tmp_path: Path) -> None:
+def test_many_starts_and_ends_leave_nothing(tmp_path: Path) -> None:
     limits = Limits(linger_s=0.0)
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(100):
+    for _ in range(40):
         with Server(FakeEngine, None, f"ipc://{tmp_path}/s.sock", limits):
             pass
     assert len(os.listdir("/proc/self/fd")) <= before

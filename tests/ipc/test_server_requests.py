@@ -4,10 +4,12 @@ import json
 import statistics
 import threading
 import time
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from fake_engine import FakeCodec, FakeEngine, expected_text, expected_tokens
-from raw_client import Completion
+from raw_client import TIMEOUT_S, Completion
 from served import Serve, eventually
 
 from lowlat.errors import RequestError
@@ -97,10 +99,8 @@ def test_ids_alone_are_served_without_a_codec(serve: Serve) -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "words"),
     [
-        ([1, 5000], {}, "5000"),
         ([1] * 600 + [5000], {}, "5000"),  # long enough for the text thread
         ([1] * 5000, {"max_tokens": 5}, "prompt of 5000 tokens and max_tokens 5 exceed 4096 (max_context)"),
-        ([1, 2], {"max_tokens": 5000}, "max_context"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_it_queues(
@@ -174,14 +174,14 @@ def test_without_credit_for_too_long_the_stream_ends(serve: Serve) -> None:
 
 
 def test_grants_in_time_keep_a_starving_stream_alive(serve: Serve) -> None:
-    client = serve(FakeEngine(0.0), slow_consumer_s=0.3).client()
-    done = client.submit(1, credit=1, max_tokens=8)
-    for count in range(1, 8):
+    client = serve(FakeEngine(0.0), slow_consumer_s=0.4).client()
+    done = client.submit(1, credit=1, max_tokens=4)
+    for count in range(1, 4):
         client.wait_tokens(done, count)
-        time.sleep(0.1)
+        time.sleep(0.15)
         client.grant(1, 1)
     client.finish(done)
-    assert done.token_ids == expected_tokens([1, 2, 3], 8)
+    assert done.token_ids == expected_tokens([1, 2, 3], 4)
 
 
 def test_credit_beyond_its_limit_is_refused(serve: Serve) -> None:
@@ -199,40 +199,46 @@ def test_credit_beyond_its_limit_is_refused(serve: Serve) -> None:
     client.finish(done)
 
 
-@pytest.mark.alone
 def test_cancel_ends_a_running_request_within_two_steps(serve: Serve, transport: dict[str, str]) -> None:
-    served = serve(FakeEngine(0.02), **transport)
+    steps = threading.Semaphore(4)  # that the engine may take
+    served = serve(FakeEngine(on_step=lambda: steps.acquire(timeout=TIMEOUT_S)), **transport)
     client = served.client()
     done, other = client.submit(1, max_tokens=500), client.submit(2, [8], max_tokens=30)
     client.wait_tokens(done, 3)
-    steps = served.engine.num_steps
     client.cancel(1)
     client.cancel(1)  # twice is once
+    client.pong()
+    steps.release(2)  # the one that ran, and another
     client.finish(done)
-    assert served.engine.num_steps - steps <= 3  # the one that ran, and two
     assert done.end is not None
     assert (done.end.finish_reason, done.end.code) == ("cancelled", None)
     assert done.token_ids == expected_tokens([1, 2, 3], 500)[: len(done.token_ids)]
     client.cancel(1)  # after its end
+    steps.release(30)
     client.finish(other)
     assert other.token_ids == expected_tokens([8], 30)
     assert client.is_quiet()
 
 
-@pytest.mark.alone
 def test_cancel_ends_waiting_and_preparing_requests_at_once(serve: Serve) -> None:
-    served = serve(FakeEngine(0.05, max_running=1), FakeCodec(delay_s=0.3))
+    go_on = threading.Event()
+
+    class WaitingCodec(FakeCodec):
+        def encode(self, text: str, **how: Any) -> list[int]:
+            assert go_on.wait(TIMEOUT_S)
+            return super().encode(text, **how)
+
+    served = serve(FakeEngine(max_running=1, on_step=lambda: go_on.wait(TIMEOUT_S)), WaitingCodec())
     client = served.client()
     running, waiting = client.submit(1, max_tokens=4), client.submit(2)
     preparing, behind = client.submit_text(3, "a"), client.submit_text(4, "b", max_tokens=1)
     client.cancel(2)
     client.cancel(3)
-    started = time.monotonic()
     client.finish(waiting, preparing)
-    assert time.monotonic() - started < 0.2
     for one in (waiting, preparing):
         assert one.end is not None
         assert (one.end.finish_reason, one.end.num_tokens) == ("cancelled", 0)
+    go_on.set()
     client.finish(running, behind)
     assert len(served.engine.order) == 2
 
@@ -279,27 +285,6 @@ def test_a_deadline_counts_from_arrival(serve: Serve) -> None:
     assert in_time.end.finish_reason == "length"
 
 
-@pytest.mark.alone
-def test_beyond_the_queue_it_is_busy_at_once(serve: Serve) -> None:
-    served = serve(FakeEngine(0.2, max_running=1), max_queue=2)
-    client = served.client()
-    taken = [client.submit(number, max_tokens=1) for number in range(3)]
-    times = []
-    for number in range(3, 10):
-        started = time.perf_counter()
-        refused = client.submit(number, max_tokens=1)
-        client.finish(refused)
-        times.append(time.perf_counter() - started)
-        assert refused.error is not None
-        assert refused.error.code == "busy"
-        assert refused.error.retry_after_ms is not None
-        assert 50 <= refused.error.retry_after_ms <= 30_000
-        assert "max_queue" in refused.error.message
-    assert statistics.median(times) < 0.010
-    client.finish(*taken)
-    assert all(one.end is not None for one in taken)
-
-
 def test_no_queue_at_all_still_serves_what_has_a_slot(serve: Serve) -> None:
     client = serve(FakeEngine(0.05, max_running=2), max_queue=0).client()
     taken = [client.submit(number, max_tokens=2) for number in range(3)]
@@ -318,21 +303,6 @@ def test_a_clients_own_share_is_bounded(serve: Serve) -> None:
     assert taken[2].error.code == "busy"
     assert "max_requests_per_client" in taken[2].error.message
     assert other.end is not None
-
-
-def test_clients_take_turns(serve: Serve) -> None:
-    served = serve(FakeEngine(0.005, max_running=1))
-    many, one = served.client(), served.client()
-    first = [many.submit(number, [10 + number], max_tokens=2) for number in range(10)]
-    many.pong()
-    late = one.submit(0, [99], max_tokens=2)
-    one.finish(late)
-    ended = sum(completion.end is not None for completion in first)
-    many.finish(*first)
-    assert ended <= 3
-    assert len(served.engine.order) == 11
-    place = served.engine.order.index(max(served.engine.order, key=lambda name: int(name.rpartition("-")[2])))
-    assert place <= 3  # after the one that ran, and one of the other client's
 
 
 def test_no_more_run_at_once_than_the_engine_has_slots(serve: Serve) -> None:
@@ -388,15 +358,14 @@ def test_numbers_grow(serve: Serve) -> None:
     assert done.token_ids == expected_tokens([1, 2, 3], 5)
 
 
-@pytest.mark.alone
 def test_figures(serve: Serve) -> None:
-    served = serve(FakeEngine(0.005, tokens_per_step=2))
+    times: list[float] = []
+    served = serve(FakeEngine(0.005, tokens_per_step=2, on_step=lambda: times.append(time.monotonic())))
     client = served.client()
     done = client.submit(1, max_tokens=60)
     client.wait_tokens(done, 10)
     pong = client.pong()
     assert (pong.nonce, pong.state, pong.num_running, pong.num_waiting) == (77, "serving", 1, 0)
-    assert 0 <= pong.last_step_age_s < 0.1
     client.finish(done)
     time.sleep(0.1)  # the engine's own follow when it rests
     client.say(AskStats())
@@ -407,7 +376,8 @@ def test_figures(serve: Serve) -> None:
     assert stats["step_ms"]["count"] == 30
     assert stats["engine"]["num_steps"] == 30
     assert stats["inter_token_ms"]["count"] == 58
-    assert 2.0 < stats["inter_token_ms"]["p50"] < 4.0
+    token_ms = statistics.median(1e3 * (end - begin) / 2 for begin, end in pairwise(times))
+    assert 0.8 * token_ms < stats["inter_token_ms"]["p50"] < 1.6 * token_ms
     assert stats["time_to_first_token_ms"]["p50"] > 5.0
     assert client.pong().last_step_age_s == 0.0
 

@@ -14,7 +14,7 @@ from lowlat.ipc.server.router import Router
 from lowlat.ipc.server.threads import spin as spin_module
 from lowlat.ipc.server.threads.spin import Spin
 
-LONG_S = 1.0
+LONG_S = 0.6
 
 
 class Clock:

@@ -51,7 +51,7 @@ def gathered(chunks: Sequence[Chunk]) -> tuple[tuple[int, ...], str]:
     return ids, "".join(chunk.text for chunk in chunks)
 
 
-@pytest.fixture(params=[1, 3, 8])
+@pytest.fixture(params=[1, 3])
 def echo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     tmp_path.chmod(0o700)
     endpoint = f"ipc://{tmp_path / 's'}"
@@ -60,7 +60,7 @@ def echo(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield endpoint
 
 
-@pytest.mark.parametrize("window", [1, 2, 1024])
+@pytest.mark.parametrize("window", [1, 1024])
 def test_echoed_text_comes_whole_and_never_half_a_character(echo: str, window: int) -> None:
     with Client(echo, window=window) as client:
         chunks = list(client.generate(ECHOED))
@@ -69,11 +69,10 @@ def test_echoed_text_comes_whole_and_never_half_a_character(echo: str, window: i
     assert "\ufffd" not in text and chunks[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("window", [1, 1024])
-def test_an_incomplete_character_is_replaced_at_the_end_alone(echo: str, window: int) -> None:
+def test_an_incomplete_character_is_replaced_at_the_end_alone(echo: str) -> None:
     ids = CODEC.encode("a €")[:-1]
     assert CODEC.decode(ids) == "a \ufffd"
-    with Client(echo, window=window) as client:
+    with Client(echo, window=1) as client:
         chunks = list(client.generate(ids))
     found, text = gathered(chunks)
     assert found == tuple(ids) and text == CODEC.decode(ids) and text.endswith("\ufffd")
@@ -81,11 +80,8 @@ def test_an_incomplete_character_is_replaced_at_the_end_alone(echo: str, window:
 
 
 @pytest.mark.parametrize("stop", [("END",), ("ND o", "END"), ("の文",), ("y", "END of 你好 it!", "👧")])
-@pytest.mark.parametrize("window", [1, 1024])
-def test_text_is_cut_before_a_stop_string_that_lies_across_chunks(
-    echo: str, stop: tuple[str, ...], window: int
-) -> None:
-    with Client(echo, window=window) as client:
+def test_text_is_cut_before_a_stop_string_that_lies_across_chunks(echo: str, stop: tuple[str, ...]) -> None:
+    with Client(echo, window=1) as client:
         chunks = list(client.generate(ECHOED, stop=list(stop)))
     ids, text = gathered(chunks)
     last = chunks[-1]
@@ -124,14 +120,11 @@ def bundled_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[s
     own.close()
 
 
-@pytest.mark.parametrize(("temperature", "window"), [(1.0, 1)])
-def test_the_bundled_models_text_is_the_decoding_of_its_ids(
-    bundled_server: tuple[str, TextCodec], temperature: float, window: int
-) -> None:
+def test_the_bundled_models_text_is_the_decoding_of_its_ids(bundled_server: tuple[str, TextCodec]) -> None:
     endpoint, codec = bundled_server
     prompt = "The President shall — naïve 日本"
-    with Client(endpoint, window=window) as client:
-        chunks = list(client.generate(prompt, temperature=temperature, seed=5, max_tokens=48, ignore_eos=True))
+    with Client(endpoint, window=1) as client:
+        chunks = list(client.generate(prompt, temperature=1.0, seed=5, max_tokens=48, ignore_eos=True))
     ids, text = gathered(chunks)
     assert len(ids) == 48 and max(len(chunk.token_ids) for chunk in chunks) > 1
     # with its prompt before it, for a first word's space is the prompt's to keep

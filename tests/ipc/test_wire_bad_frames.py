@@ -31,33 +31,23 @@ def test_there_are_enough_and_none_twice() -> None:
     assert len({entry["name"] for entry in TABLE}) == len(TABLE)
 
 
-@pytest.mark.parametrize("kind", sorted({entry["name"].partition("-")[0] for entry in TABLE}))
-def test_bad_frames_are_refused(kind: str) -> None:
-    """All whose names begin with a word."""
+def test_bad_frames_are_refused_without_memory_and_in_no_time() -> None:
+    """By the field that is wrong and the request's number; over sockets: tests/faults/test_frames.py."""
+    longest = 0.0
     for entry in TABLE:
-        name = entry["name"]
-        if name.partition("-")[0] != kind:
-            continue
+        name, frames = entry["name"], [frame(parts) for parts in entry["frames"]]
+        size = sum(map(len, frames))
+        tracemalloc.start()
         with pytest.raises(WireError) as caught:
-            decode_client([frame(parts) for parts in entry["frames"]])
+            decode_client(frames)
             pytest.fail(f"{name} is taken")
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
         assert entry["field"] in ("any", caught.value.field), f"{name}: {caught.value}"
         assert entry["number"] in ("any", caught.value.number), f"{name}: {caught.value}"
         assert len(str(caught.value)) <= 400, name
-
-
-def test_refusing_takes_no_memory_and_no_time() -> None:
-    longest = 0.0
-    for entry in TABLE:
-        frames = [frame(parts) for parts in entry["frames"]]
-        size = sum(map(len, frames))
-        tracemalloc.start()
-        with pytest.raises(WireError):
-            decode_client(frames)
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
         # at most MAX_VALUES values are built before they are looked at; of more, none
-        assert peak < 4 << 20, f"{entry['name']}: {peak} bytes for {size}"
+        assert peak < 4 << 20, f"{name}: {peak} bytes for {size}"
         begin = time.thread_time()
         with pytest.raises(WireError):
             decode_client(frames)

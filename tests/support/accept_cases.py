@@ -11,11 +11,11 @@ from kernel_cases import SAME_SHAPES, Arrays, Bench, poisoned, random_topology
 
 from lowlat.kernels.reference.speculation.accept import accept, accept_simulated, commit, truncate
 from lowlat.kernels.reference.speculation.draft_rows import draft_rows
-from lowlat.kernels.reference.step.slot_record import MAX_LENGTH, NUM_INTS
+from lowlat.kernels.reference.step.slot_record import MAX_LENGTH, MAX_STOPS, NUM_INTS
 from lowlat.kernels.speculation import accept as kernels
 from lowlat.kernels.toolchain.kernel import KernelCall
 
-STOPS, CONTEXT, VOCABULARY = 6, 40, 30
+CONTEXT, VOCABULARY = 40, 30
 ACCEPT_READS = ("target_tokens", "draft_tokens", "paths", "slots")
 ACCEPT_OUTS = ("accepted_tokens", "accepted_nodes", "accepted_lens", "best_path")
 TRUNCATE_READS = ("finite", "lengths", "slot_ints", "stop_ids")
@@ -99,7 +99,7 @@ def _arrays(shapes: random.Random, source: random.Random, batch: int) -> Arrays:
     ints = torch.randint(-(2**60), 2**60, (max_batch, NUM_INTS))
     ints[:, MAX_LENGTH] = lengths + torch.randint(1, 12, (max_batch,))
     finite = (torch.rand(batch, rows) < 0.95).to(torch.uint8)
-    stop_ids = torch.full((max_batch, STOPS), -1, dtype=torch.int32)
+    stop_ids = torch.full((max_batch, MAX_STOPS), -1, dtype=torch.int32)
     for slot in range(max_batch):
         stop_ids[slot, : source.randint(0, 2)] = source.randint(0, 9)
     arrays = {

@@ -14,7 +14,9 @@ from lowlat.kernels.reference.step.slot_record import (
     DRAFT_LIMIT,
     HAS_GRAMMAR,
     LENGTH,
+    MAX_BIASES,
     MAX_LENGTH,
+    MAX_STOPS,
     NUM_FLOATS,
     NUM_INTS,
 )
@@ -31,8 +33,9 @@ from lowlat.kernels.reference.step.slots import (
 )
 from lowlat.kernels.step import begin_step
 from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.toolchain.launches import among
 
-RING, TABLE, STOPS, BIASES = 8, 7, 5, 9
+RING, TABLE = 8, 7
 MOST = 5
 Arguments = dict[str, Any]
 STATE = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_values")
@@ -110,7 +113,7 @@ def check_opening(
         applied, listed, gathered, told = _each(found)
         apply_commands(**applied)
         list_active_slots(**listed)
-        choose_draft_length(**{name: found[name] for name in begin_step.CHOSEN}, row=row, most_waiting=waiting)
+        choose_draft_length(**among(choose_draft_length, found), row=row, most_waiting=waiting)
         gather_rows(**gathered)
         publish_rows(**told, draft_length_choice=found["draft_length_choice"], most_drafts=MOST)
 
@@ -140,7 +143,7 @@ def check_handed(bench: Bench, seed: int, *, batch: int) -> None:
     names = [*handed, *gathered, *told]
 
     def reference(found: Arrays) -> None:
-        tree_masks(**{name: found[name] for name in begin_step.HANDED})
+        tree_masks(**among(tree_masks, found))
         gather_rows(**_each(arrays | found)[2])
         publish_rows(**_each(arrays | found)[3])
 
@@ -242,11 +245,11 @@ def _arrays(
         ints[:, LENGTH] = torch.randint(1, context - 2, (max_batch,))
         ints[:, HAS_GRAMMAR] = torch.randint(0, 3, (max_batch,))
         ints[:, MAX_LENGTH] = ints[:, LENGTH] + torch.randint(0, 8, (max_batch,))
-        widths = (TABLE, STOPS, BIASES)
+        widths = (TABLE, MAX_STOPS, MAX_BIASES)
         parts = [ints, torch.randn(max_batch, NUM_FLOATS)]
         parts.append(torch.randint(0, vocabulary, (max_batch, context), dtype=torch.int32))
         parts += [torch.randint(-1, 99, (max_batch, width), dtype=torch.int32) for width in widths]
-        arrays.update(zip(names, [*parts, torch.randn(max_batch, BIASES)], strict=True))
+        arrays.update(zip(names, [*parts, torch.randn(max_batch, MAX_BIASES)], strict=True))
     arrays["lengths"] = (arrays["slot_ints"][:, MAX_LENGTH] - torch.randint(0, 9, (max_batch,))).clamp(min=1).int()
     arrays["lengths"].clamp_(max=context)
     arrays["draft_sources"] = torch.randint(0, 2, (max_batch,), dtype=torch.int32)

@@ -155,7 +155,8 @@ class CompileOnly:
             self._patch.setattr(kind, "issue", lambda *_: None)
 
     def _pretend_executors(self) -> None:
-        from lowlat.engine import loading, runtime
+        from lowlat.engine import runtime
+        from lowlat.engine.loading import loading
         from lowlat.executors import graph, kernel_executor, make
         from lowlat.executors.distributed import peers
 

@@ -9,26 +9,11 @@ from kernel_walk import Walker, walkable
 
 from lowlat.kernels.toolchain.kernel import Gpu
 
-SHARED = (
-    *(
-        "common.activation",
-        "common.pipeline",
-        "common.kv_codes",
-        "common.norm_math",
-        "common.norm_row",
-        "elementwise.norm",
-    ),
-    "sampling.select",
-)
-PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
-PARTS = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "shared_rows", "gemm")
-NAMES = (*SHARED, *PEERS, "formats.fragment", *(f"gemm.decode.{part}" for part in (*PARTS, *ENDS)))
 SMALL = Gpu(2, 227 * 1024, (9, 0))
 
 
 def walked(walker: Walker) -> Any:
-    return walkable(walker, *NAMES)
+    return walkable(walker, "gemm.decode.gemm")
 
 
 def run(walker: Walker, modules: list[ModuleType], changes: dict[str, int], **arguments: Any) -> None:

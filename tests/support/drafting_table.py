@@ -142,20 +142,26 @@ def covering() -> list[Case]:
 
     Each begins with the first pair that is lacking, and takes value by value what brings most that is.
     """
-    lacking, cases, used = every_pair(), list[Case](), Counter[tuple[str, str]]()
-
-    def gain(case: Case, item: tuple[str, str]) -> tuple[int, int, tuple[str, str]]:
-        return sum(tuple(sorted((item, each))) in lacking for each in case.items()), -used[item], item
-
-    while lacking:
-        case = dict(min(lacking))
+    items = [(name, value) for name, values in FACTORS.items() for value in values]
+    rules = {item: [rule for rule in RULES if item[1] in rule.values.get(item[0], ())] for item in items}
+    cases, used = list[Case](), Counter[tuple[str, str]]()
+    lacking: dict[tuple[str, str], set[tuple[str, str]]] = {item: set() for item in items}
+    for one, other in every_pair():
+        lacking[one].add(other)
+        lacking[other].add(one)
+    while any(lacking.values()):
+        case = dict(min(pair for item, others in lacking.items() for pair in ((item, each) for each in others)))
         while len(case) < len(FACTORS):
-            items = [(name, value) for name, values in FACTORS.items() if name not in case for value in values]
-            fitting = [item for item in items if allowed({**case, **dict([item])})]
-            best = max(gain(case, item) for item in fitting)[-1]
+            fitting = [
+                item
+                for item in items
+                if item[0] not in case and not any(rule.forbids({**case, item[0]: item[1]}) for rule in rules[item])
+            ]
+            best = max((len(lacking[item] & case.items()), -used[item], item) for item in fitting)[-1]
             case.update([best])
         cases.append({name: case[name] for name in FACTORS})
-        lacking.difference_update(pairs_of(case))
+        for item in case.items():
+            lacking[item] -= case.items()
         used.update(case.items())
     return cases
 

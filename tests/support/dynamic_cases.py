@@ -155,8 +155,9 @@ def check_scores(bench: Bench, width: int, k: int, make: Calls) -> None:
     OPERATIONS["draft_topk_logprobs"](logits, names, live, **expected, k=k)
     found = {name: bench.place(name, poisoned(5, k, dtype=array.dtype)) for name, array in expected.items()}
     memory = Memory(bench.device.type)
-    given = [bench.place("given", each) for each in (logits, names, live)]
-    bench.run(*make(*given, **found, k=k, workspace=memory))
+    arrays = {"logits": logits, "draft_to_target": names, "row_live": live}
+    given = {name: bench.place(name, each) for name, each in arrays.items()}
+    bench.run(*make(**given, **found, k=k, workspace=memory))
     assert memory.at_rest()
     assert torch.equal(found["top_tokens"].cpu(), expected["top_tokens"])
     torch.testing.assert_close(found["top_logprobs"].cpu(), expected["top_logprobs"], rtol=0, atol=2e-5)

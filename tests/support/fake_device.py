@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lowlat import Runtime, RuntimeConfig, SpeculativeConfig
-from lowlat.engine.loading import load
+from lowlat.engine.loading.loading import load
 from lowlat.errors import DeviceError
 from lowlat.executors import OpHook, chosen_body
 from lowlat.executors.block_moves import BlockMover, ContentMover

@@ -184,7 +184,7 @@ class FakeEngine:
         faults: Mapping[int, str] | None = None,
         fault_step: int = 3,
         close_error: Exception | None = None,
-        on_step: Callable[[], None] | None = None,
+        on_step: Callable[[], object] | None = None,
         sampling_defaults: Mapping[str, float] | None = None,
         wake_problems: Sequence[str] = (),
         sleep_problem: str = "",

@@ -6,11 +6,13 @@ Copies arrive as late as they may, or as early as they can.
 """
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from operator import and_
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -38,6 +40,14 @@ from walked_launch import Arrivals, Home, Launch, Matrix, Words
 from walked_memory import load, load_number, load_words, store, store_number
 from walked_warp import MASK, WARP, Warp
 
+from lowlat.kernels.toolchain.digests import SOURCES
+from lowlat.kernels.toolchain.digests import _imported as imported
+
+# what others stand for where kernels are walked
+STAND_INS = {
+    f"lowlat.kernels.toolchain.{name}"
+    for name in ("numba_cuda", "ptx", "ptx_attention", "ptx_dots", "ptx_hopper", "ptx_state")
+}
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
 
@@ -268,10 +278,6 @@ class Walker:
             self._fibers.sleep((f"phase at {int(address)}", home.key))
         return 1
 
-    def await_phase(self, address: int, parity: int) -> None:
-        """Until the phase of a barrier of the block is over."""
-        self._is_over(address, parity)
-
     def _trap(self) -> None:
         raise AssertionError("a launch gave up waiting for another block")
 
@@ -459,9 +465,37 @@ class Walker:
         return made
 
 
+def _written_for(names: Sequence[str]) -> set[str]:
+    """The modules that have code of kernels, or take some, of those that modules import, however far away."""
+    found: dict[str, bool] = dict.fromkeys(STAND_INS, True)
+
+    def has_code(name: str) -> bool:
+        if name not in found:
+            found[name] = False
+            path = Path(importlib.util.find_spec(name).origin)  # type: ignore[union-attr, arg-type]
+            inner = [has_code(each) for each in _imports(path)]
+            found[name] = any(inner)
+        return found[name]
+
+    for name in names:
+        has_code(name)
+    return {name for name, has in found.items() if has and name not in STAND_INS}
+
+
+@cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """The modules of the package, its toolchain's others left out, that a file imports."""
+    found = (Path(each).relative_to(SOURCES).with_suffix("") for each in imported(path))
+    names = [f"lowlat.kernels.{'.'.join(each.parts)}".removesuffix(".__init__") for each in found]
+    return tuple(name for name in names if name in STAND_INS or ".toolchain" not in name)
+
+
 @contextmanager
 def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
-    """Modules by their names below `lowlat.kernels`, imported again, the walker in the place of Numba and `ptx`."""
+    """Modules by their names below `lowlat.kernels`, imported again, the walker in the place of Numba and `ptx`.
+
+    What they take code of kernels from is imported again, too.
+    """
     known = importlib.import_module("lowlat.kernels.toolchain.numba_cuda")
     fake: Any = ModuleType("lowlat.kernels.toolchain.numba_cuda")
     fake.cuda, fake.types, fake.device_function = walker.cuda(), known.types, lambda function: function
@@ -470,11 +504,12 @@ def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     fake.int64, fake.float32, fake.uint64 = int, np.float32, partial(and_, LONG_MASK)
     replaced = {"lowlat.kernels.toolchain.numba_cuda": fake, "lowlat.kernels.toolchain.ptx": walker.ptx()}
     full = [f"lowlat.kernels.{name}" for name in names]
-    kept = {name: sys.modules.get(name) for name in (*replaced, *full)}
+    again = {*full, *_written_for(full)}
+    kept = {name: sys.modules.get(name) for name in (*replaced, *again)}
     homes = {name: importlib.import_module(name.rpartition(".")[0]) for name in kept}
     attributes = {name: getattr(home, name.rpartition(".")[2], None) for name, home in homes.items()}
     try:
-        for name in full:
+        for name in again:
             sys.modules.pop(name, None)
         for name, module in replaced.items():
             sys.modules[name] = module

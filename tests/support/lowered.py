@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowlat.engine.loading import make_geometry, make_topologies
+from lowlat.engine.loading.geometry import make_geometry
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.executors import kernel_executor
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.workspace import SharedWorkspace

@@ -8,22 +8,8 @@ from lowlat.kernels.moe.decode.mlp_plan import MlpPlan
 from lowlat.kernels.moe.topk_routing import TopKRouting
 from lowlat.kernels.toolchain.kernel import Gpu
 
-SHARED = tuple(f"common.{part}" for part in ("pipeline", "norm_row", "norm_math", "sentinels", "activation"))
-PEERS = ("collectives.peers.chunk", "collectives.peers.words", "collectives.peers.rows")
-PARTS = (
-    "expert_list",
-    "mainloop",
-    "copies",
-    "gemm",
-    "swiglu_epilogue",
-    "weighing_epilogue",
-    "topk_sum",
-)
-FRAGMENTS = ("formats.fragment", "moe.fragments")
-OWN = ("moe.plan", "moe.topk_routing", *(f"moe.decode.{part}" for part in (*PARTS, "mlp_plan", "mlp")))
-NAMES = (*SHARED, *PEERS, *FRAGMENTS, *OWN)
-
-ALONE = (*NAMES, "moe.topk_sum", "moe.decode.experts")  # each GEMM in a launch of its own
+NAMES = ("moe.decode.mlp",)
+ALONE = "moe.decode.experts"  # each GEMM in a launch of its own
 
 
 def small_gpu(blocks: int) -> Gpu:

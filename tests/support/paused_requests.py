@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from recording import check_invariants, run_all
 
 from lowlat import Runtime, SamplingParams
-from lowlat.engine.scheduler import Phase
+from lowlat.engine.scheduling.records import Phase
 from lowlat.errors import RequestError
 
 __all__ = ["MOVES", "Requested", "alone", "moves", "paused_each_step", "play", "random_moves"]

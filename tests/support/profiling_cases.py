@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from lowlat import Runtime
-from lowlat.engine.loading import build_rank, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import rank_geometries
+from lowlat.engine.loading.programs import build_rank
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
+from lowlat.executors.planned import META
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Bucket
 from lowlat.kernels.toolchain.kernel import H200, Gpu
@@ -27,7 +30,7 @@ from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.tools.profile.recording import Record
 from lowlat.tools.profile.times import CallSite, KernelEvent
-from lowlat.tools.tune.pairs import META, LoweredPrograms, Pair
+from lowlat.tools.tune.pairs import LoweredPrograms, Pair
 
 CPU = torch.device("cpu")
 

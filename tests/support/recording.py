@@ -8,12 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from lowlat import Runtime, SamplingParams
-from lowlat.engine.scheduler import Phase
+from lowlat.engine.scheduling.records import Phase
 from lowlat.errors import RequestError
 from lowlat.graphs.program import Op
 from lowlat.options.request import StepOutput
 
 Depth = int | Callable[[int], int] | None  # S of every step, or by the number of the step
+Trace = tuple[list[int], dict[int, torch.Tensor]]  # a request's tokens, and the logits [V] of each by its place
 
 
 def check_invariants(runtime: Runtime) -> None:
@@ -50,6 +51,14 @@ def tokens_of_six(runtime: Runtime, depth: Depth = None) -> list[list[int]]:
     names = [runtime.submit(prompt_of(21 + number, seed=number % 3), sampling) for number in range(6)]
     tokens = run_all(runtime, depth)
     return [tokens[name] for name in names]
+
+
+def outputs_of(runtime: Runtime) -> list[StepOutput]:
+    """All outputs until nothing runs."""
+    found: list[StepOutput] = []
+    while runtime.busy:
+        found += runtime.step()
+    return found
 
 
 def run_all(runtime: Runtime, depth: Depth = None, limit: int = 3000) -> dict[str, list[int]]:
@@ -124,3 +133,20 @@ class Recorder:
         except RequestError:
             return None
         return self._runtime.scheduler.slot(name) if decodes else None
+
+
+def traced(runtime: Runtime, prompt: Sequence[int], params: SamplingParams, depth: Depth = None) -> Trace:
+    """One request alone: its tokens and the logits that each was drawn from."""
+    recorder = Recorder(runtime)
+    name = recorder.submit(prompt, params)
+    tokens = run_all(runtime, depth)[name]
+    recorder.stop()
+    return tokens, recorder.logits[name]
+
+
+def assert_same(found: Trace, expected: Trace) -> None:
+    """The same tokens from the same bits."""
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]
+    assert not different, f"other bits for the tokens at {different}"

@@ -16,12 +16,13 @@ from served import Maker, Serve, Served, serve_in
 from lowlat.ipc.client import protocol
 from lowlat.ipc.limits import Limits
 
-__all__ = ["OVER_EACH", "no_leaks", "serve", "server", "soon", "transport"]
+__all__ = ["OVER_EACH", "no_leaks", "open_descriptors", "serve", "server", "soon", "transport"]
 
 SETTLE_S = 5.0
 
 
-def _open_descriptors() -> dict[str, str]:
+def open_descriptors() -> dict[str, str]:
+    """What this process has open, by number."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -64,12 +65,12 @@ def _threads() -> set[str]:
 def no_leaks() -> Iterator[None]:
     """Fail a test that leaves a ZeroMQ context, a thread or a descriptor after."""
     contexts = _settled_context_threads()
-    descriptors, threads = _open_descriptors(), _threads()
+    descriptors, threads = open_descriptors(), _threads()
     yield
     end = time.monotonic() + SETTLE_S
     while True:
         leaked: dict[str, Any] = {
-            "descriptors": {k: v for k, v in _open_descriptors().items() if descriptors.get(k) != v},
+            "descriptors": {k: v for k, v in open_descriptors().items() if descriptors.get(k) != v},
             "threads of contexts": {k: v for k, v in _context_threads().items() if k not in contexts},
             "threads": _threads() - threads,
         }

@@ -10,6 +10,7 @@ import pytest
 
 LONGEST = (
     "unit/kernels/test_compiled.py",
+    "unit/test_drafting_table.py",
     "unit/test_lossless.py",
     "http/test_clients.py",
     "ipc/test_readme.py",
@@ -17,7 +18,7 @@ LONGEST = (
     "unit/test_tuning.py",
     "http/test_page.py",
     "faults/test_clients.py",
-    "unit/cli/test_cli_bench.py",
+    "http/test_models.py",
     "unit/test_packaging.py",
 )
 

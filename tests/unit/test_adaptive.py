@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_device import load_fake
 from lowered import Pair
 from recording import prompt_of, run_all
 from stages import later, wide
@@ -54,30 +53,6 @@ def test_drafts_are_those_of_a_fixed_width(depth: int, pair: PairPaths) -> None:
             run_all(runtime, depth)
             found.append(runtime.summary()["eagle_speculation"])
     assert found[0] == found[1] and found[0]["total_accepted_tokens"] > 10
-
-
-@pytest.mark.second
-def test_ahead_and_in_a_loop_tokens_are_those_without_drafts(pair: PairPaths) -> None:
-    def run(runtime: Runtime) -> list[list[int]]:
-        kinds: tuple[dict[str, Any], ...] = (
-            {"temperature": 0.0},
-            {"temperature": 1.0},
-            {"temperature": 1.0, "max_draft_tokens": 1},
-        )
-        names = [
-            runtime.submit(prompt_of(1 + 17 * number), SamplingParams(seed=number, max_tokens=20, **kinds[number % 3]))
-            for number in range(5)
-        ]
-        tokens = run_all(runtime)
-        return [tokens[name] for name in names]
-
-    with Runtime.load(pair.target, **{**OPTIONS, "dtype": "float32"}) as runtime:
-        expected = run(runtime)
-    config = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, adaptive_width=True, strict=True)
-    options = {name: value for name, value in OPTIONS.items() if name != "device"}
-    runtime, device = load_fake(pair.target, config, device_loop=True, lead=3, dtype="float32", **options)
-    with runtime:
-        assert run(runtime) == expected and device.count("loop")
 
 
 def test_positions_that_wait_are_run_over_before_there_are_too_many(pair: PairPaths) -> None:

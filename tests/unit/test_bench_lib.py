@@ -1,8 +1,7 @@
-"""The parts that programs of bench/ share: bytes against committed rows, weights, steps, soaks, rows and reports."""
+"""The parts that programs of bench/ share: bytes against committed rows, weights, steps and rows."""
 
 import json
 from dataclasses import replace
-from itertools import count as counting
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,25 +10,21 @@ import pytest
 import torch
 from benches import bench
 
-from bench.hybrid_soak import HybridStep, compare
 from bench.lib.bytes import step_bytes
 from bench.lib.case import Case
 from bench.lib.model import Model, bucket_of
 from bench.lib.step import Step
-from bench.lib.weights import RandomParts, hold
+from bench.lib.weights import RandomParts
 from bench.parallel import ParallelCase
-from bench.soak import Soaked, check_state, soak
 from lowlat.engine.memory.plan import memory_need
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket, Role
 from lowlat.kernels.gemm.prefill.plan import segments_of
-from lowlat.kernels.reference.step import checks
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.memory import workspace_bytes
 from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
-from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefill
 
@@ -110,12 +105,12 @@ def test_recurrent_states_are_read_and_written_once() -> None:
 def test_weights_are_those_of_their_plan_each_time(weights: str) -> None:
     model = Model("tiny-experts" if weights == "bf16" else "tiny", weights, draft=weights)
     plan = model.plan(drafts=True)
-    held, source = hold(plan, model.config, CPU), RandomParts(plan, model.config, CPU)
+    source = RandomParts(plan, model.config, CPU)
     streamed = {names[0]: tensor for names, tensor in source.stream()}
-    assert list(streamed) == list(held) == list(plan) == list(source)
+    assert list(streamed) == list(plan) == list(source)
     for name, part in plan.items():
         assert (streamed[name].shape, streamed[name].dtype) == (torch.Size(part.shape), part.dtype)
-        assert torch.equal(streamed[name], held[name])  # type: ignore[arg-type]
+        assert torch.equal(streamed[name], source[name])
     assert streamed["head.draft_to_target"].diff().min() > 0
     with pytest.raises(ConfigError, match="'int3' are no format"):
         Model("tiny", "int3").plan(drafts=False)
@@ -160,72 +155,22 @@ def test_rows_of_single_kernels() -> None:
     assert (row["us_p50"], row["us_p99"], row["gb_per_s"], row["share_of_wall"]) == (2.0, 3.0, 2000.0, 0.5)
 
 
-def test_a_soak_sees_what_is_wrong() -> None:
-    case = Case(2, 192, 3)
-    state = {
-        "lengths": torch.tensor([192 + 10, 192 + 40]),
-        "active": torch.tensor([1, 1]),
-        "num_drafts": torch.tensor([3, 0]),
-    }
-    fine = torch.ones(2, 4, dtype=torch.uint8)
-    assert check_state(state, fine, case, 10) == []
-    assert "slot 0 has 202 tokens 11 steps" in check_state(state, fine, case, 11)[0]
-    assert "not finite" in check_state(state, fine * 0, case, 10)[0]
-    state["active"][1], state["num_drafts"][0] = 0, 4
-    assert len(check_state(state, fine, case, 10)) == 2
-    state["ring_checks"] = torch.zeros(64, 3, checks.WIDTH, dtype=torch.int64)
-    state["ring_checks"][7, 1, :4] = torch.tensor([checks.MASK_DEAD, 3, 9, 0])
-    assert check_state(state, fine, case, 10)[2] == "a check failed within 10 steps: dead row 3 has mask 0x9"
-
-
-def test_a_checked_step_is_put_into_the_middle_of_a_context() -> None:
-    """Nothing fails of a step whose slots did not join, nor when it begins again."""
+def test_a_step_starts_again_in_the_middle_of_a_context() -> None:
+    """Every row is dead or has finite logits, and lengths grow by a token a slot at least."""
     model, case = Model("tiny"), Case(2, 192, 3)
-    every = CheckedKinds(masks=True, spans=True, lengths=True, falls_back=False)
-    shapes = model.shapes(case, checks=every, simulated_acceptance=None)
-    step = Step(shapes, case, hold(model.plan(drafts=True), model.config, CPU), CPU)
+    shapes = model.shapes(case, simulated_acceptance=None)
+    step = Step(shapes, case, RandomParts(model.plan(drafts=True), model.config, CPU), CPU)
     try:
+        state, scratch = step.executor.state, step.executor.scratch(step.bucket)
         for _ in range(2):
             step.reset()
+            assert state["lengths"].tolist() == [192, 192]
             for number in range(1, 4):
                 step.replay()
-                ((state, sound),) = step.looks()
-                assert check_state(state, sound, case, number) == []
-        state["tree_masks"][0, 1] = 1
-        step.replay()
-        problems = check_state(*step.looks()[0], case, 3)
-        assert any("row 1 has mask 0x1, which lacks its own bit 0x2" in each for each in problems)
+                assert bool(((scratch["finite"] != 0) | (scratch["row_live"] == 0)).all())
+                assert all(192 + number <= length <= 192 + 4 * number for length in state["lengths"].tolist())
     finally:
         step.close()
-
-
-class Ranks(Soaked):
-    """Two ranks in place of a step, of which the second has one token of its own."""
-
-    case = Case(1, 24, 0)
-
-    def __init__(self) -> None:
-        names = ("tokens", "lengths", "active", "num_drafts", "block_table")
-        self._states = [{name: torch.zeros(1, 64, dtype=torch.int32) for name in names} for _ in range(2)]
-        self._states[1]["tokens"][0, 3] = 1
-
-    def reset(self) -> None:
-        for state in self._states:
-            state["lengths"], state["active"], state["num_drafts"] = map(torch.tensor, ([24], [1], [0]))
-
-    def replay(self) -> None:
-        for state in self._states:
-            state["lengths"] += 1
-
-    def looks(self) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        return [(state, torch.ones(1, dtype=torch.bool)) for state in self._states]
-
-    def close(self) -> None:
-        self._states.clear()
-
-
-def test_a_rank_that_differs_is_found() -> None:
-    assert soak(Ranks, 5)["problems"] == ["rank 1: tokens differs from the first rank's after 5 steps"]
 
 
 @pytest.mark.parametrize("chunk", [128, 2048])
@@ -257,29 +202,3 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     both = memory_need((step, prefill), weights, CPU, has_kernels=True)
     assert both.scratch_bytes == need.scratch_bytes + added
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
-
-
-@pytest.mark.wide
-def test_a_sample_with_imposed_acceptance_has_the_logits_of_single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passes give one text, whatever the states were left at; a state that is not brought back is seen."""
-    monkeypatch.setattr("bench.soak.ROOM", 24)
-    step = HybridStep(Model("tiny-hybrid", method="mtp", draft_vocab_size=96), Case(2, 40, 3), CPU)
-    try:
-        monkeypatch.setattr(step, "close", lambda: None)
-        found = soak(lambda: step, 12)
-        assert (found["passes"], found["problems"]) == (3, []) and found["tokens_a_step"] > 2
-        assert compare(step, 3) == {"compared_steps": 3, "compared_rows": 6, "sample_problems": []}
-        step.replay(step.single)
-        resets, whole = counting(), step.reset
-
-        def broken() -> None:
-            whole()
-            if next(resets):
-                step.state["delta_pending_d.0"][1] += 1
-
-        monkeypatch.setattr(step, "reset", broken)
-        problems = compare(step, 3)["sample_problems"]
-        assert len(problems) == 3 and all(each.startswith("slot 1: ") for each in problems)
-    finally:
-        monkeypatch.undo()
-        step.close()

@@ -1,19 +1,14 @@
 """Derived plans held to measured times: those that lie in the repository, and made-up ones."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from benches import bench
-from lowered import Pair
-from lowering_cases import DEMO
 
-from lowlat.errors import ConfigError, LowlatError
+from lowlat.errors import ConfigError
 from lowlat.kernels.toolchain.kernel import H200
-from lowlat.kernels.tuning.table import Entry, TuningTable
-from lowlat.options.directories import tuning_directory, uses_tuning_tables
 from lowlat.tools.tune.times import PlanTimes, TimedPlan, read_times
 
 FILES = ("h200", "h100")
@@ -62,32 +57,3 @@ def test_keys_of_other_kinds_and_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "table.json").write_bytes(msgspec.json.encode({"format": 1}))
     with pytest.raises(ConfigError, match=r"no times of plans: .*`lowlat tune --times"):
         read_times(tmp_path / "table.json")
-
-
-def test_launches_whose_plans_differ_are_named() -> None:
-    derived_plans, pair = bench("derived_plans"), Pair(DEMO / "target", DEMO / "head")
-    derived = pair.lower(3, 1).groups
-    call = next(each for group in derived for each in group.kernel_calls if each.planned is not None)
-    assert call.planned is not None
-    entry = Entry(call.planned.candidates[1].knobs)
-    table = TuningTable("A GPU", H200.capability, 132, H200.shared_bytes)
-    table = replace(table, entries={call.planned.kind: {call.planned.key: entry}})
-    tabled = pair.lower(3, 1, replace(H200, tuning=table)).groups
-    found = derived_plans.differing(tabled, derived)
-    (plan,) = found["plans"]
-    assert found["tabled_launches"] == found["differing_launches"] == plan["count"] < found["cut_launches"]
-    assert plan["launch"] == f"{call.planned.kind} {call.planned.key}" and plan["tabled"] != plan["derived"]
-    assert derived_plans.differing(derived, derived)["plans"] == []
-    with pytest.raises(LowlatError, match="is no derived twin of"):
-        derived_plans.differing(tabled, tabled)
-    rows = [{"ratio": ratio, "derived": {"ms_p50": ratio}, "tabled": {"ms_p50": 1.0}} for ratio in (1.0, 1.3)]
-    assert derived_plans.summary(rows) == {"median_ratio": 1.15, "most_ratio": 1.3, "total_ratio": 1.15}
-
-
-def test_tables_are_left_out_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
-    with bench("derived_plans").tables(are_used=False):
-        assert not uses_tuning_tables() and tuning_directory().name == "tuning"
-    assert uses_tuning_tables() and tuning_directory() == tmp_path
-    with pytest.raises(ConfigError, match="there is none"):
-        bench("derived_plans").main(["--out", str(tmp_path / "none.json")])

@@ -15,7 +15,7 @@ first_token = bench("first_token")
 start = bench("start")
 schema_suite = bench("schema_suite")
 prompts = bench("prompts")
-gpt_oss, parallel, slots, weights = bench("gpt_oss"), bench("parallel"), bench("slots"), bench("weights")
+parallel, weights = bench("parallel"), bench("weights")
 TIMES = ["--small", "--device", "cpu", "--replays", "1", "--turn", "1", "--commit", "c0ffee1"]
 
 
@@ -81,29 +81,6 @@ def test_a_row_for_each_prompt_and_number_of_chunks(tmp_path: Path, monkeypatch:
     assert all(row["ms_p50"] > 0 and row["weights"] == "random" and row["commit"] == "c0ffee1" for row in rows)
     apart = [(0, 128, 128), (128, 128, 128), (256, 45, 64)]
     assert sizes == [(0, 5, 64), (0, 5, 64), *apart, (0, 256, 256), (256, 45, 64)]
-
-
-@pytest.mark.second
-def test_a_step_of_many_slots_has_a_row(tmp_path: Path) -> None:
-    """With tokens of all slots, and of one."""
-    out = tmp_path / "slots.json"
-    assert slots.main([*TIMES, "--case", "9x24x1", "--out", str(out)]) == 0
-    (row,) = json.loads(out.read_text())
-    assert (row["batch"], row["rows"], row["model"]) == (9, 18, "tiny") and row["tokens_per_s_is_simulated"]
-    assert row["tokens_per_s"] == pytest.approx(9 * row["tokens_per_s_of_one"], rel=0.1)
-    assert {(case.batch, case.num_speculative_tokens) for case in slots.CASES} == {
-        (batch, depth) for batch in (8, 16, 32) for depth in (0, 3)
-    }
-
-
-@pytest.mark.wide
-def test_a_step_of_experts_has_a_row(tmp_path: Path) -> None:
-    out = tmp_path / "oss.json"
-    assert gpt_oss.main([*TIMES, "--case", "small, 1 x 320, S=0", "--out", str(out)]) == 0
-    (row,) = json.loads(out.read_text())
-    assert row["distinct_experts"] == row["expected_experts"] == 2.0 and row["bound_speedup"] is None
-    with pytest.raises(SystemExit):
-        gpt_oss.main([*TIMES, "--out", str(out), "--case", "unknown"])
 
 
 @pytest.mark.wide

@@ -1,7 +1,6 @@
 """Scenarios, gates, comparisons and reports: what TOML declares, what a case measures, what is made of results."""
 
 import math
-import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -395,18 +394,6 @@ def test_a_difference_counts_beyond_noise_and_tolerance(
     assert by_name["ms_per_step_p50"].judgement == by_name["tokens_per_s"].judgement == judgement
     assert by_name["accept_length"].judgement == "same"
     assert (by_name["tokens_per_s"].noise is None) == (len(old) == 1)
-
-
-def test_random_noise_alone_is_rarely_a_regression() -> None:
-    draw = random.Random(0)
-
-    def noisy() -> list[float]:
-        return [draw.gauss(4.0, 0.2) for _ in range(5)]
-
-    pairs = [(result(row(PLAIN, noisy())), result(row(PLAIN, noisy()))) for _ in range(200)]
-    found = [d for old, new in pairs for d in compare_results({"a": old}, {"a": new}, tolerance=0.0)]
-    wrong = sum(each.judgement != "same" for each in found)
-    assert wrong < 0.04 * len(found)
 
 
 def test_results_of_other_conditions_are_not_compared() -> None:

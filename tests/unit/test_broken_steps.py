@@ -11,9 +11,9 @@ from stages import later, wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.mailbox import Mailbox
-from lowlat.engine.request import Request
-from lowlat.engine.scheduler import Scheduler
+from lowlat.engine.mailbox.mailbox import Mailbox
+from lowlat.engine.requests.request import Request
+from lowlat.engine.scheduling.scheduler import Scheduler
 from lowlat.errors import DeviceError, LowlatError
 
 SIZES: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8}

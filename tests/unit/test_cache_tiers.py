@@ -99,11 +99,10 @@ def test_ranks_keep_their_contents_together(targets: dict[str, Path], family: st
         name = runtime.submit(prompt, SAMPLED, session=session)
         assert run_all(runtime)[name] == alone
         session.save(tmp_path / "kept")
-        for _ in range(2):
-            runtime.sleep()
-            assert runtime.summary()["sleep"]["asleep"]
-            runtime.wake()
-            assert answer(runtime, prompt) == (cold, 6 * CHUNK)
+        runtime.sleep()
+        assert runtime.summary()["sleep"]["asleep"]
+        runtime.wake()
+        assert answer(runtime, prompt) == (cold, 6 * CHUNK)
     with Runtime.load(targets[family], **two) as runtime:
         assert answer(runtime, prompt) == (cold, 6 * CHUNK)
     del two["cache_dir"]
@@ -123,9 +122,8 @@ def test_what_the_device_lets_go_of_comes_back_from_host_memory(targets: dict[st
     small = {**OPTIONS, "max_batch": 1, "kv_blocks": 27, "state_cache_gib": 0.0001}
     with Runtime.load(targets[family], host_cache_gib=0.1, **small) as runtime:
         cold = [answer(runtime, prompt)[0] for prompt in prompts]
-        again = [answer(runtime, prompt) for prompt in prompts]
-        assert [tokens for tokens, _ in again] == cold
-        assert [found for _, found in again][:3] == [6 * CHUNK] * 3
+        again = [answer(runtime, prompt) for prompt in prompts[:3]]
+        assert again == [(tokens, 6 * CHUNK) for tokens in cold[:3]]
 
 
 def files_of(directory: Path) -> list[Path]:

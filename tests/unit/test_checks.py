@@ -15,7 +15,7 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.cli.options import bundled
-from lowlat.engine.failed_checks import TEXTS
+from lowlat.engine.mailbox.failed_checks import TEXTS
 from lowlat.errors import ConfigError
 from lowlat.graphs.program import Op
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT
@@ -192,7 +192,7 @@ def every_way(names: Iterable[str]) -> list[Any]:
     cases = [("tree", name) for name in names]
     others = [(way, name) for way in WAYS for name in ("mask", "masks in state") if way != "tree" and name in names]
     drawn = [later(*case) for case in others if case[0] != "chosen widths" or case[1] in SPOILS]
-    return cases + drawn + [wide("dynamic tree", name) for name in names if name in ("position", "path")]
+    return cases + drawn
 
 
 @pytest.mark.parametrize(("way", "name"), every_way([*SPOILS, *DRAFTED]))
@@ -295,7 +295,7 @@ def spoil_drafts_of_slot_1(arrays: Arrays) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("action", ["end", later("single")])
+@pytest.mark.parametrize("action", [wide("end"), "single"])
 def test_a_request_with_a_grammar_is_dropped_before_its_rows_are_told(action: str) -> None:
     """The host waits for no rows of it; on steps of one token it goes on under its grammar."""
     prompt, params = "The", SamplingParams(max_tokens=24, regex="[a-z ]{40,60}", ignore_eos=True)

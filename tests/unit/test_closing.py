@@ -13,9 +13,9 @@ import lowlat
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.reports import compared, shrink
 from lowlat.cli.reports.shifts import measure_shifts
-from lowlat.engine import loading
-from lowlat.engine import steps as steps_module
+from lowlat.engine.loading import loading
 from lowlat.engine.memory.plan import available_bytes
+from lowlat.engine.steps import steps as steps_module
 from lowlat.executors.make import make_executor
 from lowlat.executors.reference import ReferenceExecutor
 from lowlat.graphs import Role
@@ -138,15 +138,3 @@ def test_memory_that_only_torch_s_cache_holds_counts_as_free(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cached.clear())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((4 << 30) - sum(cached), 80 << 30))
     assert available_bytes(torch.device("cuda", 0)) == 4 << 30
-
-
-@pytest.mark.second
-def test_alive_tensors_are_found_behind_views_and_arrays() -> None:
-    tensor = torch.zeros(8)
-    held = storages([tensor])
-    array = tensor[2:].numpy()
-    del tensor
-    assert alive_in(held)
-    array = array.copy()
-    assert not left_in(held)
-    assert len(array) == 6

@@ -28,15 +28,10 @@ def test_no_gpu_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cuda", "available", "reason"),
-    [(None, False, "built without CUDA"), ("13.0", False, "finds no working driver")],
+    ("cuda", "available", "reason"), [(None, False, "built without CUDA"), ("13.0", False, "finds no working driver")]
 )
 def test_an_unusable_gpu_is_loud(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    cuda: str | None,
-    available: bool,
-    reason: str,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cuda: str | None, available: bool, reason: str
 ) -> None:
     present(monkeypatch, gpu=True, cuda=cuda, available=available)
     choice = choose_device("auto", "auto")

@@ -18,10 +18,8 @@ from stages import later
 from lowlat.graphs import Bucket, BufferSet
 from lowlat.graphs.program import Stage
 from lowlat.kernels.reference.speculation.draft_lengths import UNIT, choose_draft_length
-from lowlat.kernels.reference.speculation.length_probabilities import (
-    MAX_LENGTH,
-)
-from lowlat.kernels.step.begin_step import CHOSEN
+from lowlat.kernels.reference.speculation.length_probabilities import MAX_LENGTH
+from lowlat.kernels.toolchain.launches import among
 from lowlat.step.draft_length_costs import StepCosts, cost_table
 from lowlat.step.draft_length_times import by_time
 from lowlat.step.state import state_specs
@@ -42,7 +40,7 @@ def recorded() -> dict[tuple[str, float], list[list[int]]]:
     return {(row["domain"], row["temperature"]): [list(map(int, text)) for text in row["texts"]] for row in rows}
 
 
-def regimes(length: int = 3000, period: int = 500) -> list[list[int]]:
+def regimes(length: int = 2000, period: int = 500) -> list[list[int]]:
     """A text in which nearly no draft is right, and nearly all, by turns."""
     source = random.Random(3)
     text = []
@@ -68,10 +66,7 @@ def test_on_recorded_texts_it_is_as_fast_as_the_best_length() -> None:
     assert sum(gains.values()) / len(gains) > 0.02
 
 
-@pytest.mark.parametrize(
-    ("name", "mean"),
-    [("llama", 1.0), ("llama", 3.0), later("llama", 1.5), later("mixture", 2.0), later("mixture", 4.0)],
-)
+@pytest.mark.parametrize(("name", "mean"), [("llama", 1.0), later("llama", 3.0), later("mixture", 4.0)])
 def test_at_imposed_acceptance_it_is_near_the_best_length(name: str, mean: float) -> None:
     """Within a hundredth once two requests have shown what is right, and not far from it while they do."""
     replay = Replay(TIMES_US[name])
@@ -128,7 +123,7 @@ class Gpu:
     def step(self, bucket: Bucket) -> None:
         """Launch a step; the device begins it when it has done what was before."""
         state = self.state
-        named = {name: state[name] for name in CHOSEN}
+        named = among(choose_draft_length, state)
         choose_draft_length(**named, row=bucket.batch - 1, most_waiting=self.num_waiting)
         body, active = int(state["draft_length_choice"]), state["active"].bool()
         us = self.cost(bucket, body, int(state["lengths"][active].sum()))

@@ -13,6 +13,7 @@ from drafting_table import (
     FACTORS,
     MODELS,
     RULES,
+    SIMPLEST,
     TEXT,
     Case,
     allowed,
@@ -27,7 +28,7 @@ from stages import later, wide
 from tiny_grammars import Automaton, accepts, random_edges, submit_with
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.open_prompts import OpenPrompt
+from lowlat.engine.requests.open_prompts import OpenPrompt
 from lowlat.errors import ConfigError, RequestError
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.options.request import StepOutput
@@ -35,7 +36,7 @@ from lowlat.options.request import StepOutput
 FIRST, SECOND = 11, 50  # cases of the first stage, which hold most pairs, and of both, which hold nearly all
 CASES = covering()
 SLOTS = {"few": 3, "many": 9}
-SIZES: dict[str, Any] = {"max_context": 96, "block_size": 4, "prefill_chunk": 8, "tp_invariant": True}
+SIZES: dict[str, Any] = {"max_context": 96, "block_size": 4, "prefill_chunk": 8}
 SPECPV: dict[str, Any] = {
     "enable_specpv": True,
     "specpv_block_size": 2,
@@ -58,7 +59,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 EDGES = random_edges(3, 97, num_states=6, most=60, forced=0.3)
 PROMPTS = ([*range(20, 27)] * 4 + [20, 21], [40, 41, 42] * 3, [50, 51])  # all decode at once; the last is disturbed
-MAX_TOKENS = 12
+MAX_TOKENS = 9
 Answer = tuple[list[int], list[Any]]  # tokens, and their logprobs
 
 
@@ -77,6 +78,7 @@ def runtime_options(case: Case) -> dict[str, Any]:
         "quantize": case["weights"] if rounded else None,
         "kv_cache_dtype": "fp8" if case["cache"] == "fp8" else "auto",
         "tensor_parallel_size": int(case["ranks"]),
+        "tp_invariant": case["ranks"] == "2",
         "forced_rows": 16 if case["rows"] == "forced" else 0,
     }
 
@@ -190,11 +192,12 @@ PLAIN: dict[str, list[Answer]] = {}  # computed once each
 def plain(case: Case, models: DraftingModels) -> list[Answer]:
     """The answers of the same target and requests without all that may change no token."""
     decides = {name: case[name] for name in ("weights", "cache", "grammar", "sampling")}
-    simple = {**{name: values[0] for name, values in FACTORS.items()}, "method": "none", **decides}
-    target = models.target(case["weights"], case["method"])
-    key = f"{target} {decides}"
+    simple = {**SIMPLEST, "method": "none", **decides}
+    target, invariant = models.target(case["weights"], case["method"]), case["ranks"] == "2"
+    key = f"{target} {decides} {invariant}"
     if key not in PLAIN:
-        with Runtime.load(target, device="cpu", prefix_reuse=False, **runtime_options(simple)) as own:
+        options = {**runtime_options(simple), "tp_invariant": invariant, "prefix_reuse": False}
+        with Runtime.load(target, device="cpu", **options) as own:
             run = Run(own, simple)
             PLAIN[key] = [run.answers[name] for name in run.names]
     return PLAIN[key]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from stages import later, wide
+from stages import wide
 from tiny_models import PairPaths, make_pair
 
 from lowlat.cli.options import bundled
@@ -167,7 +167,7 @@ def test_prefixes_have_every_length_modulo_a_block(pair: PairPaths) -> None:
     ("plant", "red"),
     [
         (accepts_too_much, "draft length 1"),
-        later(mixes_slots, "with neighbours"),
+        wide(mixes_slots, "with neighbours"),
         wide(clears_with_cancelled, "with neighbours that are cancelled"),
         wide(forgets_paused, "paused between steps"),
         wide(takes_any_chunk, "after a shared prefix"),

@@ -11,7 +11,7 @@ import torch
 from layer_changes import with_changes
 
 import lowlat
-from lowlat.engine import loading
+from lowlat.engine.loading import loading
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import check_positions, settle_executor

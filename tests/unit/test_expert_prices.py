@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import make_target
 
-from lowlat.engine import expert_prices
+from lowlat.engine.drafting import expert_prices
 from lowlat.engine.runtime import Runtime
 from lowlat.models.layer_spec import ExpertsSpec
 from lowlat.options.request import SamplingParams

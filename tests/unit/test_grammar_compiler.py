@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from grammars import END, PADDING, allowed, codec_with, mask_of, state_of
 
-from lowlat.engine.request_checks import RequestChecks
+from lowlat.engine.requests.checks import RequestChecks
 from lowlat.errors import ConfigError, GrammarError, RequestError
 from lowlat.options.request import GRAMMAR_OPTIONS, MAX_CHOICES, MAX_GRAMMAR_BYTES, SamplingParams
 from lowlat.text.grammar import compiler as compiler_module
@@ -170,6 +171,22 @@ def test_a_limit_that_comes_later_ends_the_request_by_name(monkeypatch: pytest.M
     monkeypatch.setattr(matching, "MAX_MASK_S", 0.0)
     with pytest.raises(GrammarError, match=r"masks of 1 rows took .* at most 0 ms each"):
         mask_of(state_of(CODEC, regex="[a-z]*"), CODEC)
+
+
+def test_a_collection_of_garbage_amid_masks_is_none_of_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long as the process is large, whichever thread it comes upon; no request ends by it."""
+    behind, slow = matching.MatchedGrammar._behind, 3 * matching.MAX_MASK_S
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        until = time.thread_time() + slow
+        while time.thread_time() < until:
+            pass
+        return behind(self, *arguments)
+
+    monkeypatch.setattr(matching.MatchedGrammar, "_behind", interrupted)
+    state = state_of(CODEC, regex="[a-z]*")
+    draft = CODEC.encode("a", add_special_tokens=False)
+    assert mask_of(state, CODEC, [0, *draft], (-1, 0)).any()
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

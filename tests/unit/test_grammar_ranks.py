@@ -157,12 +157,11 @@ def test_a_rank_that_is_late_reads_what_the_first_has_read(
     """Steps are queued ahead, and every rank but the first has drawn no sooner than anybody waits for it."""
     expected = expected_of(pair, REQUESTS)
     monkeypatch.setattr(LateRanks, "chance", chance)
-    for seed in range(2):
-        monkeypatch.setattr(LateRanks, "seed", seed)
-        speculative = speculation(pair, depth, **options)
-        with late_runtime(pair, speculative, monkeypatch, seed, max_queue=16) as (runtime, check):
-            assert run_beside(runtime, random.Random(seed)) == expected
-            check()
+    monkeypatch.setattr(LateRanks, "seed", 1)
+    speculative = speculation(pair, depth, **options)
+    with late_runtime(pair, speculative, monkeypatch, 1, max_queue=16) as (runtime, check):
+        assert run_beside(runtime, random.Random(1)) == expected
+        check()
 
 
 @pytest.mark.parametrize("depth", [wide(0), 3])
@@ -176,7 +175,7 @@ def test_a_late_rank_has_drawn_before_its_slot_has_another_request(
     ]
     expected = expected_of(pair, requests)
     with late_runtime(pair, speculation(pair, depth), monkeypatch, max_batch=1) as (runtime, check):
-        for num_steps in range(1, 6):
+        for num_steps in (1, 2, 4):
             names = [submit(runtime, *each) for each in requests]
             found = run_all(runtime)
             assert [found[name] for name in names] == expected
@@ -195,7 +194,7 @@ def test_a_late_rank_verifies_what_the_first_does_for_a_request_that_is_given_up
     forcing = {state: {token: (state + 1) % 7} for state, token in enumerate((5, 9, 33, 64, 2, 2, 96))}
     with late_runtime(pair, speculation(pair, 3), monkeypatch, max_batch=2) as (runtime, check):
         beside = runtime.submit(prompt_of(7), params("sampled", max_tokens=60))
-        for num_steps in range(1, 6):
+        for num_steps in (1, 2, 4):
             cancelled = submit(runtime, forcing, prompt_of(9), params("sampled", max_tokens=40))
             for _ in range(num_steps):
                 runtime.step()

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Recorder, prompt_of, run_all, run_one
+from recording import assert_same, prompt_of, run_all, run_one, traced
 from safetensors.torch import load_file, save_file
 from stages import later
-from text_tokenizers import byte_level, write_directory
 from tiny_models import make_pair, make_target, transformers_logits
 
-import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.errors import ConfigError
@@ -27,7 +25,7 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 8, "
     "dtype": "float32",
 }
 NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, seed=4)
+SAMPLED = SamplingParams(max_tokens=18, temperature=1.0, seed=4)
 MOE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
 CUT = {"linear_num_value_heads": 8, "linear_value_head_dim": 16, "num_attention_heads": 8, "head_dim": 16}
 
@@ -75,10 +73,8 @@ def fuse_experts(directory: Path, layer: int) -> None:
 def decoded(directory: Path, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
     """A greedy completion and its logits."""
     with Runtime.load(directory, **OPTIONS) as runtime:
-        recorder = Recorder(runtime)
-        name = recorder.submit(prompt, SamplingParams(max_tokens=12))
-        tokens = run_all(runtime)[name]
-    return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
+        tokens, logits = traced(runtime, prompt, SamplingParams(max_tokens=12))
+    return tokens, torch.stack([logits[len(prompt) + k] for k in range(len(tokens))])
 
 
 @pytest.mark.parametrize("family", [later("qwen3_5_text"), "qwen3_5_moe_text"])
@@ -90,8 +86,8 @@ def test_other_files_of_a_model_give_its_bits(family: str, tmp_path: Path) -> No
     if family == "qwen3_5_moe_text":
         fuse_experts(tmp_path, 1)
     wrap(tmp_path, family.removesuffix("_text"))
-    assert decoded(tmp_path, prompt)[0] == tokens
-    assert torch.equal(decoded(tmp_path, prompt)[1], logits)
+    found = decoded(tmp_path, prompt)
+    assert found[0] == tokens and torch.equal(found[1], logits)
     expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-3)
 
@@ -129,7 +125,7 @@ def test_nan_in_a_state_ends_its_request_alone(tmp_path: Path) -> None:
             if not runtime.busy:
                 break
         assert ends == {names[0]: "error", names[1]: "length"} and tokens[names[1]] == truths[1]
-        assert 0 < len(tokens[names[0]]) < 24 and tokens[names[0]] == truths[0][: len(tokens[names[0]])]
+        assert 0 < len(tokens[names[0]]) < 18 and tokens[names[0]] == truths[0][: len(tokens[names[0]])]
         assert [name for name in states if runtime.executor.state[name][slot].any()] == []
         assert [run_one(runtime, prompt, SAMPLED) for prompt in prompts] == truths
         assert runtime.executor.state["delta_state.0"].isfinite().all()
@@ -141,7 +137,7 @@ def test_cancelled_requests_leave_nothing_and_prefixes_give_hits(tmp_path: Path)
     prompt = prompt_of(50)
     with Runtime.load(tmp_path, NGRAM, **{**OPTIONS, "max_batch": 1}) as runtime:
         truth = run_one(runtime, prompt, SAMPLED)
-        for steps in (0, 1, 3):
+        for steps in (0, 3):
             name = runtime.submit(prompt_of(40, seed=steps), SAMPLED)
             for _ in range(steps):
                 runtime.step()
@@ -166,25 +162,15 @@ def test_trees_and_specpv_are_refused_by_name(options: dict[str, Any], what: str
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("qwen3_5_moe_text", {"linear_num_key_heads": 2, **MOE}),
-    ],
-)
-def test_the_number_of_ranks_changes_no_bit(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_number_of_ranks_changes_no_bit(tmp_path: Path) -> None:
     """By value heads: 1, 2 and 8 ranks, with drafts and without."""
-    make_target(tmp_path, family, **CUT, **options)
+    make_target(tmp_path, "qwen3_5_moe_text", linear_num_key_heads=2, **CUT, **MOE)
     prompt, found = prompt_of(25), []
     for size in (1, 8):
         with Runtime.load(tmp_path, NGRAM, tensor_parallel_size=size, tp_invariant=True, **OPTIONS) as runtime:
-            recorder = Recorder(runtime)
-            name = recorder.submit(prompt, SAMPLED)
-            found.append((run_all(runtime)[name], recorder.logits[name]))
+            found.append(traced(runtime, prompt, SAMPLED))
             assert runtime.executor.state["delta_state.0"].shape[1] == 8 // size
-    for tokens, logits in found[1:]:
-        assert tokens == found[0][0]
-        assert all(torch.equal(logits[index], row) for index, row in found[0][1].items())
+    assert_same(*found)
     with Runtime.load(tmp_path, tensor_parallel_size=2, **OPTIONS) as runtime:
         assert run_one(runtime, prompt, SAMPLED) == found[0][0]  # rounding apart, as whole
 
@@ -197,21 +183,6 @@ def test_heads_that_cannot_be_shared_out_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("options", [{"quantize": "int4", "kv_cache_dtype": "fp8"}])
-def test_formats_lose_no_token_to_drafts(options: dict[str, Any], tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64} | {
-        "shared_expert_intermediate_size": 64,
-        "linear_value_head_dim": 32,
-    }
-    make_target(tmp_path, "qwen3_5_moe_text", **sizes)
-    found = []
-    for draft in (None, NGRAM):
-        with Runtime.load(tmp_path, draft, **{**OPTIONS, "dtype": "bfloat16"}, **options) as runtime:
-            found.append([run_one(runtime, prompt_of(4) * 6, SAMPLED), run_one(runtime, prompt_of(19), SAMPLED)])
-    assert found[0] == found[1]
-
-
-@pytest.mark.second
 def test_files_that_are_written_rounded_are_those_rounded_at_load(tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "linear_num_value_heads": 8, "linear_value_head_dim": 16}
     make_target(tmp_path / "plain", "qwen3_5_moe_text", **sizes, moe_intermediate_size=64)
@@ -221,26 +192,6 @@ def test_files_that_are_written_rounded_are_those_rounded_at_load(tmp_path: Path
         with Runtime.load(tmp_path / name, **OPTIONS, **options) as runtime:
             found.append(run_one(runtime, prompt_of(19), SAMPLED))
     assert found[0] == found[1]
-
-
-def test_grammars_are_kept_and_drafts_change_nothing(tmp_path: Path) -> None:
-    size = byte_level().get_vocab_size() + 13
-    make_target(tmp_path, "qwen3_5_text", vocab_size=size, num_hidden_layers=2, eos_token_id=[1])
-    write_directory(tmp_path, byte_level())
-    sampling, texts = SamplingParams(max_tokens=40, regex="(ab){3}-[0-9]{4}-[a-f]{2}", temperature=1.0, seed=2), []
-    for draft in (None, NGRAM):
-        with lowlat.Runtime.load(tmp_path, draft, **OPTIONS) as runtime:
-            runtime.submit("a", sampling)
-            texts.append("".join(output.text for output in iter_outputs(runtime)))
-    assert texts[0] == texts[1] and len(texts[0]) == 14
-
-
-def iter_outputs(runtime: Runtime) -> list[Any]:
-    """All outputs until nothing runs."""
-    found = []
-    while runtime.busy:
-        found += runtime.step()
-    return found
 
 
 def test_the_state_of_a_slot_and_the_plan_of_weights(tmp_path: Path) -> None:

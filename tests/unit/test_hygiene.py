@@ -37,6 +37,11 @@ LAYERS = (
     ),
     *("engine", "serving", "tools", "ray", "cli"),
 )
+# the engine's, alike, from what is kept of requests and devices up to the runtime; names for type checkers do not count
+ENGINE = (
+    *("metrics", "unbroken", "memory", "loading", "numerics", "mailbox", "scheduling", "sessions", "requests"),
+    *("launches", "drafting", "figures", "steps", "sleep", "calls", "stepped", "runtime"),
+)
 BENCH_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `bench`; may be absent where tests run
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
@@ -245,6 +250,24 @@ def upward_imports(module: Module) -> Iterator[str]:
             yield f"{module.path}:{line}: {layer} may not import {name}, which lies above it"
 
 
+def upward_in_engine(module: Module) -> Iterator[str]:
+    """Every import, when a module of the engine is loaded, of a part of the engine above its own."""
+    part = module.path.parts[2].removesuffix(".py")
+    if part not in (*ENGINE, "__init__"):
+        yield f"{module.path}: {part} is no part of the engine"
+        return
+    names = [
+        node
+        for node in module.tree.body
+        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+    ]
+    loaded = Module(module.path, module.text, ast.Module(names, []))
+    for line, name in lowlat_imports(loaded):
+        other = name.split(".")[2] if lies_in(name, "lowlat.engine") and name.count(".") > 1 else ""
+        if other in ENGINE and ENGINE.index(other) > ENGINE.index(part):
+            yield f"{module.path}:{line}: engine's {part} may not import {name}, which lies above it"
+
+
 def gpu_import_faults(module: Module) -> Iterator[str]:
     """Every import of a GPU library where it does not belong, or at module level where it must be lazy."""
     names = bindings(module.tree, module.package)
@@ -371,6 +394,13 @@ IMPORT_CASES = {
         ("lowlat/cli/a.py", "from lowlat import __version__", True),
         ("lowlat/elsewhere/a.py", "", False),
     ],
+    upward_in_engine: [
+        ("lowlat/engine/steps/a.py", "from lowlat.engine.mailbox.mailbox import Mailbox\nfrom . import b", True),
+        ("lowlat/engine/calls/a.py", "if TYPE_CHECKING:\n    from lowlat.engine.runtime import Runtime", True),
+        ("lowlat/engine/loading/a.py", "def f():\n    from lowlat.engine.steps import steps", False),
+        ("lowlat/engine/mailbox/a.py", "from lowlat.engine import runtime", False),
+        ("lowlat/engine/elsewhere.py", "", False),
+    ],
 }
 
 
@@ -386,6 +416,13 @@ def test_checks_of_imports_see_what_they_must(
 def test_no_folder_of_lowlat_imports_one_above_it(modules: list[Module]) -> None:
     own = [module for module in modules if module.folder == "lowlat" and module.path != Path("lowlat/__init__.py")]
     faults = [fault for module in own for fault in upward_imports(module)]
+    assert not faults, "\n".join(faults)
+
+
+def test_no_part_of_the_engine_imports_one_above_it(modules: list[Module]) -> None:
+    own = [module for module in modules if module.path.parts[:2] == ("lowlat", "engine")]
+    faults = [fault for module in own for fault in upward_in_engine(module)]
+    assert {module.path.parts[2].removesuffix(".py") for module in own} == {*ENGINE, "__init__"}
     assert not faults, "\n".join(faults)
 
 

@@ -17,8 +17,8 @@ from stages import wide
 from tensors_alive import left_in, storages
 from tiny_models import make_pair
 
-from lowlat.engine import loading
-from lowlat.engine.perf import check_launches
+from lowlat.engine.loading import loading
+from lowlat.engine.loading.strict import check_launches
 from lowlat.errors import ConfigError, DeviceError
 from lowlat.executors.distributed import watchdog
 from lowlat.executors.distributed.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
@@ -43,11 +43,11 @@ AMPERE = Gpu(108, 163 * 1024, (8, 0))
 FLASH = re.compile(r"flash_attention|prefill_flash")
 
 
-@pytest.fixture(params=[H200, AMPERE], ids=["9.0", "8.0"])
+@pytest.fixture
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """With and without the instructions of wide products."""
-    pretend_gpu(monkeypatch, request.param)
-    chosen: Gpu = request.param
+    """An H200, or another that a test names."""
+    chosen: Gpu = getattr(request, "param", H200)
+    pretend_gpu(monkeypatch, chosen)
     return chosen
 
 
@@ -60,10 +60,10 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def test_prefill_of_every_size_is_bound_to_memory_of_the_executor(name: str, gpu: Gpu, tmp_path: Path) -> None:
     """And with multiples of 64 rows, by wide products where the GPU has them."""
     pair = make_named(name, tmp_path)
-    pair.geometry = replace(pair.geometry, prefill_chunk=128, max_prefill_chunks=2, max_context=512)
+    pair.geometry = replace(pair.geometry, prefill_chunk=64, max_prefill_chunks=2, max_context=512)
     programs = {Bucket(1, 1, 0): pair.program(0, 1), first_token_bucket(0): pair.program(0, 0)}
     executor: Any = EagerExecutor(programs, build_prefills(pair.geometry), pair.source, CPU)
-    sizes = (64, 128, 256)
+    sizes = (64, 128)
     assert set(executor._groups) == {*programs, *sizes, PASS}
     owned = OwnedMemory(executor.owned())
     for call in (call for bucket in programs for group in executor.groups(bucket) for call in group.calls):
@@ -92,6 +92,7 @@ def planned_of(executor: Any) -> list[tuple[str, Planned]]:
     return [(f"{call.kernel.name} {call.grid}", call.planned) for call in calls if call.planned is not None]
 
 
+@pytest.mark.parametrize("gpu", [H200, AMPERE], ids=["9.0", "8.0"], indirect=True)
 def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
     gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
         assert old != new, place
 
 
+@pytest.mark.parametrize("gpu", [H200, wide(AMPERE)], ids=["9.0", "8.0"], indirect=True)
 @pytest.mark.second
 def test_kernels_compiled_ahead_are_those_of_a_runtime(
     gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -144,14 +146,11 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
     assert set(ahead) == found and len(found) > 50
     with pytest.raises(ConfigError, match=r"GPU 'no such GPU' is not described; there are h200, h100"):
         describe_gpu("no such GPU")
-    directory, few = tmp_path / "kernels", dict(list(ahead.items())[:2])
-    reports: list[tuple[int, int]] = []
-    for lacking in (2, 0):
-        assert (
-            compile_all(few, describe_gpu("NVIDIA H200").facts, directory, 1, lambda *given: reports.append(given))
-            == lacking
-        )
-    assert reports == [(2, 2)] * 2 and len(list(directory.iterdir())) == 2
+    facts, directory, reports = describe_gpu("NVIDIA H200").facts, tmp_path / "kernels", list[tuple[int, int]]()
+    few = {name: kernel for name, kernel in ahead.items() if re.match(r"argmax|embed_norm", name)}  # soon compiled
+    for lacking in (len(few), 0):
+        assert compile_all(few, facts, directory, 1, lambda *given: reports.append(given)) == lacking
+    assert reports == [(len(few), len(few))] * 2 and len(list(directory.iterdir())) == len(few) > 1
 
 
 def check_counts(executor: Any) -> None:
@@ -188,20 +187,23 @@ class Stuck:
         raise AssertionError("nobody may wait for a device that hangs")
 
 
-def test_a_step_that_hangs_is_an_error_and_the_executor_can_be_closed(gpu: Gpu, tmp_path: Path) -> None:
+def test_what_hangs_is_an_error_and_the_executor_can_be_closed(
+    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step, a loop of them, or a prefill; a loop that has ended is no error."""
+    monkeypatch.setattr(watchdog, "COLD_FACTOR", 1.0)
     executor = make_executor("llama", gpu, tmp_path, watchdog=(2.0, 0.1))
+    executor._loop_memory = LoopMemory(CPU, torch.zeros(1, dtype=torch.int64))
+    assert GraphExecutor.wait_loop(executor, 5) is False  # idle: it has ended before
     executor.stream = Stuck()
     start = time.monotonic()
     with pytest.raises(DeviceError, match=r"cpu hangs: step 17 has run for .* 0\.1 s are allowed .*watchdog_min_s"):
         executor.wait_published(MIN_SAMPLES + 1)
     assert 0.1 <= time.monotonic() - start < 5.0
-    executor.close()
-
-
-def test_a_prefill_that_hangs_is_an_error(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "COLD_FACTOR", 1.0)
-    executor = make_executor("llama", gpu, tmp_path, watchdog=(2.0, 0.1))
-    executor.stream = Stuck()
+    for stopping in (0, 1):
+        executor._loop_memory.stopping[0] = stopping
+        with pytest.raises(DeviceError, match="hangs: step 17"):
+            GraphExecutor.wait_loop(executor, MIN_SAMPLES + 1)
     monkeypatch.setattr(executor, "_run", lambda size: None)
     for first in (None, first_token_bucket(0)):
         with pytest.raises(DeviceError, match=r"hangs: a prefill has run for .* 0\.1 s are allowed"):
@@ -226,18 +228,6 @@ def test_a_first_token_is_waited_for_in_the_ring(gpu: Gpu, tmp_path: Path, monke
     monkeypatch.setattr(executor, "_run", ran.append)
     with pytest.raises(DeviceError, match="idle and has published no first token"):
         executor.prefill(64, first_token_bucket(0))
-    executor.close()
-
-
-def test_a_loop_that_hangs_is_an_error_and_one_that_ends_is_none(gpu: Gpu, tmp_path: Path) -> None:
-    executor = make_executor("llama", gpu, tmp_path, watchdog=(2.0, 0.1))
-    executor._loop_memory = LoopMemory(CPU, torch.zeros(1, dtype=torch.int64))
-    assert GraphExecutor.wait_loop(executor, 5) is False  # idle: it has ended before
-    executor.stream = Stuck()
-    for stopping in (0, 1):
-        executor._loop_memory.stopping[0] = stopping
-        with pytest.raises(DeviceError, match="hangs: step 17"):
-            GraphExecutor.wait_loop(executor, MIN_SAMPLES + 1)
     executor.close()
 
 

@@ -45,11 +45,7 @@ def mixed(**changes: Any) -> ModelConfig:
 def test_caches_tables_and_weights_are_each_layer_s_own() -> None:
     config = mixed()
     shapes = [spec.shape for spec in PagedKV(config, 5, 4, {}).specs()]
-    assert shapes[::2] == [
-        (5, 2, 4, 8),
-        (5, 4, 4, 16),
-        (5, 2, 4, 8),
-    ]
+    assert shapes[::2] == [(5, 2, 4, 8), (5, 4, 4, 16), (5, 2, 4, 8)]
     assert config.windows == (None, 8, None)
     assert [(each.rope.theta, each.dims) for each in config.rotations] == [(1e4, 8), (1e6, 16)]
     plan = weight_plan(config)

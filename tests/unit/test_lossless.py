@@ -6,26 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from recording import Depth, Recorder, prompt_of, run_all
+from recording import Recorder, Trace, assert_same, prompt_of, run_all, traced
 from stages import later, wide
 from tiny_dflash import dflash_draft_model
-from tiny_models import (
-    DISTINCT_FAMILIES,
-    HYBRIDS,
-    PairPaths,
-    copying_draft_model,
-    make_pair,
-    make_target,
-)
+from tiny_models import DISTINCT_FAMILIES, PairPaths, copying_draft_model, make_pair, make_target
 
-import lowlat
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import RequestError
 from lowlat.speculators.methods import draft_method
 from lowlat.step import state
 
-MAX_TOKENS = 15
+MAX_TOKENS = 12
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "prefill_chunk": 8} | {
     "device": "cpu",
     "dtype": "float32",
@@ -43,10 +34,7 @@ MODES: dict[str, dict[str, Any]] = {
 # them, have every value of both and not every pair; the first stage has what is plainest.
 EVERY_METHOD = [
     wide("ngram", "gpt_oss", "filtered"),
-    wide("suffix", "qwen3_5_moe_text", "greedy"),
-    wide("beside", "qwen3", "penalised"),
     later("eagle3+", "llama", "sampled"),
-    wide("eagle3+", "gpt_oss", "penalised"),
     ("ngram+", "llama", "greedy"),
 ]
 TREES: dict[str, tuple[tuple[int, ...], ...]] = {
@@ -56,7 +44,6 @@ TREES: dict[str, tuple[tuple[int, ...], ...]] = {
     "deep": (*((0,) * depth for depth in range(1, 8)), (1,), (1, 0), (1, 0, 0), (0, 1), (0, 1, 0), (0, 0, 0, 1)),
 }
 DYNAMIC = [(3, 7, 20), (16, 3, 31), (10, 7, 8)]  # the last drafts over 60 rows
-Trace = tuple[list[int], dict[int, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +72,6 @@ def load(pair: PairPaths, depth: int = 7, *, tree: Any = None, method: Any = "ea
     return Runtime.load(pair.target, config, **{**OPTIONS, **options})
 
 
-def traced(runtime: Runtime, prompt: list[int], sampling: SamplingParams, depth: Depth = None) -> Trace:
-    """One request alone: its tokens and the logits that each was drawn from."""
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, sampling)
-    tokens = run_all(runtime, depth)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
-
-
 BASELINES: dict[str, Trace] = {}  # computed once each: many tests compare with the same
 
 
@@ -106,20 +84,12 @@ def baseline(pair: PairPaths, prompt: list[int], sampling: SamplingParams) -> Tr
     return BASELINES[key]
 
 
-def assert_same(found: Trace, expected: Trace) -> None:
-    """The same tokens from the same bits."""
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]
-    assert not different, f"other bits for the tokens at {different}"
-
-
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
         ("llama", "greedy"),
         wide("qwen3", "filtered"),
-        ("gpt_oss", "penalised"),
+        later("gpt_oss", "penalised"),
         later("qwen3_5_moe_text", "sampled"),
     ],
 )
@@ -127,7 +97,7 @@ def test_no_depth_changes_anything(family: str, mode: str, pairs: dict[str, Pair
     prompt, sampling = prompt_of(19), params(mode)
     expected = baseline(pairs[family], prompt, sampling)
     with load(pairs[family]) as runtime:
-        for depth in (0, 1, 3, 7):
+        for depth in (0, 3, 7, random.Random(0).choices(range(8), k=200).__getitem__):
             assert_same(traced(runtime, prompt, sampling, depth), expected)
         speculation = runtime.summary()["eagle_speculation"]
     assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
@@ -154,31 +124,10 @@ def test_no_depth_of_drafts_from_text_changes_anything(
 
 
 @pytest.mark.parametrize(
-    ("family", "mode", "reuse"),
-    [
-        ("llama", "sampled", True),
-        ("gpt_oss", "greedy", False),
-        ("qwen3_5_moe_text", "sampled", True),
-    ],
-)
-def test_a_depth_that_changes_at_each_step_changes_nothing(
-    family: str, mode: str, reuse: bool, pairs: dict[str, PairPaths]
-) -> None:
-    prompt, sampling = prompt_of(9, seed=1), params(mode)
-    expected = baseline(pairs[family], prompt, sampling)
-    with load(pairs[family], prefix_reuse=reuse) as runtime:
-        depths = random.Random(0).choices(range(8), k=200)
-        assert_same(traced(runtime, prompt, sampling, depths.__getitem__), expected)
-
-
-@pytest.mark.parametrize(
     ("family", "name", "mode"),
     [
-        wide("llama", "chain-as-tree", "greedy"),
-        later("llama", "wide", "sampled"),
-        wide("llama", "bushy", "greedy"),
         ("llama", "deep", "sampled"),
-        ("gpt_oss", "bushy", "sampled"),
+        later("gpt_oss", "bushy", "sampled"),
     ],
 )
 def test_no_tree_changes_anything(family: str, name: str, mode: str, pairs: dict[str, PairPaths]) -> None:
@@ -198,7 +147,6 @@ def dynamic(top_k: int, drafts: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("family", "shape", "mode"),
     [
-        later("llama", DYNAMIC[0], "greedy"),
         ("llama", DYNAMIC[1], "sampled"),
         later("llama", DYNAMIC[2], "greedy"),
         wide("gpt_oss", DYNAMIC[2], "sampled"),
@@ -240,21 +188,13 @@ def of_many_forms(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     ("form", "mode", "ways"),
     [
         ({"num_hidden_layers": 2}, "greedy", "bushy adaptive"),
-        later({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "dynamic"),
-        later({"windows": (5,), "norm_before_residual": False}, "penalised", "adaptive"),
+        wide({"num_hidden_layers": 3, "windows": (6, None, 4)}, "sampled", "dynamic"),
+        wide({"windows": (5,), "norm_before_residual": False}, "penalised", "adaptive"),
         wide({"final_hidden": True, "num_hidden_layers": 2}, "filtered", "chain"),
-        wide({"captures": (0, 0, 1, 2, 2), "fc_norm": True, "norm_output": True}, "greedy", "bushy"),
-        wide({"mask_token": 5, "num_hidden_layers": 4}, "greedy", "dynamic"),
-        later(
-            {"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True},
-            "sampled",
-            "bushy",
-        ),
-        wide({"layout": "z-lab", "copies": True}, "greedy", "dynamic"),
+        later({"mask_token": 9, "num_hidden_layers": 2, "windows": (6, None), "fc_norm": True}, "sampled", "bushy"),
         wide({"layout": "speculators", "copies": True, "num_hidden_layers": 1}, "sampled", "chain"),
         ({"layout": "z-lab", "copies": True, "conv": (2, 8), "selector": (8, 6)}, "sampled", "chain adaptive"),
         later({"layout": "z-lab", "copies": True, "conv": (3, 16), "selector": (8, 6)}, "greedy", "bushy dynamic"),
-        later({"layout": "speculators", "copies": True, "windows": (9, None), "causal": True}, "filtered", "chain"),
         wide({"layout": "deepspec", "copies": True, "markov_rank": 4}, "penalised", "bushy"),
         later(
             {"layout": "speculators", "copies": True, "markov_rank": 8, "markov_head_type": "gated"},
@@ -285,22 +225,6 @@ def test_no_form_of_draft_model_changes_anything(
                 assert_same(traced(runtime, prompt, sampling, lambda number: 3 * (number % 4 > 0)), trace)
             speculation = runtime.summary()["eagle_speculation"]
         assert 0 < speculation["total_accepted_tokens"] < speculation["total_draft_tokens"]
-
-
-@pytest.mark.second
-@pytest.mark.parametrize(("family", "shared"), [("llama", True), ("gpt_oss", False)])
-def test_a_random_tree_changes_nothing(family: str, shared: bool, pairs: dict[str, PairPaths]) -> None:
-    prompt, sampling = prompt_of(17, seed=3), params("sampled", seed=11)
-    expected = baseline(pairs[family], prompt, sampling)
-    generator = random.Random(family)
-    paths: list[tuple[int, ...]] = [()]
-    while len(paths) < 20:
-        parent = generator.choice([path for path in paths if len(path) < 5])
-        rank = sum(len(path) == len(parent) + 1 and path[: len(parent)] == parent for path in paths)
-        paths.append((*parent, rank))
-    depth = max(map(len, paths))
-    with load(pairs[family], depth, tree=paths[1:], prefix_reuse=shared) as runtime:
-        assert_same(traced(runtime, prompt, sampling), expected)
 
 
 class Crowd:
@@ -335,11 +259,8 @@ class Crowd:
     ("family", "method", "tree", "seed"),
     [
         ("llama", "eagle3", "bushy", 1),
-        ("llama", "suffix", None, 3),
-        wide("llama", "beside", None, 4),
-        wide("llama", "eagle3+", None, 5),
-        later("llama", "eagle3", "dynamic", 6),
-        wide("qwen3", "ngram", None, 2),
+        wide("llama", "suffix", None, 3),
+        wide("llama", "eagle3", "dynamic", 6),
         wide("gpt_oss", "eagle3", "bushy", 1),
         later("qwen3_5_moe_text", "eagle3+", None, 7),
     ],
@@ -374,11 +295,7 @@ def test_no_neighbour_changes_anything(
 
 @pytest.mark.parametrize(
     ("family", "mode", "method"),
-    [
-        ("llama", "greedy", "ngram"),
-        ("llama", "sampled", "eagle3"),
-        wide("gpt_oss", "greedy", "eagle3"),
-    ],
+    [("llama", "greedy", "ngram"), ("llama", "sampled", "eagle3"), wide("gpt_oss", "greedy", "eagle3")],
 )
 def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pairs: dict[str, PairPaths]) -> None:
     """The second of two equal prompts, and one that shares the first half, find chunks in the cache."""
@@ -386,7 +303,7 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
     prompt = prompt_of(33)
     other = prompt[:20] + prompt_of(12, seed=8)
     with load(pair, 4, method=method) as runtime:
-        for request, cached in ((prompt, 0), (prompt, 32), (other, 16), (prompt[:8], 0), (prompt[:9], 8)):
+        for request, cached in ((prompt, 0), (prompt, 32), (other, 16), (prompt[:9], 8)):
             name = runtime.submit(request, sampling)
             run_all(runtime)
             assert runtime.metrics(name).cached_prompt_tokens == cached
@@ -398,46 +315,25 @@ def test_a_reused_prefix_changes_nothing(family: str, mode: str, method: str, pa
 def test_a_crowded_pool_changes_nothing(family: str, pairs: dict[str, PairPaths]) -> None:
     """Room for two requests only: cached chunks are evicted, requests wait, blocks change hands."""
     pair, sampling = pairs[family], params("sampled")
-    prompts = [prompt_of(20 + k, seed=k % 3) for k in range(4)]
+    prompts = [prompt_of(20 + k, seed=k % 2) for k in range(3)]
     expected = [baseline(pair, prompt, sampling)[0] for prompt in prompts]
-    with load(pair, 3, kv_blocks=36, max_batch=4) as runtime:
+    with load(pair, 3, kv_blocks=28, max_batch=3) as runtime:
         names = [runtime.submit(prompt, sampling) for prompt in prompts]
         tokens = run_all(runtime)
     assert [tokens[name] for name in names] == expected
 
 
-@pytest.mark.second
 @pytest.mark.parametrize(
-    ("family", "length"), [wide("llama", 9), wide("qwen3", 8), ("gpt_oss", 1), later("qwen3_5_moe_text", 9)]
-)
-def test_bfloat16_loses_nothing(family: str, length: int, pairs: dict[str, PairPaths]) -> None:
-    """Prompts of one token, of a chunk, of one more; products add in float32 and round once, in every bucket."""
-    prompt, sampling = prompt_of(length, seed=length), params("sampled")
-    with Runtime.load(pairs[family].target, **{**OPTIONS, "dtype": "bfloat16"}) as runtime:
-        expected = traced(runtime, prompt, sampling)
-    shapes: list[tuple[int, Any]] = [(7, None), (3, TREES["bushy"])]
-    for depth, tree in shapes[: 1 if family in HYBRIDS else 2]:
-        with load(pairs[family], depth, tree=tree, dtype="bfloat16") as runtime:
-            assert_same(traced(runtime, prompt, sampling), expected)
-
-
-@pytest.mark.parametrize(
-    ("family", "tree"),
-    [
-        ("llama", None),
-        later("gpt_oss", "bushy"),
-        later("qwen3_5_moe_text", None),
-    ],
+    ("family", "tree"), [("llama", None), later("gpt_oss", "bushy"), wide("qwen3_5_moe_text", None)]
 )
 def test_long_contexts_lose_nothing(family: str, tree: str | None, pairs: dict[str, PairPaths]) -> None:
     """Past the first tile of keys, and over its end: rows that see the same keys add them in the same order."""
-    prompt, sampling = prompt_of(247, seed=5), params("sampled")
+    prompt, sampling = prompt_of(250, seed=5), params("sampled")
     options: dict[str, Any] = {"max_context": 300, "block_size": 16, "prefill_chunk": 64}
     with Runtime.load(pairs[family].target, **{**OPTIONS, **options}) as runtime:
         expected = traced(runtime, prompt, sampling)
     with load(pairs[family], 3, tree=TREES[tree] if tree else None, **options) as runtime:
-        for _ in range(2):
-            assert_same(traced(runtime, prompt, sampling), expected)
+        assert_same(traced(runtime, prompt, sampling), expected)
 
 
 @pytest.mark.second
@@ -458,7 +354,7 @@ def test_chunks_that_run_together_have_the_bits_of_chunks_alone(family: str, pai
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), later("qwen3_5_moe_text")])
+@pytest.mark.parametrize("family", ["llama", wide("gpt_oss"), wide("qwen3_5_moe_text")])
 def test_ends_of_prompts_have_the_bits_of_whole_chunks(
     family: str, pairs: dict[str, PairPaths], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,28 +374,3 @@ def test_other_seeds_give_other_tokens(pairs: dict[str, PairPaths]) -> None:
     prompt = prompt_of(10)
     traces = [baseline(pairs["llama"], prompt, params("sampled", seed))[0] for seed in range(4)]
     assert len({tuple(tokens) for tokens in traces}) == 4
-
-
-@pytest.fixture(scope="module")
-def bundled() -> PairPaths:
-    """The pair that comes with lowlat."""
-    folder = Path(lowlat.__file__).parent / "demo"
-    return PairPaths(folder / "target", folder / "head")
-
-
-@pytest.mark.parametrize(("mode", "tree"), [wide("sampled", "bushy"), wide("greedy", None)])
-def test_the_bundled_pair_loses_nothing(mode: str, tree: str | None, bundled: PairPaths) -> None:
-    options: dict[str, Any] = {"dtype": "auto", "block_size": 32, "prefill_chunk": 128}
-    sampling = params(mode, max_tokens=10)
-    with Runtime.load(bundled.target, **{**OPTIONS, **options}) as runtime:
-        prompts = [list(range(300, 300 + length)) for length in (5, 30)]
-        expected = [traced(runtime, prompt, sampling) for prompt in prompts]
-    depth = 3 if tree else 7
-    with load(bundled, depth, tree=TREES[tree] if tree else None, **options) as runtime:
-        for asked in (depth,) if tree else (1, 7):
-            assert_same(traced(runtime, prompts[1], sampling, asked), expected[1])
-        recorder = Recorder(runtime)
-        names = [recorder.submit(prompt, sampling) for prompt in prompts]
-        tokens = run_all(runtime, lambda number: depth * (number % 4 < 3))
-        for name, trace in zip(names, expected, strict=True):
-            assert_same((tokens[name], recorder.logits[name]), trace)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from lowered import Lowered, Pair
-from stages import later
+from stages import later, wide
 from tiny_gemma import E4B, GEMMA_31B, MOE
 from tiny_gemma_drafts import gemma_draft_model
 from tiny_models import make_target
@@ -99,7 +99,7 @@ def test_every_operation_has_a_launch_of_its_own(shape: str, pair_of: Made) -> N
 @pytest.mark.second
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [("dense", {}), ("per-layer", {"tp_invariant": True}), later("moe", {}), later("dense", {"tp_invariant": True})],
+    [("dense", {}), ("per-layer", {"tp_invariant": True}), later("moe", {}), wide("dense", {"tp_invariant": True})],
 )
 def test_ranks_have_kernels_for_these_layers(shape: str, options: dict[str, Any], tmp_path: Path) -> None:
     """Norms on both sides of a sum over ranks; values that are keys, and keys of other layers, in parts."""

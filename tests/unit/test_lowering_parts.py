@@ -58,7 +58,7 @@ def kernels(target: Path, size: int, gpu: Any = H200, **options: Any) -> Mapping
 def test_sums_are_cut_the_same_by_any_number_of_ranks(name: str, targets: Mapping[str, Path]) -> None:
     """Where K is cut for ranks there are 8 / N parts, of a unit that all ranks have; elsewhere K is summed at once in
     prefill, whatever width a rank has; attention has the same splits."""
-    for size in (1, 2, 4, 8):
+    for size in (1, 2, 4, 8) if name == "qwen3_moe" else (1, 8):
         names, count = list(kernels(targets[name], size)), 8 // size
         parts = {int(found[1]) for each in names for found in [re.search(r"parts(\d)x1", each)] if found}
         assert count in parts and parts <= {count}

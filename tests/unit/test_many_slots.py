@@ -12,13 +12,13 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.commands.top import render
-from lowlat.engine.loading import bucket_batches
+from lowlat.engine.loading.programs import bucket_batches
 from lowlat.errors import ConfigError
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import MOST_STEP_ROWS, fit_slots, most_drafts
 
 SIZES: dict[str, Any] = {"max_context": 112, "block_size": 4, "prefill_chunk": 8, "device": "cpu", "dtype": "float32"}
-MAX_TOKENS = 7
+MAX_TOKENS = 5
 MODEL = Path("draft")
 
 
@@ -33,7 +33,7 @@ def answers(runtime: Runtime, count: int) -> tuple[list[list[int]], int]:
     Prompts end one after the other, and every request decodes until the last has its tokens.
     """
     tokens: dict[str, list[int]] = {}
-    lasting = 1 if runtime.config.max_batch == 1 else 14
+    lasting = 1 if runtime.config.max_batch == 1 else 20
     for n in range(count):
         sampling = SamplingParams(max_tokens=MAX_TOKENS * lasting, seed=n, temperature=n % 2 / 2, ignore_eos=True)
         tokens[runtime.submit([3 + n, 5, 7, 5, 7], sampling)] = []

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowlat.engine import metrics as module
 from lowlat.engine.metrics import MetricsBook, RequestMetrics, RuntimeMetrics, SpeculativeDecodingStats
 from lowlat.errors import RequestError
 
@@ -205,10 +204,3 @@ def test_totals_are_sums(requests: list[tuple[list[tuple[int, int, int | None]],
         sources = {"none": {"steps": idle, "draft_tokens": 0, "accepted_tokens": 0}} if idle else {}
         drafted = any(step[0] for step in everything)
         assert block == (naive(everything) | {"by_source": sources} if drafted else None)
-
-
-def test_names() -> None:
-    assert sorted(module.__all__) == module.__all__
-    assert all(hasattr(module, name) for name in module.__all__)
-    with pytest.raises(ValueError, match="max_ended"):
-        MetricsBook(max_ended=-1)

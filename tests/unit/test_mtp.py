@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_layers import quantise_target
-from recording import prompt_of, run_all, run_one
+from recording import prompt_of, run_one
 from safetensors.torch import load_file, save_file
 from stages import later, wide
 from text_tokenizers import byte_level, write_directory
@@ -46,27 +46,11 @@ def acceptance(runtime: Runtime) -> int:
     return int(runtime.summary()["eagle_speculation"]["total_accepted_tokens"])
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("temperature", [wide(0.0), later(1.0)])
-def test_every_draft_length_gives_the_same_tokens_next_to_neighbours(hybrid: Path, temperature: float) -> None:
-    prompts = [prompt_of(11), [4, 5, 6] * 5, prompt_of(3, seed=2)]
-    sampling = [SamplingParams(max_tokens=14, temperature=temperature, seed=seed) for seed in range(3)]
-    with Runtime.load(hybrid, **OPTIONS) as runtime:
-        expected = [run_one(runtime, *each) for each in zip(prompts, sampling, strict=True)]
-    for options, depths in ((mtp(7), (1, 4, 7)), (mtp(4, adaptive_width=True), (None,))):
-        with Runtime.load(hybrid, options, **OPTIONS) as runtime:
-            for depth in depths:
-                names = [runtime.submit(*each) for each in zip(prompts, sampling, strict=True)]
-                found = run_all(runtime, depth)
-                assert [found[name] for name in names] == expected, depth
-            assert acceptance(runtime) > 0
-
-
 @pytest.mark.parametrize(
     ("family", "quantised", "options"),
     [
         ("qwen3_5_text", "nvfp4", {}),
-        later("qwen3_5_text", "fp8-channel", {"text_drafts": "suffix"}),
+        wide("qwen3_5_text", "fp8-channel", {"text_drafts": "suffix"}),
         later("qwen3_5_moe_text", None, {"draft_quantize": "fp8", "draft_window": 6}),
     ],
 )
@@ -140,7 +124,7 @@ def test_auto_takes_the_layer_or_what_the_draft_model_is_for(hybrid: Path, tmp_p
 @pytest.mark.second
 def test_a_draft_vocabulary_changes_no_token(hybrid: Path, tmp_path: Path) -> None:
     """Of ids in a file, all or those that occur most; rows of the LM head are gathered."""
-    prompt, sampling = [4, 5, 6] * 5, SamplingParams(max_tokens=30, temperature=0.7, seed=5)
+    prompt, sampling = [4, 5, 6] * 5, SamplingParams(max_tokens=24, temperature=0.7, seed=5)
     ids = tmp_path / "ids.json"
     with Runtime.load(hybrid, **OPTIONS) as runtime:
         expected = run_one(runtime, prompt, sampling)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from checkpoint_files import edit_json
 from recording import prompt_of, run_one
-from stages import later
+from stages import later, wide
 from tiny_gemma_drafts import PaperGemmaDspark, PaperGemmaEagle3, gemma_draft_model
 from tiny_models import make_target
 from unit.test_parity_draft_model import MAX_TOKENS, OPTIONS, Pair, drive
@@ -51,7 +51,7 @@ def test_drafts_equal_the_equations_after_every_acceptance(family: str, flags: d
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("flags", [EAGLE3, DFLASH, {**DSPARK, **APART}], ids=str)
+@pytest.mark.parametrize("flags", [wide(EAGLE3), DFLASH, wide({**DSPARK, **APART})], ids=str)
 def test_ranks_share_out_the_heads_of_such_layers(flags: dict[str, Any], tmp_path: Path) -> None:
     """Of keys that are values, too, in fewer heads than there are ranks; drafts are those of one rank."""
     pair, found = GemmaPair(tmp_path, "qwen3", **flags), []

@@ -42,15 +42,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "lossless": {"num_speculative_tokens": 3, **SPECPV, **LOSSLESS},
 }
 CASES = [
-    wide("llama", "none", "sampled"),
     ("llama", "eagle3", "penalised"),
-    wide("llama", "eagle3+", "filtered"),
     wide("llama", "tree", "sampled"),
     wide("llama", "beside", "greedy"),
     wide("gpt_oss", "eagle3", "sampled"),  # windows
-    wide("gpt_oss", "ngram", "filtered"),
     later("qwen3_5_text", "mtp", "sampled"),  # recurrent states
-    wide("qwen3_5_text", "ngram", "penalised"),
     wide("llama", "specpv", "sampled"),
     wide("llama", "lossless", "sampled"),
 ]
@@ -83,14 +79,14 @@ def sampling(mode: str, seed: int = 7, **others: Any) -> SamplingParams:
 @pytest.mark.parametrize("few", [True, wide(False)])
 def test_any_moves_change_no_token(family: str, method: str, mode: str, few: bool, pairs: dict[str, PairPaths]) -> None:
     pair, config = pairs[family], speculation(pairs[family], method)
-    requests = [(prompt, sampling(mode, seed=seed, max_tokens=34)) for seed, prompt in enumerate(PROMPTS)]
+    requests = [(prompt, sampling(mode, seed=seed, max_tokens=24)) for seed, prompt in enumerate(PROMPTS)]
     with Runtime.load(pair.target, config, **CPU) as runtime:
         expected = alone(runtime, requests)
     options = {**CPU, **(FEW if few else {})}
     if few and family == "gpt_oss":
         options["prefix_reuse"] = False
     with Runtime.load(pair.target, config, **options) as runtime:
-        assert play(runtime, random_moves(len(method), 90), requests, expected) > 1
+        assert play(runtime, random_moves(len(method), 60), requests, expected) > 1
 
 
 @pytest.mark.parametrize(
@@ -109,7 +105,7 @@ def test_checks_of_steps_hold_for_requests_that_come_back(pairs: dict[str, PairP
     with Runtime.load(pairs["llama"].target, speculation(pairs["llama"], "eagle3"), **options) as runtime:
         requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
         expected = alone(runtime, requests)
-        assert play(runtime, random_moves(5, 60), requests, expected) > 1
+        assert play(runtime, random_moves(5, 40), requests, expected) > 1
 
 
 @pytest.mark.second
@@ -117,7 +113,7 @@ def test_ranks_move_their_states_together(pairs: dict[str, PairPaths]) -> None:
     requests = [(prompt, sampling("sampled", seed=seed)) for seed, prompt in enumerate(PROMPTS)]
     with Runtime.load(pairs["llama"].target, tensor_parallel_size=2, **CPU, **FEW) as runtime:
         expected = alone(runtime, requests)
-        assert play(runtime, random_moves(5, 60), requests, expected) > 1
+        assert play(runtime, random_moves(5, 40), requests, expected) > 1
 
 
 @pytest.mark.second
@@ -142,7 +138,7 @@ def test_steps_under_way_are_waited_for_and_grammars_go_on(loops: bool, pairs: d
     draft = speculation(pairs["llama"], "eagle3")
     runtime, _ = load_fake(pairs["llama"].target, draft, device_loop=loops, lead=2, **OPTIONS, **FEW)
     with closing(runtime):
-        assert play(runtime, random_moves(3, 90), requests, expected, submit) > 1
+        assert play(runtime, random_moves(3, 60), requests, expected, submit) > 1
 
 
 def test_a_request_that_ends_while_another_is_paused_says_so(pairs: dict[str, PairPaths]) -> None:

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from recording import outputs_of
 from tiny_models import PairPaths, make_pair
 
 from lowlat import ConfigError, DeviceError, RequestError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
-from lowlat.engine.mailbox import SlotPublication
-from lowlat.engine.perf import PerfCounters, StepChecks, check_device, check_launches
+from lowlat.engine.figures.perf import PerfCounters
+from lowlat.engine.figures.published_steps import StepChecks
+from lowlat.engine.loading.strict import check_device, check_launches
+from lowlat.engine.mailbox.publications import SlotPublication
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
 from lowlat.options.request import StepOutput
@@ -44,10 +47,7 @@ def runtime(pair: PairPaths) -> Iterator[Runtime]:
 def run(runtime: Runtime, *requests: SamplingParams) -> list[StepOutput]:
     for number, params in enumerate(requests):
         runtime.submit(list(range(1, 20 + 7 * number)), params)
-    outputs: list[StepOutput] = []
-    while runtime.busy:
-        outputs += runtime.step()
-    return outputs
+    return outputs_of(runtime)
 
 
 def tokens_of(outputs: list[StepOutput]) -> dict[str, list[int]]:

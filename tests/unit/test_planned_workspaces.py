@@ -10,7 +10,9 @@ from lowered import CPU, Pair, pretend_gpu
 from prefill_cases import make_named
 from stages import wide
 
-from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies
+from lowlat.engine.loading.geometry import make_geometry
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.engine.memory import plan
 from lowlat.engine.memory.plan import check_fits, memory_need
 from lowlat.errors import ConfigError
@@ -41,7 +43,8 @@ def programs_of(pair: pairs.Pair, **options: Any) -> list[Program]:
     speculative, slots = None, options["max_batch"]
     topologies: dict[int, Any] = {0: TreeTopology.chain(0)}
     if pair.speculator is not None:
-        speculative = fit_slots(SpeculativeConfig(model="a draft model", num_speculative_tokens=3), slots)
+        drafts = SpeculativeConfig(model="a draft model", num_speculative_tokens=3)
+        speculative = fit_slots(drafts, slots) or drafts
         topologies = make_topologies(speculative, slots)
     config = RuntimeConfig(dtype=pair.config.dtype, **options)
     geometry = make_geometry(pair.config, pair.speculator, topologies, config, speculative)

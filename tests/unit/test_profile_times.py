@@ -13,10 +13,7 @@ from lowlat.tools.profile.report import summarise
 from lowlat.tools.profile.times import CallSite, KernelEvent, StepTimes, attribute, idle_time
 from lowlat.tools.profile.trace import make_trace, write_trace
 
-BASE, ACCEPT, COMMIT, PUBLISH = (
-    *(Stage.VERIFY, Stage.ACCEPT),
-    *(Stage.COMMIT, Stage.PUBLISH),
-)
+BASE, ACCEPT, COMMIT, PUBLISH = (*(Stage.VERIFY, Stage.ACCEPT), *(Stage.COMMIT, Stage.PUBLISH))
 SITES = (
     CallSite(BASE, "product_a", "product", 4000.0),
     CallSite(BASE, "product_b", "product", 2000.0),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from profiling_cases import cover, cover_ranks, record_of, recorded
+from stages import wide
 from tiny_models import make_target, mxfp4_target
 
 from lowlat import Runtime, SpeculativeConfig
@@ -71,9 +72,7 @@ def covered(loaded: Covered) -> Iterator[Covered]:
         loaded[0].step()
 
 
-def test_bytes_are_those_of_weights_and_caches(
-    covered: Covered,
-) -> None:
+def test_bytes_are_those_of_weights_and_caches(covered: Covered) -> None:
     runtime, groups = covered
     config, head = runtime.model_config, runtime.draft_config
     assert head is not None
@@ -159,7 +158,7 @@ def test_steps_are_those_that_were_recorded(covered: Covered, monkeypatch: pytes
     assert profile.gpus == () and "cards" not in values and "all_reduce" not in values
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", [True, wide(False)])
 @pytest.mark.second
 def test_every_rank_tells_what_it_all_reduces(fused: bool, covered: Covered, monkeypatch: pytest.MonkeyPatch) -> None:
     """GEMMs that exchange their sums as they finish, or launches of their own; and waits for the other one."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from lowered import Pair
-from recording import prompt_of, tokens_of
+from recording import outputs_of, prompt_of, tokens_of
 from tiny_models import copying_draft_model, make_target
 
 import lowlat
@@ -22,9 +22,7 @@ DEMO = Path(lowlat.__file__).parent / "demo"
 
 def run(runtime: Runtime, prompt: list[int], **params: Any) -> list[StepOutput]:
     name = runtime.submit(prompt, SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **params}))
-    outputs: list[StepOutput] = []
-    while runtime.busy:
-        outputs.extend(output for output in runtime.step() if output.request_id == name)
+    outputs = [output for output in outputs_of(runtime) if output.request_id == name]
     runtime.scheduler.invariants()
     return outputs
 

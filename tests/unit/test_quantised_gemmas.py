@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 from checkpoint_files import edit_json
+from parity import check_parity
 from quantised_layers import quantise_target
 from recording import prompt_of
 from safetensors.torch import load_file, save_file
 from stages import later, wide
 from tiny_gemma import E4B, GEMMA_3_27B, GEMMA_31B, MOE
-from tiny_models import make_target, transformers_logits
-from unit.test_quantised_targets import OPTIONS, traced
-
-from lowlat import Runtime, SamplingParams
+from tiny_models import make_target
+from unit.test_quantised_targets import OPTIONS
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "global_head_dim": 32}
 SMALL = {
@@ -90,12 +89,7 @@ def test_logits_are_those_of_the_dequantised_model(name: str, layout: str, wrapp
     leave_plain(tmp_path, plain)
     if wrapped:
         into_wrapper(tmp_path, "gemma4")
-    prompt = prompt_of(21)
-    with Runtime.load(tmp_path, **OPTIONS) as runtime:
-        tokens, found = traced(runtime, prompt, SamplingParams(max_tokens=12))
-    expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-    assert tokens == expected.argmax(-1).tolist()
-    assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
+    check_parity(tmp_path, model, prompt_of(21), 12, **OPTIONS)
 
 
 def leave_plain(directory: Path, plain: tuple[str, ...]) -> None:

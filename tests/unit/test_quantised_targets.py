@@ -10,13 +10,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from lowered import Pair
+from parity import check_parity
 from quantised_layers import LAYOUTS, quantise_target
-from recording import Depth, Recorder, prompt_of, run_all
+from recording import assert_same, prompt_of, traced
 from safetensors.torch import load_file, save_file
 from stages import later, staged, wide
-from tiny_models import copying_draft_model, make_target, transformers_logits
+from tiny_models import make_target
 
-from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat import Runtime, SamplingParams
 from lowlat.checkpoint.quantising import Quantiser, quantised, rounding_bytes
 from lowlat.cli import cli
 from lowlat.engine.memory.plan import memory_need
@@ -39,22 +40,11 @@ OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 96, "block_size": 4, "
 AMPERE = Gpu(108, 163 * 1024, (8, 0))
 EXPERTS = ("fp8-channel", "fp8-block", "w4a16-32", "awq", "gptq-v1", "nvfp4")  # layouts of experts, one by one
 FAMILIES = ("llama", "qwen3", "mistral", "qwen2")  # one for each layout in turn, so that every one is met
-TREE: dict[str, Any] = {"tree": ((0,), (1,), (2,), (0, 0), (1, 0)), "num_speculative_tokens": 2}
 HYBRIDS: dict[str, dict[str, Any]] = dict.fromkeys(
     ("qwen3_5_moe_text", "qwen3_next"),
     {"linear_num_value_heads": 8, "linear_value_head_dim": 16, "moe_intermediate_size": 64}
     | {"shared_expert_intermediate_size": 64, "full_attention_interval": 2},
 )
-Trace = tuple[list[int], torch.Tensor]
-
-
-def traced(runtime: Runtime, prompt: list[int], params: SamplingParams, depth: Depth = None) -> Trace:
-    """A request's tokens, and the logits that each was drawn from."""
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, params)
-    tokens = run_all(runtime, depth)[name]
-    recorder.stop()
-    return tokens, torch.stack([recorder.logits[name][len(prompt) + k] for k in range(len(tokens))])
 
 
 CASES = [
@@ -75,60 +65,17 @@ def make_quantised(directory: Path, family: str, layout: str) -> Any:
 @pytest.mark.parametrize(
     ("family", "layout"),
     staged(
-        CASES, first=[FIRST[0], ("qwen3_moe", "fp8-block"), ("qwen3_5_moe_text", "awq")], second=[*FIRST, *CASES[::3]]
+        CASES, first=[FIRST[0], ("qwen3_moe", "fp8-block"), ("qwen3_5_moe_text", "awq")], second=[*FIRST, *CASES[::6]]
     ),
 )
 def test_logits_are_those_of_the_dequantised_model(family: str, layout: str, tmp_path: Path) -> None:
     model = make_quantised(tmp_path, family, layout)
-    prompt = prompt_of(21)
-    with Runtime.load(tmp_path, **OPTIONS) as runtime:
-        tokens, found = traced(runtime, prompt, SamplingParams(max_tokens=16))
-    expected = transformers_logits(model, prompt + tokens)[len(prompt) - 1 : -1]
-    assert tokens == expected.argmax(-1).tolist()
-    assert ((found - expected).abs() / expected.abs().amax(-1, keepdim=True)).max() < 1e-4
-
-
-# one for each format and its order of columns: what else a layout says ends with its loading
-DRAFTING = [case for case in CASES if case[1] in ("fp8-channel", "fp8-block", "w4a16-zeros", "gptq-v1", "nvfp4")]
-
-
-@pytest.mark.second
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [
-        FIRST[0],
-        later("qwen3_moe", "w4a16-32"),
-        *(wide(*each) for each in (*DRAFTING[1:5], ("qwen3_moe", "fp8-channel"))),
-    ],
-)
-def test_nothing_but_the_seed_chooses_tokens(family: str, layout: str, tmp_path: Path) -> None:
-    """No drafts, chains, trees; alone and next to a neighbour; greedy and sampled: the same tokens and logits."""
-    target, head = tmp_path / "target", tmp_path / "head"
-    copying_draft_model(head, make_quantised(target, family, layout))
-    requests = [
-        (prompt_of(19), SamplingParams(max_tokens=16, temperature=0.0)),
-        (prompt_of(10, seed=1), SamplingParams(max_tokens=12, temperature=1.0, seed=7)),
-    ]
-    with Runtime.load(target, **OPTIONS, prefix_reuse=False) as runtime:
-        expected = [traced(runtime, *request) for request in requests]
-    for shape, depths in (({"num_speculative_tokens": 7}, (0, 3, 7)), (TREE, (2,))):
-        options = SpeculativeConfig(model=head, strict=True, draft_quantize="fp8", **shape)
-        with Runtime.load(target, options, **OPTIONS) as runtime:
-            for depth in depths:
-                recorder = Recorder(runtime)
-                names = [recorder.submit(*request) for request in requests]
-                found = run_all(runtime, depth)
-                recorder.stop()
-                for name, (prompt, _), (tokens, logits) in zip(names, requests, expected, strict=True):
-                    assert found[name] == tokens
-                    rows = [recorder.logits[name][len(prompt) + k] for k in range(len(tokens))]
-                    assert torch.equal(torch.stack(rows), logits)
-            assert runtime.summary()["eagle_speculation"]["total_draft_tokens"] > 0
+    check_parity(tmp_path, model, prompt_of(21), 16, **OPTIONS)
 
 
 ROUNDED = [
     *(("fp8", False, "qwen3", 14), ("int4", False, "qwen3", 14)),
-    *(later("fp8", True, "qwen3", 14), later("int4", True, "qwen3", 14), later("int4", False, "qwen3_moe", 38)),
+    *(later("fp8", True, "qwen3", 14), wide("int4", True, "qwen3", 14), later("int4", False, "qwen3_moe", 38)),
 ]
 
 
@@ -153,9 +100,10 @@ def test_rounding_at_load_is_rounding_in_files(kind: str, tied: bool, family: st
         expected = traced(runtime, prompt, params)
     with Runtime.load(plain, **OPTIONS, quantize=kind, quantize_lm_head=not tied) as runtime:
         found = traced(runtime, prompt, params)
-    assert found[0] == expected[0] and torch.equal(found[1], expected[1])
+    assert_same(found, expected)
     with Runtime.load(plain, **OPTIONS, quantize=kind, quantize_lm_head=True) as runtime:
-        assert torch.equal(traced(runtime, prompt, params)[1], expected[1]) is not tied
+        other = traced(runtime, prompt, params)[1][len(prompt)]
+        assert torch.equal(other, expected[1][len(prompt)]) is not tied
     again = CliRunner().invoke(cli, arguments)
     assert again.exit_code == 2 and "exists" in again.output
 

@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benches import bench
+from page_examples import run_example
 
 from lowlat.models.partial_kv import LOSSY_FROM
 
@@ -138,21 +137,14 @@ def test_figures_of_the_first_screen_are_their_pages_own(pages: dict[str, str]) 
 def test_the_examples_in_a_process_run(repository: Path, pages: dict[str, str]) -> None:
     example = "\n".join(BLOCK.findall(pages["lowlat/USING.md"].split("## In a process")[1].split("\n## ")[0]))
     assert set(BLOCK.findall(pages["README.md"])) <= set(BLOCK.findall(pages["lowlat/USING.md"]))
-    done = subprocess.run(
-        [sys.executable, "-c", example], cwd=repository, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "'eagle_speculation'" in done.stdout and len(done.stdout) > 200
+    said = run_example(example, repository)
+    assert "'eagle_speculation'" in said and len(said) > 200
 
 
 @pytest.mark.second
 def test_the_five_calls_of_sessions_run(repository: Path, pages: dict[str, str]) -> None:
     example = "\n".join(BLOCK.findall(pages["lowlat/SESSIONS.md"]))
-    done = subprocess.run(
-        [sys.executable, "-c", example], cwd=repository, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = run_example(example, repository).splitlines()
     assert [line.endswith("tokens were there") and int(line.split()[0]) >= 32 for line in lines[:2]] == [True, True]
     assert int(lines[-1].split()[-1]) >= 32
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -88,14 +89,8 @@ def test_integer_bounds(name: str) -> None:
     refused(rf"^{name} must be from {low} to \d+, got {low - 1}$", **{name: low - 1})
     refused(rf"^{name} must be .*{high}, got {high + 1}$", **{name: high + 1})
     refused(rf"^{name} must be from .*got an integer of 33220 bits$", **{name: 10**10_000})
-
-
-@pytest.mark.parametrize("name", INT_BOUNDS)
-def test_no_integers(name: str) -> None:
-    for value in NO_INT:
-        with pytest.raises(RequestError) as caught:
-            made(**{name: value})
-        assert str(caught.value) == f"{name} must be an integer, got {value!r}"
+    for wrong in NO_INT:
+        refused(rf"^{name} must be an integer, got {re.escape(repr(wrong))}$", **{name: wrong})
 
 
 @pytest.mark.parametrize("name", FLOAT_BOUNDS)
@@ -106,14 +101,8 @@ def test_float_bounds(name: str) -> None:
     for value in (math.nextafter(low, -math.inf), math.nextafter(high, math.inf), -1e308, 1e308):
         refused(rf"^{name} must be (from|above) .*{high}, got ", **{name: value})
     refused(rf"^{name} must be .*got an integer of 33220 bits$", **{name: 10**10_000})
-
-
-@pytest.mark.parametrize("name", FLOAT_BOUNDS)
-def test_no_finite_numbers(name: str) -> None:
-    for value in NO_FLOAT:
-        with pytest.raises(RequestError) as caught:
-            made(**{name: value})
-        assert str(caught.value) == f"{name} must be a finite number, got {value!r}"
+    for wrong in NO_FLOAT:
+        refused(rf"^{name} must be a finite number, got {re.escape(repr(wrong))}$", **{name: wrong})
 
 
 @pytest.mark.parametrize("name", [*INT_BOUNDS, *FLOAT_BOUNDS])
@@ -208,10 +197,9 @@ def test_anything_is_taken_or_refused(options: dict[str, Any]) -> None:
     assert SamplingParams.from_options(dataclasses.asdict(params)) == params
 
 
-def test_outputs_are_frozen_and_names_resolve() -> None:
+def test_outputs_are_frozen() -> None:
     output = StepOutput("r", (1, 2), logprobs=(TokenLogprobs(1, -0.5, ((1, -0.5),)),))
     assert (output.finish_reason, output.text, output.simulated) == (None, None, False)
     for frozen, name in ((output, "text"), (SamplingParams(), "seed")):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(frozen, name, None)
-    assert all(hasattr(module, name) for name in module.__all__)

@@ -11,7 +11,7 @@ from recording import run_all
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams
-from lowlat.engine.pace import Pace
+from lowlat.engine.launches.pace import Pace
 from lowlat.ipc import Client
 from lowlat.ipc.server import Server
 from lowlat.serving.engine import RuntimeEngine

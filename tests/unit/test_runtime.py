@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from recording import tokens_of
+from recording import outputs_of, prompt_of, tokens_of
+from tiny_models import make_pair
 
 import lowlat
 from lowlat import CapacityError, ConfigError, LowlatError, RequestError, Runtime, SamplingParams, SpeculativeConfig
@@ -32,9 +33,7 @@ def runtime() -> Iterator[Runtime]:
 
 def run(runtime: Runtime, prompt: str | list[int], params: SamplingParams) -> list[StepOutput]:
     name = runtime.submit(prompt, params)
-    outputs: list[StepOutput] = []
-    while runtime.busy:
-        outputs.extend(output for output in runtime.step() if output.request_id == name)
+    outputs = [output for output in outputs_of(runtime) if output.request_id == name]
     runtime.scheduler.invariants()
     return outputs
 
@@ -76,11 +75,11 @@ def test_metrics_add_up_and_stay_readable(runtime: Runtime) -> None:
 
 
 def test_stop_strings_cut_the_text_and_end_the_request(runtime: Runtime) -> None:
-    plain = run(runtime, PROMPT, SamplingParams(max_tokens=48))
+    plain = run(runtime, PROMPT, SamplingParams(max_tokens=20))
     text = text_of(plain)
     stop = text[25:31]
     before = text.index(stop)
-    outputs = run(runtime, PROMPT, SamplingParams(max_tokens=48, stop=(stop,)))
+    outputs = run(runtime, PROMPT, SamplingParams(max_tokens=20, stop=(stop,)))
     assert text_of(outputs) == text[:before]
     assert outputs[-1].finish_reason == "stop"
     assert outputs[-1].stop_reason == stop
@@ -111,28 +110,23 @@ def test_a_bias_decides(runtime: Runtime) -> None:
     assert tokens_of(outputs) == [77] * 4
 
 
-@pytest.mark.second
-def test_a_prefix_is_reused_and_changes_nothing() -> None:
-    prompt = list(range(300, 300 + 150))
+def test_a_prefix_is_reused_and_changes_nothing(tmp_path: Path) -> None:
+    pair, prompt = make_pair(tmp_path, "llama"), prompt_of(37)
+    head = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, strict=True)
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
-    with Runtime.load(TARGET, HEAD, max_batch=2, max_context=256, prefill_chunk=64, block_size=32) as runtime:
+    with Runtime.load(pair.target, head, max_batch=2, max_context=64, prefill_chunk=16, block_size=8) as runtime:
         first = runtime.submit(prompt, params)
-        cold = tokens_of(_all_steps(runtime))
+        cold = tokens_of(outputs_of(runtime))
         second = runtime.submit(prompt, params)
-        assert tokens_of(_all_steps(runtime)) == cold
+        assert tokens_of(outputs_of(runtime)) == cold
         assert runtime.metrics(first).cached_prompt_tokens == 0
-        assert runtime.metrics(second).cached_prompt_tokens == 128
+        assert runtime.metrics(second).cached_prompt_tokens == 32
         same = runtime.metrics(first).speculation, runtime.metrics(second).speculation
         assert same[0] == same[1]  # the head's KV too: the very same drafts were accepted
-        for salt, cached in (("a", 0), ("b", 0), ("a", 128)):  # nobody learns from another's salt what was asked
+        for salt, cached in (("a", 0), ("b", 0), ("a", 32)):  # nobody learns from another's salt what was asked
             name = runtime.submit(prompt, params, cache_salt=salt)
-            salted = tokens_of(_all_steps(runtime))
+            salted = tokens_of(outputs_of(runtime))
             assert (runtime.metrics(name).cached_prompt_tokens, salted) == (cached, cold)
-
-
-def _all_steps(runtime: Runtime) -> Iterator[StepOutput]:
-    while runtime.busy:
-        yield from runtime.step()
 
 
 @pytest.mark.wide

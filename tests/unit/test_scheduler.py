@@ -9,9 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lowlat.engine.host_space import HostSpace
-from lowlat.engine.pace import PrefillPace
-from lowlat.engine.scheduler import MAX_PASSED_OVER, Phase, PrefillChunk, ScheduledRequest, Scheduler, StepPlan
+from lowlat.engine.memory.host_space import HostSpace
+from lowlat.engine.scheduling.pace import PrefillPace
+from lowlat.engine.scheduling.prefill_order import MAX_PASSED_OVER
+from lowlat.engine.scheduling.records import Phase, PrefillChunk, ScheduledRequest, StepPlan
+from lowlat.engine.scheduling.scheduler import Scheduler
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.graphs import Bucket
 from lowlat.sequence.book import InvariantError
@@ -24,12 +26,7 @@ LADDER = StepLadder([1, 2, 4], {0: 1, 3: 4})
 
 
 def make(
-    *,
-    num_blocks: int = 257,
-    max_batch: int = 4,
-    max_queue: int = 8,
-    reuse: bool = True,
-    at_once: int = 1,
+    *, num_blocks: int = 257, max_batch: int = 4, max_queue: int = 8, reuse: bool = True, at_once: int = 1
 ) -> Scheduler:
     cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False)
     return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, max_prefill_chunks=at_once)
@@ -323,11 +320,7 @@ class Expected:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(
-        max_batch=st.integers(1, 4),
-        max_queue=st.integers(0, 5),
-        num_blocks=st.integers(14, 60),
-    )
+    @initialize(max_batch=st.integers(1, 4), max_queue=st.integers(0, 5), num_blocks=st.integers(14, 60))
     def start(self, max_batch: int, max_queue: int, num_blocks: int) -> None:
         self.scheduler = make(num_blocks=num_blocks, max_batch=max_batch, max_queue=max_queue)
         self.requests: dict[str, Expected] = {}  # in order of arrival

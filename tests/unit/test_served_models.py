@@ -5,11 +5,10 @@ import os
 import random
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from page_examples import run_example
 
 from lowlat.cli import COMMANDS
 from lowlat.errors import ConfigError, ServerGone
@@ -202,8 +201,7 @@ def test_the_pages_file_is_one(repository: Path, tmp_path: Path) -> None:
 def test_the_pages_example_runs(repository: Path) -> None:
     page = (repository / "lowlat" / "serving" / "models" / "README.md").read_text()
     (text,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", text], cwd=repository, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and "'num_sleeps': 1" in done.stdout, done.stderr
+    assert "'num_sleeps': 1" in run_example(text, repository)
 
 
 def test_a_roster_is_believed_as_long_as_its_supervisor_lives(tmp_path: Path) -> None:

@@ -8,13 +8,12 @@ import importlib
 import inspect
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benches import docs
+from cli_calls import lowlat
 from written_commands import WrongCommandError, check_command, check_option, commands_of, shell_lines
 
 outside_code, PAGES = docs("assembly").outside_code, docs("pages").PAGES
@@ -93,9 +92,8 @@ def test_a_command_of_a_block_is_one(line: str) -> None:
 @pytest.mark.second
 @pytest.mark.parametrize("line", HERE)
 def test_a_command_that_needs_nothing_runs(line: str) -> None:
-    command = [sys.executable, "-m", "lowlat.cli", *shlex.split(line)[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and re.fullmatch(HERE[line], done.stdout), done.stderr
+    done = lowlat(*shlex.split(line)[1:])
+    assert done.exit_code == 0 and re.fullmatch(HERE[line], done.stdout), done.stderr
 
 
 def spans(file: str) -> list[str]:

@@ -175,7 +175,7 @@ def ngram_operands() -> dict[str, Any]:
 
 WRONG, ONE_ROW = torch.zeros(3, dtype=torch.int32), torch.zeros(1, 8, dtype=torch.int32)
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    *[(both, {"slots": WRONG}, "slots must") for both in (ngram_operands, suffix_operands)],
+    *[(both, {"slots": WRONG}, "where B = 3") for both in (ngram_operands, suffix_operands)],
     *[(both, {"tokens": ONE_ROW}, "tokens must have rows for 2 slots") for both in (ngram_operands, suffix_operands)],
     (ngram_operands, {"draft_live": WRONG}, "draft_live must"),
     (ngram_operands, {"draft_lens": WRONG}, "draft_lens must"),

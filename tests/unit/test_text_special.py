@@ -185,7 +185,7 @@ def test_no_text_is_fewer_tokens_than_its_length_says(name: str, data: st.DataOb
         assert codec.encode(text, add_special_tokens=False, allow_special=special, max_context=limit) == ids
 
 
-@pytest.mark.second
+@pytest.mark.wide  # of Unicode's tables, which come with Python
 def test_canonical_composition_shrinks_by_less_than_the_bound_assumes() -> None:
     longest: dict[str, int] = {}
     characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]

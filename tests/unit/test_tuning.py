@@ -23,6 +23,7 @@ from lowlat.kernels.gemm.prefill.plan import plans_of
 from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.kernels.tuning.choice import file_name, find_table, tuned_gpu
 from lowlat.kernels.tuning.table import SHIPPED, Entry, TuningTable, choose_plan, key_of, read_table
+from lowlat.options.directories import tuning_directory, uses_tuning_tables
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.tools.bench.geometry import read_geometries
 from lowlat.tools.profile import wall
@@ -328,6 +329,13 @@ def test_the_command_lists_launches_and_plans_without_a_gpu(pair: Pair) -> None:
     assert "--draft-model needs --model" in refusal("tune", "--draft-model", bundled("head"))
     assert "needs a draft model to round" in refusal("tune", "--model", bundled("target"), "--draft-quantize", "fp8")
     assert "--batch takes slots" in refusal("tune", "--batch", "0")
+
+
+def test_tables_are_left_out_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LOWLAT_TUNING", str(tmp_path))
+    assert uses_tuning_tables() and tuning_directory() == tmp_path
+    monkeypatch.setenv("LOWLAT_TUNING", "off")
+    assert not uses_tuning_tables() and tuning_directory().name == "tuning"
 
 
 def test_a_run_writes_the_gpu_s_table_and_goes_on_where_it_ended(

@@ -15,8 +15,8 @@ from lowered import CPU, pretend_gpu
 from stages import later, wide
 from tiny_models import PairPaths, make_target, random_draft_model
 
-from lowlat.engine import loading
-from lowlat.engine.perf import tune_command
+from lowlat.engine.loading import loading
+from lowlat.engine.loading.strict import tune_command
 from lowlat.errors import ConfigError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
@@ -25,6 +25,7 @@ from lowlat.executors.distributed.parts import place_parts
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.kernel_executor import KernelExecutor
+from lowlat.executors.planned import META
 from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.kernels.tuning.table import Entry, TuningTable
@@ -32,7 +33,7 @@ from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.loopback import LoopedMemory, looped
-from lowlat.tools.tune.pairs import META, Pair, Sizes, cut_pair, every_part, open_pair, random_pair
+from lowlat.tools.tune.pairs import Pair, Sizes, cut_pair, every_part, open_pair, random_pair
 from lowlat.tools.tune.run import kinds_of, listed
 from lowlat.tools.tune.shapes import Shape, calls_by_plan, collect
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import load_fake
-from recording import Recorder, check_invariants, prompt_of, run_all, run_one
+from recording import Trace, assert_same, check_invariants, prompt_of, run_all, run_one, traced
 from stages import later, wide
 from tiny_grammars import Automaton, random_edges, submit_with
 from tiny_models import PairPaths, make_pair
@@ -20,7 +20,7 @@ from lowlat.graphs import Bucket
 from lowlat.step.ladder import StepLadder
 from lowlat.step.variants import PROPOSED
 
-OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 224, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
+OPTIONS: dict[str, Any] = {"max_batch": 4, "max_context": 192, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
 METHODS: dict[str, dict[str, Any]] = {"suffix": {"method": "suffix"}, "beside": {"text_drafts": "suffix"}}
 # all of these repeat themselves before long; the last draws, and its penalties reward what was there
 MODES: dict[str, dict[str, Any]] = {
@@ -29,7 +29,6 @@ MODES: dict[str, dict[str, Any]] = {
     "penalised": {"temperature": 0.5, "presence_penalty": -2.0, "frequency_penalty": -0.5, "repetition_penalty": 0.8},
 }
 REPEATING = prompt_of(23) * 2
-Trace = tuple[list[int], dict[int, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +48,8 @@ def load(pair: PairPaths, method: str, *, options: dict[str, Any] | None = None,
     return Runtime.load(pair.target, config, device="cpu", **{**OPTIONS, **(options or {})})
 
 
-def params(mode: str = "greedy", max_tokens: int = 100, seed: int = 3, **others: Any) -> SamplingParams:
+def params(mode: str = "greedy", max_tokens: int = 84, seed: int = 3, **others: Any) -> SamplingParams:
     return SamplingParams(**{"seed": seed, "max_tokens": max_tokens, **MODES[mode], **others})
-
-
-def traced(runtime: Runtime, prompt: list[int], sampling: SamplingParams) -> Trace:
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, sampling)
-    tokens = run_all(runtime)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
 
 
 PLAIN: dict[str, Trace] = {}
@@ -82,21 +73,18 @@ def num_wide(runtime: Runtime) -> int:
     [
         ("llama", "beside", 32, "greedy"),
         later("llama", "suffix", 16, "sampled"),
-        wide("llama", "beside", 32, "penalised"),
         wide("gpt_oss", "suffix", 32, "greedy"),
         later("gpt_oss", "beside", 16, "penalised"),
         ("qwen3_5_moe_text", "suffix", 32, "greedy"),
-        wide("qwen3_5_moe_text", "suffix", 16, "sampled"),
     ],
 )
 def test_wide_steps_change_nothing(family: str, method: str, rows: int, mode: str, pairs: dict[str, PairPaths]) -> None:
-    sampling = params(mode)
+    sampling = params(mode, max_tokens=100)
     expected = plain(pairs[family], REPEATING, sampling)
     with load(pairs[family], method, wide_rows=rows) as runtime:
         found = traced(runtime, REPEATING, sampling)
         report = runtime.summary()["wide_verification"]
-    assert found[0] == expected[0]
-    assert [place for place, row in expected[1].items() if not torch.equal(row, found[1][place])] == []
+    assert_same(found, expected)
     assert report["steps"] > 2 and report["tokens"] > 6 * report["steps"]
 
 
@@ -105,12 +93,12 @@ def test_the_draft_model_goes_on_as_if_there_had_been_no_wide_steps(pairs: dict[
     caches = []
     for rows in (0, 32):
         with load(pairs["llama"], "beside", wide_rows=rows, options={"prefix_reuse": False}) as runtime:
-            name = runtime.submit(REPEATING, params(max_tokens=120))
+            name = runtime.submit(REPEATING, params(max_tokens=110))
             tokens: list[int] = []
-            while len(tokens) < 70:
+            while len(tokens) < 50:
                 tokens += [token for output in runtime.step() for token in output.token_ids]
             table = runtime.executor.state["block_table"][0].long()
-            length = len(REPEATING) + 60
+            length = len(REPEATING) + 45
             cache = runtime.executor.state["head.k_cache"][table].transpose(1, 2).flatten(0, 1)
             caches.append(cache[1:length].clone())
             assert bool(num_wide(runtime)) == bool(rows)
@@ -130,22 +118,21 @@ def test_queued_and_looping_steps_give_the_same_tokens(method: str, looping: boo
         (prompt_of(5, seed=2), params(seed=9)),
     ]
     expected = [plain(pairs["llama"], *request)[0] for request in requests]
-    for seed in range(3):
-        config = speculation(pairs["llama"], method)
-        runtime, device = load_fake(
-            pairs["llama"].target, config, device_loop=looping, seed=seed, lead=3, **OPTIONS, prefix_reuse=False
-        )
-        with closing(runtime):
-            names = [runtime.submit(*request) for request in requests]
-            found = run_all(runtime)
-            assert [found[name] for name in names] == expected
-            wide = [number for number, entry in enumerate(device.log) if entry[0] == "step" and is_wide(entry[1])]
-            assert len(wide) == num_wide(runtime) > 0
-            assert not any(entry[0] == "loop" and is_wide(entry[1]) for entry in device.log)
-            for number in wide:  # it is the only one under way
-                ran = [entry[0] for entry in device.log[number + 1 :] if entry[0] in ("ran", "step", "loop", "prefill")]
-                assert ran[0] == "ran"
-            assert device.count("loop" if looping else "step") > 0
+    config = speculation(pairs["llama"], method)
+    runtime, device = load_fake(
+        pairs["llama"].target, config, device_loop=looping, seed=1, lead=3, **OPTIONS, prefix_reuse=False
+    )
+    with closing(runtime):
+        names = [runtime.submit(*request) for request in requests]
+        found = run_all(runtime)
+        assert [found[name] for name in names] == expected
+        wide = [number for number, entry in enumerate(device.log) if entry[0] == "step" and is_wide(entry[1])]
+        assert len(wide) == num_wide(runtime) > 0
+        assert not any(entry[0] == "loop" and is_wide(entry[1]) for entry in device.log)
+        for number in wide:  # it is the only one under way
+            ran = [entry[0] for entry in device.log[number + 1 :] if entry[0] in ("ran", "step", "loop", "prefill")]
+            assert ran[0] == "ran"
+        assert device.count("loop" if looping else "step") > 0
 
 
 def is_wide(bucket: Bucket) -> bool:
@@ -157,38 +144,37 @@ def test_neighbours_moves_and_grammars(pairs: dict[str, PairPaths]) -> None:
     pair, edges = pairs["llama"], random_edges(3, 97, num_states=5, most=60, forced=0.2)
     others = [
         (prompt_of(11, seed=4), params("sampled", 30)),
-        (REPEATING[:30], params(max_tokens=60, max_draft_tokens=2)),
+        (REPEATING[:30], params(max_tokens=40, max_draft_tokens=2)),
     ]
     expected = [plain(pair, *each)[0] for each in [(REPEATING, params()), *others]]
     with load(pair, "suffix", wide_rows=0) as runtime:
         bound = run_bound(runtime, edges)
-    for _ in range(2):
-        with load(pair, "suffix") as runtime:
-            first = runtime.submit(REPEATING, params())
-            tokens: dict[str, list[int]] = {first: []}
-            names = [first]
-            for number in range(400):
-                if not runtime.busy and number > 12:
-                    break
-                if number == 6:
-                    runtime.pause(first)
-                if number in (8, 10):
-                    names.append(runtime.submit(*others[number // 2 - 4]))
-                if number == 9:
-                    runtime.resume(first)
-                for output in runtime.step():
-                    tokens.setdefault(output.request_id, []).extend(output.token_ids)
-            assert [tokens[name] for name in names] == expected
-            assert num_wide(runtime) > 0
-            check_invariants(runtime)
-            assert run_bound(runtime, edges) == bound
+    with load(pair, "suffix") as runtime:
+        first = runtime.submit(REPEATING, params())
+        tokens: dict[str, list[int]] = {first: []}
+        names = [first]
+        for number in range(400):
+            if not runtime.busy and number > 12:
+                break
+            if number == 6:
+                runtime.pause(first)
+            if number in (8, 10):
+                names.append(runtime.submit(*others[number // 2 - 4]))
+            if number == 9:
+                runtime.resume(first)
+            for output in runtime.step():
+                tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        assert [tokens[name] for name in names] == expected
+        assert num_wide(runtime) > 0
+        check_invariants(runtime)
+        assert run_bound(runtime, edges) == bound
 
 
 def run_bound(runtime: Runtime, edges: Any) -> list[int]:
     name = submit_with(runtime, Automaton(edges), prompt_of(8), params(max_tokens=40))
     free = runtime.submit(REPEATING, params())
     found = run_all(runtime)
-    assert len(found[free]) == 100
+    assert len(found[free]) == 84
     return found[name]
 
 
@@ -200,7 +186,7 @@ def test_checked_steps_hold(pairs: dict[str, PairPaths]) -> None:
 
 def test_nothing_is_wide_where_nothing_is_copied(pairs: dict[str, PairPaths]) -> None:
     """Buckets of the usual steps have the operations that they have without wide ones."""
-    sampling = SamplingParams(temperature=1.5, seed=2, max_tokens=60)
+    sampling = SamplingParams(temperature=1.5, seed=2, max_tokens=40)
     with load(pairs["llama"], "beside") as runtime, load(pairs["llama"], "beside", wide_rows=0) as usual:
         assert run_one(runtime, prompt_of(20), sampling) == run_one(usual, prompt_of(20), sampling)
         assert "wide_verification" not in runtime.summary()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recording import Recorder, prompt_of, run_all
+from recording import Trace, assert_same, outputs_of, prompt_of, run_all, traced
 from stages import later, wide
 from tiny_gemma import E2B, GEMMA_31B
 from tiny_models import PairPaths, make_pair, make_target
@@ -19,12 +19,12 @@ OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "max_batch": 2,
-    "max_context": 700,
-    "block_size": 16,
-    "prefill_chunk": 64,
+    "max_context": 200,
+    "block_size": 4,
+    "prefill_chunk": 16,
     "max_prefill_chunks": 2,
 }
-SAMPLED = SamplingParams(max_tokens=100, temperature=0.8, seed=3)  # the ring comes round
+SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, seed=3)  # the ring comes round
 METHODS: dict[str, dict[str, Any]] = {
     "alone": {},
     "chain": {"method": "eagle3", "num_speculative_tokens": 3},
@@ -37,30 +37,13 @@ METHODS: dict[str, dict[str, Any]] = {
 def pair(tmp_path_factory: pytest.TempPathFactory) -> PairPaths:
     """A target of which every other layer has a window, with a draft model that has one, too."""
     directory = tmp_path_factory.mktemp("windows")
-    return make_pair(directory, "gpt_oss", sliding_window=16, max_position_embeddings=2048)
+    return make_pair(directory, "gpt_oss", sliding_window=6, max_position_embeddings=2048)
 
 
 def load(pair: PairPaths, method: str, **options: Any) -> Runtime:
     own = METHODS[method]
     speculative = SpeculativeConfig(model=pair.head, strict=True, **own) if own else None
     return Runtime.load(pair.target, speculative, **{**OPTIONS, **options})
-
-
-Trace = tuple[list[int], dict[int, torch.Tensor]]
-
-
-def traced(runtime: Runtime, prompt: list[int]) -> Trace:
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, SAMPLED)
-    tokens = run_all(runtime)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
-
-
-def assert_same(found: Trace, expected: Trace) -> None:
-    assert found[0] == expected[0]
-    assert found[1].keys() == expected[1].keys()
-    assert all(torch.equal(found[1][place], row) for place, row in expected[1].items())
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +53,7 @@ def expected(pair: PairPaths) -> dict[int, Trace]:
         patch.setattr(state, "kept_windows", lambda windows, max_context: ())
         with load(pair, "alone", prefix_reuse=False) as runtime:
             assert not runtime.kvcache.pool_stats()
-            return {length: traced(runtime, prompt_of(length)) for length in (228, 193)}
+            return {length: traced(runtime, prompt_of(length), SAMPLED) for length in (57, 49)}
 
 
 @pytest.mark.parametrize("method", [wide("tree"), later("widths")])
@@ -79,26 +62,26 @@ def test_a_text_of_many_windows_has_the_tokens_of_one_pool(
 ) -> None:
     """Alone, after a cached prefix, and next to requests that join, are cancelled and take the blocks it gave back."""
     with load(pair, method) as runtime:
-        assert_same(traced(runtime, prompt_of(228)), expected[228])
-        assert_same(traced(runtime, prompt_of(193)), expected[193])
-        assert runtime.kvcache.stats().hit_tokens == 192
-        hits = 192
-        name = runtime.submit(prompt_of(228), SAMPLED)
+        assert_same(traced(runtime, prompt_of(57), SAMPLED), expected[57])
+        assert_same(traced(runtime, prompt_of(49), SAMPLED), expected[49])
+        assert runtime.kvcache.stats().hit_tokens == 48
+        hits = 48
+        name = runtime.submit(prompt_of(57), SAMPLED)
         tokens: list[int] = []
         other = ""
         while runtime.busy:
             for output in runtime.step():
                 if output.request_id == name:
                     tokens += output.token_ids
-            if len(tokens) in range(20, 80, 10) and runtime.busy:
+            if len(tokens) in range(8, 32, 4) and runtime.busy:
                 if other and any(each["request_id"] == other for each in runtime.slots()):
                     runtime.cancel(other)
                     other = ""
                 elif not other:
-                    other = runtime.submit(prompt_of(200 + len(tokens), seed=len(tokens)), SAMPLED)
+                    other = runtime.submit(prompt_of(50 + len(tokens), seed=len(tokens)), SAMPLED)
             runtime.kvcache.invariants()
-        assert tokens == expected[228][0]
-        assert runtime.kvcache.stats().hit_tokens - hits >= 192
+        assert tokens == expected[57][0]
+        assert runtime.kvcache.stats().hit_tokens - hits >= 48
         assert all(stats["num_used"] == 0 for stats in runtime.kvcache.pool_stats()["windows"])
 
 
@@ -110,13 +93,13 @@ def test_layers_of_other_sizes_keep_few_blocks_too(fields: dict[str, Any], tmp_p
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state, "kept_windows", lambda windows, max_context: ())
         with load(pair, "alone", prefix_reuse=False) as runtime:
-            expected = traced(runtime, prompt_of(193))
+            expected = traced(runtime, prompt_of(49), SAMPLED)
     with load(pair, "alone") as runtime:
         [pool], buffers = runtime.geometry.window_pools, runtime.executor.state
         sizes = {cache.shape[3]: cache.shape[0] for name, cache in buffers.items() if name.startswith("k_cache")}
         assert sizes == {fields["head_dim"]: pool.num_blocks, fields["global_head_dim"]: runtime.geometry.num_blocks}
-        for hits in (0, 192):
-            assert_same(traced(runtime, prompt_of(193)), expected)
+        for hits in (0, 48):
+            assert_same(traced(runtime, prompt_of(49), SAMPLED), expected)
             assert runtime.kvcache.stats().hit_tokens == hits
             runtime.kvcache.invariants()
 
@@ -126,7 +109,7 @@ def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths,
     """Its drafts, and so what is accepted of them, are those of one pool; after a cached prefix, too."""
     head = shutil.copytree(pair.head, tmp_path / "head")
     config = json.loads((head / "config.json").read_text())
-    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 24}
+    config["transformer_layer_config"] |= {"layer_types": ["sliding_attention"], "sliding_window": 9}
     (head / "config.json").write_text(json.dumps(config))
     found: list[tuple[list[int], int]] = []
     for pooled in (False, True):
@@ -134,20 +117,20 @@ def test_a_draft_model_s_own_window_has_a_pool_too(method: str, pair: PairPaths,
             if not pooled:
                 patch.setattr(state, "kept_windows", lambda windows, max_context: ())
             with load(PairPaths(pair.target, head), method) as runtime:
-                assert [each.window for each in runtime.geometry.window_pools] == ([16, 24] if pooled else [])
+                assert [each.window for each in runtime.geometry.window_pools] == ([6, 9] if pooled else [])
                 for _ in range(2):
-                    name = runtime.submit(prompt_of(193), SAMPLED)
+                    name = runtime.submit(prompt_of(49), SAMPLED)
                     tokens = run_all(runtime)[name]
                     drafted = runtime.metrics(name).speculation
                     assert drafted is not None
                     found.append((tokens, drafted.total_accepted_tokens))
-                assert runtime.kvcache.stats().hit_tokens == 192
+                assert runtime.kvcache.stats().hit_tokens == 48
                 runtime.kvcache.invariants()
     assert found[0][0] == found[1][0] and found[0] == found[2] and found[1] == found[3] and found[0][1] > 0
 
 
 def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) -> None:
-    with load(pair, "alone", max_context=2000) as runtime:
+    with load(pair, "alone", max_context=2000, block_size=16, prefill_chunk=64) as runtime:
         [pool], geometry = runtime.geometry.window_pools, runtime.geometry
         assert pool.num_blocks < geometry.num_blocks * 0.8
         buffers = runtime.executor.state
@@ -156,7 +139,7 @@ def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) 
         while any(each["phase"] != "decoding" for each in runtime.slots()) or len(runtime.slots()) < 2:
             runtime.step()
         [stats] = runtime.summary()["kv"]["windows"]
-        assert stats["window"] == 16 and stats["num_used"] < 2 * pool.most_blocks(per_chunk=4)
+        assert stats["window"] == 6 and stats["num_used"] < 2 * pool.most_blocks(per_chunk=4)
         for name in names:
             runtime.cancel(name)
         runtime.step()
@@ -166,15 +149,13 @@ def test_the_window_s_pool_is_small_and_holds_as_many_requests(pair: PairPaths) 
 def test_a_failed_request_s_blocks_are_cleared_in_every_pool(pair: PairPaths) -> None:
     """Its keys are not finite: it ends by name, and nobody meets them again."""
     with load(pair, "alone") as runtime:
-        runtime.submit(prompt_of(228), SAMPLED)
+        runtime.submit(prompt_of(57), SAMPLED)
         while not runtime.slots() or runtime.slots()[0]["phase"] != "decoding":
             runtime.step()
         session = next(iter(runtime._requests.values()))
-        held = sorted(set(runtime.kvcache.commands(session.request_id)["prefill_table.w16"]) - {0})
+        held = sorted(set(runtime.kvcache.commands(session.request_id)["prefill_table.w6"]) - {0})
         runtime.executor.state["v_cache.0"][held] = torch.nan
-        outputs = []
-        while runtime.busy:
-            outputs += runtime.step()
+        outputs = outputs_of(runtime)
         assert outputs[-1].finish_reason == "error"
         assert not runtime.executor.state["v_cache.0"].isnan().any()
         assert runtime.kvcache.pool_stats()["windows"][0]["num_to_clear"] == 0
@@ -182,6 +163,6 @@ def test_a_failed_request_s_blocks_are_cleared_in_every_pool(pair: PairPaths) ->
 
 
 def test_a_window_that_holds_the_context_has_no_pool(pair: PairPaths, tmp_path: Path) -> None:
-    with load(pair, "alone", max_context=16) as runtime:
+    with load(pair, "alone", max_context=6) as runtime:
         assert runtime.geometry.windows == ()
         assert "windows" not in runtime.summary()["kv"]

@@ -12,9 +12,11 @@ import torch
 from lowlat.errors import ShapeError
 from lowlat.kernels.attention.limits import LISTED_HEAD_DIM
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
+from lowlat.kernels.reference.attention import partial as reference
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain.launches import fit
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["choose_blocks", "examples", "list_lens", "scores_workspace"]
@@ -26,48 +28,27 @@ FULL_WARP = 0xFFFFFFFF
 MAX_BATCH = 32
 
 
-def choose_blocks(
-    q: torch.Tensor,
-    key_summary: torch.Tensor,
-    block_table: torch.Tensor,
-    chunk: torch.Tensor,
-    slot: torch.Tensor,
-    shifts: torch.Tensor,
-    *,
-    block_lists: torch.Tensor,
-    block: int,
-    num_queries: int,
-    num_sinks: int,
-    num_retrieved: int,
-    workspace: Workspace,
-    gpu: Gpu = H200,
-) -> list[KernelCall]:
+def choose_blocks(*, workspace: Workspace, gpu: Gpu = H200, **arguments: Any) -> list[KernelCall]:
     """`choose_blocks` of the reference, whose arguments these are; q and summaries are bf16, heads of 64 or 128.
 
     workspace  see `scores_workspace`
     Time: a read of the summaries, and a few thousand steps of a block for each head. Captured: yes. Raises ShapeError
-    for shapes or dtypes that do not fit.
+    for arguments that do not fit.
     """
-    rows, heads, dim = q.shape
-    pages, kv_heads, parts = key_summary.shape[:3]
-    max_batch, _, width = block_lists.shape
-    check_shape("key_summary", key_summary, pages, kv_heads, parts, 2, dim)
-    check_shape("block_lists", block_lists, max_batch, kv_heads, width)
-    check_shape("block_table", block_table, 1, block_table.shape[-1])
-    for name, array, count in (("chunk", chunk, 2), ("slot", slot, 1), ("shifts", shifts, max_batch)):
-        check_shape(name, array, count)
-    if {q.dtype, key_summary.dtype} != {torch.bfloat16} or not LISTED_HEAD_DIM.takes(dim) or heads % kv_heads:
-        raise ShapeError(
-            f"choose_blocks takes bfloat16 and heads of {LISTED_HEAD_DIM}, got {q.dtype}, {key_summary.dtype}, {dim}"
-        )
-    wide_count("q", q)
+    given = fit(reference.choose_blocks, arguments)
+    rows, heads, dim, kv_heads, parts, table_width, width = given.sizes("c", "H", "D", "G", "parts", "blocks", "n")
+    if given["q"].dtype != torch.bfloat16 or not LISTED_HEAD_DIM.takes(dim) or heads % kv_heads:
+        raise ShapeError(f"choose_blocks takes bfloat16 and heads of {LISTED_HEAD_DIM}, got {given['q'].dtype}, {dim}")
+    wide_count("q", given["q"])
+    block, num_queries, num_sinks, num_retrieved = given.sizes("block", "num_queries", "num_sinks", "num_retrieved")
     sizes = (kv_heads, parts, block, num_sinks, num_retrieved)
     scores = workspace(*scores_workspace(kv_heads, width))
     grid = (BLOCKS * gpu.num_multiprocessors, 1, 1)
     group, queries = heads // kv_heads, min(num_queries, rows)
-    given = (q, key_summary, block_table, chunk, slot, shifts, scores, width, queries)
-    score = KernelCall(_score(dim, group, kv_heads, -(-queries * group // 16), *sizes[1:]), grid, given)
-    own = (block_table, slot, shifts, scores, block_lists, width, block_table.shape[-1] * parts)
+    names = ("q", "key_summary", "block_table", "chunk", "slot", "shifts")
+    kernel = _score(dim, group, kv_heads, -(-queries * group // 16), *sizes[1:])
+    score = KernelCall(kernel, grid, (*given.take(*names), scores, width, queries))
+    own = (*given.take("block_table", "slot", "shifts"), scores, given["block_lists"], width, table_width * parts)
     return [score, KernelCall(_choose(*sizes), (kv_heads, 1, 1), own)]
 
 

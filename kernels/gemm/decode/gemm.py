@@ -147,7 +147,7 @@ def decode_gemm(
     if norm is not None and not held:
         raise ShapeError(f"no block norms and holds {count} rows of {depth} elements")
     if rotation is not None:
-        heads = _heads(weight, rotation, out, head_dim)
+        heads = _heads(weight, rotation, out, count, head_dim)
         shape = DecodeGemmShape(weight.rows, depth, ROTATE, bias is not None, False, heads, before)
         row_live = rotation.row_live
     elif out is None:
@@ -229,8 +229,11 @@ def _given(plan: DecodeGemmPlan, shape: DecodeGemmShape, held: int) -> DecodeGem
     return replace(plan, steps_held=held, keeps_argmax=shape.best is not None, tile_bytes=shape.weights.shared_bytes)
 
 
-def _heads(weight: PackedMatrix, rotation: Rotation, out: torch.Tensor | None, head_dim: int) -> HeadsShape:
+def _heads(weight: PackedMatrix, rotation: Rotation, out: torch.Tensor | None, count: int, head_dim: int) -> HeadsShape:
     queries = 0 if out is None else out.shape[1]
+    check_shape("positions", rotation.positions.reshape(-1), count)
+    if out is not None:
+        check_shape("out", out, count, queries, head_dim)
     if rotation.k_cache is None or rotation.block_table is None or rotation.offsets is None:
         groups, block, width, rows = 0, 0, 0, 1
     else:
@@ -389,12 +392,13 @@ def _make(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Kernel:
     block = "" if shape.block is None else "_block" + "x".join(map(str, astuple(shape.block)))
     capped = "" if shape.softcap is None else f"_cap{shape.softcap!r}"
     pitch = f"_pitch{shape.pitch}" if shape.pitch else ""
+    shared = "_shared" if isinstance(plan, SharedRowsPlan) else ""
     name = (
         f"decode_gemm_{kind}{shape.epilogue}{activation_label(shape.activation)}{ranks}{parts}{heads}_"
         f"{shape.width}x{shape.depth}_{flags}_"
         f"{plan.row_tiles}x{plan.columns}x{plan.weight_tiles}x{plan.stages}x{plan.areas}"
         f"{f'x{plan.span}' if plan.span > 1 else ''}{'_dense' * (plan.density - 1)}"
-        f"{norm}{best}{block}{capped}{pitch}{'' if plan.suspends else '_awake'}"
+        f"{norm}{best}{block}{capped}{pitch}{shared}{'' if plan.suspends else '_awake'}"
     )
     signature = (types.int64,) * (8 + NUM_BESIDE + NUM_NORM)
     make = shared_rows_kernel(shape, plan) if isinstance(plan, SharedRowsPlan) else _kernel(shape, plan)

@@ -3,7 +3,8 @@
 The usual kernel's eight warps share the k steps of a tile in turn, and their sums are added in their order. Here every
 warp walks the steps of the first of those, then of the second, and adds the sums up in the same order: so a row has the
 same bits. Warps have two weight tiles each, and where a block has fewer than 16 tiles, rows side by side. A block's
-weights and rows go through one pipeline of copies, which runs on across tiles; each step begins with a barrier.
+weights and rows go through one pipeline of copies, which runs on across tiles; each of its stages, of one step or
+several of a turn, begins with a barrier.
 """
 
 from collections.abc import Callable
@@ -22,12 +23,12 @@ __all__ = ["shared_rows_kernel"]
 
 
 def _make_after(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
-    """A function: the tile group, the turn and the step after these, of a block."""
-    steps, turns = shape.steps, min(WARPS, shape.steps)
+    """A function: the tile group, the turn and the first step of the stage after these, of a block."""
+    steps, turns, stride = shape.steps, min(WARPS, shape.steps), WARPS * plan.span
 
     @device_function
     def after(group: Any, turn: Any, step: Any) -> Any:
-        step = uint32(step + uint32(WARPS))
+        step = uint32(step + uint32(stride))
         if step >= uint32(steps):
             turn = uint32(turn + uint32(1))
             if turn == uint32(turns):
@@ -44,6 +45,7 @@ def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
     own_rows = replace(plan.of_warp, row_tiles=copied, weight_tiles=tiles)  # rows come after all weights
     issue_tile = make_issue_weights(shape, replace(plan.of_warp, weight_tiles=1))
     issue_row_tiles, apart = make_issue_rows(shape, own_rows), copied * plan.rows_bytes
+    span, step_bytes, ragged, steps = plan.span, plan.step_bytes, plan.is_ragged(shape.steps), shape.steps
 
     @device_function
     def issue_weights(place: Any, weight: Any, group: Any, step: Any, warp: Any, lane: Any) -> None:
@@ -51,14 +53,21 @@ def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
             own = uint32(warp + uint32(first))
             if own < uint32(tiles):
                 tile = uint32(group * uint32(tiles) + own)
-                issue_tile(uint32(place + own * uint32(tile_bytes)), weight, tile, uint32(0), step, lane)
+                for part in range(span):
+                    at = uint32(step + uint32(part * WARPS))
+                    if not ragged or at < uint32(steps):
+                        target = uint32(place + own * uint32(tile_bytes) + uint32(part * step_bytes))
+                        issue_tile(target, weight, tile, uint32(0), at, lane)
 
     @device_function
     def issue_rows(place: Any, x: Any, step: Any, count: Any, warp: Any, lane: Any) -> None:
         first = int64(warp) * int64(copied * 8)
         if first < count:
-            own = uint32(place + warp * uint32(apart))
-            issue_row_tiles(own, x + first * int64(row_bytes), step, lane, count - first)
+            for part in range(span):
+                at = uint32(step + uint32(part * WARPS))
+                if not ragged or at < uint32(steps):
+                    own = uint32(place + warp * uint32(apart) + uint32(part * step_bytes))
+                    issue_row_tiles(own, x + first * int64(row_bytes), at, lane, count - first)
 
     return issue_weights, issue_rows
 
@@ -110,6 +119,7 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
     num_tiles, sum_bytes, scales_at = own.weight_tiles * own.row_tiles, plan.sum_bytes, shape.scales_at
     wait, zeros, add = ptx.copies_wait(stages - 2), ptx.zeros(4 * num_tiles), ptx.fma_tiles(num_tiles, 0, num_tiles)
     code_bytes = shape.weights.code_bytes
+    span, step_bytes, ragged = plan.span, plan.step_bytes, plan.is_ragged(shape.steps)
 
     def decode_gemm(
         weight: Any, x: Any, row_live: Any, bias: Any, residual: Any, out: Any, bests: Any, count: Any, positions: Any,
@@ -163,12 +173,15 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
                         issue_rows(free, x, step, count, warp, lane)
                         group, turn, step = after(group, turn, step)
                     ptx.copies_commit()
-                    place = uint32(here + to_tile)
-                    partial = multiply(partial, place, uint32(here + to_rows), uint32(place + to_words))
+                    for part in range(span):
+                        if not ragged or uint32(at + uint32(part * WARPS)) < uint32(steps):
+                            own_step = uint32(here + uint32(part * step_bytes))
+                            place = uint32(own_step + to_tile)
+                            partial = multiply(partial, place, uint32(own_step + to_rows), uint32(place + to_words))
                     free, here = here, uint32(here + uint32(stage_bytes))
                     if here == end:
                         here = uint32(mine)
-                    at = uint32(at + uint32(WARPS))
+                    at = uint32(at + uint32(span * WARPS))
                 if own_turn == 0:
                     sums = partial
                 else:

@@ -1,7 +1,8 @@
 """How a decode GEMM of 33 to 128 rows is cut, if its blocks' warps share the rows of a k step.
 
 A warp of the usual kernel copies rows for itself, which beyond 32 rows is more than its weights. Here a k step's rows
-are copied once for a block, and its warps have weight tiles and rows of them side by side.
+are copied once for a block, and its warps have weight tiles and rows of them side by side. All of them wait for each
+other once a stage; where a block has few weight tiles that is most of its time, so a stage has several steps.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,10 @@ TILES_A_WARP = 2  # weight tiles: one reading of rows from shared memory is for 
 TILES_A_BLOCK = (2, 4, 8, 16)
 MOST_OWN_ROW_TILES, MOST_OF_GROUPS = 8, 4  # of a warp: sums are in registers, of groups twice
 LEAST_STAGES, MOST_STAGES = 2, 8
+SPANS = (4, 2, 1)
+# us on an H200: of a stage whatever it has, and of each of its steps; of a stage next to products, and of 128 tiles of
+# weights by rows; and bytes that an SM copies in one while all do
+STAGE_US, STEP_US, WAIT_US, PRODUCTS_US, COPIED_BYTES = 0.4, 0.1, 0.1, 1.0, 42_000
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,8 @@ class SharedRowsPlan(DecodeGemmPlan):
 
     row_tiles     tiles of 8 rows: 8 or 16
     weight_tiles  tiles of 16 weight rows of a block: 2, 4, 8 or 16
-    stages        k steps of a block that are under way or multiplied
+    stages        of a block's k steps, under way or multiplied
+    span          k steps of a stage, WARPS apart: 1, 2 or 4; the last of a turn may be fewer
     Everything else is as every plan of a decode GEMM has it.
     """
 
@@ -92,29 +98,38 @@ def shared_plans(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRow
 
 @cache
 def _plans(row_tiles: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, ...]:
-    """The plans for so many tiles of rows.
-
-    A block reads its own weights and all rows. So the time is that of the bytes which the busiest SM reads from the L2.
-    """
+    """The plans for so many tiles of rows: those with the most stages first, of these the soonest by `_stage_us`."""
     sms, plans = gpu.num_multiprocessors, []
     most = MOST_OF_GROUPS if shape.weights.groups else MOST_OWN_ROW_TILES
     for tiles in TILES_A_BLOCK:
         if row_tiles * tiles // (TILES_A_WARP * WARPS) > most:
             continue
         groups = -(-shape.width // (16 * tiles))
-        fitting = [
-            plan
-            for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
-            if (plan := _cut(row_tiles, tiles, stages, min(groups, sms), shape, gpu)).shared_bytes <= gpu.shared_bytes
-        ]
-        plans += [(rank, -(-groups // sms) * plan.step_bytes, plan) for rank, plan in enumerate(fitting)]
-    return tuple(plan for _, _, plan in sorted(plans, key=lambda each: each[:2]))
+        for span in (each for each in SPANS if each * WARPS <= max(WARPS, shape.steps)):
+            fitting = [
+                plan
+                for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1)
+                if (plan := _cut(row_tiles, tiles, stages, span, min(groups, sms), shape, gpu)).shared_bytes
+                <= gpu.shared_bytes
+            ]
+            num_stages = -(-groups // sms) * WARPS * -(-shape.steps // (WARPS * span))
+            plans += [(rank, num_stages * _stage_us(plan, sms), -tiles, plan) for rank, plan in enumerate(fitting)]
+    return tuple(plan for *_, plan in sorted(plans, key=lambda each: each[:3]))
 
 
-def _cut(row_tiles: int, tiles: int, stages: int, num_blocks: int, shape: DecodeGemmShape, gpu: Gpu) -> SharedRowsPlan:
+def _stage_us(plan: SharedRowsPlan, sms: int) -> float:
+    """About the time from one wait of a block for its warps to the next: theirs, that of products, or of copies."""
+    products = plan.span * PRODUCTS_US * plan.weight_tiles * plan.row_tiles / 128
+    copies = plan.stage_bytes * plan.num_blocks / (COPIED_BYTES * sms)
+    return max(STAGE_US + STEP_US * plan.span, WAIT_US + products, copies)
+
+
+def _cut(
+    row_tiles: int, tiles: int, stages: int, span: int, num_blocks: int, shape: DecodeGemmShape, gpu: Gpu
+) -> SharedRowsPlan:
     return SharedRowsPlan(
         row_tiles, 8, tiles, stages, 1, num_blocks, 1, gpu.suspends, keeps_argmax=shape.best is not None,
-        tile_bytes=shape.weights.shared_bytes,
+        tile_bytes=shape.weights.shared_bytes, span=span,
     )  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.ngram_draft import check_slots
+from lowlat.graphs.schema_check import check_arguments
+from lowlat.kernels.reference.speculation.ngram_draft import check_batch
 from lowlat.kernels.reference.speculation.suffix_draft import SHARE
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "NUM_BINS",
     "PRIOR",
     "PROPOSAL_WIDTH",
-    "check_choice",
+    "check_count",
     "choose_drafts",
 ]
 
@@ -75,8 +75,9 @@ def choose_drafts(
     predecessors, times how often such shares kept their promise.
     Time: some dozen integers a slot. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    given = (tokens, slots, draft_live, draft_lens, text_nodes, draft_shares, match_lens)
-    check_choice(*given, draft_nodes, proposals, draft_probabilities, draft_sources)
+    check_arguments(choose_drafts, locals())
+    check_batch(tokens, slots.shape[0])
+    check_count(draft_nodes.shape[1])
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
         if slot < 0 or not live:
             continue
@@ -142,27 +143,7 @@ def _expected(drafts: list[int], promises: list[int], probabilities: list[list[i
     return total
 
 
-def check_choice(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    text_nodes: torch.Tensor,
-    draft_shares: torch.Tensor,
-    match_lens: torch.Tensor,
-    draft_nodes: torch.Tensor,
-    proposals: torch.Tensor,
-    draft_probabilities: torch.Tensor,
-    draft_sources: torch.Tensor,
-) -> None:
-    """Raise ShapeError for shapes that `choose_drafts` does not take."""
-    batch, rows = draft_nodes.shape
-    check_slots(tokens, slots, draft_live, draft_lens, batch)
+def check_count(rows: int) -> None:
+    """Raise ShapeError for rows of a slot, the root's included, that `choose_drafts` does not take."""
     if not 2 <= rows <= MAX_DRAFTS + 1:
         raise ShapeError(f"a slot must have from 1 to {MAX_DRAFTS} drafts, got {rows - 1}")
-    check_shape("text_nodes", text_nodes, batch, rows)
-    check_shape("draft_shares", draft_shares, batch, rows)
-    check_shape("match_lens", match_lens, batch)
-    check_shape("proposals", proposals, tokens.shape[0], PROPOSAL_WIDTH)
-    check_shape("draft_probabilities", draft_probabilities, tokens.shape[0], 2, NUM_BINS, 2)
-    check_shape("draft_sources", draft_sources, tokens.shape[0])

@@ -11,7 +11,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.graphs.schema_check import check_arguments
 from lowlat.kernels.reference.speculation.length_probabilities import MAX_LENGTH, MAX_WAITED
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 
@@ -25,7 +25,7 @@ __all__ = [
     "UNIT",
     "best_length",
     "bounds_of",
-    "check_lengths",
+    "check_costs",
     "choose_draft_length",
     "costs_by_length",
     "slot_limits",
@@ -74,8 +74,9 @@ def choose_draft_length(
     A body that drafts takes K + 1 waiting positions: where more wait, a step of length zero first runs the draft model,
     and the one after it drafts. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
-    check_lengths(active, lengths, extended, length_bounds, draft_length_costs, length_expected, row)
+    check_arguments(choose_draft_length, locals())
     most = draft_length_costs.shape[2] - 2
+    check_costs(row, draft_length_costs.shape[0], most)
     slots = [slot for slot, each in enumerate(active.tolist()) if each]
     allowed = slot_limits(slots, slot_ints, most)
     waiting = max((int(lengths[slot]) - 1 - int(extended[slot]) for slot in slots), default=0)
@@ -138,23 +139,9 @@ def best_length(
     return best, drafted, max(gap, 0)
 
 
-def check_lengths(
-    active: torch.Tensor,
-    lengths: torch.Tensor,
-    extended: torch.Tensor,
-    length_bounds: torch.Tensor,
-    draft_length_costs: torch.Tensor,
-    length_expected: torch.Tensor,
-    row: int,
-) -> None:
-    """Raise ShapeError for shapes that `choose_draft_length` does not take."""
-    (max_batch,), (buckets, _, columns) = active.shape, draft_length_costs.shape
-    if not 3 <= columns <= MAX_LENGTH + 2 or not 0 <= row < buckets:
+def check_costs(row: int, buckets: int, most: int) -> None:
+    """Raise ShapeError for costs that `choose_draft_length` does not take."""
+    if not 1 <= most <= MAX_LENGTH or not 0 <= row < buckets:
         raise ShapeError(
-            f"costs must be of draft lengths to 1 up to {MAX_LENGTH} and have row {row}; got {buckets}, {columns}"
+            f"costs must be of draft lengths to 1 up to {MAX_LENGTH} and have row {row}; got {buckets}, {most + 2}"
         )
-    for name, tensor in (("lengths", lengths), ("extended", extended)):
-        check_shape(name, tensor, max_batch)
-    check_shape("length_bounds", length_bounds, 2)
-    check_shape("draft_length_costs", draft_length_costs, buckets, 2, columns)
-    check_shape("length_expected", length_expected, max_batch, columns - 1)

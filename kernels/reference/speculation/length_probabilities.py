@@ -15,7 +15,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.graphs.schema_check import check_arguments
 from lowlat.kernels.reference.step.slots import FORCED_DRAFTS
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "PRIOR",
     "RUNS",
     "WEIGHT",
-    "check_probabilities",
+    "check_most",
     "expected_tokens",
     "join_lengths",
     "learn_draft_lengths",
@@ -83,7 +83,8 @@ def learn_draft_lengths(
 
     extends  the draft model has run in the step, over all positions before the root
     """
-    check_probabilities(length_probabilities, length_runs, length_expected)
+    check_arguments(learn_draft_lengths, locals())
+    check_most(length_probabilities.shape[2])
     probabilities = length_probabilities.tolist()
     listed = [(index, slot) for index, slot in enumerate(slots.tolist()) if slot >= 0 and int(accepted_lens[index])]
     for index, slot in listed:
@@ -160,7 +161,8 @@ def join_lengths(
     """Begin a slot's record after its first token, with the acceptance probabilities over all requests; its first step
     tries a draft.
     """
-    check_probabilities(length_probabilities, length_runs, length_expected)
+    check_arguments(join_lengths, locals())
+    check_most(length_probabilities.shape[2])
     slot = int(slots[0])
     if slot < 0 or not int(draft_live[0]):
         return
@@ -176,12 +178,7 @@ def join_lengths(
     length_waited[0] = MAX_WAITED
 
 
-def check_probabilities(
-    length_probabilities: torch.Tensor, length_runs: torch.Tensor, length_expected: torch.Tensor
-) -> None:
-    """Raise ShapeError for a record of acceptance probabilities of other shapes than there are."""
-    slots, most = length_runs.shape[0], length_probabilities.shape[2]
+def check_most(most: int) -> None:
+    """Raise ShapeError for a greatest draft length that records are not kept of."""
     if not 1 <= most <= MAX_LENGTH:
         raise ShapeError(f"drafts have acceptance probabilities by position for 1 to {MAX_LENGTH}, got {most}")
-    check_shape("length_probabilities", length_probabilities, slots + 1, NUM_RUNS, most, 2)
-    check_shape("length_expected", length_expected, slots, most + 1)

@@ -4,9 +4,9 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.graphs.schema_check import check_arguments
 
-__all__ = ["MAX_MATCH", "check_ngram", "check_slots", "ngram_draft"]
+__all__ = ["MAX_MATCH", "check_batch", "check_matches", "ngram_draft"]
 
 MAX_MATCH = 16
 
@@ -35,7 +35,9 @@ def ngram_draft(
     reach past the end begin it again. So a slot has T - 1 drafts or none.
     Time: one read of the text. Captured: yes. Raises ShapeError for shapes and lengths that do not fit.
     """
-    check_ngram(tokens, slots, draft_live, draft_lens, draft_nodes, min_match, max_match)
+    check_arguments(ngram_draft, locals())
+    check_batch(tokens, slots.shape[0])
+    check_matches(min_match, max_match)
     draft_nodes.fill_(-1)
     count = draft_nodes.shape[1] - 1
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
@@ -64,26 +66,13 @@ def _continuation(text: torch.Tensor, min_match: int, max_match: int) -> int:
     return int((lengths == best).nonzero()[-1])
 
 
-def check_ngram(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    draft_nodes: torch.Tensor,
-    min_match: int,
-    max_match: int,
-) -> None:
-    """Raise ShapeError for shapes and lengths that `ngram_draft` does not take."""
-    check_slots(tokens, slots, draft_live, draft_lens, draft_nodes.shape[0])
+def check_matches(min_match: int, max_match: int) -> None:
+    """Raise ShapeError for lengths of matches that `ngram_draft` does not take."""
     if not 1 <= min_match <= max_match <= MAX_MATCH:
         raise ShapeError(f"matches must be from 1 to {MAX_MATCH} long, got min {min_match} and max {max_match}")
 
 
-def check_slots(
-    tokens: torch.Tensor, slots: torch.Tensor, draft_live: torch.Tensor, draft_lens: torch.Tensor, batch: int
-) -> None:
-    """Raise ShapeError unless these are the texts of so many slots."""
-    if tokens.dim() != 2 or batch > tokens.shape[0]:
+def check_batch(tokens: torch.Tensor, batch: int) -> None:
+    """Raise ShapeError for fewer texts than slots."""
+    if batch > tokens.shape[0]:
         raise ShapeError(f"tokens must have rows for {batch} slots, got shape {list(tokens.shape)}")
-    for name, array in (("slots", slots), ("draft_live", draft_live), ("draft_lens", draft_lens)):
-        check_shape(name, array, batch)

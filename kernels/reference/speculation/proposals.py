@@ -7,11 +7,12 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.suffix_draft import SAMPLES, SHARE, check_suffix, fractions
+from lowlat.graphs.schema_check import check_arguments
+from lowlat.kernels.reference.speculation.ngram_draft import check_batch
+from lowlat.kernels.reference.speculation.suffix_draft import SAMPLES, SHARE, check_options, fractions
 from lowlat.kernels.reference.step.slots import FROM_TEXT
 
-__all__ = ["MAX_TEXT", "check_open", "check_texts", "draft_from_texts", "open_proposals"]
+__all__ = ["MAX_TEXT", "check_texts", "draft_from_texts", "open_proposals"]
 
 MAX_TEXT = 1 << 20  # tokens of a slot's texts
 MAX_ROWS = 32
@@ -37,24 +38,11 @@ def open_proposals(
 
     source  its number in `verified_source`
     """
-    check_open(slots, lengths, draft_live, draft_lens, draft_sources)
+    check_arguments(open_proposals, locals())
     live = slots >= 0
     draft_live.copy_(live)
     draft_lens.copy_(torch.where(live, lengths[slots.clamp(min=0).long()], 0))
     draft_sources[slots[live].long()] = int(source == FROM_TEXT)
-
-
-def check_open(
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    draft_sources: torch.Tensor,
-) -> None:
-    """Raise ShapeError for shapes that `open_proposals` does not take."""
-    for name, tensor in (("draft_live", draft_live), ("draft_lens", draft_lens)):
-        check_shape(name, tensor, *slots.shape)
-    check_shape("draft_sources", draft_sources, *lengths.shape)
 
 
 @operation("""
@@ -89,8 +77,9 @@ def draft_from_texts(
     ending's tokens. All shares are whole.
     Time: one read of the texts. Captured: yes. Raises ShapeError for shapes, lengths and options that do not fit.
     """
-    given = (tokens, slots, draft_live, draft_lens, draft_nodes, draft_shares, match_lens)
-    check_texts(*given, draft_texts, draft_text_lens, max_depth, max_spec_factor)
+    check_arguments(draft_from_texts, locals())
+    check_batch(tokens, slots.shape[0])
+    check_texts(draft_nodes.shape[1], draft_texts.shape[1], max_depth, max_spec_factor)
     factor, _ = fractions(max_spec_factor, 0.0)
     count = draft_nodes.shape[1] - 1
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):
@@ -125,26 +114,10 @@ def _longest_match(text: torch.Tensor, ending: torch.Tensor) -> tuple[int, int]:
     return next(((length, place) for length, place in found if text[place] >= 0), (0, 0))
 
 
-def check_texts(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    draft_nodes: torch.Tensor,
-    draft_shares: torch.Tensor,
-    match_lens: torch.Tensor,
-    draft_texts: torch.Tensor,
-    draft_text_lens: torch.Tensor,
-    max_depth: int,
-    max_spec_factor: float,
-) -> None:
-    """Raise ShapeError for shapes and options that `draft_from_texts` does not take."""
-    given = (tokens, slots, draft_live, draft_lens, draft_nodes, draft_shares, match_lens)
-    check_suffix(*given, max_depth, max_spec_factor, 0.0)
-    if draft_nodes.shape[1] > MAX_ROWS:
-        raise ShapeError(f"named texts give up to {MAX_ROWS - 1} drafts, got {draft_nodes.shape[1] - 1}")
-    check_shape("draft_text_lens", draft_text_lens, tokens.shape[0])
-    if draft_texts.dim() != 2 or draft_texts.shape[0] != tokens.shape[0] or not 2 <= draft_texts.shape[1] <= MAX_TEXT:
-        raise ShapeError(
-            f"draft_texts must have {tokens.shape[0]} rows of 2 to {MAX_TEXT} tokens, got {list(draft_texts.shape)}"
-        )
+def check_texts(rows: int, size: int, max_depth: int, max_spec_factor: float) -> None:
+    """Raise ShapeError for rows of a slot, sizes of its texts and options that `draft_from_texts` does not take."""
+    check_options(max_depth, max_spec_factor, 0.0)
+    if rows > MAX_ROWS:
+        raise ShapeError(f"named texts give up to {MAX_ROWS - 1} drafts, got {rows - 1}")
+    if not 2 <= size <= MAX_TEXT:
+        raise ShapeError(f"draft_texts must have rows of 2 to {MAX_TEXT} tokens, got {size}")

@@ -10,10 +10,10 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.speculation.ngram_draft import check_slots
+from lowlat.graphs.schema_check import check_arguments
+from lowlat.kernels.reference.speculation.ngram_draft import check_batch
 
-__all__ = ["MAX_DEPTH", "SAMPLES", "SHARE", "check_suffix", "fractions", "suffix_draft"]
+__all__ = ["MAX_DEPTH", "SAMPLES", "SHARE", "check_options", "fractions", "suffix_draft"]
 
 MAX_DEPTH = 32
 MAX_FACTOR = 16.0
@@ -53,8 +53,9 @@ def suffix_draft(
     ends where the text does: what follows it up to there is a period, as in `ngram_draft`.
     Time: one read of the text. Captured: yes. Raises ShapeError for shapes, lengths and options that do not fit.
     """
-    given = (tokens, slots, draft_live, draft_lens, draft_nodes, draft_shares, match_lens)
-    check_suffix(*given, max_depth, max_spec_factor, min_token_prob)
+    check_arguments(suffix_draft, locals())
+    check_batch(tokens, slots.shape[0])
+    check_options(max_depth, max_spec_factor, min_token_prob)
     draft_nodes.fill_(-1)
     draft_shares.zero_()
     match_lens.zero_()
@@ -113,23 +114,8 @@ def _longest_matches(text: torch.Tensor, max_depth: int) -> list[tuple[int, int]
     return sorted(((int(lengths[place]), place) for place in places), reverse=True)[:SAMPLES]
 
 
-def check_suffix(
-    tokens: torch.Tensor,
-    slots: torch.Tensor,
-    draft_live: torch.Tensor,
-    draft_lens: torch.Tensor,
-    draft_nodes: torch.Tensor,
-    draft_shares: torch.Tensor,
-    match_lens: torch.Tensor,
-    max_depth: int,
-    max_spec_factor: float,
-    min_token_prob: float,
-) -> None:
-    """Raise ShapeError for shapes, lengths and options that `suffix_draft` does not take."""
-    batch, rows = draft_nodes.shape
-    check_slots(tokens, slots, draft_live, draft_lens, batch)
-    check_shape("draft_shares", draft_shares, batch, rows)
-    check_shape("match_lens", match_lens, batch)
+def check_options(max_depth: int, max_spec_factor: float, min_token_prob: float) -> None:
+    """Raise ShapeError for options that `suffix_draft` does not take."""
     if not 1 <= max_depth <= MAX_DEPTH:
         raise ShapeError(f"max_depth must be from 1 to {MAX_DEPTH}, got {max_depth}")
     if not 0 < max_spec_factor <= MAX_FACTOR:

@@ -7,9 +7,6 @@ What is kept lies in pinned host memory.
 from functools import cache
 from typing import Any
 
-import torch
-
-from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import (
     byte_at,
     copy_row,
@@ -22,10 +19,11 @@ from lowlat.kernels.common.memory import (
     wide_count,
     zero_row,
 )
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.sampling import prompt_logprobs as reference
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
 __all__ = ["examples", "keep_prompt_logprobs", "take_prompt_rows", "token_ranks"]
@@ -34,27 +32,11 @@ COLUMNS = MAX_LOGPROBS + 1
 THREADS = 256
 
 
-def take_prompt_rows(
-    residual: torch.Tensor,
-    targets: torch.Tensor,
-    count: torch.Tensor,
-    cursor: torch.Tensor,
-    *,
-    out: torch.Tensor,
-    row_live: torch.Tensor,
-    target_tokens: torch.Tensor,
-) -> list[KernelCall]:
-    """`take_prompt_rows` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    positions, rows = residual.shape[0], out.shape[0]
-    check_shape("out", out, rows, residual.shape[1])
-    check_shape("targets", targets, positions)
-    check_shape("row_live", row_live, rows)
-    check_shape("target_tokens", target_tokens, 1, rows)
-    if out.dtype != residual.dtype:
-        raise ShapeError(f"out must be {residual.dtype}, as residual is, got {out.dtype}")
-    kernel = _make_take(positions, wide_count("residual", residual))
-    arguments = (residual, targets, count, cursor, out, row_live, target_tokens)
-    return [KernelCall(kernel, (rows, 1, 1), arguments)]
+@launches(reference.take_prompt_rows)
+def take_prompt_rows(given: Given) -> list[KernelCall]:
+    """`take_prompt_rows` of the reference."""
+    positions, rows = given.sizes("P", "R")
+    return [KernelCall(_make_take(positions, wide_count("residual", given["residual"])), (rows, 1, 1), given.tensors)]
 
 
 @cache
@@ -83,19 +65,11 @@ def _make_take(positions: int, width: int) -> Kernel:
     return Kernel(f"take_prompt_rows_{positions}_{width}", kernel, (types.int64,) * 7, threads)
 
 
-def token_ranks(
-    logits: torch.Tensor, row_live: torch.Tensor, target_tokens: torch.Tensor, *, ranks: torch.Tensor
-) -> list[KernelCall]:
-    """`token_ranks` of the reference, whose arguments these are.
-
-    Time: one read of the rows' logits, a block a row. Raises ShapeError for shapes that do not fit.
-    """
-    batch, rows = target_tokens.shape
-    width = logits.shape[1]
-    check_shape("logits", logits, batch * rows, width)
-    check_shape("row_live", row_live.reshape(-1), batch * rows)
-    check_shape("ranks", ranks, batch, rows)
-    return [KernelCall(_make_ranks(width), (batch * rows, 1, 1), (logits, row_live, target_tokens, ranks))]
+@launches(reference.token_ranks)
+def token_ranks(given: Given) -> list[KernelCall]:
+    """`token_ranks` of the reference. Time: one read of the rows' logits, a block a row."""
+    batch, rows, width = given.sizes("B", "T", "V")
+    return [KernelCall(_make_ranks(width), (batch * rows, 1, 1), given.tensors)]
 
 
 @device_function
@@ -141,29 +115,10 @@ def _make_ranks(width: int) -> Kernel:
     return Kernel(f"token_ranks_{width}", kernel, (types.int64,) * 4, THREADS)
 
 
-def keep_prompt_logprobs(
-    logprob_values: torch.Tensor,
-    logprob_ids: torch.Tensor,
-    ranks: torch.Tensor,
-    count: torch.Tensor,
-    *,
-    cursor: torch.Tensor,
-    prompt_logprob_values: torch.Tensor,
-    prompt_logprob_ids: torch.Tensor,
-    prompt_ranks: torch.Tensor,
-) -> list[KernelCall]:
-    """`keep_prompt_logprobs` of the reference, whose arguments these are.
-
-    One block: the cursor goes on when all of it has read it. Raises ShapeError for shapes that do not fit.
-    """
-    rows, positions = ranks.shape[1], prompt_ranks.shape[0]
-    for name, array in (("logprob_values", logprob_values), ("logprob_ids", logprob_ids)):
-        check_shape(name, array, 1, rows, COLUMNS)
-    for name, array in (("prompt_logprob_values", prompt_logprob_values), ("prompt_logprob_ids", prompt_logprob_ids)):
-        check_shape(name, array, positions, COLUMNS)
-    arguments = (logprob_values, logprob_ids, ranks, count, cursor)
-    kept = (prompt_logprob_values, prompt_logprob_ids, prompt_ranks)
-    return [KernelCall(_make_keep(rows, positions), (1, 1, 1), (*arguments, *kept))]
+@launches(reference.keep_prompt_logprobs)
+def keep_prompt_logprobs(given: Given) -> list[KernelCall]:
+    """`keep_prompt_logprobs` of the reference. One block: the cursor goes on when all of it has read it."""
+    return [KernelCall(_make_keep(*given.sizes("R", "P")), (1, 1, 1), given.tensors)]
 
 
 @cache

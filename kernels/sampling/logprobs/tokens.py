@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lowlat.kernels.common.norm_math import lane_sum
-from lowlat.kernels.reference.shapes import check_shape
-from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_INTS, NUM_LOGPROBS
+from lowlat.kernels.reference.sampling import logprobs as reference
+from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS, NUM_LOGPROBS
 from lowlat.kernels.sampling.ranking import block_ranks, count_lists, make_row_ranks
 from lowlat.kernels.sampling.select import (
     BROKEN,
@@ -32,6 +32,7 @@ from lowlat.kernels.sampling.select import (
     words_broken,
 )
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.launches import fit
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import (
     add_rn,
@@ -57,52 +58,27 @@ LONGS_2D = types.Array(types.int64, 2, "C")
 FLOATS_2D = types.Array(types.float32, 2, "C")
 
 
-def logprobs(
-    logits: torch.Tensor,
-    row_live: torch.Tensor,
-    target_tokens: torch.Tensor,
-    slots: torch.Tensor,
-    slot_ints: torch.Tensor,
-    *,
-    logprob_values: torch.Tensor,
-    logprob_ids: torch.Tensor,
-    workspace: Workspace,
-) -> list[KernelCall]:
+def logprobs(*, workspace: Workspace, **arguments: Any) -> list[KernelCall]:
     """Log-softmax of the drawn token and of the NUM_LOGPROBS likeliest, for the slots that ask.
 
-    logits          [B * T, V]        float32  before any processing
-    row_live        [B, T] or [B*T]   uint8
-    target_tokens   [B, T]            int32    the draws; -1 where there is none
-    slots           [B]               int32    -1 pads
-    slot_ints       [max B, NUM_INTS] int64
-    logprob_values  [B, T, 21]        float32  out; 0 where unused
-    logprob_ids     [B, T, 21]        int32    out; -1 where unused
-    Time: rows that ask for nothing cost their fill. Raises ShapeError for shapes that do not fit and for V above
+    The reference's `logprobs`, whose arguments these are, by name.
+    Time: rows that ask for nothing cost their fill. Raises ShapeError for arguments that do not fit and for V above
     327680.
     """
-    batch, rows = target_tokens.shape
-    count, width = batch * rows, logits.shape[1]
-    check_shape("logprob_values", logprob_values, batch, rows, COLUMNS)
-    check_shape("logprob_ids", logprob_ids, batch, rows, COLUMNS)
-    check_shape("logits", logits, count, width)
-    check_shape("slots", slots, batch)
-    check_shape("slot_ints", slot_ints, slot_ints.shape[0], NUM_INTS)
-    live = row_live.reshape(-1)
-    check_shape("row_live", live, count)
-    chunks = count_chunks("logits", width)
-    arguments = (
-        logits,
-        live,
-        target_tokens.reshape(-1),
-        slots,
-        slot_ints,
-        logprob_values.reshape(count, COLUMNS),
-        logprob_ids.reshape(count, COLUMNS),
+    given = fit(reference.logprobs, arguments)
+    batch, rows, width = given.sizes("B", "T", "V")
+    count, chunks = batch * rows, count_chunks("logits", width)
+    calls = (
+        given["logits"],
+        *(given[name].reshape(-1) for name in ("row_live", "target_tokens")),
+        given["slots"],
+        given["slot_ints"],
+        *(given[name].reshape(count, COLUMNS) for name in ("logprob_values", "logprob_ids")),
         workspace(f"logprobs.partials.{count}.{chunks}", (count, chunks, MAX_LOGPROBS, 2), torch.int32),
         workspace(f"logprobs.sums.{count}.{chunks}", (count, chunks), torch.float32),
         workspace(f"logprobs.counters.{count}", (count,), torch.int32),
     )
-    return [KernelCall(_make(width, rows), (chunks, count, 1), arguments)]
+    return [KernelCall(_make(width, rows), (chunks, count, 1), calls)]
 
 
 @device_function

@@ -9,7 +9,9 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.checkpoint.stored import ahead_bytes
-from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.engine.memory.plan import memory_need
 from lowlat.executors.devices import DeviceChoice
 from lowlat.executors.make import planned_gpu

@@ -14,7 +14,8 @@ from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
-    from lowlat.speculators.tree.topology import TreePlan, TreeTopology, WhatIf
+    from lowlat.speculators.tree.planner import TreePlan, WhatIf
+    from lowlat.speculators.tree.topology import TreeTopology
 
 __all__ = ["DEFAULT_BUDGETS", "print_tree", "print_what_if", "tree_report", "what_if_report"]
 
@@ -97,7 +98,7 @@ def what_if_report(
     from lowlat.cli.reports.sizes import plan_runtime
     from lowlat.cli.running import default_context
     from lowlat.speculators.methods import draft_method
-    from lowlat.speculators.tree.topology import what_if
+    from lowlat.speculators.tree.planner import what_if
 
     table = ASSUMED_ACCEPTANCE if acceptance is None else _read_acceptance(acceptance)
     times = None if step_times_us is None else [time * 1e-6 for time in step_times_us]

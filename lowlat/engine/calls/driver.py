@@ -7,10 +7,10 @@ goes into the mailbox of each request, and a loop of asyncio is told once a step
 import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
@@ -74,6 +74,17 @@ class Ticket:
         self.over = False
 
 
+@dataclass(frozen=True)
+class _Order:
+    """Something for the driver's thread to do between two steps.
+
+    give_back  called, with the reason, where the thread ends and has not done it; None: nobody waits for it
+    """
+
+    obey: Callable[["SteppedRuntime"], object]
+    give_back: Callable[[Callable[[], LowlatError]], object] | None = None
+
+
 class Driver:
     """Steps a runtime in a thread of its own, from the first order to `stop` or the runtime's end.
 
@@ -90,7 +101,7 @@ class Driver:
         self._waiting: deque[Ticket] = deque()  # while the runtime's queue is full
         self._thread = threading.Thread(target=self._run, name="lowlat-runtime", daemon=True)
         self._thread.start()
-        weakref.finalize(runtime, self._let_go)
+        weakref.finalize(runtime, self._stop, JOIN_S)  # it is gone, or the process ends
 
     @property
     def is_current(self) -> bool:
@@ -104,17 +115,26 @@ class Driver:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request. Raises LowlatError after the end, and in a fork of the process."""
-        if not self._put(_Submit(self, ticket)):
+        if not self._put(_Order(partial(self._open, ticket), partial(self._give_back, ticket))):
             raise LowlatError("the runtime is closed") if self._ended is None else self._ended()
 
     def cancel(self, ticket: Ticket, *, drop: bool) -> None:
         """End a request; drop: nothing that it has brought is wanted, otherwise its last output still comes."""
-        self._put(_Cancel(self, ticket, drop))
+        self._put(_Order(partial(self._cancel, ticket, drop)))
 
     def call(self, what: Callable[[], T]) -> T:
         """Have something done by the runtime's owner, between two steps, and return what that returns."""
         done: Future[T] = Future()
-        if not self.is_current and self._put(_Call(what, done)):
+
+        def obey(_: "SteppedRuntime") -> None:
+            try:
+                done.set_result(what())
+            except Exception as error:  # the caller's, who gets it
+                done.set_exception(error)
+                if isinstance(error, DeviceError):
+                    raise
+
+        if not self.is_current and self._put(_Order(obey, lambda _: done.cancel())):
             try:
                 return done.result()
             except CancelledError:
@@ -123,17 +143,17 @@ class Driver:
 
     def stop(self) -> None:
         """End the thread after the step under way; callers that wait get an error."""
-        self._put(_Stop(self))
-        if not self.is_current:
-            self._thread.join()
+        self._stop(None)
 
-    def _let_go(self) -> None:
-        """The runtime is gone, or the process ends."""
-        self._put(_Stop(self))
-        if not self.is_current:
-            self._thread.join(JOIN_S)
+    def _stop(self, patience_s: float | None) -> None:
+        def obey(_: "SteppedRuntime") -> None:
+            self._stopping = True
 
-    def _put(self, order: "_Order") -> bool:
+        self._put(_Order(obey))
+        if not self.is_current:
+            self._thread.join(patience_s)
+
+    def _put(self, order: _Order) -> bool:
         """Queue an order; False where there is no thread that would obey it."""
         if not self._thread.is_alive():  # it has ended, or stayed behind at a fork
             return False
@@ -168,7 +188,7 @@ class Driver:
         deadline = None if runtime is None else runtime.deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def _obey(self, order: "_Order | None") -> None:
+    def _obey(self, order: _Order | None) -> None:
         runtime = self._runtime()
         while order is not None:
             if runtime is None:
@@ -182,11 +202,11 @@ class Driver:
         if runtime is None or self._stopping:
             return
         while self._waiting and not runtime.scheduler.is_full:
-            self.open(runtime, self._waiting.popleft())
+            self._open(self._waiting.popleft(), runtime)
         if runtime.busy:
             self._deliver(runtime, runtime.step())
 
-    def open(self, runtime: "SteppedRuntime", ticket: Ticket) -> None:
+    def _open(self, ticket: Ticket, runtime: "SteppedRuntime") -> None:
         """Hand a request to the runtime, or let it wait; an error is its caller's alone."""
         if ticket.over:
             return
@@ -207,7 +227,7 @@ class Driver:
         else:
             self._tickets[ticket.request_id] = ticket
 
-    def cancel_now(self, runtime: "SteppedRuntime", ticket: Ticket, drop: bool) -> None:
+    def _cancel(self, ticket: Ticket, drop: bool, runtime: "SteppedRuntime") -> None:
         """See `cancel`."""
         ticket.over = ticket.over or drop
         if ticket in self._waiting:
@@ -221,10 +241,6 @@ class Driver:
             runtime.cancel(ticket.request_id)
         except RequestError:
             return  # it was refused, or has ended meanwhile
-
-    def stop_now(self) -> None:
-        """See `stop`."""
-        self._stopping = True
 
     def _deliver(self, runtime: "SteppedRuntime", outputs: Sequence[StepOutput]) -> None:
         bells: dict[LoopBell, list[Ticket]] = {}
@@ -243,7 +259,7 @@ class Driver:
         for bell, tickets in bells.items():
             if not _ring(bell, tickets):
                 for ticket in tickets:  # its loop has ended, and with it whoever waited
-                    self.cancel_now(runtime, ticket, drop=True)
+                    self._cancel(ticket, True, runtime)
 
     def _end(self, ticket: Ticket, item: Brought | Exception) -> None:
         """Give a caller the last that it gets."""
@@ -261,75 +277,18 @@ class Driver:
                 left.append(order)
             self._inbox.close()
         for order in left:
-            order.give_back(why)
+            if order.give_back is not None:
+                order.give_back(why)
         for ticket in (*self._tickets.values(), *self._waiting):
             if not ticket.over:
                 self._end(ticket, why())
         self._tickets.clear()
         self._waiting.clear()
 
-    def give_back(self, ticket: Ticket, why: Callable[[], LowlatError]) -> None:
+    def _give_back(self, ticket: Ticket, why: Callable[[], LowlatError]) -> None:
         """A request that was never submitted."""
         if not ticket.over:
             self._end(ticket, why())
-
-
-class _Order(ABC):
-    """Something for the driver's thread to do between two steps."""
-
-    @abstractmethod
-    def obey(self, runtime: "SteppedRuntime") -> None:
-        """Do it."""
-
-    def give_back(self, why: Callable[[], LowlatError]) -> None:
-        """The thread ends, and has not done it: some orders have nobody who waits."""
-        return
-
-
-class _Submit(_Order):
-    def __init__(self, driver: Driver, ticket: Ticket) -> None:
-        self._driver, self._ticket = driver, ticket
-
-    def obey(self, runtime: "SteppedRuntime") -> None:
-        self._driver.open(runtime, self._ticket)
-
-    def give_back(self, why: Callable[[], LowlatError]) -> None:
-        self._driver.give_back(self._ticket, why)
-
-
-class _Cancel(_Order):
-    def __init__(self, driver: Driver, ticket: Ticket, drop: bool) -> None:
-        self._driver, self._ticket, self._drop = driver, ticket, drop
-
-    def obey(self, runtime: "SteppedRuntime") -> None:
-        self._driver.cancel_now(runtime, self._ticket, self._drop)
-
-
-class _Stop(_Order):
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-
-    def obey(self, runtime: "SteppedRuntime") -> None:
-        self._driver.stop_now()
-
-
-class _Call(_Order):
-    def __init__(self, what: Callable[[], T], done: "Future[T]") -> None:
-        self._what: Callable[[], object] = what
-        self._done: Future[T] = done
-
-    def obey(self, runtime: "SteppedRuntime") -> None:
-        try:
-            result = self._what()
-        except Exception as error:  # the caller's, who gets it
-            self._done.set_exception(error)
-            if isinstance(error, DeviceError):
-                raise
-        else:
-            self._done.set_result(result)  # type: ignore[arg-type]
-
-    def give_back(self, why: Callable[[], LowlatError]) -> None:
-        self._done.cancel()
 
 
 def _ring(bell: LoopBell, tickets: Sequence[Ticket]) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lowlat.engine.request_checks import check_call, encode_prompt, encode_texts
+from lowlat.engine.requests.checks import check_call, encode_prompt, encode_texts
 from lowlat.errors import RequestError
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.prompts import Prompt, chat_messages

@@ -1,1 +1,1 @@
-"""The memory of a runtime: its plan, the parts that are held, and the refreshes of SpecPV's lists."""
+"""The memory of a runtime: its plan, what it holds of the device, and what requests without a slot take of the host."""

@@ -1,23 +1,27 @@
 """The memory plan of a runtime, by part, and whether it fits: refused at start, with the numbers and the knobs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import release_cached_memory
+from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.make import Rank, planned_gpu
 from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
+from lowlat.models.rank_weights import rank_weights
 
-__all__ = ["DeviceNeed", "MemoryNeed", "available_bytes", "check_fits", "memory_need", "on_one_device"]
+__all__ = ["DeviceNeed", "MemoryNeed", "available_bytes", "check_fits", "check_ranks", "memory_need", "on_one_device"]
 
 
 @dataclass(frozen=True)
@@ -190,3 +194,38 @@ def check_fits(need: MemoryNeed, device: torch.device) -> None:
             f"{total / 2**30:.2f} GiB are needed on {place}{during} ({shown}) and {free / 2**30:.2f} GiB are "
             "free: lower max_batch, max_context or kv_blocks, or take a smaller model"
         )
+
+
+def check_ranks(
+    ranks: Sequence[Rank],
+    weights: JoinedWeights,
+    choice: DeviceChoice,
+    devices: Sequence[torch.device],
+    reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
+    *,
+    fuse: bool = True,
+) -> list[MemoryNeed]:
+    """The need of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
+    shapes = weights.shapes()
+    needs = [
+        memory_need(
+            (*rank.programs.values(), *rank.prefills.values()),
+            rank_weights(shapes, rank.config),
+            choice.device,
+            has_kernels=choice.has_kernels,
+            host_load_bytes=weights.arena_bytes + weights.made_bytes,
+            gpu=planned_gpu(choice, devices, number),
+            rank=(number, len(ranks)),
+            fuse=fuse,
+        )
+        for number, rank in enumerate(ranks)
+    ]
+    together = {
+        device: on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
+        for device in dict.fromkeys(devices)
+    }
+    if reserve is not None:
+        reserve([DeviceNeed(str(own), need.total_bytes, available_bytes(own)) for own, need in together.items()])
+    for device, need in together.items():
+        check_fits(need, device)
+    return needs

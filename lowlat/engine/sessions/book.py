@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from lowlat.errors import RequestError
 from lowlat.options.declaration import shown
-from lowlat.sequence.book import SequenceBook
+from lowlat.sequence.kvcache import KVCache
 
 __all__ = ["MAX_NAME", "SessionBook", "SessionKey", "SessionRecord", "check_session_id"]
 
@@ -59,7 +59,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
     num_files  sessions that are being written to files: the device's memory must stay as it is
     """
 
-    def __init__(self, kvcache: SequenceBook, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, kvcache: KVCache, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._kvcache, self._ttl_s, self._clock = kvcache, ttl_s, clock
         self._live: dict[SessionKey, SessionRecord] = {}
         self._next = float("inf")  # when one may have to end

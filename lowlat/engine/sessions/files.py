@@ -12,6 +12,7 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
@@ -242,7 +243,7 @@ class SessionFile:
             offset, size = offset + each.num_bytes, size + each.num_bytes
             batch[ChunkKey(keys[each.chunk], each.pool)] = content
             if size >= BATCH_BYTES or place == len(self._header.contents) - 1:
-                runtime.owned_call(_Adoption(self.token_ids, key.cache_salt, batch))
+                runtime.owned_call(partial(_adopt, self.token_ids, key.cache_salt, batch))
                 batch, size = {}, 0
 
     def _checked(self) -> tuple[_Header, int]:
@@ -281,14 +282,11 @@ class SessionFile:
         return SessionError(f"session file {self._path} {problem}")
 
 
-class _Adoption:
-    """Contents of a session's chunks that are brought to the device by the runtime's owner."""
-
-    def __init__(self, token_ids: tuple[int, ...], salt: str, contents: Mapping[ChunkKey, torch.Tensor]) -> None:
-        self._token_ids, self._salt, self._contents = token_ids, salt, contents
-
-    def __call__(self, owned: "SteppedRuntime") -> None:
-        if owned.asleep:
-            raise RequestError("the runtime sleeps (Runtime.sleep): a session is loaded after Runtime.wake")
-        owned.kvcache.adopt(self._token_ids, self._salt, self._contents)
-        owned.fill_blocks()
+def _adopt(
+    token_ids: tuple[int, ...], salt: str, contents: Mapping[ChunkKey, torch.Tensor], owned: "SteppedRuntime"
+) -> None:
+    """Bring contents of a session's chunks to the device; for the runtime's owner."""
+    if owned.asleep:
+        raise RequestError("the runtime sleeps (Runtime.sleep): a session is loaded after Runtime.wake")
+    owned.kvcache.adopt(token_ids, salt, contents)
+    owned.fill_blocks()

@@ -269,8 +269,5 @@ class _Allocation:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = dtype.itemsize
-    for extent in shape:
-        num_bytes *= extent
-    held = torch.as_tensor(_Allocation(num_bytes, device.index or 0), device=device)
+    held = torch.as_tensor(_Allocation(dtype.itemsize * math.prod(shape), device.index or 0), device=device)
     return held.view(dtype).view(shape)

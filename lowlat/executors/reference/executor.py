@@ -14,13 +14,7 @@ import torch
 from lowlat.checkpoint.source import streamed
 from lowlat.errors import ConfigError
 from lowlat.executors import LaunchCounts, OpHook, chosen_body
-from lowlat.executors.allocation import (
-    STATE_ROLES,
-    SharedConstants,
-    clear_blocks,
-    first_rows,
-    release_cached_memory,
-)
+from lowlat.executors.allocation import STATE_ROLES, SharedConstants, clear_blocks, first_rows, release_cached_memory
 from lowlat.executors.block_moves import BlockMover, ContentMover
 from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet, Role
@@ -194,19 +188,15 @@ class ReferenceExecutor:
         return lambda: copies
 
     @cached_property
-    def own_mover(self) -> BlockMover:
-        """The copies of blocks between this executor's state and host memory."""
-        return BlockMover(self.state, self.device, torch.cuda.current_stream() if self.device.type == "cuda" else None)
+    def movers(self) -> tuple[BlockMover, ...]:
+        """The copies of blocks between each rank's state and host memory."""
+        stream = torch.cuda.current_stream() if self.device.type == "cuda" else None
+        return (BlockMover(self.state, self.device, stream),)
 
     @property
     def mover(self) -> ContentMover:
         """The copies of blocks of all ranks."""
-        return self.own_mover
-
-    @property
-    def movers(self) -> Sequence[BlockMover]:
-        """Each rank's."""
-        return (self.own_mover,)
+        return self.movers[0]
 
     @torch.inference_mode()
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:

@@ -79,10 +79,10 @@ class RankedReferenceExecutor(ReferenceExecutor):
         """The copies of blocks of all ranks together."""
         return RankMover(self.movers)
 
-    @property
-    def movers(self) -> Sequence[BlockMover]:
+    @cached_property
+    def movers(self) -> tuple[BlockMover, ...]:
         """Of each rank."""
-        return self.own_mover, *(peer.own_mover for peer in self._peers)
+        return *super().movers, *(mover for peer in self._peers for mover in peer.movers)
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
         """Write into the state of every rank."""

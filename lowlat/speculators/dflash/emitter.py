@@ -169,11 +169,7 @@ class DflashEmitter:
         }
         names = ("accepted_tokens", "commit_lens", "draft_live", "draft_lens")
         self.builder.emit(
-            "mask_rows",
-            Stage.DRAFT_FC,
-            reads=scope.reads(*names),
-            writes=outs,
-            mask_token=self.draft.mask_token,
+            "mask_rows", Stage.DRAFT_FC, reads=scope.reads(*names), writes=outs, mask_token=self.draft.mask_token
         )
         whole = torch.full((batch, count), (1 << count) - 1, dtype=torch.int64)
         offsets = self.builder.constant("draft.0.offsets", torch.arange(count, dtype=torch.int32))

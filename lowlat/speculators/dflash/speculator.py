@@ -14,14 +14,7 @@ from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.speculative import SpeculativeConfig
-from lowlat.speculators.base import (
-    LoadedSpeculator,
-    PrefillScope,
-    Scope,
-    StateSizes,
-    StepScope,
-    draft_model_of,
-)
+from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Scope, StateSizes, StepScope, draft_model_of
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.emitter import DflashEmitter, dflash_kv_specs
 from lowlat.speculators.dflash.geometry import DflashConfig

@@ -4,25 +4,20 @@ A layer's keys and values are made of two kinds of rows: of the block's they are
 features for all layers at once. So each layer's projection of them is kept twice.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 
-from lowlat.checkpoint.formats import narrowed
-from lowlat.checkpoint.recipes import Piece, Recipe, check_recipes
-from lowlat.checkpoint.stored import Group, StoredWeights
+from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
-from lowlat.models.weight_plan import rounded_plan
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.geometry import DflashConfig
-from lowlat.speculators.draft_parts import DRAFT_MAP, cut_head_plan, layer_recipes, one_piece
-from lowlat.speculators.eagle3.tensors import DraftTensors
-from lowlat.speculators.eagle3.weights import LoadedDraftModel, read_draft_map, stored_recipe, unused_tensors
+from lowlat.speculators.draft_parts import layer_recipes, one_piece, own_weight_plan
+from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_tensors
 
-__all__ = ["dflash_recipes", "dflash_weight_plan", "load_block_model", "load_dflash"]
+__all__ = ["dflash_recipes", "dflash_weight_plan", "load_dflash"]
 
 
 def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
@@ -41,15 +36,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     for layer in range(config.num_layers):
         spec, names = config.layers[layer], (f"head.layers.{layer}", f"layers.{layer}")
         products = (config.attention.projected,)
-        made += layer_recipes(
-            spec,
-            hidden,
-            dtype,
-            names,
-            products=products,
-            columns=hidden,
-            norms=norms,
-        )
+        made += layer_recipes(spec, hidden, dtype, names, products=products, columns=hidden, norms=norms)
     made += _dflash2(config, dtype)
     made += [
         _context(config, dtype, "weight", hidden),
@@ -93,10 +80,7 @@ def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -
 
 def dflash_weight_plan(config: DflashConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
-    plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in dflash_recipes(config, TORCH_DTYPES[dtype])}
-    plan |= cut_head_plan(config, TORCH_DTYPES[dtype])
-    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
-    return MappingProxyType(rounded_plan(plan, config.quantiser))
+    return own_weight_plan(config, dflash_recipes(config, TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype])
 
 
 def load_dflash(
@@ -108,17 +92,5 @@ def load_dflash(
     found.
     """
     config, tensors = parse_dflash(Path(directory), target, capture_layers)
-    return load_block_model(config, tensors, dflash_recipes(config, TORCH_DTYPES[target.dtype]))
-
-
-def load_block_model(
-    config: DflashConfig, tensors: DraftTensors, recipes: Sequence[Recipe]
-) -> LoadedDraftModel[DflashConfig]:
-    """Load the weights of a parsed draft model; recipes name pieces without `model.`. Raises ConfigError."""
-    draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
-    ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in ("d2t", "t2d") if name in tensors}
-    stored = [stored_recipe(each, tensors) for each in recipes]
-    check_recipes(tensors.checkpoint, stored, ignored)
-    stored = narrowed(stored, tensors.checkpoint.entries)
-    weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in stored]).loaded()
-    return LoadedDraftModel(config, {**weights, DRAFT_MAP: draft_map}, tensors.checkpoint.directory, ())
+    weights = load_tensors(config, tensors, dflash_recipes(config, TORCH_DTYPES[target.dtype]))
+    return LoadedDraftModel(config, weights, tensors.checkpoint.directory, ())

@@ -14,13 +14,7 @@ from lowlat.graphs import BufferSpec
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.sequence.paged_kv import decoder_cache_specs
-from lowlat.speculators.base import (
-    LoadedSpeculator,
-    PrefillScope,
-    StateSizes,
-    StepScope,
-    draft_model_of,
-)
+from lowlat.speculators.base import LoadedSpeculator, PrefillScope, StateSizes, StepScope, draft_model_of
 from lowlat.speculators.draft_model.config import parse_whole
 from lowlat.speculators.draft_model.drafter import WholeDrafter
 from lowlat.speculators.draft_model.geometry import OWNER, WholeDraftConfig

@@ -5,7 +5,6 @@ all rows before the first token is drafted.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -15,11 +14,11 @@ from lowlat.checkpoint.recipes import Recipe
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.dflash.geometry import DflashConfig
-from lowlat.speculators.dflash.weights import dflash_recipes, dflash_weight_plan, load_block_model
+from lowlat.speculators.dflash.weights import dflash_recipes, dflash_weight_plan
 from lowlat.speculators.draft_parts import one_piece
 from lowlat.speculators.dspark.config import parse_dspark
 from lowlat.speculators.dspark.geometry import DsparkConfig
-from lowlat.speculators.eagle3.weights import LoadedDraftModel
+from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_tensors
 
 __all__ = ["dspark_recipes", "dspark_weight_plan", "load_dspark"]
 
@@ -68,13 +67,11 @@ def load_dspark(
     found.
     """
     config, tensors = parse_dspark(Path(directory), target, capture_layers)
-    dtype = TORCH_DTYPES[target.dtype]
-    found = load_block_model(config, tensors, dspark_recipes(config, dtype))
-    weights = dict(found.weights)
+    weights = load_tensors(config, tensors, dspark_recipes(config, TORCH_DTYPES[target.dtype]))
     if GATE in weights:
         both = weights.pop(GATE)
         weights[STATE_GATE] = both[:, : config.hidden_size].contiguous()
         weights[TOKEN_GATE] = both[:, config.hidden_size :].contiguous()
     for name in CONFIDENCE:
         weights.pop(name, None)
-    return replace(found, weights=weights)
+    return LoadedDraftModel(config, weights, tensors.checkpoint.directory, ())

@@ -26,44 +26,19 @@ from lowlat.speculators.eagle3.windows import draft_windows
 __all__ = ["EAGLE3", "DraftKind", "parse_draft", "read_draft_config"]
 
 ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "LlamaForCausalLMEagle3",
-    "LlamaForCausalLMEagle3Deep",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3DraftModel",
-    "Eagle3Speculator",
-    "PEagleDraftModel",
-    "PEagleSpeculator",
-    "LlamaEagle3DraftModel",
+    *("LlamaForCausalLM", "LlamaForCausalLMEagle3", "LlamaForCausalLMEagle3Deep", "Eagle3LlamaForCausalLM"),
+    *("Eagle3DraftModel", "Eagle3Speculator", "PEagleDraftModel", "PEagleSpeculator", "LlamaEagle3DraftModel"),
     *DEEPSPEC,
 )
 MAX_DRAFT_LAYERS = 16
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
 # What speculators and other trainers write down next to the geometry.
 HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
-    "auto_map",
-    "down_sample_ratio",
-    "down_sample_ratio_min",
-    "dtype",
-    "embed_requires_grad",
-    "enable_sp_ulysses",
-    "experts_per_token",
-    "has_no_defaults_at_init",
-    "max_seq_len",
-    "num_experts_per_tok",
-    "num_local_experts",
-    "para_depths",
-    "prediction_loss_weight",
-    "speculators_config",
-    "speculators_version",
-    "step_loss_decay",
-    "target_model_name_or_path",
-    "target_model_type",
-    "target_text_model_type",
-    "torch_dtype",
-    "truncated_vocab_size",
-    "ttt_length",
-    "ttt_steps",
+    *("auto_map", "down_sample_ratio", "down_sample_ratio_min", "dtype", "embed_requires_grad", "enable_sp_ulysses"),
+    *("experts_per_token", "has_no_defaults_at_init", "max_seq_len", "num_experts_per_tok", "num_local_experts"),
+    *("para_depths", "prediction_loss_weight", "speculators_config", "speculators_version", "step_loss_decay"),
+    *("target_model_name_or_path", "target_model_type", "target_text_model_type", "torch_dtype"),
+    *("truncated_vocab_size", "ttt_length", "ttt_steps"),
 }
 
 

@@ -15,14 +15,7 @@ from lowlat.graphs import BufferSpec
 from lowlat.graphs.program import RangeNames, Stage
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.speculative import SpeculativeConfig
-from lowlat.speculators.base import (
-    LoadedSpeculator,
-    PrefillScope,
-    Scope,
-    StateSizes,
-    StepScope,
-    draft_model_of,
-)
+from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Scope, StateSizes, StepScope, draft_model_of
 from lowlat.speculators.draft_parts import vocabulary_report
 from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, read_draft_config
 from lowlat.speculators.eagle3.draft import Drafter

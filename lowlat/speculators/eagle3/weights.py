@@ -3,10 +3,9 @@
 It knows the normalised names of head tensors; `config` and `draft_file` read configs and layouts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import torch
@@ -17,15 +16,14 @@ from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
-from lowlat.models.weight_plan import rounded_plan
-from lowlat.speculators.draft_parts import DRAFT_MAP, cut_head_plan, layer_recipes
+from lowlat.speculators.draft_parts import DRAFT_MAP, layer_recipes, own_weight_plan
 from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
 from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
 
 __all__ = [
-    "LoadedDraftModel", "draft_recipes", "draft_weight_plan", "load_draft_model", "read_draft_map",
+    "LoadedDraftModel", "draft_recipes", "draft_weight_plan", "load_draft_model", "load_tensors", "read_draft_map",
     "stored_recipe", "unused_tensors",
 ]  # fmt: skip
 
@@ -88,10 +86,7 @@ def draft_weight_plan(
     """
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
-    plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in draft_recipes(config, TORCH_DTYPES[dtype])}
-    plan |= cut_head_plan(config, TORCH_DTYPES[dtype])
-    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
-    return MappingProxyType(rounded_plan(plan, config.quantiser))
+    return own_weight_plan(config, draft_recipes(config, TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype])
 
 
 def stored_recipe(recipe: Recipe, tensors: DraftTensors) -> Recipe:
@@ -169,12 +164,26 @@ def load_draft_model(
     if name not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {name!r}")
     config, tensors, notes = parse_draft(directory, target, capture_layers, kind)
+    unused = (MASK_HIDDEN, *(("fc.weight",) if config.final_hidden else ()))
+    recipes = draft_recipes(config, TORCH_DTYPES[name])
+    return LoadedDraftModel(config, load_tensors(config, tensors, recipes, unused, progress), directory, notes)
+
+
+def load_tensors(
+    config: DraftConfig,
+    tensors: DraftTensors,
+    recipes: Sequence[Recipe],
+    unused: tuple[str, ...] = (),
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Load the weights of a parsed draft model by canonical name, the draft map among them. Raises ConfigError.
+
+    recipes  name pieces as `tensors` does
+    unused   tensors that may be there, and nobody needs
+    """
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
-    unused = ("d2t", "t2d", MASK_HIDDEN, *(("fc.weight",) if config.final_hidden else ()))
-    ignored = unused_tensors(config, tensors) | {tensors.stored[name] for name in unused if name in tensors}
-    recipes = [stored_recipe(recipe, tensors) for recipe in draft_recipes(config, TORCH_DTYPES[name])]
-    check_recipes(tensors.checkpoint, recipes, ignored)
-    recipes = narrowed(recipes, tensors.checkpoint.entries)
-    weights = StoredWeights(tensors.checkpoint, [Group((recipe,)) for recipe in recipes], progress=progress).loaded()
-    weights[DRAFT_MAP] = draft_map
-    return LoadedDraftModel(config, weights, directory, notes)
+    ignored = {tensors.stored[name] for name in ("d2t", "t2d", *unused) if name in tensors}
+    stored = [stored_recipe(recipe, tensors) for recipe in recipes]
+    check_recipes(tensors.checkpoint, stored, ignored | unused_tensors(config, tensors))
+    groups = [Group((recipe,)) for recipe in narrowed(stored, tensors.checkpoint.entries)]
+    return {**StoredWeights(tensors.checkpoint, groups, progress=progress).loaded(), DRAFT_MAP: draft_map}

@@ -53,10 +53,7 @@ def _stated(directory: Path) -> int | None:
 
 
 def parse_mtp(
-    target: ModelConfig,
-    directory: Path,
-    checkpoint: Checkpoint | None,
-    capture_layers: Sequence[int] | None = None,
+    target: ModelConfig, directory: Path, checkpoint: Checkpoint | None, capture_layers: Sequence[int] | None = None
 ) -> MtpConfig:
     """The geometry of a target's MTP layer; of the weights only headers are read.
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 import torch
 
@@ -12,8 +11,7 @@ from lowlat.checkpoint.stored import StoredWeights
 from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.weight_plan import rounded_plan
-from lowlat.speculators.draft_parts import DRAFT_MAP, cut_head_plan, one_piece
+from lowlat.speculators.draft_parts import DRAFT_MAP, one_piece, own_weight_plan
 from lowlat.speculators.mtp.config import FC, PREFIX
 from lowlat.speculators.mtp.geometry import MtpConfig
 
@@ -82,10 +80,7 @@ def _apart(recipe: Recipe, part: str) -> list[Recipe]:
 
 def mtp_weight_plan(config: MtpConfig, dtype: torch.dtype) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
     """Canonical name -> (shape, dtype) of every weight that the target does not have under a name of its own."""
-    plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in mtp_recipes(config, dtype)}
-    plan |= cut_head_plan(config, dtype)
-    plan[DRAFT_MAP] = ((config.draft_vocab_size,), torch.int32)
-    return MappingProxyType(dict(rounded_plan(plan, config.quantiser)))
+    return own_weight_plan(config, mtp_recipes(config, dtype), dtype)
 
 
 def load_mtp(config: MtpConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -113,10 +113,7 @@ def _best_nodes(table: list[list[float]], count: int) -> list[tuple[float, tuple
 
 
 def _plan(
-    table: list[list[float]],
-    nodes: list[tuple[float, tuple[int, ...]]],
-    budget: int,
-    step_time_s: float | None,
+    table: list[list[float]], nodes: list[tuple[float, tuple[int, ...]]], budget: int, step_time_s: float | None
 ) -> TreePlan:
     chosen = nodes[: budget - 1]
     choices = tuple(sorted((path for _, path in chosen), key=lambda path: (len(path), path)))

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from lowlat.errors import ConfigError
 from lowlat.speculators.tree.choices import MAX_DEPTH, MAX_NODES, read_choices
-from lowlat.speculators.tree.planner import TreePlan, WhatIf, what_if
 
-__all__ = ["Branch", "TreePlan", "TreeTopology", "WhatIf", "what_if"]
+__all__ = ["Branch", "TreeTopology"]
 
 
 @dataclass(frozen=True)

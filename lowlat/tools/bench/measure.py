@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from lowlat.checkpoint.files import find_text
+from lowlat.engine.figures.perf import PerfCounters, steps_by_width
 from lowlat.engine.metrics import SpeculativeDecodingStats
-from lowlat.engine.perf import PerfCounters, steps_by_width
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import LowlatError
 from lowlat.options.acceptance import expected_accept_length

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lowlat.engine.loading import make_topologies
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, DeviceError, LowlatError
 from lowlat.executors.devices import DeviceChoice

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowlat.engine.loading import make_geometry
+from lowlat.engine.loading.geometry import make_geometry
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device

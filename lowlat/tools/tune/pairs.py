@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from lowlat.checkpoint.quantising import Quantiser
-from lowlat.engine.loading import make_geometry, rank_geometries
+from lowlat.engine.loading.geometry import make_geometry, rank_geometries
 from lowlat.errors import ConfigError
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.place import RankPlace

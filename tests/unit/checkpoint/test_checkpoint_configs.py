@@ -10,6 +10,7 @@ from checkpoint_files import edit_json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from layer_changes import with_changes
+from stages import wide
 from tiny_models import FAMILIES, make_target, mxfp4_target
 
 from lowlat.errors import ConfigError
@@ -69,33 +70,25 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("mistral", {"sliding_window": 0}, ["sliding_window must be an integer from 1", "found 0"]),
         ("llama", {"layer_types": ["chunked_attention"] * 3}, ["'chunked_attention'"]),
         ("qwen2", {"architectures": ["Qwen2ForSequenceClassification"]}, ["implemented: Qwen2ForCausalLM"]),
-        ("qwen2", {"mlp_bias": True}, ["'mlp_bias' = True"]),
         ("mistral", {"layer_types": ["sliding_attention"] * 3}, ["sliding_window must be an integer from 1"]),
         ("mistral", {"attention_bias": True}, ["'attention_bias' = True"]),
-        ("mistral", {"quantization_config": {"quant_method": "hqq"}}, ["quantization_config", "not implemented"]),
-        ("qwen3", {"layer_types": ["full_attention", "full_attention", "x"]}, ["'x'"]),
         ("qwen3_moe", {"mlp_only_layers": [1]}, ["layers without experts", "mlp_only_layers [1]"]),
         ("qwen3_moe", {"decoder_sparse_step": 2}, ["layers without experts (decoder_sparse_step 2"]),
         ("qwen3_moe", {"num_experts": 6}, ["num_experts 6 and num_local_experts 5 differ"]),
         ("qwen3_moe", {"shared_expert_intermediate_size": 8}, ["shared_expert_intermediate_size = 8", "0"]),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, ["layer_types has 2 entries, expected 3"]),
-        ("gpt_oss", {"layer_types": ["full_attention"] * 2 + ["chunked"]}, ["'chunked' is not implemented"]),
         ("gpt_oss", {"num_experts_per_tok": 5}, ["num_experts_per_tok", "from 1 to 4, found 5"]),
         ("gpt_oss", {"experts_per_token": 1}, ["num_experts_per_tok 2 and experts_per_token 1 differ"]),
         ("gpt_oss", {"num_experts_per_tok": ...}, ["num_experts_per_tok is missing"]),
-        ("gpt_oss", {"num_local_experts": 0}, ["num_local_experts", "from 1 to 4096, found 0"]),
         ("gpt_oss", {"swiglu_limit": -1.0}, ["swiglu_limit must be a number from 0.001", "found -1.0"]),
         ("llama", {"logit_scale": 0.5}, ["'logit_scale' = 0.5", "may change what the model computes"]),
         *(("llama", {"is_causal": value}, [f"is_causal = {value}", "allowed: True"]) for value in (False, None, 0)),
-        ("gpt_oss", {"is_causal": False}, ["is_causal = False"]),
         ("qwen3", {"use_qk_norm": False}, ["use_qk_norm = False is not implemented", "normed, as the family's are"]),
         ("llama", {"use_qk_norm": True}, ["use_qk_norm = True is not implemented", "are not normed"]),
         ("llama", {"scale_attn_weights": False}, ["scale_attn_weights = False"]),
         ("llama", {"rope_interleaved": True}, ["rope_interleaved = True"]),
         ("llama", {"activation": "geglu"}, ["activation = 'geglu'"]),
         ("llama", {"rms_norm_eps": float("inf")}, ["rms_norm_eps", "found inf"]),
-        ("llama", {"rms_norm_eps": float("nan")}, ["rms_norm_eps", "found nan"]),
-        ("llama", {"time_step_limit": [0.0, float("inf")]}, ["'time_step_limit' = [0.0, inf]"]),
         ("llama", {"model_type": "nemotron_h", "time_step_limit": [0.0, float("inf")]}, ["model_type 'nemotron_h'"]),
         ("llama", {"rope_parameters": {**YARN, "attn_factor": 1.0, "attention_factor": 1.0}}, ["are both given"]),
         ("llama", {"is_decoder": True, "add_cross_attention": True}, ["'is_decoder' = True"]),
@@ -105,15 +98,10 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"head_dim": None, "hidden_size": 30}, ["hidden_size", "num_attention_heads 4", "found 30"]),
         ("llama", {"hidden_size": -32}, ["hidden_size must be an integer from 1 to 1048576, found -32"]),
         ("llama", {"hidden_size": True}, ["hidden_size", "found True"]),
-        ("llama", {"hidden_size": 32.0}, ["hidden_size", "found 32.0"]),
-        ("llama", {"hidden_size": "32"}, ["hidden_size", "found '32'"]),
         ("llama", {"hidden_size": ...}, ["hidden_size is missing; expected an integer"]),
         ("llama", {"num_hidden_layers": 10**30}, ["num_hidden_layers", "from 1 to 1024, found 1000000"]),
-        ("llama", {"vocab_size": 0}, ["vocab_size", "found 0"]),
-        ("llama", {"rms_norm_eps": 0}, ["rms_norm_eps", "found 0"]),
         ("llama", {"rms_norm_eps": 10**400}, ["rms_norm_eps", "found 1000"]),
         ("llama", {"tie_word_embeddings": 1}, ["tie_word_embeddings must be true or false, found 1"]),
-        ("llama", {"attention_bias": "yes"}, ["attention_bias must be true or false, found 'yes'"]),
         ("llama", {"eos_token_id": 97}, ["eos_token_id", "from 0 to 96, found 97"]),
         ("llama", {"dtype": "float64"}, ["'float64'", "--dtype bfloat16", 'dtype="bfloat16"']),
         ("llama", {"dtype": 32}, ["dtype must be a string, found 32"]),
@@ -128,7 +116,6 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
         ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, ["'full_attention'"]),
         ("llama", {"rope_parameters": "yarn"}, ["rope_parameters must be an object, found 'yarn'"]),
         ("llama", {"rope_parameters": {"rope_theta": 1.0}}, ["rope_theta must be a number from 1.001", "found 1.0"]),
-        ("llama", {"rope_parameters": {"rope_type": "linear"}}, ["rope_parameters: factor is missing"]),
         ("llama", {"rope_parameters": {**YARN, "beta_fast": 0.5}}, ["beta_fast 0.5 must not be below beta_slow 1"]),
         ("llama", {"rope_parameters": {**YARN, "truncate": 0}}, ["truncate must be true or false, found 0"]),
         ("llama", {"rope_parameters": {**LLAMA3, "low_freq_factor": 4.0}}, ["high_freq_factor 4 must be above"]),
@@ -223,7 +210,7 @@ def mutate(draw: Any, value: Any) -> Any:
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt_oss", "mxfp4"])
+@pytest.mark.parametrize("family", ["llama", wide("mistral"), wide("qwen2"), "qwen3", wide("gpt_oss"), "mxfp4"])
 @given(data=st.data())
 @pytest.mark.second
 def test_mutated_configs_load_or_are_refused(

@@ -287,15 +287,6 @@ def test_the_targets_lm_head_is_shared_where_it_fits(tmp_path: Path) -> None:
     assert load_draft_model(tmp_path, target_geometry(tie_embeddings=True)).config.draft_vocab_size == 40
 
 
-def test_a_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
-    tensors = draft_tensors(draft_vocab=40)
-    del tensors["t2d"], tensors["d2t"]
-    write_draft_layout(tmp_path, "speculators", tensors)
-    loaded = load_draft_model(tmp_path, TARGET)
-    assert loaded.config.own_lm_head and not loaded.config.own_draft_map
-    assert loaded.weights["head.draft_to_target"].tolist() == list(range(40))
-
-
 def test_a_narrow_head_needs_its_own_tables(tmp_path: Path) -> None:
     """A draft of another width than the target's, as for Llama 70B, carries its own embedding."""
     target = target_geometry(hidden_size=20)
@@ -356,21 +347,14 @@ def test_maps_that_do_not_ascend_or_disagree(tmp_path: Path) -> None:
         ("modelopt", {"eagle": {"parallel_draft_step": 4}}, ["parallel_draft_step = 4"]),
         ("modelopt", {"eagle": {"use_last_layernorm": False}}, ["use_last_layernorm = False"]),
         ("modelopt", {"eagle": {"use_input_layernorm_in_first_layer": False}}, ["use_input_layernorm_in_first"]),
-        ("modelopt", {"eagle": {"use_mtp_layernorm": True}}, ["use_mtp_layernorm = True"]),
         ("modelopt", {"eagle": {"use_aux_hidden_state": 1}}, ["use_aux_hidden_state must be true or false"]),
         ("modelopt", {"eagle": {"brand_new_switch": True}}, ["eagle_config: 'brand_new_switch' = True"]),
-        ("specforge", {"config": {"brand_new_switch": 3}}, ["'brand_new_switch' = 3"]),
         ("speculators", {"layer": {"brand_new_switch": 3}}, ["transformer_layer_config: 'brand_new_switch' = 3"]),
         ("speculators", {"layer": {IDS: [1, 2, 3]}}, [f"transformer_layer_config: '{IDS}'"]),
         ("specforge", {"config": {"layer_ids": [1, 2, 3]}}, ["'layer_ids' = [1, 2, 3]"]),
         ("specforge", {"config": {"architectures": ["LlamaForCausalLMEagle3Gated"]}}, ["Eagle3Gated"]),
-        ("modelopt", {"config": {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}}, ["DeepseekV2"]),
         ("specforge", {"config": {"model_type": "deepseek_v3"}}, ["model_type = 'deepseek_v3'"]),
-        (
-            "speculators",
-            {"config": {"speculators_model_type": "eagle"}},
-            ["'eagle3' or 'peagle', found 'eagle'"],
-        ),
+        ("speculators", {"config": {"speculators_model_type": "eagle"}}, ["'eagle3' or 'peagle', found 'eagle'"]),
         ("speculators", {"config": {"transformer_layer_config": None}}, ["transformer_layer_config is missing"]),
         ("safeai", {"config": {"transformer_layer_config": {"a": 1}}}, ["without speculators_model_type"]),
         ("safeai", {"layer": {"rope_scaling": {"type": "dynamic", "factor": 2.0}}}, ["'dynamic' is not implemented"]),
@@ -393,21 +377,15 @@ def test_what_is_not_implemented_is_refused_by_name(
     [
         ({"fc.bias": (16,)}, [], ["'fc.bias': a bias on fc is not implemented"]),
         ({"fc.bias": (16,)}, ["layers.0.hidden_norm.weight"], ["'fc.bias'", "EAGLE-1 and EAGLE-2 are not EAGLE3"]),
-        (
-            {},
-            ["layers.0.hidden_norm.weight"],
-            ["'hidden_norm.weight' is missing", "EAGLE-2 are not EAGLE3"],
-        ),
+        ({}, ["layers.0.hidden_norm.weight"], ["'hidden_norm.weight' is missing", "EAGLE-2 are not EAGLE3"]),
         ({}, ["fc.weight"], ["'fc.weight' is missing", "use_aux_hidden_state false"]),
         ({}, ["norm.weight"], ["'norm.weight' is missing; expected shape [16]"]),
         ({"layers.0.self_attn.q_a_proj.weight": (4, 4)}, [], ["q_a_proj", "MLA"]),
-        ({"layers.0.self_attn.kv_a_proj_with_mqa.weight": (4, 4)}, [], ["kv_a_proj_with_mqa", "MLA"]),
         ({"layers.1.mlp.up_proj.weight": (4, 4)}, [], ["of draft layer 1", "num_hidden_layers is 1"]),
         ({"parallel_draft_heads.0.x.weight": (4, 4)}, [], ["parallel drafting"]),
         ({"mask_hidden": (1, 1, 48)}, [], ["'mask_hidden'", "P-EAGLE", "method must be 'peagle'"]),
         ({"medusa_head.0.linear.weight": (4, 4)}, [], ["Medusa heads are not an EAGLE3 draft model"]),
         ({"layers.0.mlp.experts.gate.weight": (4, 4)}, [], ["unexpected tensor 'layers.0.mlp.experts.gate.weight'"]),
-        ({"lm_head.bias": (12,)}, [], ["unexpected tensor 'lm_head.bias'"]),
         ({"fc_norm.3.weight": (16,)}, [], ["'fc_norm.0.weight' is missing"]),
     ],
 )
@@ -459,12 +437,6 @@ def test_heads_with_long_context_rope(tmp_path: Path) -> None:
     write_draft_layout(tmp_path, "safeai", layer={"rope_scaling": scaling, "rope_theta": 150000})
     rope = read_draft_config(tmp_path, TARGET).attention.rope
     assert (rope.kind, rope.theta, rope.truncate, rope.original_max_position) == ("yarn", 150000.0, False, 4096)
-
-
-def test_weights_that_are_pickled_are_named(tmp_path: Path) -> None:
-    write_draft_layout(tmp_path, "safeai")
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    refused(tmp_path, "pytorch_model.bin", "pickles are never read")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

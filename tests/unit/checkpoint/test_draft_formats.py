@@ -194,11 +194,7 @@ def test_layers_that_do_not_fit(stored: Any, stated: int, parts: list[str], tmp_
         ({"layer_types": [SLIDING, SLIDING], "sliding_window": 64}, (64, 64), None),
         ({"layer_types": [FULL] * 36, "sliding_window": 64}, (None, None), None),
         ({"sliding_window": 512}, (512, 512), "for every layer"),
-        (
-            {"sliding_window": 512, "use_sliding_window": False},
-            (None, None),
-            None,
-        ),  # as SpecForge has it
+        ({"sliding_window": 512, "use_sliding_window": False}, (None, None), None),  # as SpecForge has it
         ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1}, (None, 512), None),
         ({"sliding_window": 512, "use_sliding_window": True, "max_window_layers": 28}, (None, None), "no layer"),
         ({"sliding_window": 4096, "model_type": "qwen3"}, (None, None), None),

@@ -256,23 +256,23 @@ def test_hybrids_that_are_refused(changes: dict[str, Any], message: str, tmp_pat
         read_model_config(write(tmp_path, QWEN35_9B, {"text_config": text}))
 
 
-@pytest.mark.second
 def test_quantised_hybrids_leave_projections_plain_by_their_names(tmp_path: Path) -> None:
     """FP8 by blocks: delta nets' small projections and routers stay as they are, queries and gates are taken apart."""
+    few = {**QWEN36_35B, "text_config": QWEN36_35B["text_config"] | {"num_hidden_layers": 4} | hybrid_kinds(4)}
     plain = ["lm_head", "model.language_model.embed_tokens"]
-    plain += [f"model.language_model.layers.{layer}.linear_attn.in_proj_{part}" for layer in range(40) for part in "ab"]
-    plain += [f"model.language_model.layers.{layer}.mlp.{part}" for layer in range(40) for part in
+    plain += [f"model.language_model.layers.{layer}.linear_attn.in_proj_{part}" for layer in range(4) for part in "ab"]
+    plain += [f"model.language_model.layers.{layer}.mlp.{part}" for layer in range(4) for part in
               ("gate", "shared_expert_gate")]  # fmt: skip
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    config = read_model_config(write(tmp_path, QWEN36_35B, {"quantization_config": fp8 | {
+    config = read_model_config(write(tmp_path, few, {"quantization_config": fp8 | {
         "modules_to_not_convert": plain}}))  # fmt: skip
     plan = weight_plan(config)
     assert plan["layers.0.delta_in.fp8"][0] == (12288, 2048) and plan["layers.0.delta_in.fp8_scales"][0] == (12288, 16)
     assert plan["layers.0.delta_ba.weight"][0] == (64, 2048) and plan["layers.0.router.weight"][0] == (257, 2048)
     assert plan["layers.3.qkv.fp8"][0] == (4096 + 1024, 2048) and plan["layers.3.gate.fp8"][0] == (4096, 2048)
     assert plan["layers.3.experts.down.fp8"][0] == (257, 2048, 512)
-    more = plain + [f"model.language_model.layers.{layer}.mlp.shared_expert" for layer in range(40)]
-    write(tmp_path, QWEN36_35B, {"quantization_config": fp8 | {"modules_to_not_convert": more}})
+    more = plain + [f"model.language_model.layers.{layer}.mlp.shared_expert" for layer in range(4)]
+    write(tmp_path, few, {"quantization_config": fp8 | {"modules_to_not_convert": more}})
     plan = weight_plan(read_model_config(tmp_path))
     assert plan["layers.3.experts.down.fp8"][0] == (256, 2048, 512) and plan["layers.3.router.weight"][0][0] == 256
     assert plan["layers.3.shared.gate_up.weight"][0] == (1024, 2048)

@@ -226,7 +226,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(
     monkeypatch.setattr(Runtime, "step", slow_step)
     with Client(endpoint) as client, Runtime.load(talker, max_batch=1, max_context=128) as runtime:
         model = LocalModel(runtime) if local else ServedModel(client)
-        chat = chat_module._Chat(model, {"max_tokens": 24}, None, plain=False)
+        chat = chat_module._Chat(model, {"max_tokens": 12}, None, plain=False)
         chat._on_terminal = True
         chat.run()
         assert [message["role"] for message in chat._messages] == ["user", "assistant"] * 2

@@ -287,9 +287,7 @@ def test_demo_takes_a_prompt_and_samples_the_same_twice() -> None:
 @pytest.mark.second
 def test_demo_exits_with_1_where_tokens_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowlat.cli.reports.compared.Row.identical", property(lambda row: False))
-    arguments = ("demo", "--prompt", "The sea was", "--max-tokens", 4)
-    assert answer(*arguments, "--json", code=1)["identical"] is False
-    result = lowlat(*arguments)
+    result = lowlat("demo", "--prompt", "The sea was", "--max-tokens", 4)
     assert result.exit_code == 1 and "The tokens DIFFER from those" in result.stdout
 
 

@@ -124,19 +124,6 @@ def test_generate_refuses_by_name(pair: PairPaths, arguments: list[str], message
     assert message in refusal("generate", pair.target, *arguments)
 
 
-def test_missing_directories_are_named(pair: PairPaths, tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    for arguments in (
-        ["generate", missing, "--token-ids", "1"],
-        ["generate", pair.target, "--token-ids", "1", "--head", missing, "--strict"],
-        ["inspect", "model", missing],
-        ["inspect", "head", missing, "--target", pair.target],
-        ["inspect", "tree", missing],
-        ["doctor", "--target", pair.target, "--head", pair.head, "--prompts", missing],
-    ):
-        assert str(missing) in refusal(*arguments)
-
-
 def test_unexpected_errors_are_one_line_and_debug_shows_them(pair: PairPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: object, **_options: object) -> None:
         raise KeyError("surprise")

@@ -14,7 +14,7 @@ from tiny_models import PairPaths, make_target, random_draft_model
 from lowlat import Runtime, SamplingParams
 from lowlat.cli import cli
 from lowlat.cli.options import bundled
-from lowlat.engine import loading
+from lowlat.engine.loading import geometry, loading
 
 
 def expected_tokens(pair: PairPaths, prompt: list[int], params: SamplingParams, **options: Any) -> list[int]:
@@ -153,7 +153,7 @@ def test_bars_are_drawn_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> N
     assert "prefill" not in plain.stderr and "loading" not in plain.stderr
     updates: list[tuple[int, int | None]] = []
     monkeypatch.setattr("lowlat.cli.running.LONG_PREFILLS", 1)
-    shapes = loading.make_geometry
+    shapes = geometry.make_geometry
     monkeypatch.setattr(loading, "make_geometry", lambda *given: replace(shapes(*given), max_prefill_chunks=4))
     monkeypatch.setattr("lowlat.cli.running.progress_bar", lambda _text, **_: _Recorder(updates))
     assert lowlat(*arguments).stdout == plain.stdout

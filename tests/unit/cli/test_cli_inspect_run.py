@@ -38,8 +38,9 @@ def test_the_bundled_pair_speculates() -> None:
     assert found.mean_acceptance_length == found.eagle_speculation["mean_acceptance_length"] > 1.5
     assert found.eagle_speculation["num_drafts"] <= found.num_steps < 62
     assert len(found.texts) == 2 and all(isinstance(text.answer, str) and text.answer for text in found.texts)
-    shown = lowlat("inspect", "run", *SHORT, "-S", 2).stdout
-    assert all(str(text.prompt) in shown and str(text.answer) in shown for text in found.texts)
+    shown = lowlat("inspect", "run", "--num-prompts", 1, "--max-tokens", 16, "-S", 2).stdout
+    text = found.texts[0]
+    assert str(text.prompt) in shown and str(text.answer)[:20] in shown
 
 
 @pytest.mark.wide

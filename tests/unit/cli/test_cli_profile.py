@@ -1,10 +1,12 @@
 """`lowlat profile` on the command line: refusals, and tables, JSON and trace of a recording that is made up."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_files import edit_json
 from cli_calls import answer, lowlat, refusal
 from profiling_cases import CPU, cover, cover_ranks, record_of
 
@@ -96,8 +98,9 @@ def test_tables_show_stages_kernels_and_idle_time(gpu: dict[str, Any]) -> None:
 
 
 @pytest.mark.second
-def test_json_is_the_whole_profile(gpu: dict[str, Any]) -> None:
-    found = answer(*SMALL, "--batch", 2, "-S", 1, "--executor", "eager", "--json")
+def test_json_is_the_whole_profile_and_a_trace_is_written(gpu: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    found = answer(*SMALL, "--batch", 2, "-S", 1, "--executor", "eager", "--json", "--trace", path)
     assert (found["model"], found["card"], found["executor"]) == ("target", "A GPU", "eager")
     assert (found["batch"], found["rows"], found["num_speculative_tokens"]) == (2, 2, 1)
     assert (found["wall_gb_per_s"], found["num_steps"]) == (4500.0, 2)
@@ -106,6 +109,9 @@ def test_json_is_the_whole_profile(gpu: dict[str, Any]) -> None:
     assert sum(row["num_launches"] for row in found["kernels"]) == found["num_launches"] == gpu["num_launches"]
     assert found["idle"]["between_us"] == pytest.approx(25.0)
     assert gpu["max_batch"] == 2 and gpu["speculative"].num_speculative_tokens == 1
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" and event["cat"] == "kernel" for event in events) == 2 * gpu["num_launches"]
+    assert "S = 1" in next(each["args"]["name"] for each in events if each["name"] == "process_name")
 
 
 @pytest.mark.wide
@@ -123,30 +129,20 @@ def test_of_several_gpus_each_tells_what_it_all_reduces(gpu: dict[str, Any]) -> 
     assert found["cards"][0]["all_reduce_us"] == pytest.approx(found["all_reduce"]["time_us"])
 
 
-@pytest.mark.second
-def test_trace_is_written(gpu: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    shown = lowlat(*SMALL, bundled("target"), "--trace", path)
-    assert shown.exit_code == 0, shown.output
-    assert "trace of 2 steps in" in shown.stderr
-    events = json.loads(path.read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" and event["cat"] == "kernel" for event in events) == 2 * gpu["num_launches"]
-    assert "S = 0" in next(e["args"]["name"] for e in events if e["name"] == "process_name")
-    assert gpu["speculative"] is None
-
-
 def test_trace_without_a_directory_is_refused_before_anything_runs(gpu: dict[str, Any], tmp_path: Path) -> None:
     assert "there is no directory" in refusal(*SMALL, "--trace", tmp_path / "no" / "trace.json")
     assert "max_batch" not in gpu
 
 
 @pytest.mark.second
-def test_a_long_context_is_shortened_and_said(gpu: dict[str, Any]) -> None:
-    shown = lowlat("profile", "--context", 5000, "--steps", 2, "--json")
+def test_a_long_context_is_shortened_and_said(gpu: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(bundled("target"), tmp_path / "target")
+    edit_json(tmp_path / "target" / "config.json", max_position_embeddings=256)
+    shown = lowlat("profile", tmp_path / "target", "--context", 5000, "--steps", 2, "--json")
     assert shown.exit_code == 0, shown.output
-    assert "not 5000: the model has 2048 positions" in shown.stderr
-    assert gpu["max_context"] == 2048
-    assert 1800 < json.loads(shown.stdout)["contexts"][0] < 2048
+    assert "not 5000: the model has 256 positions" in shown.stderr
+    assert gpu["max_context"] == 256 and gpu["speculative"] is None
+    assert 200 < json.loads(shown.stdout)["contexts"][0] < 256
 
 
 @pytest.mark.second

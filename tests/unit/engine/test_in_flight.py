@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lowlat.engine.in_flight import MAX_LAUNCHES, Action, InFlight, may_go_on
+from lowlat.engine.launches.in_flight import MAX_LAUNCHES, Action, InFlight, may_go_on
 from lowlat.errors import DeviceError, LowlatError
 
 NUM_ENTRIES = 16

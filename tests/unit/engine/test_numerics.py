@@ -12,7 +12,8 @@ from tiny_models import PairPaths, make_pair, make_target
 
 from lowlat import Runtime, SpeculativeConfig
 from lowlat.engine import numerics
-from lowlat.engine.loading import Loaded, load
+from lowlat.engine.loading.loaded import Loaded
+from lowlat.engine.loading.loading import load
 from lowlat.engine.numerics import digest_of, numerics_of
 from lowlat.executors.devices import DeviceChoice
 from lowlat.options.runtime import RuntimeConfig

@@ -11,10 +11,10 @@ from recording import run_all
 from tiny_models import PairPaths, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.engine.loading import Loaded
-from lowlat.engine.mailbox import SlotPublication
-from lowlat.engine.proposer import Proposer, StepParts
-from lowlat.engine.request import Request
+from lowlat.engine.drafting.proposer import Proposer, StepParts
+from lowlat.engine.mailbox.publications import SlotPublication
+from lowlat.engine.requests.request import Request
+from lowlat.engine.steps import steps
 from lowlat.graphs import Bucket
 
 OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 64, "block_size": 4, "prefill_chunk": 8, "dtype": "float32"}
@@ -63,7 +63,7 @@ def started(
     request: pytest.FixtureRequest, pair: PairPaths, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Runtime, FakeDevice]]:
     """A runtime that hands over the counting proposer, on a fake device."""
-    monkeypatch.setattr(Loaded, "make_proposer", lambda loaded, parts: Counting(parts))
+    monkeypatch.setattr(steps, "make_proposer", lambda loaded, parts: Counting(parts))
     config = SpeculativeConfig(model=pair.head, num_speculative_tokens=DEPTH, strict=True)
     runtime, device = load_fake(pair.target, config, device_loop=request.param, **OPTIONS)
     with closing(runtime):

@@ -18,8 +18,7 @@ from lowlat.kernels.step import forward_commands
 pytestmark = pytest.mark.second
 
 F32 = torch.float32
-PEERS = ("collectives.peers.chunk", "collectives.peers.words")
-NAMES = ("common.norm_math", "common.norm_row", *PEERS, "elementwise.norm", "collectives.all_reduce")
+NAMES = ("collectives.peers.words", "collectives.all_reduce")
 CASES = [
     (2, 1088, 2, (2, 1)),  # two blocks a row, the last one not full
     (3, 24, 2, (1, 2)),
@@ -70,7 +69,7 @@ def test_norms_have_the_bits_of_one_gpu() -> None:
         assert same_bits(out, normed)
 
 
-@pytest.mark.parametrize(("count", "rows", "most", "width"), [(3, 4, 4, 40), wide(2, 3, 3, 4104)])
+@pytest.mark.parametrize(("count", "rows", "most", "width"), [(3, 3, 3, 40), wide(2, 3, 3, 4104)])
 def test_every_rank_adds_up_its_share_of_many_rows(count: int, rows: int, most: int, width: int) -> None:
     """Twice with the norm and once without, fewer rows then: the bits of one GPU, on all ranks."""
     areas = tuple(torch.zeros(row_shares.share_words(count, most, width), dtype=torch.int64) for _ in range(count))
@@ -106,7 +105,7 @@ def test_a_wait_for_a_rank_that_never_comes_ends(by_host: bool) -> None:
     ranks, outs = Ranks(3, 1, 16), [poison(1, 16, dtype=F32) for _ in range(2)]
     ranks.abort[0] = HOST_GAVE_UP if by_host else 0
     with walkable(walker := Walker(), *NAMES) as modules:
-        words: Any = modules[3]
+        words: Any = modules[0]
         kernels: Any = modules[-1]
         words.ABORT_TURNS = words.PEER_SPIN_LIMIT = 4
         calls = [
@@ -145,8 +144,8 @@ def test_commands_reach_all_ranks_at_the_same_step() -> None:
     areas = tuple(torch.zeros(forward_commands.AREA_SHAPE, dtype=torch.int64) for _ in range(count))
     counters = [torch.zeros(4, dtype=torch.int32) for _ in range(count)]
     forwarded = [torch.full((2,), -1, dtype=torch.int64) for _ in range(count)]
-    with walkable(walker := Walker(), "common.memory", "collectives.peers.words", "step.forward_commands") as modules:
-        words: Any = modules[1]
+    with walkable(walker := Walker(), "collectives.peers.words", "step.forward_commands") as modules:
+        words: Any = modules[0]
         kernels: Any = modules[-1]
         words.ABORT_TURNS = 4
 

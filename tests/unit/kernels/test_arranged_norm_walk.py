@@ -13,8 +13,7 @@ from lowlat.kernels.gemm.prefill.activation_layout import arranged_shape
 
 pytestmark = pytest.mark.second
 
-COMMON = ("common.norm_math", "common.norm_row")
-NAMES = (*COMMON, "gemm.prefill.activation_layout", "elementwise.norm", "elementwise.arranged_norm")
+NAMES = ("gemm.prefill.activation_layout", "elementwise.norm", "elementwise.arranged_norm")
 # rows, width, whether rows are dead
 WIDTHS = [
     *((3, 72, True), (2, 64, True), (1, 8, False)),
@@ -26,7 +25,7 @@ WIDTHS = [
 def test_norms_have_the_bits_of_norm_and_arrangement(rows: int, width: int, with_dead: bool) -> None:
     x, weight, live = torch.randn(rows, width).bfloat16() * 3, weights(width), flags(rows) if with_dead else None
     normed, want, found = poison(rows, width), *(poison(*arranged_shape(rows, width)) for _ in range(2))
-    with walkable(walker := Walker(), *NAMES) as (_, _, layout, norm, arranged):
+    with walkable(walker := Walker(), *NAMES) as (layout, norm, arranged):
         walker.run(*norm.rms_norm(x, weight, live, out=normed, eps=EPS), *layout.arrange(x=normed, out=want))
         calls = arranged.arranged_rms_norm(x, weight, live, out=found, eps=EPS)
         assert len(calls) == 1
@@ -42,7 +41,7 @@ def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, with
     live = flags(rows) if with_dead else None
     sums = [poison(rows, width) for _ in range(2)]
     normed, want, found = poison(rows, width), *(poison(*arranged_shape(rows, width)) for _ in range(2))
-    with walkable(walker := Walker(), *NAMES) as (_, _, layout, norm, arranged):
+    with walkable(walker := Walker(), *NAMES) as (layout, norm, arranged):
         calls = norm.add_norm(a, b, weight, live, total=sums[0], out=normed, eps=EPS)
         walker.run(*calls, *layout.arrange(x=normed, out=want))
         walker.run(*arranged.arranged_add_norm(a, b, weight, live, total=sums[1], out=found, eps=EPS))
@@ -50,14 +49,14 @@ def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, with
     assert bool(found.isfinite().all()) and bool(sums[1].isfinite().all())
 
 
-@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], WIDTHS[1], wide(2, 4096 + 40, False)])
+@pytest.mark.parametrize(("rows", "width", "with_dead"), [WIDTHS[0], wide(2, 4096 + 40, False)])
 def test_sums_of_what_is_normed_are_normed_and_arranged(rows: int, width: int, with_dead: bool) -> None:
     x, residual, live = torch.randn(rows, width), torch.randn(rows, width).bfloat16(), flags(rows)
     given = {"residual": residual, "row_live": live if with_dead else None, "eps": EPS, "next_eps": EPS}
     given |= {"scalar": torch.tensor([0.7]), "next_weight": weights(width), "weight": weights(width)}
     sums, normed = [poison(rows, width) for _ in range(2)], poison(rows, width)
     want, found = (poison(*arranged_shape(rows, width)) for _ in range(2))
-    with walkable(walker := Walker(), *NAMES, "elementwise.norm_add") as (_, _, layout, _, _, summing):
+    with walkable(walker := Walker(), *NAMES, "elementwise.norm_add") as (layout, _, _, summing):
         walker.run(*summing.norm_add(x, **given, total=sums[0], out=normed), *layout.arrange(x=normed, out=want))
         walker.run(*summing.norm_add(x, **given, total=sums[1], out=found, arranged=True))
     assert same_bits(found, want) and same_bits(*sums)
@@ -74,17 +73,8 @@ def test_a_row_of_nan_leaves_zeros_past_its_end() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     x, weight, out = poison(3, 72), poison(72), poison(*arranged_shape(3, 72))
-    arranged_rms_norm(x, weight, out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="out must have shape"):
-        arranged_rms_norm(x, weight, out=x, eps=EPS)
     with pytest.raises(ShapeError, match="multiple of 8"):
         arranged_rms_norm(poison(3, 63), poison(63), out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="x must be"):
-        arranged_rms_norm(x.float(), weight, out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="row_live"):
-        arranged_rms_norm(x, weight, flags(2), out=out, eps=EPS)
-    with pytest.raises(ShapeError, match="total must have shape"):
-        arranged_add_norm(x, x, weight, total=poison(2, 72), out=out, eps=EPS)
     with pytest.raises(ShapeError, match="b must be"):
         arranged_add_norm(x, x.half(), weight, total=x, out=out, eps=EPS)
     with pytest.raises(ShapeError, match="out must have shape"):

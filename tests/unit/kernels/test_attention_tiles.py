@@ -23,7 +23,7 @@ from lowlat.kernels.attention.launch_plan import (
 from lowlat.kernels.attention.tile_counts import TileCounts, count_tiles
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
-NAMES = tuple(f"attention.{part}" for part in ("plan", "copies", "products", "tile", "merge", "combine", "attention"))
+NAMES = ("attention.tile", "attention.attention")
 WARPS = 4
 
 
@@ -44,7 +44,7 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None, num_blocks: int) -
 
     walker = Walker(may_leave=True)
     with walkable(walker, *NAMES) as modules:
-        tile: Any = modules[3]
+        tile: Any = modules[0]
         kernel: Any = modules[-1]
         score, hide, attend = tile._make_score, tile._make_hide, kernel.make_attend
         tile._make_score = lambda shape: counted("executed", score(shape))

@@ -61,7 +61,7 @@ def list_units(ids: torch.Tensor, top_k: int) -> list[tuple[int, list[int]]]:
     return units
 
 
-@pytest.mark.parametrize(("rows", "top_k"), [(1, 9), (4, 9), (4, 11), (5, 11), (7, 9), (8, 4), (9, 4), (8, 11)])
+@pytest.mark.parametrize(("rows", "top_k"), [(1, 9), (4, 11), (9, 4), (8, 11)])
 @pytest.mark.parametrize("kind", ["random", "shared", "dead", "apart"])
 def test_units_come_in_the_order_of_their_first_pairs(rows: int, top_k: int, kind: str) -> None:
     """By a lane a pair, two pairs a lane, and all threads; every row has the last expert, too."""

@@ -20,35 +20,30 @@ from expert_cases import (
 )
 from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
-from moe_walk import FRAGMENTS
 from stages import wide
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats import BF16, MXFP4
 from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.moe.plan import DOWN, GATE_UP, ExpertShape
-from lowlat.kernels.moe.prefill.grouped_gemm import grouped_down, grouped_gate_up
-from lowlat.kernels.moe.prefill.grouping import group_pairs
 from lowlat.kernels.moe.prefill.pair_tiles import most_tiles, tile_pairs_of
 from lowlat.kernels.moe.prefill.plan import GroupedPlan, plan_grouped
-from lowlat.kernels.moe.topk_sum import add_topk
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 pytestmark = pytest.mark.second
 
-NAMES = ("common.activation", "common.norm_math", "common.norm_row", "elementwise.norm", *FRAGMENTS, "moe.plan")
 PARTS = tuple(f"moe.prefill.{part}" for part in ("plan", "grouping", "mainloop", "grouped_gemm"))
 KERNELS = (*PARTS, "moe.topk_sum")
 FILL = -77
 
 
 def walked(walker: Walker) -> Any:
-    return walkable(walker, *NAMES, *KERNELS)
+    return walkable(walker, *KERNELS)
 
 
 def named(modules: list[ModuleType]) -> SimpleNamespace:
     names = (name.rpartition(".")[2] for name in KERNELS)
-    return SimpleNamespace(**dict(zip(names, modules[len(NAMES) :], strict=True)))
+    return SimpleNamespace(**dict(zip(names, modules, strict=True)))
 
 
 def wanted_groups(ids: torch.Tensor, num_experts: int, tile_pairs: int) -> tuple[list[int], list[list[int]]]:
@@ -263,30 +258,3 @@ def test_tiles_suit_the_pairs_and_plans_the_gpus() -> None:
         plan_grouped(24, shape, H200)
     with pytest.raises(ShapeError, match="tiles of 16 pairs, of which 32 are left out"):
         GroupedPlan(16, 4, 4, 4)
-
-
-def test_arrays_that_do_not_fit_are_refused() -> None:
-    experts = make_experts(2, 32, 64, quantised=True, gated=True)
-    ids, plan = torch.zeros(3, 2, dtype=torch.int32), GroupedPlan(16, 1, 2, 1)
-    lists = {"order": torch.zeros(6, dtype=torch.int32), "tiles": torch.zeros(2, 4, dtype=torch.int32)}
-    grouping: dict[str, Any] = {"expert_ids": ids, "num_experts": 2, "tile_pairs": 16, **lists}
-    up: dict[str, Any] = {"x": torch.zeros(3, 64).bfloat16(), "weight": experts.packed, "bias": experts.bias, **lists}
-    up |= {"limit": 7.0, "alpha": 1.7, "out": torch.zeros(3, 2, 16).bfloat16(), "plan": plan}
-    down: dict[str, Any] = {"activated": torch.zeros(3, 2, 64).bfloat16(), "expert_weights": torch.zeros(3, 2), **lists}
-    down |= {"weight": experts.packed, "bias": experts.bias, "out": torch.zeros(3, 2, 32), "plan": plan}
-    adding: dict[str, Any] = {"partials": torch.zeros(3, 2, 32), "expert_ids": ids, "out": torch.zeros(3, 32)}
-    cases: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
-        (group_pairs, grouping, ("order", "tiles")),
-        (grouped_gate_up, up, ("x", "bias", "out", "order", "tiles")),
-        (grouped_down, down, ("expert_weights", "bias", "out", "order", "tiles")),
-        (add_topk, adding, ("partials", "out")),
-    ]
-    for function, fine, names in cases:
-        assert len(function(**fine)) == 1
-        for name in names:
-            with pytest.raises(ShapeError, match=r"must have shape"):
-                function(**(fine | {name: fine[name][:1]}))
-    with pytest.raises(ShapeError, match="514 experts; pairs are grouped by at most 513"):
-        group_pairs(**(grouping | {"num_experts": 514, "tiles": torch.zeros(6, 4, dtype=torch.int32)}))
-    with pytest.raises(ShapeError, match="multiple of 4 wide, got 6"):
-        add_topk(partials=torch.zeros(3, 2, 6), expert_ids=ids, out=torch.zeros(3, 6))

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from expert_cases import make_experts
 from kernel_inventory import B200, GPUS
 from kernel_walk import Walker, walkable
 from moe_cases import exact_shares, make_logits, make_moe, want_routing
@@ -316,28 +315,3 @@ def test_what_no_block_holds_is_refused() -> None:
     up, down = ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4), ExpertShape(DOWN, 2880, 2880, 4, MXFP4)
     with pytest.raises(ShapeError, match="both GEMMs of experts for 64 rows do not fit the 31000 bytes"):
         plan_mlp(64, up, down, Gpu(132, 31000, (9, 0)))
-
-
-def test_arguments_that_do_not_fit_are_refused() -> None:
-    moe, routing = make_moe(3, 64, 32), TopKRouting(torch.zeros(3, 3), torch.ones(3, 1, dtype=torch.uint8))
-    fine = {"routing": routing, **moe.arguments(moe.rows(3), 2)}
-    assert len(experts_mlp(**fine)) == 1
-    for wrong, message in (
-        (TopKRouting(torch.zeros(2, 3)), "logits must have shape"),
-        (TopKRouting(torch.zeros(3, 3).double()), "logits must be torch.float32"),
-        (TopKRouting(torch.zeros(3, 3), torch.ones(2, dtype=torch.uint8)), "row_live must have 3 entries"),
-        (TopKRouting(torch.zeros(3, 3), torch.ones(3)), "row_live must be torch.uint8"),
-    ):
-        with pytest.raises(ShapeError, match=message):
-            experts_mlp(**(fine | {"routing": wrong}))
-    for name in ("x", "gate_up_bias", "down_bias", "expert_weights", "activated", "partials", "residual", "total"):
-        with pytest.raises(ShapeError, match=f"{name} must have shape"):
-            experts_mlp(**(fine | {name: fine[name][:1]}))
-        with pytest.raises(ShapeError, match=f"{name} must be torch"):
-            experts_mlp(**(fine | {name: fine[name].double()}))
-    other = make_experts(3, 64, 64, quantised=True, gated=False).packed
-    with pytest.raises(ShapeError, match=r"3 down matrices 64 by 64 do not follow 3 gate_up matrices 64 by 64"):
-        experts_mlp(**(fine | {"down": other, "activated": torch.zeros(3, 2, 64).bfloat16()}))
-    for rows, top_k, count in ((1, 11, 20), (1, 4, 3), (1, 2, 513), (1, 0, 4)):
-        with pytest.raises(ShapeError, match="a row chooses at most 10 experts of at most 512"):
-            TopKRouting(torch.zeros(rows, count)).check(rows, top_k, count)

@@ -8,7 +8,6 @@ import torch
 from expert_cases import ALPHA, LIMIT, make_experts, shares_of, want_down, want_gate_up
 from kernel_walk import Walker
 from moe_cases import Poisoned
-from moe_walk import FRAGMENTS
 from stages import wide
 from walked_groups import walkable_groups
 
@@ -17,14 +16,6 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 pytestmark = pytest.mark.second
 
-SHARED = ("common.pipeline", "common.activation", "common.norm_math", "common.norm_row", "elementwise.norm")
-GEMM = tuple(f"gemm.prefill.{part}" for part in ("activation_layout", "weight_steps"))
-PARTS = (
-    *("plan", "grouping", "mainloop", "grouped_gemm", "pair_arrangement", "warpgroup_plan", "warpgroup_copies"),
-    *("warpgroup_mainloop", "warpgroup_epilogue", "warpgroup_gemm"),
-)
-KERNELS = (*(f"moe.prefill.{part}" for part in PARTS), "moe.topk_sum", "moe.prefill.experts")
-NAMES = (*SHARED, *FRAGMENTS, "moe.plan", *GEMM, *KERNELS)
 TWO_BLOCKS = Gpu(2, H200.shared_bytes, (9, 0))
 
 
@@ -39,7 +30,7 @@ def test_a_moe_by_warpgroups_is_the_reference_s(
     ids = torch.tensor([[0, -1]] * (rows - 6) + [[2, 0], [0, 2], [-1, -1]] * 2, dtype=torch.int32)
     shares, limits = shares_of(ids), {"limit": LIMIT, "alpha": ALPHA} if biased else {}
     out, asked = torch.full((rows, 192), torch.nan), torch.zeros(rows, 2, 128).bfloat16()
-    with walkable_groups(walker, *NAMES) as modules:
+    with walkable_groups(walker, "moe.prefill.experts") as modules:
         made: ModuleType = modules[-1]
         monkeypatch.setattr(made, "takes_warpgroups", lambda *_: True)
         calls = made.prefill_experts(

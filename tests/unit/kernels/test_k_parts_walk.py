@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from all_reduce_cases import tree_sum
-from kernel_walk import Walker, walkable
+from decode_gemm_walk import SMALL, random, walked
+from kernel_walk import Walker
 from quantised_layers import random_parts
 from stages import wide
 
@@ -21,30 +22,8 @@ from lowlat.kernels.gemm.decode.gemm import decode_gemm
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix, pack
 from lowlat.kernels.reference.collectives.cuts import bounds
-from lowlat.kernels.toolchain.kernel import Gpu
 
 pytestmark = pytest.mark.second
-
-SHARED = ("activation", "pipeline", "kv_codes", "norm_math", "norm_row")
-PEERS = tuple(f"collectives.peers.{name}" for name in ("chunk", "words", "rows"))
-DECODE = ("plan", "norm_prologue", "group_product", "mainloop", "partial_argmax", "epilogue_parts")
-ENDS = ("all_reduce_epilogue", "rotated_epilogue", "value_epilogue", "epilogue", "gemm")
-WALKED = (
-    *(
-        *(f"common.{name}" for name in SHARED),
-        *PEERS,
-        "elementwise.norm",
-        "sampling.select",
-        "formats.fragment",
-        "gemm.k_parts",
-    ),
-    *(f"gemm.decode.{part}" for part in (*DECODE, *ENDS)),
-)
-SMALL = Gpu(2, 227 * 1024, (9, 0))
-
-
-def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    return (torch.randn(*shape) * scale).bfloat16()
 
 
 def cut_weight(name: str, rows: int, columns: int) -> Any:
@@ -69,7 +48,7 @@ def cut_weight(name: str, rows: int, columns: int) -> Any:
 @pytest.mark.parametrize(
     ("name", "rows", "width", "steps", "unit", "changes"),
     [
-        ("bf16", 1, 48, 8, 1, {}),
+        ("bf16", 1, 32, 8, 1, {}),
         wide("bf16", 3, 65, 11, 1, {"weight_tiles": 2, "stages": 2}),
         wide("bf16", 9, 32, 5, 1, {"stages": 1}),  # some parts have no columns
         wide("bf16", 2, 40, 22, 2, {"areas": 1, "num_blocks": 1}),
@@ -92,7 +71,7 @@ def test_any_number_of_ranks_has_the_tree_of_eight_parts(
         out = torch.full((rows, width), torch.nan)
         parts = KParts(count, unit)
         given = {"x": x[:, span].contiguous(), "weight": cut(span), "out": out, "bias": bias if has_bias else None}
-        with walkable(walker := Walker(late=sets % 2 == 0), *WALKED) as modules:
+        with walked(walker := Walker(late=sets % 2 == 0)) as modules:
             thin: Any = modules[-1]
             plan = thin.plan_decode_gemm(rows, width, SMALL, weights=given["weight"].tile_format, parts=parts)
             plan = dataclasses.replace(plan, sets=sets, **changes)
@@ -124,7 +103,7 @@ def test_ranks_add_up_parts_as_they_multiply(ranks: int) -> None:
     residual, one = random(rows, width), torch.empty(rows, width).bfloat16()
     areas = tuple(torch.zeros(area_shape(ranks, rows, width), dtype=torch.int64) for _ in range(ranks))
     abort, ends = torch.zeros(1, dtype=torch.int64), [64 * end for end in bounds(steps, ranks, 1)]
-    with walkable(walker := Walker(), *WALKED) as modules:
+    with walked(walker := Walker()) as modules:
         thin: Any = modules[-1]
         given: dict[str, Any] = {"residual": residual, "gpu": SMALL}
         walker.run(*thin.decode_gemm(x=x, weight=pack(weight), bias=bias, out=one, parts=KParts(8, 1), **given))

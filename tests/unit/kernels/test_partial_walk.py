@@ -15,9 +15,6 @@ from lowlat.kernels.attention.partial.block_lists import choose_blocks, list_len
 from lowlat.kernels.attention.partial.block_summary import summarise_blocks
 from lowlat.kernels.toolchain.kernel import Gpu
 
-COMMON = ("common.memory", "common.norm_math", "common.kv_codes")
-PARTS = ("plan", "copies", "products", "tile", "merge", "combine", "attention")
-ATTENTION = ("common.kv_codes", *(f"attention.{part}" for part in PARTS))
 SMALL = Gpu(1, 227 * 1024, (9, 0))
 
 
@@ -30,7 +27,7 @@ def test_summaries_are_the_reference_s(length: int, first: int, coded: bool) -> 
     found, expected = PartialCase(length), PartialCase(length)
     for case in (found, expected) if coded else ():
         case.encode(torch.tensor([[0.03125, 2.0], [1.0, 1.0]]))
-    with walkable(walker := Walker(), *COMMON, "attention.partial.block_summary") as modules:
+    with walkable(walker := Walker(), "attention.partial.block_summary") as modules:
         walker.run(*modules[-1].summarise_blocks(**found.span(first), gpu=SMALL))
     reference.partial.summarise_blocks(**expected.span(first))
     assert torch.equal(found.summary, expected.summary)
@@ -44,7 +41,7 @@ def test_lists_are_the_reference_s(length: int, dim: int, equal: bool, monkeypat
         if equal:
             case.k_cache[case.table[0, 2:].long()] = 0.25
         reference.partial.summarise_blocks(**case.span())
-    with walkable(walker := Walker(), *COMMON, "attention.partial.block_lists") as modules:
+    with walkable(walker := Walker(), "attention.partial.block_lists") as modules:
         kernels: Any = modules[-1]
         monkeypatch.setattr(kernels, "SCORERS", 32)
         monkeypatch.setattr(kernels, "BLOCKS", 2)
@@ -64,7 +61,7 @@ def test_lens_are_the_reference_s() -> None:
         torch.empty_like(lens),
         torch.empty_like(lens),
     )
-    with walkable(walker := Walker(), *COMMON, "attention.partial.block_lists") as modules:
+    with walkable(walker := Walker(), "attention.partial.block_lists") as modules:
         walker.run(*modules[-1].list_lens(lens, slots, shifts, out=found))
     reference.partial.list_lens(lens, slots, shifts, out=expected)
     assert torch.equal(found, expected)
@@ -76,7 +73,7 @@ def test_attention_over_lists_is_the_reference_s(masks: list[int]) -> None:
     case.choose()
     found, expected = case.attended(masks), case.attended(masks)
     walker = Walker(True, may_leave=True)
-    with walkable(walker, *ATTENTION) as modules:
+    with walkable(walker, "attention.attention") as modules:
         calls = modules[-1].partial_attention(**found, workspace=workspace, num_blocks=3, early_metadata=True)
         for call in calls:
             walker.run(call)

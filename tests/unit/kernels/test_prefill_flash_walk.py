@@ -18,8 +18,7 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
 
 pytestmark = pytest.mark.second
 
-PARTS = ("gather_kv", "softmax", "flash")
-NAMES = ("common.memory", "common.kv_codes", "common.pipeline", *(f"attention.prefill.{part}" for part in PARTS))
+NAMES = ("attention.prefill.gather_kv", "attention.prefill.flash")
 SMALL = Shape(64, 2, 1, 64, 16, 500)
 
 
@@ -44,7 +43,7 @@ def walked(
     given["softcap"] = softcap
     gathering = {"k_cache": slot.caches[0], "v_cache": slot.caches[1], "block_table": slot.table, "size": size}
     with walkable_softmax(walker := Walker(), *NAMES) as modules:
-        gather, flash = modules[-3], modules[-1]
+        gather, flash = modules
         gpu: Any = replace(H200, num_multiprocessors=1)
         seen = {"keys": keys, "values": values, "chunk": chunk, "window": window, "first": first}
         walker.run(

@@ -46,9 +46,8 @@ def test_named_texts_against_plain_words() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"draft_texts": torch.zeros(3, 8, dtype=torch.int32)}, "draft_texts must have 5 rows"),
-        ({"draft_texts": torch.zeros(5, 1, dtype=torch.int32)}, "draft_texts must have 5 rows of 2 to"),
-        ({"draft_text_lens": torch.zeros(3, dtype=torch.int32)}, "draft_text_lens"),
+        ({"draft_texts": torch.zeros(3, 8, dtype=torch.int32)}, "where Bmax = 5"),
+        ({"draft_texts": torch.zeros(5, 1, dtype=torch.int32)}, "draft_texts must have rows of 2 to"),
         ({"max_depth": 33}, "max_depth must be from 1 to 32, got 33"),
         (
             {name: torch.zeros(5, 33, dtype=torch.int32) for name in ("draft_nodes", "draft_shares")},

@@ -1,24 +1,22 @@
 """Kernels of gated delta nets, walked thread by thread: their meaning, and the bits of rows in any company."""
 
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 from kernel_walk import Walker
 from recurrent_cases import MODULES, Layer, Run, assert_near, by_kernels, by_reference, by_single_steps, grown
-from stages import later
+from stages import wide
 from walked_state import walkable_states
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.recurrent.delta_norm import delta_norm
-from lowlat.kernels.recurrent.delta_rule import check_heads, gated_delta, snapshot_pairs
+from lowlat.kernels.recurrent.delta_rule import check_heads, snapshot_pairs
 from lowlat.kernels.recurrent.delta_step import HeadSizes
 
 pytestmark = pytest.mark.second
 
-COMMON = ("common.activation", "common.memory", "common.norm_math", "common.norm_row")
 CPU = torch.device("cpu")
 HEADS = [
     HeadSizes(1, 2, 32, 16),
@@ -27,15 +25,15 @@ HEADS = [
 
 
 @contextmanager
-def walked(*, late: bool = True) -> Iterator[Run]:
+def walked() -> Iterator[Run]:
     """Operations by walked kernels."""
-    walker = Walker(late)
-    with walkable_states(walker, *COMMON, *(f"recurrent.{name}" for name in MODULES)) as modules:
-        found = dict(zip(MODULES, modules[len(COMMON) :], strict=True))
+    walker = Walker()
+    with walkable_states(walker, *(f"recurrent.{name}" for name in MODULES)) as modules:
+        found = dict(zip(MODULES, modules, strict=True))
         yield by_kernels(found, walker.run, CPU)
 
 
-@pytest.mark.parametrize("fused", [True, later(False)])
+@pytest.mark.parametrize("fused", [True, wide(False)])
 @pytest.mark.parametrize("heads", HEADS)
 def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_steps(
     heads: HeadSizes, fused: bool
@@ -53,28 +51,27 @@ def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_s
         assert_near(found[slot], wanted)
 
 
-@pytest.mark.parametrize("late", [True])
-def test_chunks_are_the_steps_of_their_rows_and_begin_with_snapshots(late: bool) -> None:
+def test_chunks_are_the_steps_of_their_rows_and_begin_with_snapshots() -> None:
     """A prompt in one chunk, in two, from a snapshot that another slot's chunk left in its midst, and row by row."""
     heads = HeadSizes(1, 1, 32, 8)
     torch.manual_seed(4)
     reference = Layer(heads, 2, by_reference)
     text = reference.drawn(53)
-    with walked(late=late) as run:
+    with walked() as run:
         layer = Layer(heads, 2, run)
-        whole = layer.prefill(0, 0, text, padding=3, kept=[(3, 35), (4, 2)])
-        parts = torch.cat((layer.prefill(2, 0, text[:34]), layer.prefill(2, 34, text[34:36], padding=1)))
+        whole = layer.prefill(0, 0, text, padding=3, kept=[(3, 19), (4, 2)])
+        parts = torch.cat((layer.prefill(2, 0, text[:18]), layer.prefill(2, 18, text[18:20], padding=1)))
         state = layer.states["state"][2].clone()
         layer.check_untouched()
-        others = [layer.prefill(2, 35, text[35:50], padding=1, begin=3)]
-        steps = [layer.step({2: (place, text[place : place + 1])}, 2)[2] for place in range(50, 53)]
+        others = [layer.prefill(2, 19, text[19:34], padding=1, begin=3)]
+        steps = [layer.step({2: (place, text[place : place + 1])}, 2)[2] for place in range(34, 37)]
         early = layer.prefill(2, 2, text[2:3], padding=2, begin=4)
         after = layer.prefill(2, 3, text[3:6])
-    assert torch.equal(parts, whole[:36])
-    assert torch.equal(torch.cat((*others, *steps)), whole[35:])
+    assert torch.equal(parts, whole[:20])
+    assert torch.equal(torch.cat((*others, *steps)), whole[19:37])
     assert torch.equal(torch.cat((early, after)), whole[2:6])
     assert_near(whole, reference.prefill(0, 0, text, padding=3))
-    reference.prefill(2, 0, text[:36])
+    reference.prefill(2, 0, text[:20])
     torch.testing.assert_close(state, reference.states["state"][2], rtol=1e-3, atol=1e-4)
 
 
@@ -98,11 +95,6 @@ def test_a_broken_state_ends_its_slot_alone() -> None:
     assert bool(found[1].isnan().any()) and bool(found[2].isnan().all())
 
 
-def refuses(match: str, build: Callable[..., object], **arguments: object) -> None:
-    with pytest.raises(ShapeError, match=match):
-        build(**arguments)
-
-
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ShapeError, match="Dk must be a multiple of 32, at most 128, got 48"):
         check_heads(HeadSizes(1, 2, 48, 32))
@@ -110,35 +102,8 @@ def test_what_does_not_fit_is_refused() -> None:
         check_heads(HeadSizes(1, 2, 32, 20))
     with pytest.raises(ShapeError, match="3 value heads are no multiple of 2 key heads"):
         check_heads(HeadSizes(2, 3, 32, 32))
-    given: dict[str, torch.Tensor] = {}
-
-    def keep(kind: str, **arguments: torch.Tensor) -> None:
-        given.update(arguments)
-        if "out" in arguments:
-            arguments["out"].zero_()
-
-    Layer(HeadSizes(1, 2, 32, 16), 2, keep, fused=True).step({}, 2, pads=1)
-    step = {name: given[name] for name in inspect.signature(gated_delta).parameters if name in given}
-    step["out"] = torch.empty(2, 32, dtype=torch.bfloat16)
-    calls = gated_delta(**step)  # type: ignore[arg-type]
-    assert len(calls) == 1 and calls[0].grid == (2, 1, 1)
-    narrow, short = {"pending_k": step["pending_k"][:, :2]}, {"conv_state": step["conv_state"][:, :4]}
-    for match, change in {
-        "pending_d must have shape": narrow,
-        "conv_state must have 5 places a slot, got 4": short,
-        "weight must be": {"weight": step["weight"].float()},
-        "x must have 128 columns or more": {"x": step["x"][:, :96]},
-        "state must be": {"state": step["state"].double()},
-    }.items():
-        refuses(match, gated_delta, **{**step, **change})
     with pytest.raises(ShapeError, match="snapshots must be a row and pairs, got 4 numbers"):
         snapshot_pairs(torch.zeros(1, 4, dtype=torch.int32))
-    refuses(
-        "columns of a head must be a multiple of 8",
-        delta_norm,
-        x=step["out"],
-        gates=step["x"],
-        weight=torch.ones(4),
-        out=step["out"],
-        eps=1e-6,
-    )
+    x = torch.empty(2, 32, dtype=torch.bfloat16)
+    with pytest.raises(ShapeError, match="columns of a head must be a multiple of 8"):
+        delta_norm(x=x, gates=torch.empty(2, 32), weight=torch.ones(4), out=x, eps=1e-6)

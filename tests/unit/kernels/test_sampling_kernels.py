@@ -54,9 +54,6 @@ def test_argmax_calls_and_refusals() -> None:
     (call,) = argmax_kernels.argmax(**good)
     assert call.grid == (6, 1, 1)
     for options, match in (
-        ({"best": ints(6, 5, 3)}, "best must"),
-        ({"out": ints(5)}, "out must"),
-        ({"row_live": torch.ones(5, dtype=torch.uint8)}, "row_live must"),
         ({"assign": (ints(3), ints(2), ints(3), ints(2, 4))}, "child_rows must"),
         ({"assign": (ints(3), ints(3), ints(2), ints(2, 4))}, "child_ranks must"),
         ({"assign": (ints(3), ints(3), ints(3), ints(4, 4))}, "best must"),
@@ -119,7 +116,7 @@ def test_draft_topk_calls_and_refusals(k: int) -> None:
             draft_kernels.draft_topk(**{**good, **options}, workspace=memory)
 
 
-def test_logprobs_calls_and_refusals() -> None:
+def test_logprobs_calls() -> None:
     memory, columns = Memory("cpu"), MAX_LOGPROBS + 1
     good: dict[str, Any] = {
         "logits": torch.zeros(6, 5000),
@@ -132,16 +129,6 @@ def test_logprobs_calls_and_refusals() -> None:
     }
     (call,) = logprob_kernels.logprobs(**good, workspace=memory)
     assert call.grid == (2, 6, 1)
-    for name, wrong in (
-        ("logits", torch.zeros(5, 5000)),
-        ("row_live", torch.ones(5, dtype=torch.uint8)),
-        ("slots", ints(3)),
-        ("slot_ints", torch.zeros(4, 3, dtype=torch.int64)),
-        ("logprob_values", torch.zeros(2, 3, 5)),
-        ("logprob_ids", ints(2, 2, columns)),
-    ):
-        with pytest.raises(ShapeError, match=f"{name} must"):
-            logprob_kernels.logprobs(**{**good, name: wrong}, workspace=memory)
 
 
 def test_sample_calls_and_refusals() -> None:

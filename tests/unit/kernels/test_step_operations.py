@@ -85,7 +85,7 @@ def test_a_dead_slot_accepts_nothing() -> None:
 
 @pytest.mark.parametrize(("probability", "mean"), [wide(0.0, 1.0), (0.607, 2.2), wide(0.75, 2.734), wide(1.0, 4.0)])
 def test_simulated_acceptance_has_the_mean_asked_for(probability: float, mean: float) -> None:
-    total, rounds = 0, 600
+    total, rounds = 0, 400
     for position in range(rounds):
         count = simulate_acceptance(probability, position, 3)
         total += count
@@ -95,7 +95,7 @@ def test_simulated_acceptance_has_the_mean_asked_for(probability: float, mean: f
 
 @pytest.mark.second
 def test_a_shorter_run_of_drafts_accepts_those_of_the_longer_one() -> None:
-    for position in range(100):
+    for position in range(40):
         longest = simulate_acceptance(0.7, position, 7)
         assert [simulate_acceptance(0.7, position, depth) for depth in range(8)] == [
             min(longest, depth + 1) for depth in range(8)

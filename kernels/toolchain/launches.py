@@ -1,0 +1,97 @@
+"""Launches of an operation: functions that take what its reference takes, bound by name and checked by its schema.
+
+A kernel's module says what is launched for arguments that fit. Names, dtypes and shapes are those of the schema, which
+stands once, with the reference.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, ParamSpec
+
+import torch
+
+from lowlat.graphs.schema import operation_of
+from lowlat.graphs.schema_check import check_arguments
+from lowlat.kernels.toolchain.kernel import Argument, KernelCall
+
+__all__ = ["Given", "among", "fit", "launches"]
+
+P = ParamSpec("P")
+_signature = cache(inspect.signature)
+
+
+@dataclass(frozen=True)
+class Given:
+    """The arguments of an operation, which fit its schema.
+
+    arrays   by name, in the order of the schema; optional ones that are absent are left out
+    params   the parameters by name, with their defaults
+    symbols  what the symbols of the schema stand for
+    """
+
+    arrays: Mapping[str, torch.Tensor]
+    params: Mapping[str, Any]
+    symbols: Mapping[str, int]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All arrays, in the order of the schema."""
+        return tuple(self.arrays.values())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.arrays[name]
+
+    def get(self, name: str) -> Argument:
+        """An array as a kernel's argument; 0 where it is absent."""
+        return self.arrays.get(name, 0)
+
+    def take(self, *names: str) -> tuple[Argument, ...]:
+        """Arrays as a kernel's arguments; 0 for those that are absent."""
+        return tuple(map(self.get, names))
+
+    def sizes(self, *symbols: str) -> tuple[int, ...]:
+        """The sizes that symbols of the schema stand for."""
+        return tuple(self.symbols[symbol] for symbol in symbols)
+
+
+def fit(reference: Callable[..., None], arguments: Mapping[str, Any]) -> Given:
+    """The arguments of an operation, by name. Raises ShapeError for arrays that do not fit its schema."""
+    symbols, schema = check_arguments(reference, arguments), operation_of(reference).schema
+    params = {name: arguments.get(name, parameter.default) for name, parameter in schema.parameters.items()}
+    places = {id(argument): place for place, argument in enumerate(schema.arguments.values())}
+    names = (name for name, value in arguments.items() if value is not None and name not in params)
+    ordered = sorted(names, key=lambda name: places[id(schema.argument(name))])
+    return Given({name: arguments[name] for name in ordered}, params, symbols)
+
+
+def among(reference: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an operation among those of several, by name."""
+    schema = operation_of(reference).schema
+    return {name: arguments[name] for name in (*schema.arguments, *schema.parameters) if name in arguments}
+
+
+def launches(
+    reference: Callable[P, None],
+) -> Callable[[Callable[[Given], list[KernelCall]]], Callable[P, list[KernelCall]]]:
+    """Make a function with the parameters of an operation's reference of one that takes them fitted.
+
+    Its calls raise ShapeError for arrays that do not fit the operation's schema.
+    """
+
+    def decorate(calls: Callable[[Given], list[KernelCall]]) -> Callable[P, list[KernelCall]]:
+        @wraps(calls)
+        def bound(*args: P.args, **kwargs: P.kwargs) -> list[KernelCall]:
+            signature = _signature(reference)
+            found = signature.bind(*args, **kwargs)
+            found.apply_defaults()
+            arguments: dict[str, Any] = {}
+            for name, value in found.arguments.items():
+                is_one = signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD
+                arguments |= {name: value} if is_one else value
+            return calls(fit(reference, arguments))
+
+        return bound
+
+    return decorate

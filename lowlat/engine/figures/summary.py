@@ -1,0 +1,29 @@
+"""Blocks of `Runtime.summary`: what the KV cache holds, and what paused requests take."""
+
+from dataclasses import asdict
+from typing import Any
+
+from lowlat.engine.scheduling.scheduler import Scheduler
+from lowlat.engine.sessions.book import SessionBook
+from lowlat.sequence.tiers.tiers import CacheTiers
+
+__all__ = ["kv_summary", "paused_summary"]
+
+
+def kv_summary(
+    scheduler: Scheduler, sessions: SessionBook, tiers: CacheTiers | None, cache_dtype: str
+) -> dict[str, Any]:
+    """Count blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
+    counted = sessions.stats()  # first: those whose time has passed pin nothing
+    found: dict[str, Any] = {**asdict(scheduler.kvcache.stats()), "cache_dtype": cache_dtype}
+    if counted:
+        found["sessions"] = counted
+    in_tiers = {} if tiers is None else {"tiers": tiers.stats()}
+    return found | scheduler.kvcache.pool_stats() | in_tiers
+
+
+def paused_summary(scheduler: Scheduler) -> dict[str, int]:
+    """Count requests that are paused, those that have decoded and have no slot, and the host memory that these take."""
+    space = scheduler.space
+    kept = {"num_without_slot": len(space.held), "host_bytes": space.num_bytes, "max_host_bytes": space.max_bytes}
+    return {"num_paused": scheduler.num_paused, **kept}

@@ -1,0 +1,120 @@
+"""Carries out the launches of steps, loops and prefill, and waits for what they publish.
+
+`lowlat.engine.launches.in_flight` decides what may be launched, and counts. What is under way may still end, or publish
+for, a slot that the host has given up meanwhile: the caller drops such publications.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+from lowlat.engine.launches.in_flight import InFlight
+from lowlat.engine.launches.pace import Pace
+from lowlat.engine.mailbox.mailbox import Mailbox
+from lowlat.engine.mailbox.publications import Entry
+from lowlat.engine.unbroken import Unbroken
+from lowlat.errors import ConfigError
+from lowlat.executors import Executor, LoopingExecutor
+from lowlat.graphs import Bucket
+
+__all__ = ["Launches", "loop_of"]
+
+
+def loop_of(executor: Executor, *, wanted: bool) -> LoopingExecutor | None:
+    """The same executor as one that repeats steps by itself, where wanted. Raises ConfigError where it cannot."""
+    if not wanted:
+        return None
+    if not isinstance(executor, LoopingExecutor):
+        raise ConfigError(f"device_loop needs executor 'graph', and this runtime has {executor.name!r}")
+    return executor
+
+
+class Launches:
+    """Launches steps and waits for their entries of the ring; `in_flight` is the state of what is under way.
+
+    loop   the same executor, if it repeats steps by itself; None: every step is launched
+    whole  records that a wait may be broken off, and be waited again
+    """
+
+    def __init__(
+        self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None, *, whole: Unbroken
+    ) -> None:
+        self._executor, self._mailbox, self._loop, self._whole = executor, mailbox, loop, whole
+        self._pace = Pace() if executor.device.type == "cuda" else None  # others work in the host's time
+        self.in_flight = InFlight[Bucket](mailbox.num_entries)
+
+    def start(
+        self, bucket: Bucket, *, may_loop: bool, meanwhile: Callable[[], None] | None = None, most: int | None = None
+    ) -> None:
+        """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
+
+        Where something is under way `InFlight.may_launch` must allow it, and a loop is followed by a loop. A loop gets
+        at most `most` steps. `meanwhile` is the host's part of a step, see `Executor.step`.
+        Raises DeviceError when the device has failed.
+        """
+        budget = 0
+        if self._loop is not None and may_loop:
+            budget = self.in_flight.loop_budget(self._mailbox.num_unread, most)
+        if self._loop is not None and budget:
+            self._loop.start_loop(bucket, budget)
+        else:
+            self._executor.step(bucket, meanwhile)
+        self.in_flight.launched(bucket, budget)
+
+    def prefill(self, size: int, first: Bucket | None, passes: int = 0) -> Sequence[Entry]:
+        """Run chunks of prefill; the entry of the first token where `first` is its bucket. Nothing may be under way.
+
+        passes  over what they leave, see `Executor.prefill`
+        Raises DeviceError when the device has failed.
+        """
+        self._executor.prefill(size, first, passes)
+        if first is None:
+            return ()
+        self.in_flight.launched(first)
+        return self._wait(every=True)
+
+    def stop(self) -> None:
+        """Ask loops to end soon; nothing where none is under way. One that is queued still runs a step."""
+        if self.in_flight.stop() and self._loop is not None:
+            self._loop.stop_loop()
+
+    def close(self) -> None:
+        """Ask loops to end, and launch nothing from here on."""
+        if self.in_flight.close() and self._loop is not None:
+            self._loop.stop_loop()
+
+    def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
+        """Zero KV blocks of a pool, if there are any; a loop ends first.
+
+        What is under way may wait for nothing of the host's.
+        """
+        if blocks:
+            self.stop()
+            self._executor.clear_blocks(blocks, pool)
+
+    def wait(self) -> Sequence[Entry]:
+        """The next entries, at least one; none where all loops have ended without more. Raises DeviceError."""
+        bucket = self.in_flight.bucket
+        if self._pace is None:
+            return self._wait(every=False)
+        with self._whole.waiting():
+            self._pace.nap(bucket)
+        entries = self._wait(every=False)
+        self._pace.saw(bucket, time.monotonic())
+        return entries
+
+    def drain(self) -> Sequence[Entry]:
+        """All entries that are still to come, however many; a loop is stopped. Raises DeviceError."""
+        self.stop()
+        return self._wait(every=True)
+
+    def _wait(self, *, every: bool) -> Sequence[Entry]:
+        in_flight, count = self.in_flight, self.in_flight.awaited(every=every)
+        with self._whole.waiting():
+            if self._loop is not None and in_flight.in_loop:
+                ended = not self._loop.wait_loop(count)
+            else:
+                self._executor.wait_published(count)
+                ended = False
+        entries = self._mailbox.poll()
+        in_flight.saw(self._mailbox.num_seen, ended=ended)
+        return entries

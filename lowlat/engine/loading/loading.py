@@ -1,0 +1,140 @@
+"""From options to a ready executor: checkpoint, tokenizer, speculator, ladder, programs, buffers.
+
+Quick things are read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
+their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged
+must be known in time to go on without it. Nothing half-loaded stays.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+
+import torch
+
+from lowlat.checkpoint.source import JoinedWeights
+from lowlat.engine.loading.geometry import check_countable, make_geometry, rank_geometries
+from lowlat.engine.loading.loaded import Loaded, gpu_of
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import load_speculation, say_where_drafts_fail
+from lowlat.engine.loading.strict import check_device, check_launches
+from lowlat.engine.loading.target import load_target
+from lowlat.engine.memory.held import held_memory
+from lowlat.engine.memory.plan import DeviceNeed, check_ranks
+from lowlat.errors import ConfigError, LowlatError
+from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
+from lowlat.executors.make import (
+    check_positions,
+    make_executor,
+    refuse_codes,
+    refuse_parts,
+    refuse_ranks,
+    settle_executor,
+)
+from lowlat.models.target import OpenedTarget
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.slots import fit_slots
+from lowlat.options.speculative import SpeculativeConfig
+from lowlat.speculators.default_length import with_plain_length
+from lowlat.step.draft_length_times import set_costs
+from lowlat.text import TextCodec
+
+__all__ = ["load"]
+
+logger = logging.getLogger("lowlat")
+Progress = Callable[[int, int], None]
+Reserve = Callable[[Sequence[DeviceNeed]], None]
+
+
+def load(
+    model: str | Path | OpenedTarget,
+    speculative: SpeculativeConfig | None,
+    options: RuntimeConfig,
+    progress: Progress | None = None,
+    captured: Progress | None = None,
+    downloaded: Progress | None = None,
+    reserve: Reserve | None = None,
+) -> Loaded:
+    """Load a target and, where asked for, its speculator; allocate everything, compile and capture what runs on a GPU.
+
+    model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
+    progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
+               with bytes fetched and bytes in all, for each model that is a repository's name
+    reserve    called before any memory is taken, with what is needed of each device; it may wait until others have made
+               way
+
+    Raises ConfigError; for a draft model that cannot be used only if `speculative.strict` or perf_mode is strict,
+    otherwise it is one warning and the baseline.
+    """
+    _check_call(model, speculative, progress, captured, downloaded, reserve)
+    choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
+    _say(choice)
+    target = load_target(model, options, progress, downloaded)
+    codec = TextCodec.load(target.directory)
+    speculative, loaded, topologies, error = load_speculation(
+        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict,
+        may_choose=not options.forced_rows,
+    )  # fmt: skip
+    speculative = with_plain_length(speculative)
+    speculator = None if loaded is None else loaded.speculator
+    say_where_drafts_fail(speculator, options.max_context)
+    geometry = make_geometry(target.config, speculator, topologies, options, speculative)
+    ladder = make_ladder(geometry, topologies, speculative)
+    geometries = rank_geometries(geometry, options, speculative)
+    ranks = [build_rank(each, ladder, topologies) for each in geometries]
+    programs, prefills = ranks[0].programs, ranks[0].prefills
+    own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
+    weights = JoinedWeights(target.weights, own)
+    settled = settle_executor(choice, options.executor, (*programs.values(), *prefills.values()), weights.shapes())
+    if settled is not choice:
+        _say(settled)
+    choice = settled
+    refuse_ranks(options, choice)
+    refuse_codes(choice, ranks, geometry.prefill_chunk)
+    check_device(options, choice)
+    if choice.has_kernels:
+        check_positions(geometry, invariant=options.tp_invariant)
+    if options.count_tiles:
+        check_countable(geometry, topologies)
+    own_speculator = geometries[0].speculator
+    refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
+    devices = rank_devices(choice, len(ranks), options.devices)
+    needs = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
+    used = None if loaded is None else speculative
+    watchdog = options.watchdog_factor, options.watchdog_min_s
+    executor = make_executor(
+        choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
+        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog, can_sleep=options.can_sleep,
+    )  # fmt: skip
+    try:
+        check_launches(options, executor.counts, used)
+        costs = None
+        if geometry.max_draft_length is not None:
+            costs = set_costs(
+                executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse,
+                read_gb_s=gpu_of(executor).read_gb_s,
+            )  # fmt: skip
+    except LowlatError:
+        executor.close()
+        raise
+    rank_config, memory = ranks[0].config, held_memory(needs, devices)
+    return Loaded(
+        target, codec, loaded, used, geometry, ladder, topologies, executor, choice, error, rank_config, memory, costs
+    )
+
+
+def _check_call(model: object, speculative: object, *told: object) -> None:
+    """Refuse arguments of `Runtime.load` that are of another type than it takes. Raises ConfigError naming them."""
+    if not isinstance(model, (str, Path, OpenedTarget)) or not str(model):
+        raise ConfigError(f"model must be a directory or ORG/NAME of a repository, got {model!r:.80}")
+    if not isinstance(speculative, (SpeculativeConfig, NoneType)):
+        raise ConfigError(f"speculative must be a SpeculativeConfig or None, got {type(speculative).__name__}")
+    for name, function in zip(("progress", "captured", "downloaded", "reserve"), told, strict=True):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name} must be a function or None, got {type(function).__name__}")
+
+
+def _say(choice: DeviceChoice) -> None:
+    """Log where the runtime runs, as a warning where that is not what a user would expect."""
+    level = logging.WARNING if choice.loud else logging.INFO
+    logger.log(level, "running on %s: %s", choice.device, choice.reason)

@@ -1,0 +1,68 @@
+"""The requests that decoded and have no slot: whose blocks are their own still, and which have left the device."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowlat.engine.memory.host_space import HostSpace
+from lowlat.engine.scheduling.queue import RequestQueue
+from lowlat.engine.scheduling.records import Slot
+from lowlat.sequence.book import MovedOut
+
+if TYPE_CHECKING:  # which loads torch, of which this module needs nothing
+    from lowlat.sequence.kvcache import KVCache
+
+__all__ = ["Kept", "KeptRequests"]
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """A request that decoded and has no slot; its blocks are its own still, or `moved` says what they were."""
+
+    slot: Slot
+    moved: MovedOut | None = None
+
+
+class KeptRequests(Mapping[str, Kept]):
+    """Keeps the slots of such requests, by id, and counts the host memory that they take.
+
+    space  of host memory
+    queue  their priorities and arrivals
+    """
+
+    def __init__(self, kvcache: "KVCache", space: HostSpace, queue: RequestQueue) -> None:
+        self._kvcache, self._space, self._queue = kvcache, space, queue
+        self._kept: dict[str, Kept] = {}
+
+    def __getitem__(self, request_id: str) -> Kept:
+        return self._kept[request_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, slot: Slot) -> None:
+        """Keep a request that leaves its slot. Raises CapacityError where that does not fit in host memory."""
+        self._space.take_slot(slot.request.request_id)
+        self._kept[slot.request.request_id] = Kept(slot)
+
+    def forget(self, request_id: str) -> bool:
+        """Keep nothing of a request any more; whether anything was."""
+        self._space.release(request_id)
+        return self._kept.pop(request_id, None) is not None
+
+    def move_out(self, head_id: str, num_written: Callable[[str], int]) -> tuple[str, MovedOut] | None:
+        """Free the blocks of one, of the lowest priority that fits in host memory, but for the queue's head.
+
+        num_written  positions of a request that may be written, by its id
+        """
+        here = [(name, kept) for name, kept in self._kept.items() if kept.moved is None and name != head_id]
+        for name, kept in sorted(here, key=lambda each: self._queue.place(each[1].slot.request), reverse=True):
+            moved = self._kvcache.move_out(name, num_written(name), self._space.has_blocks)
+            if moved is not None:
+                self._space.take_blocks(name, moved)
+                kept.moved = moved
+                return name, moved
+        return None

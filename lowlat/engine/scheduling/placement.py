@@ -1,0 +1,179 @@
+"""Gives slots and blocks to the head of the queue, and takes them from requests of lower priority."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lowlat.engine.memory.host_space import HostSpace
+from lowlat.engine.scheduling.kept_requests import Kept, KeptRequests
+from lowlat.engine.scheduling.queue import RequestQueue
+from lowlat.engine.scheduling.records import Admission, Departure, Phase, ScheduledRequest, Slot
+from lowlat.errors import CapacityError
+from lowlat.sequence.book import MovedIn, MovedOut
+
+if TYPE_CHECKING:  # which loads torch, of which this module needs nothing
+    from lowlat.sequence.kvcache import KVCache
+
+__all__ = ["Placement"]
+
+
+class Placement:
+    """Moves requests between the queue and the slots of one scheduler.
+
+    slots, requests    by number, None where one is free; by id, None for a request without a slot
+    space              host memory for requests that have left their slot
+    num_overprovision  positions that a step may write past a request's total
+    num_written        positions of a decoding request that may be written, by its id
+    kept               requests that decoded and have no slot
+    """
+
+    def __init__(
+        self,
+        kvcache: "KVCache",
+        queue: RequestQueue,
+        slots: list[Slot | None],
+        requests: dict[str, Slot | None],
+        space: HostSpace,
+        num_overprovision: int,
+        num_written: Callable[[str], int],
+    ) -> None:
+        self._kvcache, self._queue, self._slots, self._requests = kvcache, queue, slots, requests
+        self._space, self._num_overprovision, self._num_written = space, num_overprovision, num_written
+        self.kept = self._kept = KeptRequests(kvcache, space, queue)
+        self._departed: list[Departure] = []
+        self._moved_out: list[tuple[str, MovedOut]] = []
+        self._num_admitted = 0
+        self._refused: tuple[ScheduledRequest, int] | None = None  # the head, and the cache it did not fit into
+
+    def may_admit(self) -> bool:
+        """Whether the head of the queue may get a slot now."""
+        if not self._queue.queued:
+            return False
+        head = self._queue.queued[0]
+        if None not in self._slots:
+            return self._victim(head) is not None and self._may_fit(head)
+        return self._refused != (head, self._kvcache.generation)
+
+    def take_moves(self) -> tuple[tuple[Departure, ...], tuple[tuple[str, MovedOut], ...]]:
+        """Requests that gave their slots to others, and those whose blocks are others', since this was called last."""
+        moves = tuple(self._departed), tuple(self._moved_out)
+        self._departed, self._moved_out = [], []
+        return moves
+
+    def forget(self, request_id: str) -> None:
+        """A request has a slot again, or has ended: nothing is kept for it."""
+        if self._kept.forget(request_id):
+            self._refused = None
+
+    def admit(self) -> list[Admission]:
+        """Give slots to the queue's first, as far as blocks suffice. Time: slots, and what the book's `admit` takes."""
+        admitted = []
+        place = 0  # of the first that may be admitted
+        while place < len(self._queue.queued):
+            request = self._queue.queued[place]
+            is_free = None in self._slots
+            if (is_free or self._victim(request)) and self._is_coming(request):
+                place += 1  # what it would prefill is being prefilled for another
+                continue
+            admission = self._place(request) if is_free else None
+            if admission is not None:
+                admitted.append(admission)
+            elif not self._make_way(request):
+                break
+        return admitted
+
+    def _is_coming(self, request: ScheduledRequest) -> bool:
+        if not request.reads_cache or request.request_id in self._kept:
+            return False
+        return self._kvcache.is_coming(request.prompt_token_ids, request.cache_salt)
+
+    def _place(self, request: ScheduledRequest) -> Admission | None:
+        """Give a request of the queue a free slot, where its blocks fit.
+
+        The cache is not asked again before something changed there: asking digests the prefix.
+        """
+        name = request.request_id
+        if self._refused is not None and self._refused == (request, self._kvcache.generation):
+            return None
+        generation = self._kvcache.generation  # before it is asked: what comes meanwhile is worth another try
+        number, kept = self._slots.index(None), self._kept.get(name)
+        slot = self._begin(request, number) if kept is None else self._come_back(kept, number)
+        self._refused = (request, generation) if slot is None else None
+        if slot is None:
+            return None
+        self._queue.unqueue(name)
+        admitted, moved_in = slot
+        self._slots[number] = self._requests[name] = admitted
+        self.forget(name)
+        cached = admitted.next_start if kept is None else 0
+        return Admission(name, number, admitted.table, cached, resumes=kept is not None, moved_in=moved_in)
+
+    def _begin(self, request: ScheduledRequest, number: int) -> tuple[Slot, None] | None:
+        allocation = self._kvcache.admit(
+            request.request_id,
+            request.prompt_token_ids,
+            request.max_total_tokens,
+            self._num_overprovision,
+            request.cache_salt,
+            reads=request.reads_cache,
+        )
+        if allocation is None:
+            return None
+        self._num_admitted += 1
+        return Slot(request, number, self._num_admitted, allocation.table, allocation.num_cached_tokens), None
+
+    def _come_back(self, kept: Kept, number: int) -> tuple[Slot, MovedIn | None] | None:
+        if kept.moved is None:
+            return replace(kept.slot, number=number), None
+        moved_in = self._kvcache.move_in(kept.slot.request.request_id, kept.moved)
+        return None if moved_in is None else (replace(kept.slot, number=number, table=moved_in.table), moved_in)
+
+    def _make_way(self, head: ScheduledRequest) -> bool:
+        """Take blocks, or a slot, from another request for the head of the queue; False where nothing is to be had.
+
+        Blocks of requests without a slot go first.
+        """
+        if None in self._slots and (moved := self._kept.move_out(head.request_id, self._num_written)) is not None:
+            self._moved_out.append(moved)
+            return True
+        victim = self._victim(head)
+        if victim is None or not self._may_fit(head):
+            return False
+        try:
+            self._departed.append(self.depart(victim))
+        except CapacityError:  # the host refuses memory: whoever has a slot keeps it
+            return False
+        self._queue.put(victim.request)
+        return True
+
+    def _victim(self, head: ScheduledRequest) -> Slot | None:
+        """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
+        may_leave = self._space.has_slot()
+        lower = [
+            slot
+            for slot in self._slots
+            if slot is not None
+            and slot.request.priority < head.priority
+            and (may_leave or slot.phase is Phase.PREFILLING)
+        ]
+        return max(lower, key=lambda slot: self._queue.place(slot.request), default=None)
+
+    def _may_fit(self, head: ScheduledRequest) -> bool:
+        """Whether blocks can suffice for the head of the queue when all of lower priority have left."""
+        kept = self._kept.get(head.request_id)
+        if kept is not None and kept.moved is None:
+            return True
+        slots = (slot for slot in self._slots if slot is not None)
+        leaving = {slot.request.request_id for slot in slots if slot.request.priority < head.priority}
+        needed = self._kvcache.num_needed(head.max_total_tokens, self._num_overprovision)
+        return needed <= self._kvcache.num_free_without(leaving | self._kept.keys())
+
+    def depart(self, slot: Slot) -> Departure:
+        """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
+        request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
+        if decoded:
+            self._kept.keep(slot)
+        else:
+            self._kvcache.release(request_id)
+        self._slots[slot.number] = self._requests[request_id] = None
+        return Departure(request_id, slot.number, decoded)

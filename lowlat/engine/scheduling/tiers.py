@@ -1,0 +1,106 @@
+"""The tiers of the prefix cache of one runtime: their sizes, and who may read what they keep."""
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowlat.engine.loading.loaded import Loaded
+from lowlat.engine.numerics import digest_of
+from lowlat.errors import CapacityError, ConfigError
+from lowlat.executors.block_moves import content_layout
+from lowlat.graphs import BufferSet
+from lowlat.options.model_names import display_name
+from lowlat.options.runtime import RuntimeConfig
+from lowlat.sequence.tiers.arena import HostArena
+from lowlat.sequence.tiers.disk import DiskTier
+from lowlat.sequence.tiers.host import HostTier
+from lowlat.sequence.tiers.key import ChunkKey
+from lowlat.sequence.tiers.tiers import CacheTiers
+
+__all__ = ["ContentFacts", "content_facts", "make_tiers"]
+
+GIB = 1 << 30
+LEAST_HOST_GIB = 1.0  # next to files: what was read waits there for its request
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+
+
+def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTiers | None:
+    """The tiers that the options ask for; None: there are none.
+
+    numerics  the digest of all that decides the runtime's bits
+
+    Raises ConfigError for what has none, and for a directory that cannot be used.
+    """
+    if not config.host_cache_gib and config.cache_dir is None:
+        return None
+    if not config.prefix_reuse:
+        raise ConfigError("host_cache_gib and cache_dir keep what prefix_reuse shares, which is off; turn it on")
+    if config.share_decoded:
+        raise ConfigError("host_cache_gib and cache_dir keep what prefill wrote alone: leave share_decoded off")
+    pins = Counter[bytes]()
+    disk, host_gib, mover = None, config.host_cache_gib, loaded.executor.mover
+
+    def is_pinned(key: ChunkKey) -> bool:
+        return key.digest in pins
+
+    if config.cache_dir is not None:
+        size, draft = int(config.cache_gib * GIB), loaded.speculator
+        facts = content_facts(loaded.target.directory, None if draft is None else draft.directory, mover.states)
+        fingerprint = digest_of({"numerics": numerics, "model": facts.model, "layout": facts.layout})
+        disk = DiskTier(Path(config.cache_dir), size, fingerprint, is_pinned)
+        host_gib = max(host_gib, LEAST_HOST_GIB)
+    try:
+        arena = HostArena(int(host_gib * GIB), lambda size: mover.allocate(size, "host_cache_gib"))
+    except CapacityError as error:
+        raise ConfigError(str(error)) from error
+    host = HostTier(arena, is_pinned)
+    most = config.cache_copy_gb_per_s
+    return CacheTiers(host, disk, mover, pins, max_bytes_per_s=None if most is None else most * 1e9)
+
+
+@dataclass(frozen=True)
+class ContentFacts:
+    """The facts that decide what the contents of a runtime's chunks are, next to its numerics.
+
+    model       digest of names, sizes and samples of the files of the model, and of the draft model
+    layout      digest of how a content is laid out
+    model_name  for messages
+    """
+
+    model: str
+    layout: str
+    model_name: str
+
+
+def content_facts(target: Path, draft: Path | None, states: Sequence[BufferSet]) -> ContentFacts:
+    """The facts of a model's and a draft model's directories, and of the buffers of each rank's state."""
+    layouts = []
+    for state in states:
+        pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})
+        layouts.append({pool: content_layout(state, pool, 1) for pool in pools})
+    model = digest_of({"target": _files(target), "draft": _files(draft)})
+    layout = digest_of({"layout": layouts[0] if len(layouts) == 1 else layouts})
+    return ContentFacts(model, layout, display_name(target))
+
+
+def _files(directory: Path | None) -> tuple[tuple[str, int, str], ...]:
+    """Names, sizes and samples of a model's files: two models, or versions of one, differ in some."""
+    if directory is None:
+        return ()
+    found = []
+    for path in sorted(directory.glob("*")):
+        if path.is_file() and path.suffix in (".safetensors", ".json", ".gguf"):
+            size = path.stat().st_size
+            found.append((path.name, size, _sampled(path, size)))
+    return tuple(found)
+
+
+def _sampled(path: Path, size: int) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(size * number // SAMPLES)
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""Contents of the prefix cache between blocks and tiers, and zeroes where a failed request has been."""
+
+import logging
+
+from lowlat.engine.launches.launches import Launches
+from lowlat.errors import CapacityError
+from lowlat.executors import Executor
+from lowlat.sequence.kvcache import KVCache
+from lowlat.step.state import StepGeometry
+
+__all__ = ["CacheMoves"]
+
+logger = logging.getLogger("lowlat.engine.steps")
+
+
+class CacheMoves:
+    """Moves contents as the book of one runtime's KV cache says; all of it is queued before the next prefill or step.
+
+    failed_slots  slots of failed requests, whose state is to be zeroed
+    """
+
+    def __init__(self, executor: Executor, geometry: StepGeometry, kvcache: KVCache, launches: Launches) -> None:
+        self._executor, self._kvcache, self._launches = executor, kvcache, launches
+        self._slot_pools = [pool for state in geometry.sequence_states for pool in state.slot_pools()]
+        self.failed_slots: list[int] = []
+
+    def fill(self) -> None:
+        """Have what prompts were found to have in the tiers of the cache, or sessions in files, written to blocks."""
+        loads = self._kvcache.take_loads()
+        if not loads:
+            return
+        self.clear()  # some of them may have been a failed request's
+        mover = self._executor.mover
+        apart = [load for load in loads if load.holder is not None]
+        if apart and self._kvcache.tiers is not None:
+            self._kvcache.tiers.copy_in(apart, mover.mark())
+        for load in loads:
+            if load.holder is None:
+                mover.write(load.pool, load.places, load.content)
+
+    def keep(self) -> None:
+        """Have what prefill has written copied for the tiers of the cache."""
+        tiers = self._kvcache.tiers
+        if tiers is None or not (saves := self._kvcache.take_saves()):
+            return
+        mover = self._executor.mover
+        if apart := [save for save in saves if save.holder is not None]:
+            tiers.copy_out(apart, mover.mark())
+        for save in saves:
+            if save.holder is None:
+                try:
+                    content = mover.read(save.key.pool, save.places)
+                except CapacityError as error:
+                    logger.warning("a part of the prefix cache is not kept: %s", error)
+                    continue
+                tiers.put(save.key, content)
+
+    def keep_all(self) -> None:
+        """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""
+        tiers = self._kvcache.tiers
+        if tiers is None:
+            return
+        self.fill()  # of a request that was cancelled meanwhile
+        tiers.flush()
+        self._kvcache.note_all()
+        self.keep()
+        tiers.flush()
+
+    def clear(self) -> None:
+        """Zero the blocks of failed requests, and what their slots keep."""
+        self._launches.clear_blocks(self._kvcache.take_blocks_to_clear())
+        for pool, blocks in self._kvcache.take_pool_blocks_to_clear().items():
+            self._launches.clear_blocks(blocks, pool)
+        for pool in self._slot_pools:
+            self._launches.clear_blocks(self.failed_slots, pool)
+        self.failed_slots.clear()
