@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from stages import later
 
-from lowlat.engine.loading import build_rank, make_geometry, make_ladder, make_topologies
+from lowlat.engine.loading.geometry import make_geometry
+from lowlat.engine.loading.programs import build_rank, make_ladder
+from lowlat.engine.loading.speculation import make_topologies
 from lowlat.kernels.attention.limits import choose_split, shortly_split
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.options.runtime import RuntimeConfig
