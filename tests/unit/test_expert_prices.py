@@ -169,6 +169,36 @@ def test_a_runtime_learns_what_its_router_does(alike: bool, tmp_path: Path, monk
             assert longest < shortest, "drafts are cheaper than where rows choose at random"
 
 
+def test_loops_are_looked_at_one_at_a_time_and_nobody_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy is queued after a loop: no other is, and no costs are told, before it has come."""
+    with loaded(tmp_path, True) as runtime:
+        learner: Any = runtime._steps._learner
+        executor, bucket = runtime.executor, next(iter(learner._costs))
+        peek, there, begun, told = executor.peek, list[bool](), list[object](), list[object]()
+
+        def queued(buffers: Sequence[torch.Tensor]) -> Any:
+            found = peek(buffers)
+            begun.append(buffers)
+            return lambda: found() if there else None
+
+        monkeypatch.setattr(executor, "peek", queued)
+        monkeypatch.setattr(expert_prices, "write_costs", lambda *given: told.append(given))
+        runtime.submit([5, 6, 7, 8] * 4, SamplingParams(max_tokens=8, ignore_eos=True))
+        runtime.step()
+        begun.clear()
+        learner._looks.clear()
+        for _ in range(5):
+            learner.launched(bucket, loops=True)
+        assert len(begun) == len(learner._looks) == 1 and not told
+        there.append(True)
+        learner.launched(bucket, loops=True)
+        assert len(begun) == 1 and not learner._looks
+        learner.launched(bucket, loops=True)
+        assert len(begun) == 2
+
+
 def test_costs_stay_where_nothing_is_to_be_chosen() -> None:
     costs = StepCosts([1.0, 2.0], [0.0, 0.0], [4.0, 4.0], 0.5)
     assert costs.choosing([4.0]) == replace(costs, experts=(4.0, 4.0))

@@ -44,6 +44,7 @@ from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.methods import draft_method, plan_speculator, rounded_speculator
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import build_step
+from lowlat.step.ladder import StepLadder
 from lowlat.step.prefill import build_prefills
 from lowlat.step.state import StepGeometry
 from lowlat.step.variants import first_token_bucket
@@ -106,6 +107,8 @@ class Sizes:
     depths              draft tokens; 0: no drafts
     max_context         positions
     prefill_chunk, max_prefill_chunks  see `RuntimeConfig`
+    forced_rows         rows of the widest steps that verify what the host proposes; those of text's drafts
+                        (`wide_rows`) have the same launches. 0: there are none
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8)
@@ -113,6 +116,7 @@ class Sizes:
     max_context: int = 4096
     prefill_chunk: int = RuntimeConfig.prefill_chunk
     max_prefill_chunks: int = RuntimeConfig.max_prefill_chunks
+    forced_rows: int = 0
 
     def of_attention(self, num_gpus: int, kv_heads: int) -> tuple["Sizes", ...]:
         """The sizes of which all splits of positions come, with the longest contexts that each has.
@@ -335,6 +339,7 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
         max_batch=max(sizes.batches), max_context=min(sizes.max_context, config.usual_context), dtype=config.dtype,
         prefill_chunk=sizes.prefill_chunk, max_prefill_chunks=sizes.max_prefill_chunks,
         tensor_parallel_size=pair.tensor_parallel_size, tp_invariant=pair.tp_invariant,
+        forced_rows=sizes.forced_rows,
         prompt_logprobs=False,  # as in strict mode, which is what tables are complete for
     )  # fmt: skip
     if pair.draft_tensor_parallel_size is not None:
@@ -355,6 +360,7 @@ def _programs(geometry: StepGeometry, sizes: Sizes, *, prompts: bool) -> Iterato
             for depth in depths
             if depth <= most_drafts(batch)
         ),
+        *StepLadder(sizes.batches, {0: 1}, wide=(geometry.forced_rows, max(depths))).wide_buckets,
         *(first_token_bucket(depth) for depth in depths),
     ]
     yield from (build_step(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)) for bucket in buckets)

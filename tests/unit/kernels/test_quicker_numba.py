@@ -219,12 +219,13 @@ def test_ptx_does_not_tell_what_was_compiled_before() -> None:
     """Functions and arrays in shared memory are numbered anew; what is no number of a function stays."""
 
     def make() -> Any:
-        @cuda.jit(device=True)
-        def inner(x: Any) -> Any:
+        def swapped(x: Any) -> Any:
             kept = cuda.shared.array(32, float32)
             kept[cuda.threadIdx.x] = x
             cuda.syncthreads()
             return kept[31 - cuda.threadIdx.x]
+
+        inner = cuda.jit(device=True)(swapped)
 
         def outer(out: Any) -> None:
             kept = cuda.shared.array(64, float32)

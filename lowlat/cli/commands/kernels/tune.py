@@ -28,7 +28,7 @@ __all__ = ["command"]
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
 METHODS = ("eagle3", "mtp", "peagle", "dflash", "dspark")  # of draft models
-OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks")
+OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks", "forced_rows")
 
 
 @click.command("tune", cls=SectionedCommand)
@@ -138,7 +138,7 @@ def command(
     options = RuntimeConfig(**given_options({name: values[name] for name in OPTIONS}, RuntimeConfig))
     sizes = Sizes(
         values["batch"], values["depths"], prefill_chunk=options.prefill_chunk,
-        max_prefill_chunks=options.max_prefill_chunks,
+        max_prefill_chunks=options.max_prefill_chunks, forced_rows=options.forced_rows,
     )  # fmt: skip
     if not sizes.batches or min(sizes.batches) < 1 or min(sizes.depths, default=-1) < 0:
         raise click.UsageError("--batch takes slots from 1 on, -S depths from 0 on")
