@@ -512,6 +512,8 @@ def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     try:
         for name in again:
             sys.modules.pop(name, None)
+            if hasattr(homes[name], last := name.rpartition(".")[2]):
+                delattr(homes[name], last)  # where `from package import module` would find the one before
         for name, module in replaced.items():
             sys.modules[name] = module
             setattr(homes[name], name.rpartition(".")[2], module)

@@ -186,8 +186,9 @@ def test_ctrl_c_ends_quietly_while_it_loads(command: str, tmp_path: Path) -> Non
     tmp_path.chmod(0o700)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     with subprocess.Popen(
-        [*LOWLAT, *command.split()], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
+        [*LOWLAT, *command.split()], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background job ignores
+    ) as process:  # fmt: skip
         assert process.stderr is not None
         maps = Path(f"/proc/{process.pid}/maps")
         eventually(lambda: "libtorch" in maps.read_text(), timeout_s=60.0)  # its import has begun, and takes a while
