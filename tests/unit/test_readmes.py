@@ -87,7 +87,7 @@ def test_figures_beside_the_table_are_those_of_bench(repository: Path, pages: di
     short = pages["bench/README.md"].split("| rows |")[1].split("\n\n")[0]
     measured = measured.replace(short, "")
     rows = [row.split("|")[1:-1] for row in table_rows(short) if "](" in row]
-    assert len(rows) == 9
+    assert len(rows) == 10
     for _, figures, source in rows:
         file = LINK.findall(source)[0]
         assert json.loads((repository / "bench" / file).read_text())
