@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import math
 import os
 import re
 import signal
@@ -265,3 +266,11 @@ def ctrl_c() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks end no request by their time, which tells nothing of what they allow: see `test_grammar_compiler`."""
+    from lowlat.text.grammar import matching
+
+    monkeypatch.setattr(matching, "MAX_MASK_S", math.inf)

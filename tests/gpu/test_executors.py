@@ -9,7 +9,7 @@ import pytest
 import torch
 from lockstep import Lockstep
 from quantised_layers import quantise_target, store_kv_scales
-from recording import Recorder, check_invariants, prompt_of, run_all
+from recording import Recorder, assert_same, check_invariants, prompt_of, run_all, traced
 from safetensors.torch import load_file, save_file
 from tiny_dflash import dflash_draft_model
 from tiny_models import PairPaths, copying_draft_model, make_pair, make_target, mxfp4_target
@@ -167,22 +167,6 @@ def test_every_group_does_what_its_operations_mean(name: str, tree: Any, pairs: 
         run_all(runtime, lambda number: (depth, 0, depth)[number % 3])
         assert not lockstep.problems, "\n".join(lockstep.problems[:20])
         assert sum(lockstep.compared.values()) > 500
-
-
-def traced(runtime: Runtime, prompt: list[int], sampling: SamplingParams, depth: Any = None) -> Any:
-    """One request alone: its tokens and the logits that each was drawn from."""
-    recorder = Recorder(runtime)
-    name = recorder.submit(prompt, sampling)
-    tokens = run_all(runtime, depth)[name]
-    recorder.stop()
-    return tokens, recorder.logits[name]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    """The same tokens from the same bits."""
-    assert found[0] == expected[0]
-    different = [index for index, row in expected[1].items() if not torch.equal(found[1][index], row)]
-    assert not different, f"other bits for the tokens at {different}"
 
 
 @pytest.mark.parametrize("name", NAMES)

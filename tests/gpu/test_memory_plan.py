@@ -20,7 +20,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {  # the depth of drafts, and opt
     "int4": (3, {"quantize": "int4"}),
     "adaptive loop": ("auto", {"device_loop": True}),
 }
-pytestmark = pytest.mark.alone  # free memory of the GPU is counted, which other tests of this session take, too
+pytestmark = pytest.mark.alone  # free memory of the GPU is counted, which tests beside these take, too
 TURNS = 3  # other processes may take memory of the GPU or give it back meanwhile
 
 

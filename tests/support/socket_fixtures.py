@@ -22,7 +22,7 @@ SETTLE_S = 5.0
 
 
 def open_descriptors() -> dict[str, str]:
-    """What this process has open, by number."""
+    """The descriptors that this process has open, by number."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:

@@ -1,7 +1,6 @@
 """Masks of drafted paths that are accepted in part: as without drafts, at a cost of the drafts alone."""
 
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -55,10 +54,7 @@ GRAMMARS: dict[str, tuple[TextCodec, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ends by its masks' time here says nothing of what they allow: `test_grammar_compiler` has that limit."""
-    monkeypatch.setattr(matching, "MAX_MASK_S", math.inf)
+pytestmark = pytest.mark.usefixtures("untimed")
 
 
 def alone(name: str, tokens: Sequence[int]) -> np.ndarray | None:

@@ -1,7 +1,6 @@
 """Documents by schema: what walks through masks make validates, what a schema forbids is never allowed."""
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -10,17 +9,13 @@ from grammars import END, allowed, codec_with, dumped, mask_of, state_of, text_o
 from jsonschema import Draft202012Validator
 
 from lowlat.errors import GrammarError, RequestError
-from lowlat.text.grammar import matching
 from lowlat.text.grammar.exact import exact_text
 
 CODEC = codec_with()
 NUM_BY_CHANCE = 60
 
 
-@pytest.fixture(autouse=True)
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ends by its masks' time here says nothing of what they allow: `test_grammar_compiler` has that limit."""
-    monkeypatch.setattr(matching, "MAX_MASK_S", math.inf)
+pytestmark = pytest.mark.usefixtures("untimed")
 
 
 def takes(schema: object, value: object) -> bool:

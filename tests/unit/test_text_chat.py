@@ -31,7 +31,7 @@ def render(source: str, **variables: object) -> str:
 
 
 def rendered(sources: Sequence[str], limits: ChatLimits | None = None, **variables: object) -> list[str]:
-    """What each of these templates writes, by one worker."""
+    """The text that each of these templates writes, by one worker."""
     templates = ChatTemplates({str(place): source for place, source in enumerate(sources)}, limits)
     try:
         return [templates.render(name, {"messages": MESSAGES, **variables}) for name in templates.names]

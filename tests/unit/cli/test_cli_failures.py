@@ -181,14 +181,14 @@ def test_a_prompt_that_is_not_utf8_is_refused(talker: Path) -> None:
 
 
 @pytest.mark.second
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("command", ["serve", "generate --prompt Hello --max-tokens 1900 --ignore-eos"])
 def test_ctrl_c_ends_quietly_while_it_loads(command: str, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     with subprocess.Popen(
-        [*LOWLAT, *command.split()], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background job ignores
-    ) as process:  # fmt: skip
+        [*LOWLAT, *command.split()], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         assert process.stderr is not None
         maps = Path(f"/proc/{process.pid}/maps")
         eventually(lambda: "libtorch" in maps.read_text(), timeout_s=60.0)  # its import has begun, and takes a while
