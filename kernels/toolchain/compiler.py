@@ -76,7 +76,7 @@ def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory:
 
 
 def _made_once(kernel: Kernel, capability: tuple[int, int], path: Path, patience_s: float) -> CompiledKernel | None:
-    """What a kernel's file holds, or what is compiled for it; None where another process compiles it for longer."""
+    """The code of a kernel, from its file or compiled for it; None where another process takes longer to compile it."""
     known = _read(path)
     if known is not None:
         return known

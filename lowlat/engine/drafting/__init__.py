@@ -1,1 +1,1 @@
-"""What chooses a step's bucket by what is drafted, forced or proposed, and what is learnt of draft lengths' costs."""
+"""The choice of a step's bucket by what is drafted, forced or proposed, and the learning of draft lengths' costs."""

@@ -26,7 +26,7 @@ def make_proposer(loaded: Loaded, parts: StepParts) -> Proposer:
 
 
 def make_learner(loaded: Loaded) -> ExpertPrices | None:
-    """What learns from a runtime's steps how to choose the draft lengths of the next ones; None: nothing does."""
+    """The learner that prices draft lengths by the steps that a runtime has run; None where nothing is learnt."""
     if loaded.costs is None or not any(each.per_expert for each in loaded.costs.values()):
         return None
     return ExpertPrices(loaded.executor, loaded.costs, loaded.geometry.most_waiting)

@@ -1,1 +1,1 @@
-"""What is told of steps: counters, checks of strict mode, tiles of attention, debug traces, blocks of the summary."""
+"""Figures of steps: counters, checks of strict mode, tiles of attention, debug traces, blocks of the summary."""

@@ -1,4 +1,4 @@
-"""What a load leaves: everything that a runtime drives."""
+"""The result of a load: everything that a runtime drives."""
 
 from dataclasses import dataclass
 from typing import Any

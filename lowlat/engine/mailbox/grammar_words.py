@@ -1,4 +1,4 @@
-"""What host and device tell each other of requests with grammars: a step's rows, their masks, and forced drafts."""
+"""The words of host and device about requests with grammars: a step's rows, their masks, and forced drafts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

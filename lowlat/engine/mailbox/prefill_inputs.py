@@ -1,4 +1,4 @@
-"""What prefill reads, and the logprobs of prompts that its passes leave."""
+"""The inputs of prefill, and the logprobs of prompts that its passes leave."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

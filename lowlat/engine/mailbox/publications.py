@@ -1,4 +1,4 @@
-"""What a step publishes, as the host reads it: an entry of the ring, and the outcome for each of its slots."""
+"""Publications of steps, as the host reads them: an entry of the ring, and the outcome for each of its slots."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

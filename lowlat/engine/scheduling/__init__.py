@@ -1,1 +1,1 @@
-"""Which request has a slot, which chunk of a prompt runs next, and which blocks of the KV cache are whose."""
+"""The schedule: who has a slot, which chunk of a prompt runs next, and which blocks of the KV cache are whose."""

@@ -39,7 +39,7 @@ class Placement:
     ) -> None:
         self._kvcache, self._queue, self._slots, self._requests = kvcache, queue, slots, requests
         self._space, self._num_overprovision, self._num_written = space, num_overprovision, num_written
-        self.kept = self._kept = KeptRequests(kvcache, space, queue)
+        self.kept = KeptRequests(kvcache, space, queue)
         self._departed: list[Departure] = []
         self._moved_out: list[tuple[str, MovedOut]] = []
         self._num_admitted = 0
@@ -62,7 +62,7 @@ class Placement:
 
     def forget(self, request_id: str) -> None:
         """A request has a slot again, or has ended: nothing is kept for it."""
-        if self._kept.forget(request_id):
+        if self.kept.forget(request_id):
             self._refused = None
 
     def admit(self) -> list[Admission]:
@@ -83,7 +83,7 @@ class Placement:
         return admitted
 
     def _is_coming(self, request: ScheduledRequest) -> bool:
-        if not request.reads_cache or request.request_id in self._kept:
+        if not request.reads_cache or request.request_id in self.kept:
             return False
         return self._kvcache.is_coming(request.prompt_token_ids, request.cache_salt)
 
@@ -96,7 +96,7 @@ class Placement:
         if self._refused is not None and self._refused == (request, self._kvcache.generation):
             return None
         generation = self._kvcache.generation  # before it is asked: what comes meanwhile is worth another try
-        number, kept = self._slots.index(None), self._kept.get(name)
+        number, kept = self._slots.index(None), self.kept.get(name)
         slot = self._begin(request, number) if kept is None else self._come_back(kept, number)
         self._refused = (request, generation) if slot is None else None
         if slot is None:
@@ -133,7 +133,7 @@ class Placement:
 
         Blocks of requests without a slot go first.
         """
-        if None in self._slots and (moved := self._kept.move_out(head.request_id, self._num_written)) is not None:
+        if None in self._slots and (moved := self.kept.move_out(head.request_id, self._num_written)) is not None:
             self._moved_out.append(moved)
             return True
         victim = self._victim(head)
@@ -160,19 +160,19 @@ class Placement:
 
     def _may_fit(self, head: ScheduledRequest) -> bool:
         """Whether blocks can suffice for the head of the queue when all of lower priority have left."""
-        kept = self._kept.get(head.request_id)
+        kept = self.kept.get(head.request_id)
         if kept is not None and kept.moved is None:
             return True
         slots = (slot for slot in self._slots if slot is not None)
         leaving = {slot.request.request_id for slot in slots if slot.request.priority < head.priority}
         needed = self._kvcache.num_needed(head.max_total_tokens, self._num_overprovision)
-        return needed <= self._kvcache.num_free_without(leaving | self._kept.keys())
+        return needed <= self._kvcache.num_free_without(leaving | self.kept.keys())
 
     def depart(self, slot: Slot) -> Departure:
         """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
         request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
         if decoded:
-            self._kept.keep(slot)
+            self.kept.keep(slot)
         else:
             self._kvcache.release(request_id)
         self._slots[slot.number] = self._requests[request_id] = None

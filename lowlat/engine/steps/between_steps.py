@@ -1,4 +1,4 @@
-"""What callers want of live requests between two steps: that they pause, resume or end, and that prompts grow."""
+"""Changes of live requests between two steps, as callers want them: pauses, ends, and prompts that grow."""
 
 from collections.abc import Sequence
 from typing import cast
