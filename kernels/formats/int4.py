@@ -34,7 +34,7 @@ MIDDLE = 8
 HALF_RANGE = 7.5  # codes from -8 to 7 around the middle
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each, a pair's in both halves
 TOP_NIBBLE = 0xF0000000 - (1 << 32)
-WORD_BYTES, LANE_WORD_BYTES = 32, 128  # a word of eight pairs of rows after the codes, and where each lane has its own
+WORD_BYTES = 32  # a word of eight pairs of rows after the codes
 LOW, TWICE = 0x0000FFFF, 0x00010001
 CODES = 0x000F000F
 HIGH_CODES = 0x00F000F0
@@ -181,7 +181,7 @@ def _fragment(tiles: TileFormat) -> Fragment:
     from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
     last, has_zeros, words_of_group = tiles.groups - 1, tiles.zeros, tiles.scale_words + tiles.zeros
-    zeros_at, lane_zeros_at = tiles.scale_words * WORD_BYTES, tiles.scale_words * LANE_WORD_BYTES
+    zeros_at = tiles.scale_words * WORD_BYTES
 
     @device_function
     def expand(word: Any, minus: Any) -> Any:
@@ -218,18 +218,10 @@ def _fragment(tiles: TileFormat) -> Fragment:
         )
 
     @device_function
-    def quarters_of(minus: Any) -> Any:
-        """The pair of numbers that `expand_quarters` takes off, of the one that `expand` does."""
-        quarter = uint32(QUARTERS)
-        return ptx.fma_bf16_pair(minus, quarter, uint32(MINUS_ZEROS)), ptx.fma_bf16_pair(
-            minus, quarter, uint32(THIRTY_2)
-        )
-
-    @device_function
     def load_group(weights: Any, half: Any, minus: Any, low_minus: Any) -> Any:
         """A quarter of a lane's numbers of half a step: four words of a row, and four of the row 8 below.
 
-        minus, low_minus  of either row, as `quarters_of` gives them
+        minus, low_minus  of either row, as `take_zeros` gives them
         """
         w0, w1, v0, v1 = ptx.load_shared_128(weights)
         if half == 0:
@@ -242,11 +234,14 @@ def _fragment(tiles: TileFormat) -> Fragment:
 
     @device_function
     def take_zeros(words: Any) -> Any:
+        """A quarter of 128 and the zero point and one of the zero point, less than zero, of either row."""
         minus = low_minus = uint32(MINUS_34), uint32(MINUS_2)
         if has_zeros:
-            both = ptx.load_shared_u32(uint32(words + uint32(lane_zeros_at)))
-            minus = quarters_of(uint32(both & uint32(LOW)) * uint32(TWICE))
-            low_minus = quarters_of(uint32(both >> uint32(16)) * uint32(TWICE))
+            both, quarter = ptx.load_shared_u32(uint32(words + uint32(zeros_at))), uint32(QUARTERS)
+            full = ptx.fma_bf16_pair(both, quarter, uint32(MINUS_ZEROS))
+            own = ptx.fma_bf16_pair(both, quarter, uint32(THIRTY_2))
+            minus = ptx.both_low(full), ptx.both_low(own)
+            low_minus = ptx.both_high(full), ptx.both_high(own)
         return minus, low_minus
 
     def make_halves(four: Any, one: Any) -> tuple[Any, Any, Any]:

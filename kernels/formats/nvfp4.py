@@ -6,7 +6,9 @@ the low nibble. Source: NVIDIA's and compressed-tensors' exports, which store th
 A code has two significant bits and a scale four, so their product is a bf16 number, exactly. In registers codes come
 out of their words times 2**-126 and scales times 2**118: a number is 2**-8 of its meaning, and the factor, which the
 epilogue applies, 2**8 of its own. A packed scale has five bits of exponent and three of mantissa; one multiply-add of
-integers brings it to its place in a bf16, the least exponent's number too. Blocks of zeros have codes of zeros.
+integers brings it to its place in a bf16, the least exponent's number too. Blocks of zeros have codes of zeros. After a
+step's codes are two words for each pair of rows i and i + 8, one for each half of its columns: of the half's first
+block the scales of both rows, then those of its second block. So a lane's two scales of a half lie side by side.
 """
 
 from types import MappingProxyType
@@ -17,7 +19,7 @@ import torch
 from lowlat.kernels.formats.base import DenseFormat, Fragment, Parts, Specs, check_part
 from lowlat.kernels.formats.fp8 import decode_e4m3
 from lowlat.kernels.formats.int4 import unpack_nibbles
-from lowlat.kernels.formats.mxfp4 import MAGNITUDES, make_decode, pack_codes, unpack_codes
+from lowlat.kernels.formats.mxfp4 import CODE, LAST_PAIR, MAGNITUDES, pack_codes, unpack_codes
 from lowlat.kernels.formats.panels import four_bit_lanes, four_bit_rows, padding_of
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.tiles import TileFormat
@@ -25,11 +27,18 @@ from lowlat.kernels.gemm.tiles import TileFormat
 __all__ = ["NVFP4"]
 
 BLOCK = 16
-WORD_BYTES, LANE_WORD_BYTES = 32, 128  # a word of eight rows after the codes, and where each lane has its own
+WORD_BYTES = 32  # a word of eight pairs of rows after the codes
 TWICE, MINUS_ZEROS = 0x00010001, 0x80008000
 # A packed scale of NVFP4, times 2**4, and this make the bits of a bf16: the scale times 2**118. The smallest one's are
 # those of 2**-9, all it takes to hold e4m3's subnormal numbers as others.
 SCALE_STEP, SCALE_BITS = 1 << 4, 236 << 7
+# Of a word of four scales, bytes 0 and 1, each with zeros above; the number from there to bytes 2 and 3, for a thread
+# whose number has bit 1.
+FIRST_BLOCK, TO_SECOND_BLOCK = 0x4140, 0x0101
+# The fourth code of a half-word has its bits at 13, 14, 10 and the sign at 11. The upper half of a product with this
+# number has them shifted right by 7 and by 2, the lower one left by 4: where CODE has ones, the magnitude and the sign.
+# No two terms meet: nothing is carried.
+SPREAD_WIDE = 1 << 25 | 1 << 30 | 1 << 4
 FACTOR = 2.0**8  # by which a row's factor is above its meaning, as numbers are below theirs
 LEAST_SCALE = 118 << 3  # the bits of 2**-9 in bf16, less those of the mantissa that e4m3 lacks
 
@@ -86,7 +95,7 @@ class _Nvfp4(DenseFormat):
         steps[:, :, : tiles.code_bytes] = words.view(torch.uint8).reshape(height, width, tiles.code_bytes)
         row_scales.copy_((parts["nvfp4_factors"] * FACTOR).reshape(-1))
         packed = torch.nn.functional.pad(_packed_scales(scales), (0, width * 4 - columns // BLOCK, 0, padding[3]))
-        packed = packed.view(height, 2, 8, width, 4).permute(0, 3, 1, 2, 4)
+        packed = packed.view(height, 2, 8, width, 2, 2).permute(0, 3, 4, 2, 5, 1)  # a row's 8 below it is innermost
         steps[:, :, tiles.code_bytes :] = packed.reshape(height, width, -1)
 
     def unpack_panel(self, steps: torch.Tensor, tiles: TileFormat) -> torch.Tensor:
@@ -98,7 +107,8 @@ class _Nvfp4(DenseFormat):
         words = steps[:, :, : tiles.code_bytes].contiguous().view(torch.int32)
         codes = unpack_nibbles(unpack_codes(words)).to(torch.int16)
         numbers = four_bit_rows(((codes & 7) << 6 | (codes & 8) * -4096).view(torch.bfloat16).mul_(2.0**126), steps)
-        scales = steps[:, :, tiles.code_bytes :].reshape(height, width, 2, 8, 4).permute(0, 2, 3, 1, 4)
+        scales = steps[:, :, tiles.code_bytes :].reshape(height, width, 2, 8, 2, 2).permute(0, 5, 3, 1, 2, 4)
+        scales = scales.reshape(height, 2, 8, width, 4)
         sizes = ((scales.to(torch.int16) * SCALE_STEP) + SCALE_BITS).view(torch.bfloat16) * 2.0**-126
         return (numbers.reshape(height, 2, 8, width, 4, 16) * sizes[..., None]).reshape(height * TILE_ROWS, -1)
 
@@ -121,33 +131,35 @@ def _fragment(tiles: TileFormat) -> Fragment:
     from lowlat.kernels.toolchain import ptx
     from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, uint32
 
-    decode, code_bytes = make_decode(), tiles.code_bytes
+    code_bytes = tiles.code_bytes
 
     @device_function
-    def scale_of(word: Any, shift: Any) -> Any:
-        """A pair of bf16 of the packed scale in one byte of a word, times 2**118."""
-        byte = (word >> shift) & uint32(0xFF)
-        return uint32(byte * uint32(SCALE_STEP * TWICE) + uint32(SCALE_BITS * TWICE))
+    def scales_of(word: Any, thread: Any) -> Any:
+        """A pair of bf16, times 2**118, of a row's scale and of the row 8 below's, from a half's word.
+
+        A lane's columns are in the first block of a half for the first two lanes of a row.
+        """
+        bytes_of_block = uint32(uint32(FIRST_BLOCK) + (thread & uint32(2)) * uint32(TO_SECOND_BLOCK))
+        pair = ptx.pick_bytes(word, bytes_of_block)
+        return uint32(pair * uint32(SCALE_STEP) + uint32(SCALE_BITS * TWICE))
 
     @device_function
     def expand(word: Any, scale: Any) -> Any:
-        """The four pairs of bf16 of a word of eight codes, times a scale."""
-        a, b, c, d = decode(word)
-        none = uint32(MINUS_ZEROS)
+        """The four pairs of bf16 of a word of eight codes, times a scale, a pair of it."""
+        none, code = uint32(MINUS_ZEROS), uint32(CODE)
+        low, high = ptx.mul_wide(word & uint32(LAST_PAIR), uint32(SPREAD_WIDE))
         return (
-            ptx.fma_bf16_pair(a, scale, none),
-            ptx.fma_bf16_pair(b, scale, none),
-            ptx.fma_bf16_pair(c, scale, none),
-            ptx.fma_bf16_pair(d, scale, none),
+            ptx.fma_bf16_pair(word & code, scale, none),
+            ptx.fma_bf16_pair((word << uint32(3)) & code, scale, none),
+            ptx.fma_bf16_pair((word << uint32(6)) & code, scale, none),
+            ptx.fma_bf16_pair(ptx.xor_and(low, high, code), scale, none),
         )
 
     @device_function
     def load_half(weights: Any, half: Any, words: Any) -> Any:
-        """Of the two blocks of a half a lane's columns are in the first for the first two lanes of a row."""
         w0, w1, v0, v1 = ptx.load_shared_128(weights)
-        shift = uint32(uint32(half * 16) + ((uint32(cuda.threadIdx.x) & uint32(2)) << uint32(2)))
-        top = scale_of(ptx.load_shared_u32(words), shift)
-        low = scale_of(ptx.load_shared_u32(uint32(words + uint32(LANE_WORD_BYTES))), shift)
+        pair = scales_of(ptx.load_shared_u32(uint32(words + uint32(half * WORD_BYTES))), uint32(cuda.threadIdx.x))
+        top, low = ptx.both_low(pair), ptx.both_high(pair)
         if half == 0:
             a0, a1, a2, a3 = expand(w0, top)
             b0, b1, b2, b3 = expand(v0, low)
@@ -161,19 +173,22 @@ def _fragment(tiles: TileFormat) -> Fragment:
         def hold(step: Any, lane: Any) -> Any:
             words = four(step, uint32(lane * uint32(16)))
             at = uint32(uint32(code_bytes) + uint32(uint32(lane >> uint32(2)) * uint32(4)))
-            top, low = one(step, at), one(step, uint32(at + uint32(WORD_BYTES)))
-            return words, top, low, uint32((lane & uint32(2)) << uint32(2))
+            return words, one(step, at), one(step, uint32(at + uint32(WORD_BYTES))), lane
+
+        @device_function
+        def half(top: Any, low: Any, word: Any, lane: Any) -> Any:
+            pair = scales_of(word, lane)
+            return expand(top, ptx.both_low(pair)) + expand(low, ptx.both_high(pair))
 
         @device_function
         def first_half(held: Any) -> Any:
-            words, top, low, block = held
-            return expand(words[0], scale_of(top, block)) + expand(words[2], scale_of(low, block))
+            words, word, _, lane = held
+            return half(words[0], words[2], word, lane)
 
         @device_function
         def second_half(held: Any) -> Any:
-            words, top, low, block = held
-            later = uint32(block + uint32(16))
-            return expand(words[1], scale_of(top, later)) + expand(words[3], scale_of(low, later))
+            words, _, word, lane = held
+            return half(words[1], words[3], word, lane)
 
         return hold, first_half, second_half
 
@@ -183,18 +198,18 @@ def _fragment(tiles: TileFormat) -> Fragment:
         return a, b, c, d, a, b, c, d
 
     def make_expand(half: int) -> Any:
-        own, below, shift = half, 2 + half, 16 * half
+        own, below = half, 2 + half
 
         @device_function
-        def expand_blocks(raw: Any, top: Any, low: Any) -> Any:
-            place = uint32(uint32(shift) + ((uint32(cuda.threadIdx.x) & uint32(2)) << uint32(2)))
-            return expand(raw[own], scale_of(top, place)), expand(raw[below], scale_of(low, place))
+        def expand_blocks(raw: Any, first: Any, second: Any) -> Any:
+            pair = scales_of(second if half else first, uint32(cuda.threadIdx.x))
+            return expand(raw[own], ptx.both_low(pair)), expand(raw[below], ptx.both_high(pair))
 
         return expand_blocks
 
     @device_function
     def load_scales(scales: Any) -> Any:
-        """All scales of the step, of a row and of the row 8 below."""
+        """All scales of the step, of the first half of its columns and of the second, of both rows."""
         return ptx.load_shared_u32(scales), ptx.load_shared_u32(uint32(scales + uint32(WORD_BYTES)))
 
     return Fragment(

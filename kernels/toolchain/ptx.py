@@ -13,10 +13,10 @@ from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda, intrinsic, type
 __all__ = [
     "add_rn", "and_or", "array_address", "atomic_add_gpu", "ballot", "barrier_arrive", "barrier_init",
     "barrier_is_over", "barrier_is_over_soon", "bf16_bits", "bf16_pair", "bits_of_float", "copies_commit",
-    "copies_wait", "copy_async_4", "copy_async_16", "copy_async_16_once", "copy_async_16_once_if",
+    "copies_wait", "copy_async_4", "copy_async_16", "copy_async_16_if", "copy_async_16_once", "copy_async_16_once_if",
     "copy_async_16_or_zero", "count_bits", "div_rn", "e4m3_pair", "e4m3_to_f16", "exp2_approx", "exp2_approx_ftz",
     "f16_pair", "fence_system", "float_of_bits", "fma_bf16_pair", "fma_rn", "fma_tiles", "instruction",
-    "interleave_codes", "ir_type",
+    "interleave_codes", "ir_type", "kept",
     "lanes_of_same", "let_next_kernel_start", "load_acquire_gpu", "load_acquire_system", "load_global_64",
     "load_global_128", "load_global_bf16", "load_global_f32", "load_global_i32", "load_global_i64",
     "load_global_nc_128", "load_global_u8", "load_global_u16", "load_relaxed_gpu_128", "load_relaxed_gpu_f32",
@@ -164,7 +164,12 @@ _ONCE = "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
 copy_async_16_once = instruction(
     _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)
 )
-# the same for lanes whose number is not zero, without a branch
+# likewise for lanes whose number is not zero, without a branch
+copy_async_16_if = instruction(
+    "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.cg.shared.global.L2::128B [$0], [$1], 16; }",
+    None,
+    (u32, i64, u32),
+)
 copy_async_16_once_if = instruction(
     _ONCE
     + ".reg .pred p; setp.ne.u32 p, $2, 0; "
@@ -182,7 +187,12 @@ varying_long = instruction(
     i64,
     (i64,),
 )
-# 4 bytes, by way of L1: what all four lanes of a group need
+# The same number, which the assembler keeps in a register: what comes from a lane it does not compute again where it is
+# used, as it does with sums and products, in loops too.
+kept = instruction(
+    "{ .reg .u32 t; mov.u32 t, %laneid; shfl.sync.idx.b32 $0, $1, t, 31, 0xffffffff; }", u32, (u32,), together=True
+)
+# 4 bytes, by way of L1: of memory that is not aligned to 16
 copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
 copies_commit = instruction("cp.async.commit_group;", None, ())
 
@@ -225,6 +235,15 @@ exp2_approx_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=Tr
 bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
 # (a & b) | c: one operation, which the assembler does not find where two of these are constants
 and_or = instruction("lop3.b32 $0, $1, $2, $3, 0xEA;", u32, (u32, u32, u32), pure=True)
+# a word's bytes, or zeros, by the four numbers of a selector: 0 to 3 of a byte, 4 of a zero
+pick_bytes = instruction("prmt.b32 $0, $1, 0, $2;", u32, (u32, u32), pure=True)
+# a pair of the first of two numbers, and of the second: of a product's operand they cost nothing
+both_low = instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l}; }", u32, (u32,), pure=True)
+both_high = instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }", u32, (u32,), pure=True)
+# the 64 bits of a product of two words: the lower ones, and the upper ones
+mul_wide = instruction("{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$0, $1}, t; }", (u32, 2), (u32, u32), pure=True)
+# (a ^ b) & c: one operation
+xor_and = instruction("lop3.b32 $0, $1, $2, $3, 0x28;", u32, (u32, u32, u32), pure=True)
 fma_bf16_pair = instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
 bf16_pair = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
 f16_pair = instruction("cvt.rn.f16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
@@ -314,10 +333,11 @@ def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
     return multiply
 
 
-def fma_tiles(total: int, first: int, count: int) -> Any:
+def fma_tiles(total: int, first: int, count: int, wanted: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
     """An intrinsic: accumulators, 4 * total float32, and `count` tiles of sums, scaled, added to them from `first` on.
 
     A tile's first two sums are of one row, the others of the row 8 below, which have a scale each.
+    wanted: of a tile's four sums those that are added; the accumulators of the others stay.
     """
 
     @intrinsic
@@ -329,7 +349,7 @@ def fma_tiles(total: int, first: int, count: int) -> Any:
             function = ir.FunctionType(_IR[f32], [_IR[f32]] * 3)
             assembly = ir.InlineAsm(function, "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", side_effect=False)
             results = [builder.extract_value(args[0], k) for k in range(4 * total)]
-            for place in range(4 * count):
+            for place in (4 * tile + part for tile in range(count) for part in wanted):
                 scale = args[2] if place % 4 < 2 else args[3]
                 at = 4 * first + place
                 results[at] = builder.call(assembly, [builder.extract_value(args[1], place), scale, results[at]])

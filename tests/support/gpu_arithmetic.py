@@ -98,6 +98,14 @@ def f16_bits(value: Any) -> int:
     return _HALF_WORD[0]
 
 
+def picked_bytes(word: int, selector: int) -> int:
+    """Bytes of a word by the numbers of a selector, the lowest first; of 4 to 7 they are zeros."""
+    numbers = ((int(selector) >> 4 * place) & 15 for place in range(4))
+    return sum(
+        (int(word) >> 8 * number & 0xFF if number < 4 else 0) << 8 * place for place, number in enumerate(numbers)
+    )
+
+
 def larger_pair(a: int, b: int) -> int:
     """Of bf16 pairs without signs or NaN."""
     return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16

@@ -89,11 +89,15 @@ class Warp:
 
         return multiply
 
-    def fma_tiles(self, total: int, first: int, count: int) -> Callable[..., tuple[Any, ...]]:
+    def fma_tiles(
+        self, total: int, first: int, count: int, wanted: tuple[int, ...] = (0, 1, 2, 3)
+    ) -> Callable[..., tuple[Any, ...]]:
         def add(sums: tuple[Any, ...], partial: tuple[Any, ...], top: Any, low: Any) -> Any:
             assert len(sums) == 4 * total and len(partial) == 4 * count
             made = list(sums)
             for place, value in enumerate(partial):
+                if place % 4 not in wanted:
+                    continue
                 scale = float(top if place % 4 < 2 else low)
                 made[4 * first + place] = rounded(float(value) * scale + float(made[4 * first + place]))
             return tuple(made)

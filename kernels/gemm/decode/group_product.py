@@ -15,6 +15,7 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 __all__ = ["make_group_product"]
 
 HIGH = 0xFFFF0000
+WORD_BYTES = 32  # a word after the codes, of the eight pairs of rows
 
 
 def make_group_product(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -27,7 +28,8 @@ def make_group_product(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
         raise ShapeError(f"groups of columns are multiplied by one or two weight tiles at once, got {weight_tiles}")
     total = weight_tiles * row_tiles
     tile = _make_tile(shape, plan)
-    add0, add1 = (ptx.fma_tiles(total, min(part, weight_tiles - 1) * row_tiles, row_tiles) for part in range(2))
+    places = (0, 2) if plan.columns == 1 else (0, 1, 2, 3)  # of one row the first column is all that is wanted
+    add0, add1 = (ptx.fma_tiles(total, min(part, weight_tiles - 1) * row_tiles, row_tiles, places) for part in range(2))
     groups = shape.weights.groups
 
     def multiply(sums: Any, here: Any, rows: Any, words: Any) -> Any:
@@ -52,7 +54,7 @@ def _make_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     zeros = ptx.zeros(4 * row_tiles)
     first, second = ptx.mma_bf16_tiles(row_tiles, 0, row_tiles, 0), ptx.mma_bf16_tiles(row_tiles, 0, row_tiles, 2)
     rows_at = 0 if plan.steps_held else plan.weight_tiles * plan.tile_bytes
-    whole, wide, group_bytes = weights.groups == 1, weights.wide, (weights.scale_words + weights.zeros) * 128
+    whole, wide, group_bytes = weights.groups == 1, weights.wide, (weights.scale_words + weights.zeros) * WORD_BYTES
 
     @device_function
     def add_half(sums: Any, here: Any, rows: Any, half: Any, minus: Any, low_minus: Any) -> Any:
@@ -66,7 +68,10 @@ def _make_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
         place = uint32(words + uint32(group * group_bytes))
         word = ptx.load_shared_u32(place)
         if wide:
-            top, low = ptx.float_of_bits(word), ptx.float_of_bits(ptx.load_shared_u32(uint32(place + uint32(128))))
+            top, low = (
+                ptx.float_of_bits(word),
+                ptx.float_of_bits(ptx.load_shared_u32(uint32(place + uint32(WORD_BYTES)))),
+            )
         else:
             top, low = ptx.float_of_bits(word << uint32(16)), ptx.float_of_bits(word & uint32(HIGH))
         minus, low_minus = take_zeros(place)

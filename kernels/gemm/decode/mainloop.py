@@ -14,6 +14,8 @@ from lowlat.kernels.gemm.k_parts import make_part_of_warp
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
+WARP = 32  # lanes
+
 __all__ = ["make_fill", "make_issue_rows", "make_issue_weights", "make_multiply", "make_multiplying", "make_store"]
 
 
@@ -22,8 +24,8 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     filling = WARPS if shape.parts is not None else min(WARPS, shape.steps)  # a shallow weight has no step for others
     tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle * WARPS // filling
     stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(throttle - 1), _stride(shape, plan)
-    issue_weights, steps, cut = make_issue_weights(shape, plan), shape.steps, shape.parts is not None
-    steps_of = _make_steps_of(shape)
+    (offset_of_words, issue_weights), steps = make_issue_weights(shape, plan), shape.steps
+    steps_of, cut = _make_steps_of(shape), shape.parts is not None
 
     @device_function
     def fill(mine: Any, weight: Any, warp: Any, lane: Any) -> Any:
@@ -31,9 +33,10 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
         if cut:
             first, end, own = steps_of(warp)
         tile, step, filled = uint32(cuda.blockIdx.x), first, 0
+        offset = offset_of_words(lane)
         for number in range(stages):
             if step < end and tile < uint32(tiles):
-                issue_weights(mine + uint32(number * stage_bytes), weight, tile, own, step, lane)
+                issue_weights(mine + uint32(number * stage_bytes), weight, tile, own, step, lane, offset)
                 filled = number + 1
                 step = uint32(step + uint32(stride))
                 if step >= end:
@@ -56,7 +59,8 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
     cut, steps_of = shape.parts is not None, _make_steps_of(shape)
     stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
     step_bytes, next_rows = plan.step_bytes, WARPS * rows_bytes if plan.steps_held else plan.step_bytes
-    issue_weights, issue_rows = make_issue_weights(shape, plan), make_issue_rows(shape, plan)
+    offset_of_words, issue_weights = make_issue_weights(shape, plan)
+    offsets_of_rows, issue_rows = make_issue_rows(shape, plan)
     multiply, store, weight_tiles, columns = (
         make_multiply(shape, plan),
         make_store(plan),
@@ -64,9 +68,9 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
         plan.columns,
     )
     holds, ragged = plan.steps_held > 0, plan.is_ragged(steps)
-    shared = columns < 8 and not holds  # lanes read rows that others copied
+    shared = (columns < 8 and not holds) or shape.weights.words > 0  # lanes read rows or words that others copied
     await_free, give, after = pipeline.await_free, pipeline.give, pipeline.after
-    code_bytes = shape.weights.code_bytes
+    code_bytes, word_bytes = shape.weights.code_bytes, shape.weights.step_bytes - shape.weights.code_bytes
     wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
 
     @device_function
@@ -81,13 +85,14 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
         ahead_tile, ahead_step, filled = ahead
         in_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
         to_rows = uint32(in_rows - lane * uint32(16))
-        to_words = uint32(uint32(code_bytes) - lane * uint32(12))
+        to_words = uint32(uint32(code_bytes) - lane * uint32(16) + uint32(lane >> uint32(2)) * uint32(4))
         corner = (lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2))
         step = first
+        word_offset, row_offsets = offset_of_words(lane), offsets_of_rows(lane)
         if not holds:
             for number in range(stages):
                 if number < filled:
-                    issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count)
+                    issue_rows(mine + uint32(number * stage_bytes), x, step, lane, count, row_offsets)
                     step = uint32(step + uint32(stride))
                     if step >= end_step:
                         step = first
@@ -105,13 +110,14 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
                 for part in range(span):
                     place = uint32(here + uint32(part * step_bytes))
                     if not ragged or uint32(step + uint32(part * WARPS)) < end_step:
-                        sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), uint32(place + to_words))
+                        words = uint32(uint32(here + to_words) + uint32(part * word_bytes))
+                        sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), words)
                 if shared:
                     ptx.sync_warp()
                 if ahead_tile < uint32(tiles):
-                    issue_weights(here, weight, ahead_tile, own, ahead_step, lane)
+                    issue_weights(here, weight, ahead_tile, own, ahead_step, lane, word_offset)
                     if not holds:
-                        issue_rows(here, x, ahead_step, lane, count)
+                        issue_rows(here, x, ahead_step, lane, count, row_offsets)
                     ahead_step = uint32(ahead_step + uint32(stride))
                     if ahead_step >= end_step:
                         ahead_step, ahead_tile = first, uint32(ahead_tile + blocks)
@@ -172,24 +178,46 @@ def make_store(plan: DecodeGemmPlan) -> Any:
     return store
 
 
-def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """Copy a lane's own bytes of a stage's k steps of a group of weight tiles to its place in shared memory."""
+def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:
+    """Two functions of a warp. The second copies the k steps of a stage of a group of weight tiles: each lane its own
+    codes, from its place in shared memory on, and all lanes together the words after the codes, 16 bytes a lane, from
+    the offset that the first gives for the lane. The words of all steps of a stage lie side by side, after the codes of
+    the first."""
     weight_tiles, shared_bytes, span, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
-    code_bytes, words, apart = shape.weights.code_bytes, shape.weights.words, WARPS * shape.weights.step_bytes
+    apart, code_bytes, words = WARPS * shape.weights.step_bytes, shape.weights.code_bytes, shape.weights.words
     last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
     steps, ragged = shape.steps, plan.is_ragged(shape.steps)
+    chunks = 2 * max(words, 1)  # of 16 bytes, of the words of a step
+    at_once, used = WARP // chunks, WARP // chunks * chunks  # steps whose words a warp copies at once, by so many lanes
+
+    @device_function
+    def offset_of_words(lane: Any) -> Any:
+        part, chunk = uint32(lane // uint32(chunks)), uint32(lane % uint32(chunks))
+        return ptx.kept(uint32(part * uint32(apart) + chunk * uint32(16) + uint32(code_bytes)))
+
+    @device_function
+    def no_offset(_lane: Any) -> Any:
+        return uint32(0)
 
     @device_function
     def issue_step(place: Any, start: Any, lane: Any) -> None:
         source = start + int64(lane) * 16
         for quarter in range(quarters):
             ptx.copy_async_16_once(place + uint32(quarter * 512), source + quarter * 512)
-        for word in range(words):
-            target = place + uint32(code_bytes + word * 128) - lane * uint32(12)
-            ptx.copy_async_4(uint32(target), start + code_bytes + word * 32 + int64(lane >> uint32(2)) * 4)
 
-    def issue(place: Any, weight: Any, tile: Any, own: Any, step: Any, lane: Any) -> None:
+    @device_function
+    def issue_words(place: Any, start: Any, step: Any, lane: Any, offset: Any) -> None:
+        source = start + int64(offset)
+        for first in range(0, span, at_once):
+            wanted = lane < uint32(min(used, (span - first) * chunks))
+            if ragged:
+                part = uint32(uint32(lane // uint32(chunks)) + uint32(first))
+                wanted = wanted and uint32(step + part * uint32(WARPS)) < uint32(steps)
+            target = uint32(place + uint32(code_bytes + first * chunks * 16))
+            ptx.copy_async_16_once_if(target, source + int64(first * apart), uint32(wanted))
+
+    def issue(place: Any, weight: Any, tile: Any, own: Any, step: Any, lane: Any, offset: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
             number = uint32(tile * uint32(weight_tiles) + uint32(part))
@@ -205,18 +233,27 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
                 issue_step(uint32(target + uint32(2 * stage_step)), start + int64(2 * apart), lane)
             if span > 2 and (not ragged or step + uint32(3 * WARPS) < uint32(steps)):
                 issue_step(uint32(target + uint32(3 * stage_step)), start + int64(3 * apart), lane)
+            if words:
+                issue_words(target, start, step, lane, offset)
 
-    return device_function(issue)
+    return offset_of_words if words else no_offset, device_function(issue)
 
 
-def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """Copy a lane's bytes of the rows' k steps of a stage.
+def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:
+    """Two functions of a warp. The second copies the rows' k steps of a stage, at the offsets that the first gives for
+    a lane from the bytes between rows.
 
-    Lanes of rows that do not exist copy nothing and feed rubbish to columns of the output that nobody reads.
+    Rows that do not exist are not copied: they feed rubbish to columns of the output that nobody reads.
     """
+    if plan.columns < 8 and shape.weights.code_bits == 4:
+        return _make_issue_few_rows(shape, plan)
     depth, row_tiles, offset = shape.depth, plan.row_tiles, plan.weight_tiles * plan.tile_bytes
     rows_bytes, half_bytes, span, step_bytes = plan.rows_bytes, plan.rows_bytes // 2, plan.span, plan.step_bytes
     steps, ragged = shape.steps, plan.is_ragged(shape.steps)
+
+    @device_function
+    def no_offsets(_lane: Any) -> Any:
+        return uint32(0), uint32(0)
 
     @device_function
     def issue_step(place: Any, x: Any, column: Any, lane: Any, count: Any) -> None:
@@ -234,7 +271,7 @@ def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
                     place_high = target + uint32(half_bytes)
                     ptx.copy_async_16_or_zero(place_high, source + 64 if high else x, uint32(16) if high else uint32(0))
 
-    def issue(place: Any, x: Any, step: Any, lane: Any, count: Any) -> None:
+    def issue(place: Any, x: Any, step: Any, lane: Any, count: Any, _offsets: Any) -> None:
         column = int64(step) * 64 + int64(lane & uint32(3)) * 8
         issue_step(place, x, column, lane, count)
         if span > 1 and (not ragged or step + uint32(WARPS) < uint32(steps)):
@@ -244,7 +281,44 @@ def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
         if span > 2 and (not ragged or step + uint32(3 * WARPS) < uint32(steps)):
             issue_step(uint32(place + uint32(3 * step_bytes)), x, column + 3 * WARPS * 64, lane, count)
 
-    return device_function(issue)
+    return no_offsets, device_function(issue)
+
+
+def _make_issue_few_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:
+    """The same of one, two or four rows, by all lanes of a warp, each 16 bytes of any row and step: next to few bytes
+    of weights the instructions of copies tell."""
+    depth, columns, offset = shape.depth, plan.columns, plan.weight_tiles * plan.tile_bytes
+    span, step_bytes, steps, ragged = plan.span, plan.step_bytes, shape.steps, plan.is_ragged(shape.steps)
+    chunks = 8 * columns  # of a step: four of each row's first half, then those of the second halves
+    at_once, apart = WARP // chunks, WARPS * 128
+
+    @device_function
+    def offsets_of(lane: Any) -> Any:
+        part, chunk = uint32(lane // uint32(chunks)), uint32(lane % uint32(chunks))
+        row, half = uint32(uint32(chunk >> uint32(2)) % uint32(columns)), uint32(chunk // uint32(4 * columns))
+        target = uint32(part * uint32(step_bytes) + chunk * uint32(16) + uint32(offset) - lane * uint32(16))
+        within = uint32(half * uint32(64) + uint32(chunk & uint32(3)) * uint32(16))
+        return ptx.kept(target), ptx.kept(uint32(row * uint32(2 * depth) + part * uint32(apart) + within))
+
+    def issue(place: Any, x: Any, step: Any, lane: Any, count: Any, offsets: Any) -> None:
+        target, source = uint32(place + offsets[0]), x + int64(uint32(step * uint32(128) + offsets[1]))
+        for first in range(0, span, at_once):
+            wanted = lane < uint32(min(WARP, (span - first) * chunks))
+            if columns > 1:
+                wanted = wanted and int64(uint32(lane >> uint32(2)) % uint32(columns)) < count
+            at = uint32(step + uint32(uint32(lane // uint32(chunks)) + uint32(first)) * uint32(WARPS))
+            if ragged:
+                wanted = wanted and at < uint32(steps)
+            to, origin = uint32(target + uint32(first * step_bytes)), source + int64(first * apart)
+            if depth % 64 == 0:
+                ptx.copy_async_16_if(to, origin, uint32(wanted))
+            elif wanted:
+                half = uint32(uint32(lane % uint32(chunks)) // uint32(4 * columns))
+                column = uint32(at * uint32(64) + half * uint32(32) + uint32(lane & uint32(3)) * uint32(8))
+                fits = column < uint32(depth)
+                ptx.copy_async_16_or_zero(to, origin if fits else x, uint32(16) if fits else uint32(0))
+
+    return offsets_of, device_function(issue)
 
 
 def make_multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:

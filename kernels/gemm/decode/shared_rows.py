@@ -40,15 +40,16 @@ def _make_after(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
 
 
 def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
-    """Functions of a warp: copy its own weight tiles of a stage, and its own rows of it."""
+    """Functions of a warp: the offset that a lane's copies of weights take, and copies of the warp's own weight tiles
+    of a stage and of its own rows of it."""
     tiles, tile_bytes, row_bytes, copied = plan.weight_tiles, plan.tile_bytes, 2 * shape.depth, plan.copied_row_tiles
     own_rows = replace(plan.of_warp, row_tiles=copied, weight_tiles=tiles)  # rows come after all weights
-    issue_tile = make_issue_weights(shape, replace(plan.of_warp, weight_tiles=1))
-    issue_row_tiles, apart = make_issue_rows(shape, own_rows), copied * plan.rows_bytes
+    offset_of_words, issue_tile = make_issue_weights(shape, replace(plan.of_warp, weight_tiles=1))
+    (_, issue_row_tiles), apart = make_issue_rows(shape, own_rows), copied * plan.rows_bytes
     span, step_bytes, ragged, steps = plan.span, plan.step_bytes, plan.is_ragged(shape.steps), shape.steps
 
     @device_function
-    def issue_weights(place: Any, weight: Any, group: Any, step: Any, warp: Any, lane: Any) -> None:
+    def issue_weights(place: Any, weight: Any, group: Any, step: Any, warp: Any, lane: Any, offset: Any) -> None:
         for first in range(0, tiles, WARPS):
             own = uint32(warp + uint32(first))
             if own < uint32(tiles):
@@ -57,7 +58,7 @@ def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
                     at = uint32(step + uint32(part * WARPS))
                     if not ragged or at < uint32(steps):
                         target = uint32(place + own * uint32(tile_bytes) + uint32(part * step_bytes))
-                        issue_tile(target, weight, tile, uint32(0), at, lane)
+                        issue_tile(target, weight, tile, uint32(0), at, lane, offset)
 
     @device_function
     def issue_rows(place: Any, x: Any, step: Any, count: Any, warp: Any, lane: Any) -> None:
@@ -67,9 +68,9 @@ def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
                 at = uint32(step + uint32(part * WARPS))
                 if not ragged or at < uint32(steps):
                     own = uint32(place + warp * uint32(apart) + uint32(part * step_bytes))
-                    issue_row_tiles(own, x + first * int64(row_bytes), at, lane, count - first)
+                    issue_row_tiles(own, x + first * int64(row_bytes), at, lane, count - first, 0)
 
-    return issue_weights, issue_rows
+    return offset_of_words, issue_weights, issue_rows
 
 
 def _make_finish(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
@@ -110,7 +111,7 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
     groups, steps, turns, totals_at = plan.groups(shape.width), shape.steps, min(WARPS, shape.steps), plan.totals_at
     tiles, columns, row_tiles, rows_bytes = plan.weight_tiles, plan.warp_columns, plan.own_row_tiles, plan.rows_bytes
     rows_at = tiles * tile_bytes - own.weight_tiles * tile_bytes  # from where a step of a warp's own plan has them
-    after, (issue_weights, issue_rows) = _make_after(shape, plan), _make_issue(shape, plan)
+    after, (offset_of_words, issue_weights, issue_rows) = _make_after(shape, plan), _make_issue(shape, plan)
     multiply, store, (begin_best, finish, end_best) = (
         make_multiply(shape, own),
         make_store(own),
@@ -132,10 +133,11 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
         mine, totals = uint32(base + lane * uint32(16)), uint32(base + uint32(totals_at))
         end = uint32(mine + uint32(stages * stage_bytes))
         ptx.let_next_kernel_start()
+        offset = offset_of_words(lane)
         group, turn, step = uint32(cuda.blockIdx.x), uint32(0), uint32(0)
         for number in range(stages - 1):  # weights do not depend on the kernel before
             if group < uint32(groups):
-                issue_weights(uint32(mine + uint32(number * stage_bytes)), weight, group, step, warp, lane)
+                issue_weights(uint32(mine + uint32(number * stage_bytes)), weight, group, step, warp, lane, offset)
                 group, turn, step = after(group, turn, step)
             ptx.copies_commit()
         ptx.wait_for_previous_kernel()
@@ -155,7 +157,7 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
             uint32(first_tile * uint32(tile_bytes)),
             uint32(uint32(rows_at) + first_rows * uint32(rows_bytes)),
         )
-        to_words = uint32(uint32(code_bytes) - lane * uint32(12))
+        to_words = uint32(uint32(code_bytes) - lane * uint32(16) + uint32(lane >> uint32(2)) * uint32(4))
         corner = uint32((lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2)))
         target = uint32(totals + first_tile * uint32(sum_bytes) + first_rows * uint32(SUM_BYTES) + corner * uint32(4))
         written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
@@ -169,7 +171,7 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
                     wait()
                     cuda.syncthreads()  # a stage's copies are here, of all warps, and nobody reads the one before
                     if group < uint32(groups):
-                        issue_weights(free, weight, group, step, warp, lane)
+                        issue_weights(free, weight, group, step, warp, lane, offset)
                         issue_rows(free, x, step, count, warp, lane)
                         group, turn, step = after(group, turn, step)
                     ptx.copies_commit()
