@@ -41,7 +41,8 @@ HIGH_CODES = 0x00F000F0
 HUNDRED_28 = 0x43004300  # twice, in bf16
 ONES = 0x3F803F80
 MINUS_136 = 0xC308C308  # less 128 and the zero point 8
-QUARTERS, THIRTY_2, TWO_TO_127 = 0x3E803E80, 0x42004200, 0x7F007F00  # twice, in bf16
+QUARTERS, THIRTY_2 = 0x3E803E80, 0x42004200  # twice, in bf16
+TWO_TO_127, TWO_TO_MINUS_122 = 0x7F007F00, 0x02800280
 MINUS_34, MINUS_2 = 0xC208C208, 0xC000C000  # a quarter of 136 and of 8, less than zero
 MINUS_ZEROS = 0x80008000
 
@@ -205,15 +206,15 @@ def _fragment(tiles: TileFormat) -> Fragment:
         minus_high  twice a quarter of the zero point, less than zero
 
         A code in bits 4 to 7 of a bf16 is its value times 2**-129, since numbers of the lowest exponent go on where
-        subnormal ones end; 2**127, the largest power, brings it to a quarter of its size.
+        subnormal ones end, and in the lowest bits of 2**-122 it is that and as much; 2**127, the largest power, brings
+        the one to a quarter of its size, the other to 32 and a quarter.
         """
-        codes, high, bits = uint32(CODES), uint32(HIGH_CODES), uint32(HUNDRED_28)
-        quarter, power = uint32(QUARTERS), uint32(TWO_TO_127)
-        later = uint32(word >> uint32(8))
+        codes, high, bits = uint32(CODES), uint32(HIGH_CODES), uint32(TWO_TO_MINUS_122)
+        power, later = uint32(TWO_TO_127), uint32(word >> uint32(8))
         return (
-            ptx.fma_bf16_pair(ptx.and_or(word, codes, bits), quarter, minus),
+            ptx.fma_bf16_pair(ptx.and_or(word, codes, bits), power, minus),
             ptx.fma_bf16_pair(word & high, power, minus_high),
-            ptx.fma_bf16_pair(ptx.and_or(later, codes, bits), quarter, minus),
+            ptx.fma_bf16_pair(ptx.and_or(later, codes, bits), power, minus),
             ptx.fma_bf16_pair(later & high, power, minus_high),
         )
 

@@ -20,27 +20,30 @@ __all__ = ["make_fill", "make_issue_rows", "make_issue_weights", "make_multiply"
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """A function of a warp: fill its stages with weights, throttled; the next tile and step, and how many are full."""
+    """A function of a warp: fill its stages with weights, throttled; the place of the next tile, the next step, and how
+    many stages are full."""
     filling = WARPS if shape.parts is not None else min(WARPS, shape.steps)  # a shallow weight has no step for others
     tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle * WARPS // filling
     stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(throttle - 1), _stride(shape, plan)
     (offset_of_words, issue_weights), steps = make_issue_weights(shape, plan), shape.steps
     steps_of, cut = _make_steps_of(shape), shape.parts is not None
+    place_of_tile, tile_bytes = _make_place_of_tile(shape, plan)
+    end_tile, again = tiles * tile_bytes, _make_again(shape, plan)
 
     @device_function
     def fill(mine: Any, weight: Any, warp: Any, lane: Any) -> Any:
         first, end, own = warp, uint32(steps), uint32(0)
         if cut:
             first, end, own = steps_of(warp)
-        tile, step, filled = uint32(cuda.blockIdx.x), first, 0
+        tile, step, filled = place_of_tile(uint32(cuda.blockIdx.x), lane), first, 0
         offset = offset_of_words(lane)
         for number in range(stages):
-            if step < end and tile < uint32(tiles):
+            if step < end and tile < uint32(end_tile):
                 issue_weights(mine + uint32(number * stage_bytes), weight, tile, own, step, lane, offset)
                 filled = number + 1
                 step = uint32(step + uint32(stride))
                 if step >= end:
-                    step, tile = first, uint32(tile + uint32(cuda.gridDim.x))
+                    step, tile = again(step, first), uint32(tile + uint32(cuda.gridDim.x) * uint32(tile_bytes))
             ptx.copies_commit()
             if throttle - 1 <= number < stages - 1:
                 hold_back()
@@ -53,7 +56,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
     """A function of a warp, after `make_fill`'s: its sums of all tiles of a block, handed to those who finish them.
 
     mine, held  its stages, and the rows that the block holds, of the lane's first bytes
-    ahead       the tile and the step after what is on its way, and how many stages are
+    ahead       the place of the tile and the step after what is on its way, and how many stages are
     """
     tiles, span, stride, steps = plan.groups(shape.width), plan.span, _stride(shape, plan), shape.steps
     cut, steps_of = shape.parts is not None, _make_steps_of(shape)
@@ -71,14 +74,15 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
     shared = (columns < 8 and not holds) or shape.weights.words > 0  # lanes read rows or words that others copied
     await_free, give, after = pipeline.await_free, pipeline.give, pipeline.after
     code_bytes, word_bytes = shape.weights.code_bytes, shape.weights.step_bytes - shape.weights.code_bytes
-    wait, zeros = ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
+    tile_bytes, again = _make_place_of_tile(shape, plan)[1], _make_again(shape, plan)
+    end_tile, wait, zeros = tiles * tile_bytes, ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
 
     @device_function
     def multiply_tiles(
         mine: Any, held: Any, totals: Any, barriers: Any, weight: Any, x: Any, count: Any, ahead: Any, thread: Any
     ) -> None:
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
-        blocks = uint32(cuda.gridDim.x)
+        blocks, between = uint32(cuda.gridDim.x), uint32(uint32(cuda.gridDim.x) * uint32(tile_bytes))
         first, end_step, own = warp, uint32(steps), uint32(0)
         if cut:
             first, end_step, own = steps_of(warp)
@@ -114,13 +118,13 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
                         sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), words)
                 if shared:
                     ptx.sync_warp()
-                if ahead_tile < uint32(tiles):
+                if ahead_tile < uint32(end_tile):
                     issue_weights(here, weight, ahead_tile, own, ahead_step, lane, word_offset)
                     if not holds:
                         issue_rows(here, x, ahead_step, lane, count, row_offsets)
                     ahead_step = uint32(ahead_step + uint32(stride))
                     if ahead_step >= end_step:
-                        ahead_step, ahead_tile = first, uint32(ahead_tile + blocks)
+                        ahead_step, ahead_tile = again(ahead_step, first), uint32(ahead_tile + between)
                 ptx.copies_commit()
                 here = uint32(here + uint32(stage_bytes))
                 if here == end:
@@ -135,6 +139,52 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
             tile = uint32(tile + blocks)
 
     return multiply_tiles
+
+
+def _make_place_of_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, int]:
+    """A function of a group of tiles and a lane: where its copies begin; and how far a group is from the next.
+
+    Of four-bit weights, a tile at once, it is in bytes, the lane's among them: so a copy's address takes one
+    multiplication and one sum. Of others it is the group's number.
+    """
+    tile_bytes = shape.steps * shape.weights.step_bytes
+    if not counts_bytes(shape, plan):
+
+        @device_function
+        def number(tile: Any, _lane: Any) -> Any:
+            return tile
+
+        return number, 1
+
+    @device_function
+    def place(tile: Any, lane: Any) -> Any:
+        return uint32(tile * uint32(tile_bytes) + lane * uint32(16))
+
+    return place, tile_bytes
+
+
+def _make_again(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """A function of the step after a warp's last one in a tile, and its first one: the first one of the next tile."""
+    steps = shape.steps
+    if counts_bytes(shape, plan) and steps % _stride(shape, plan) == 0:
+
+        @device_function
+        def as_far_back(step: Any, _first: Any) -> Any:
+            return uint32(step - uint32(steps))
+
+        return as_far_back
+
+    @device_function
+    def as_before(_step: Any, first: Any) -> Any:
+        return first
+
+    return as_before
+
+
+def counts_bytes(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> bool:
+    """Whether 32 bits hold the bytes before any tile that a warp comes to, a tile at once."""
+    most = (plan.groups(shape.width) + plan.num_blocks) * shape.steps * shape.weights.step_bytes
+    return shape.weights.code_bits == 4 and plan.weight_tiles == plan.sets == 1 and most < 1 << 32
 
 
 def _stride(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> int:
@@ -188,13 +238,15 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[An
     apart, code_bytes, words = WARPS * shape.weights.step_bytes, shape.weights.code_bytes, shape.weights.words
     last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
     steps, ragged = shape.steps, plan.is_ragged(shape.steps)
+    by_bytes = counts_bytes(shape, plan)
     chunks = 2 * max(words, 1)  # of 16 bytes, of the words of a step
     at_once, used = WARP // chunks, WARP // chunks * chunks  # steps whose words a warp copies at once, by so many lanes
 
     @device_function
     def offset_of_words(lane: Any) -> Any:
         part, chunk = uint32(lane // uint32(chunks)), uint32(lane % uint32(chunks))
-        return ptx.kept(uint32(part * uint32(apart) + chunk * uint32(16) + uint32(code_bytes)))
+        own = lane * uint32(16) if by_bytes else uint32(0)  # that the tile's place has
+        return ptx.kept(uint32(part * uint32(apart) + chunk * uint32(16) + uint32(code_bytes) - own))
 
     @device_function
     def no_offset(_lane: Any) -> Any:
@@ -217,6 +269,16 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[An
             target = uint32(place + uint32(code_bytes + first * chunks * 16))
             ptx.copy_async_16_once_if(target, source + int64(first * apart), uint32(wanted))
 
+    @device_function
+    def issue_steps(target: Any, start: Any, step: Any, lane: Any) -> None:
+        issue_step(target, start, lane)
+        if span > 1 and (not ragged or step + uint32(WARPS) < uint32(steps)):
+            issue_step(uint32(target + uint32(stage_step)), start + int64(apart), lane)
+        if span > 2 and (not ragged or step + uint32(2 * WARPS) < uint32(steps)):
+            issue_step(uint32(target + uint32(2 * stage_step)), start + int64(2 * apart), lane)
+        if span > 2 and (not ragged or step + uint32(3 * WARPS) < uint32(steps)):
+            issue_step(uint32(target + uint32(3 * stage_step)), start + int64(3 * apart), lane)
+
     def issue(place: Any, weight: Any, tile: Any, own: Any, step: Any, lane: Any, offset: Any) -> None:
         for part in range(weight_tiles):
             # the last group may lack tiles: it takes the last one again, and nobody reads those sums
@@ -226,17 +288,17 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[An
             number = min(number, uint32(last))
             start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
             target = uint32(place + uint32(part * shared_bytes))
-            issue_step(target, start, lane)
-            if span > 1 and (not ragged or step + uint32(WARPS) < uint32(steps)):
-                issue_step(uint32(target + uint32(stage_step)), start + int64(apart), lane)
-            if span > 2 and (not ragged or step + uint32(2 * WARPS) < uint32(steps)):
-                issue_step(uint32(target + uint32(2 * stage_step)), start + int64(2 * apart), lane)
-            if span > 2 and (not ragged or step + uint32(3 * WARPS) < uint32(steps)):
-                issue_step(uint32(target + uint32(3 * stage_step)), start + int64(3 * apart), lane)
+            issue_steps(target, start, step, lane)
             if words:
                 issue_words(target, start, step, lane, offset)
 
-    return offset_of_words if words else no_offset, device_function(issue)
+    def issue_from(place: Any, weight: Any, tile: Any, _own: Any, step: Any, lane: Any, offset: Any) -> None:
+        start = weight + int64(uint32(tile + step * uint32(step_bytes)))
+        issue_words(place, start, step, lane, offset)  # first: of a condition that ends a block, a branch is made
+        issue_steps(place, start, step, uint32(0))
+
+    issuing = issue_from if by_bytes else issue
+    return offset_of_words if words else no_offset, device_function(issuing)
 
 
 def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:
