@@ -120,12 +120,14 @@ class GemmSizes:
         return max(LEAST_STAGES, -(-self.own_steps // span))
 
     def spans(self, density: int) -> tuple[int, ...]:
-        """K steps that a warp takes at once, the likeliest to be fastest first: four where the stream is short, of
-        one row, or of FP8 where a block is alone on its SM. FP8 by block has no space for enough stages of four."""
+        """K steps that a warp takes at once, the likeliest to be fastest first: four of one row's four-bit weights,
+        whose turns of the loop are dearest next to their bytes; four where the stream is short, of one row, or of FP8
+        where a block is alone on its SM. FP8 by block has no space for enough stages of four."""
         is_eight_bits = self.weights.code_bits == 8
         is_whole = not (is_eight_bits and self.weights.groups)
         is_quick = self.has_short_stream and is_whole and (self.columns == 1 or (density == 1 and is_eight_bits))
-        return (4, 2, 1) if is_quick else (2, 4, 1)
+        is_dear = self.columns == 1 and self.weights.code_bits == 4
+        return (4, 2, 1) if is_quick or is_dear else (2, 4, 1)
 
     def _cost(self, weight_tiles: int) -> float:
         """Time next to a stream of the weights alone: rows that are read again for every group of tiles cost a part of
