@@ -25,7 +25,8 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     filling = WARPS if shape.parts is not None else min(WARPS, shape.steps)  # a shallow weight has no step for others
     tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle * WARPS // filling
     stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(throttle - 1), _stride(shape, plan)
-    (offset_of_words, issue_weights), steps = make_issue_weights(shape, plan), shape.steps
+    steps, by_bytes = shape.steps, _counts_bytes(shape, plan)
+    offset_of_words, issue_weights = make_issue_weights(shape, plan, by_bytes=by_bytes)
     steps_of, cut = _make_steps_of(shape), shape.parts is not None
     place_of_tile, tile_bytes = _make_place_of_tile(shape, plan)
     end_tile, again = tiles * tile_bytes, _make_again(shape, plan)
@@ -62,7 +63,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
     cut, steps_of = shape.parts is not None, _make_steps_of(shape)
     stages, stage_bytes, sum_bytes, rows_bytes = plan.stages, plan.stage_bytes, plan.sum_bytes, plan.rows_bytes
     step_bytes, next_rows = plan.step_bytes, WARPS * rows_bytes if plan.steps_held else plan.step_bytes
-    offset_of_words, issue_weights = make_issue_weights(shape, plan)
+    offset_of_words, issue_weights = make_issue_weights(shape, plan, by_bytes=_counts_bytes(shape, plan))
     offsets_of_rows, issue_rows = make_issue_rows(shape, plan)
     multiply, store, weight_tiles, columns = (
         make_multiply(shape, plan),
@@ -71,11 +72,16 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
         plan.columns,
     )
     holds, ragged = plan.steps_held > 0, plan.is_ragged(steps)
+    parts_whole = ragged and span > 2  # most turns have all steps
     shared = (columns < 8 and not holds) or shape.weights.words > 0  # lanes read rows or words that others copied
     await_free, give, after = pipeline.await_free, pipeline.give, pipeline.after
     code_bytes, word_bytes = shape.weights.code_bytes, shape.weights.step_bytes - shape.weights.code_bytes
     tile_bytes, again = _make_place_of_tile(shape, plan)[1], _make_again(shape, plan)
-    end_tile, wait, zeros = tiles * tile_bytes, ptx.copies_wait(stages - 1), ptx.zeros(4 * weight_tiles * plan.row_tiles)
+    end_tile, wait, zeros = (
+        tiles * tile_bytes,
+        ptx.copies_wait(stages - 1),
+        ptx.zeros(4 * weight_tiles * plan.row_tiles),
+    )
 
     @device_function
     def multiply_tiles(
@@ -111,11 +117,17 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
                 if shared:
                     ptx.sync_warp()
                 rows = uint32(held + in_rows + step * uint32(rows_bytes)) if holds else uint32(here + to_rows)
-                for part in range(span):
-                    place = uint32(here + uint32(part * step_bytes))
-                    if not ragged or uint32(step + uint32(part * WARPS)) < end_step:
+                if parts_whole and uint32(step + uint32((span - 1) * WARPS)) < end_step:
+                    for part in range(span):  # without a condition between them, steps' instructions are interleaved
+                        place = uint32(here + uint32(part * step_bytes))
                         words = uint32(uint32(here + to_words) + uint32(part * word_bytes))
                         sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), words)
+                else:
+                    for part in range(span):
+                        place = uint32(here + uint32(part * step_bytes))
+                        if not ragged or uint32(step + uint32(part * WARPS)) < end_step:
+                            words = uint32(uint32(here + to_words) + uint32(part * word_bytes))
+                            sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), words)
                 if shared:
                     ptx.sync_warp()
                 if ahead_tile < uint32(end_tile):
@@ -148,7 +160,7 @@ def _make_place_of_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[A
     multiplication and one sum. Of others it is the group's number.
     """
     tile_bytes = shape.steps * shape.weights.step_bytes
-    if not counts_bytes(shape, plan):
+    if not _counts_bytes(shape, plan):
 
         @device_function
         def number(tile: Any, _lane: Any) -> Any:
@@ -166,7 +178,7 @@ def _make_place_of_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[A
 def _make_again(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     """A function of the step after a warp's last one in a tile, and its first one: the first one of the next tile."""
     steps = shape.steps
-    if counts_bytes(shape, plan) and steps % _stride(shape, plan) == 0:
+    if _counts_bytes(shape, plan) and steps % _stride(shape, plan) == 0:
 
         @device_function
         def as_far_back(step: Any, _first: Any) -> Any:
@@ -181,7 +193,7 @@ def _make_again(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     return as_before
 
 
-def counts_bytes(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> bool:
+def _counts_bytes(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> bool:
     """Whether 32 bits hold the bytes before any tile that a warp comes to, a tile at once."""
     most = (plan.groups(shape.width) + plan.num_blocks) * shape.steps * shape.weights.step_bytes
     return shape.weights.code_bits == 4 and plan.weight_tiles == plan.sets == 1 and most < 1 << 32
@@ -228,17 +240,19 @@ def make_store(plan: DecodeGemmPlan) -> Any:
     return store
 
 
-def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:
+def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes: bool = False) -> tuple[Any, Any]:
     """Two functions of a warp. The second copies the k steps of a stage of a group of weight tiles: each lane its own
     codes, from its place in shared memory on, and all lanes together the words after the codes, 16 bytes a lane, from
     the offset that the first gives for the lane. The words of all steps of a stage lie side by side, after the codes of
-    the first."""
+    the first.
+
+    by_bytes  tiles are given by where a lane's copies begin, as `_make_place_of_tile` counts them; False: by numbers
+    """
     weight_tiles, shared_bytes, span, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
     apart, code_bytes, words = WARPS * shape.weights.step_bytes, shape.weights.code_bytes, shape.weights.words
     last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
     steps, ragged = shape.steps, plan.is_ragged(shape.steps)
-    by_bytes = counts_bytes(shape, plan)
     chunks = 2 * max(words, 1)  # of 16 bytes, of the words of a step
     at_once, used = WARP // chunks, WARP // chunks * chunks  # steps whose words a warp copies at once, by so many lanes
 

@@ -50,6 +50,7 @@ NEIGHBOUR_BYTES = 16 * 1024  # of a block of the launch before or after: a route
 SHARE = 0.78  # of a block's shared memory, for stages and sums of more tiles of rows
 MOST_NORMED_TWICE = 2  # rows
 RAGGED_STEPS = 8  # k steps of a warp from which on pairs of them pay though the last one may stand alone
+RAGGED_FOURS = 16  # likewise fours of four-bit weights, of which the last may be fewer
 GROUPS_FOR_NORM = 4  # of weight tiles, in a block, next to which a norm of more rows done twice is little
 KIND = "decode_gemm"
 FLOAT32, BFLOAT16, ADD, SILU, ROTATE = "float32", "bfloat16", "add", "silu", "rotate"
@@ -315,6 +316,8 @@ def candidate_plans(
     steps, sets = -(-depth // 64), 1
     most_span = next((span for span in (4, 2) if depth > 0 and steps % (span * WARPS) == 0), 1)
     most_span = max(most_span, 2 if steps >= RAGGED_STEPS * WARPS else 1)
+    if weights.code_bits == 4 and steps >= RAGGED_FOURS * WARPS:
+        most_span = 4
     if parts is not None:
         most_span, sets = 1, _sets(width, parts, gpu)
         width = 16 * _groups(width, sets)

@@ -108,8 +108,13 @@ def test_fp8_gives_the_bits_of_the_same_numbers_in_bf16(
         ),  # the last pair of some is one step
         wide("fp8_block", False, 2, 1216, {"weight_tiles": 2, "stages": 1, "span": 4}),  # or three of four lack
         ("int4_32_zeros", True, 3, 96, {"weight_tiles": 1, "areas": 1}),
+        wide("int4_32_zeros", True, 1, 1024, {"weight_tiles": 1, "stages": 2, "span": 2}),
         wide("fp8_block", True, 9, 200, {"weight_tiles": 2, "num_blocks": 1}),
         wide("nvfp4", True, 2, 112, {"weight_tiles": 2, "stages": 2}),
+        wide("nvfp4", True, 1, 2048, {"weight_tiles": 1, "stages": 2, "span": 4}),
+        # some warps have four steps at once and then one, and other ones none after four
+        later("int4_128", False, 1, 2304, {"weight_tiles": 1, "stages": 2, "span": 4}),
+        wide("nvfp4", False, 4, 2320, {"weight_tiles": 1, "stages": 1, "span": 4}),
     ],
 )
 def test_groups_have_scales_of_their_own(name: str, wide: bool, rows: int, depth: int, changes: dict[str, int]) -> None:
