@@ -15,8 +15,17 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
 WARP = 32  # lanes
+WORD_BYTES = 32  # a word after the codes, of the eight pairs of rows
 
-__all__ = ["make_fill", "make_issue_rows", "make_issue_weights", "make_multiply", "make_multiplying", "make_store"]
+__all__ = [
+    "make_fill",
+    "make_issue_rows",
+    "make_issue_weights",
+    "make_multiply",
+    "make_multiplying",
+    "make_store",
+    "make_to_words",
+]
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
@@ -73,9 +82,10 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
     )
     holds, ragged = plan.steps_held > 0, plan.is_ragged(steps)
     parts_whole = ragged and span > 2  # most turns have all steps
-    shared = (columns < 8 and not holds) or shape.weights.words > 0  # lanes read rows or words that others copied
+    shares = _shares_words(shape, plan)
+    shared = (columns < 8 and not holds) or shares  # lanes read rows or words that others copied
     await_free, give, after = pipeline.await_free, pipeline.give, pipeline.after
-    code_bytes, word_bytes = shape.weights.code_bytes, shape.weights.step_bytes - shape.weights.code_bytes
+    words_of_lane, next_words = make_to_words(shape, plan), shape.weights.words * WORD_BYTES if shares else step_bytes
     tile_bytes, again = _make_place_of_tile(shape, plan)[1], _make_again(shape, plan)
     end_tile, wait, zeros = (
         tiles * tile_bytes,
@@ -95,7 +105,7 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
         ahead_tile, ahead_step, filled = ahead
         in_rows = uint32((lane >> uint32(2)) % uint32(columns)) * uint32(64) + (lane & uint32(3)) * uint32(16)
         to_rows = uint32(in_rows - lane * uint32(16))
-        to_words = uint32(uint32(code_bytes) - lane * uint32(16) + uint32(lane >> uint32(2)) * uint32(4))
+        to_words = words_of_lane(lane)
         corner = (lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2))
         step = first
         word_offset, row_offsets = offset_of_words(lane), offsets_of_rows(lane)
@@ -120,13 +130,13 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
                 if parts_whole and uint32(step + uint32((span - 1) * WARPS)) < end_step:
                     for part in range(span):  # without a condition between them, steps' instructions are interleaved
                         place = uint32(here + uint32(part * step_bytes))
-                        words = uint32(uint32(here + to_words) + uint32(part * word_bytes))
+                        words = uint32(uint32(here + to_words) + uint32(part * next_words))
                         sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), words)
                 else:
                     for part in range(span):
                         place = uint32(here + uint32(part * step_bytes))
                         if not ragged or uint32(step + uint32(part * WARPS)) < end_step:
-                            words = uint32(uint32(here + to_words) + uint32(part * word_bytes))
+                            words = uint32(uint32(here + to_words) + uint32(part * next_words))
                             sums = multiply(sums, place, uint32(rows + uint32(part * next_rows)), words)
                 if shared:
                     ptx.sync_warp()
@@ -193,10 +203,29 @@ def _make_again(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
     return as_before
 
 
+def _shares_words(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> bool:
+    """Whether a warp's lanes read words that others copied."""
+    return shape.weights.words > 0 and plan.row_tiles == 1
+
+
+def make_to_words(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
+    """A function of a lane: from the place of its codes to that of the words that it reads."""
+    code_bytes, own_bytes = shape.weights.code_bytes, shape.weights.words * WORD_BYTES
+    shares = _shares_words(shape, plan)
+
+    @device_function
+    def to_words(lane: Any) -> Any:
+        rows = uint32(uint32(code_bytes) - lane * uint32(16) + uint32(lane >> uint32(2)) * uint32(4))
+        return rows if shares else uint32(rows + uint32(lane & uint32(3)) * uint32(own_bytes))
+
+    return to_words
+
+
 def _counts_bytes(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> bool:
     """Whether 32 bits hold the bytes before any tile that a warp comes to, a tile at once."""
+    few = plan.row_tiles == 1
     most = (plan.groups(shape.width) + plan.num_blocks) * shape.steps * shape.weights.step_bytes
-    return shape.weights.code_bits == 4 and plan.weight_tiles == plan.sets == 1 and most < 1 << 32
+    return few and shape.weights.code_bits == 4 and plan.weight_tiles == plan.sets == 1 and most < 1 << 32
 
 
 def _stride(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> int:
@@ -242,9 +271,9 @@ def make_store(plan: DecodeGemmPlan) -> Any:
 
 def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes: bool = False) -> tuple[Any, Any]:
     """Two functions of a warp. The second copies the k steps of a stage of a group of weight tiles: each lane its own
-    codes, from its place in shared memory on, and all lanes together the words after the codes, 16 bytes a lane, from
-    the offset that the first gives for the lane. The words of all steps of a stage lie side by side, after the codes of
-    the first.
+    codes, from its place in shared memory on, and the words after the codes. Of few rows all lanes together copy these,
+    16 bytes a lane, from the offset that the first gives for the lane: the words of all steps of a stage lie side by
+    side, after the codes of the first. Next to more rows each lane has its own: a barrier takes registers.
 
     by_bytes  tiles are given by where a lane's copies begin, as `_make_place_of_tile` counts them; False: by numbers
     """
@@ -253,6 +282,8 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes
     apart, code_bytes, words = WARPS * shape.weights.step_bytes, shape.weights.code_bytes, shape.weights.words
     last, quarters, sets = -(-shape.width // 16) - 1, shape.weights.code_bytes // 512, plan.sets
     steps, ragged = shape.steps, plan.is_ragged(shape.steps)
+    shares = _shares_words(shape, plan)
+    to_words = make_to_words(shape, plan)
     chunks = 2 * max(words, 1)  # of 16 bytes, of the words of a step
     at_once, used = WARP // chunks, WARP // chunks * chunks  # steps whose words a warp copies at once, by so many lanes
 
@@ -271,6 +302,11 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes
         source = start + int64(lane) * 16
         for quarter in range(quarters):
             ptx.copy_async_16_once(place + uint32(quarter * 512), source + quarter * 512)
+        if not shares:
+            target = uint32(place + to_words(lane))
+            for word in range(words):
+                at = start + code_bytes + word * WORD_BYTES + int64(lane >> uint32(2)) * 4
+                ptx.copy_async_4(uint32(target + uint32(word * WORD_BYTES)), at)
 
     @device_function
     def issue_words(place: Any, start: Any, step: Any, lane: Any, offset: Any) -> None:
@@ -303,7 +339,7 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes
             start = weight + int64(number) * int64(tile_bytes) + int64(step) * int64(step_bytes)
             target = uint32(place + uint32(part * shared_bytes))
             issue_steps(target, start, step, lane)
-            if words:
+            if shares:
                 issue_words(target, start, step, lane, offset)
 
     def issue_from(place: Any, weight: Any, tile: Any, _own: Any, step: Any, lane: Any, offset: Any) -> None:
@@ -312,7 +348,7 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes
         issue_steps(place, start, step, uint32(0))
 
     issuing = issue_from if by_bytes else issue
-    return offset_of_words if words else no_offset, device_function(issuing)
+    return offset_of_words if shares else no_offset, device_function(issuing)
 
 
 def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:

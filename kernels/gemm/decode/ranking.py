@@ -23,6 +23,7 @@ SHORT_STEPS = 2  # of a warp in a tile: such a tile costs more to end than to re
 SHORT_STREAM = 24  # steps of a warp in all its tiles: its first steps and its last are most of them
 DEEP_STEPS = 12  # of a warp in a tile: as many as it has stages of one tile
 FEW_STEPS, SOME_STEPS = 4, 8  # likewise, of a third and of two thirds of these stages
+STAGES_OF_FOUR = 3  # that make four steps at once worth their memory
 LEAST_STAGES = 2  # of a warp whose block has fewer steps yet
 MOST_UNEVEN = 4  # turns of four tiles at once: of more, the last one tells little
 ALONE = 2.0  # times as dear: four tiles of 64 rows leave room for one stage, which is copied and multiplied by turns
@@ -121,12 +122,14 @@ class GemmSizes:
 
     def spans(self, density: int) -> tuple[int, ...]:
         """K steps that a warp takes at once, the likeliest to be fastest first: four of one row's four-bit weights,
-        whose turns of the loop are dearest next to their bytes; four where the stream is short, of one row, or of FP8
-        where a block is alone on its SM. FP8 by block has no space for enough stages of four."""
+        whose turns of the loop are dearest next to their bytes, where several stages of four fit; four where the stream
+        is short, of one row, or of FP8 where a block is alone on its SM. FP8 by block has no space for enough stages of
+        four."""
         is_eight_bits = self.weights.code_bits == 8
         is_whole = not (is_eight_bits and self.weights.groups)
         is_quick = self.has_short_stream and is_whole and (self.columns == 1 or (density == 1 and is_eight_bits))
-        is_dear = self.columns == 1 and self.weights.code_bits == 4
+        stages_bytes = STAGES_OF_FOUR * WARPS * 4 * (self.weights.shared_bytes + ROW_BYTES)
+        is_dear = self.columns == 1 and self.weights.code_bits == 4 and stages_bytes <= self.gpu.most_bytes(density)
         return (4, 2, 1) if is_quick or is_dear else (2, 4, 1)
 
     def _cost(self, weight_tiles: int) -> float:

@@ -12,7 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from lowlat.kernels.gemm.decode.epilogue import make_epilogue
-from lowlat.kernels.gemm.decode.mainloop import make_issue_rows, make_issue_weights, make_multiply, make_store
+from lowlat.kernels.gemm.decode.mainloop import (
+    make_issue_rows,
+    make_issue_weights,
+    make_multiply,
+    make_store,
+    make_to_words,
+)
 from lowlat.kernels.gemm.decode.partial_argmax import make_argmax
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmShape
 from lowlat.kernels.gemm.decode.shared_rows_plan import TILES_A_WARP, SharedRowsPlan
@@ -119,7 +125,7 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
     )
     num_tiles, sum_bytes, scales_at = own.weight_tiles * own.row_tiles, plan.sum_bytes, shape.scales_at
     wait, zeros, add = ptx.copies_wait(stages - 2), ptx.zeros(4 * num_tiles), ptx.fma_tiles(num_tiles, 0, num_tiles)
-    code_bytes = shape.weights.code_bytes
+    words_of_lane = make_to_words(shape, own)
     span, step_bytes, ragged = plan.span, plan.step_bytes, plan.is_ragged(shape.steps)
 
     def decode_gemm(
@@ -157,7 +163,7 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
             uint32(first_tile * uint32(tile_bytes)),
             uint32(uint32(rows_at) + first_rows * uint32(rows_bytes)),
         )
-        to_words = uint32(uint32(code_bytes) - lane * uint32(16) + uint32(lane >> uint32(2)) * uint32(4))
+        to_words = words_of_lane(lane)
         corner = uint32((lane & uint32(3)) * uint32(2 * PAD) + (lane >> uint32(2)))
         target = uint32(totals + first_tile * uint32(sum_bytes) + first_rows * uint32(SUM_BYTES) + corner * uint32(4))
         written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
