@@ -59,7 +59,7 @@ class TileFormat:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of a step in shared memory, where each lane has its own words."""
+        """Bytes of a step in shared memory, with a place for each lane's own words, or those of four steps in one."""
         return self.code_bytes + self.words * 128
 
     @property
