@@ -12,7 +12,8 @@ from lowlat.kernels.toolchain.numba_cuda import SIMULATED, cuda, intrinsic, type
 
 __all__ = [
     "add_rn", "and_or", "array_address", "atomic_add_gpu", "ballot", "barrier_arrive", "barrier_init",
-    "barrier_is_over", "barrier_is_over_soon", "bf16_bits", "bf16_pair", "bits_of_float", "copies_commit",
+    "barrier_is_over", "barrier_is_over_soon", "bf16_bits", "bf16_pair", "bits_of_float", "both_high", "both_low",
+    "copies_commit",
     "copies_wait", "copy_async_4", "copy_async_16", "copy_async_16_if", "copy_async_16_once", "copy_async_16_once_if",
     "copy_async_16_or_zero", "count_bits", "div_rn", "e4m3_pair", "e4m3_to_f16", "exp2_approx", "exp2_approx_ftz",
     "f16_pair", "fence_system", "float_of_bits", "fma_bf16_pair", "fma_rn", "fma_tiles", "instruction",
@@ -22,7 +23,8 @@ __all__ = [
     "load_global_nc_128", "load_global_u8", "load_global_u16", "load_relaxed_gpu_128", "load_relaxed_gpu_f32",
     "load_relaxed_system_word", "load_relaxed_system_words", "load_shared_128", "load_shared_f32",
     "load_shared_matrix_x4_transposed", "load_shared_tiles", "load_shared_u32", "load_volatile_i32",
-    "load_volatile_i64", "max_bf16_pair", "mma_bf16", "mma_bf16_tiles", "mma_f16", "mul_rn", "rcp_approx",
+    "load_volatile_i64", "max_bf16_pair", "mma_bf16", "mma_bf16_tiles", "mma_f16", "mul_rn", "mul_wide", "pick_bytes",
+    "rcp_approx",
     "rcp_approx_ftz", "select_bits", "set_graph_condition", "shared_address", "stay_here", "store_global_64",
     "store_global_128",
     "store_global_f32", "store_global_i32", "store_global_i64", "store_global_u8", "store_global_u16",
@@ -30,7 +32,8 @@ __all__ = [
     "store_relaxed_system_word", "store_relaxed_system_words", "store_release_system", "store_shared_64",
     "store_shared_128", "store_shared_f32", "store_shared_tiles", "store_shared_u32", "swap_middle_bytes",
     "sync_two_warps", "sync_warp",
-    "trap", "varying", "varying_long", "wait_for_previous_kernel", "warp_max", "warp_sum", "zeros",
+    "trap", "varying", "varying_long", "wait_for_previous_kernel", "warp_max", "warp_sum",
+    "xor_and", "zeros",
 ]  # fmt: skip
 
 i32, i64, u16, u32, u64, f32 = types.int32, types.int64, types.uint16, types.uint32, types.uint64, types.float32
