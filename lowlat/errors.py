@@ -34,6 +34,8 @@ __all__ = [
     "meant",
 ]
 
+NEAR = 0.7  # how much alike two names are, of which one is taken for the other misspelt
+
 
 class LowlatError(Exception):
     """Base of all errors that lowlat raises on purpose."""
@@ -106,5 +108,5 @@ def meant(name: object, known: Iterable[str], forms: Mapping[str, str] | None = 
     """
     from difflib import get_close_matches
 
-    near = get_close_matches(str(name)[:80], list(known), n=1)
+    near = get_close_matches(str(name)[:80], list(known), n=1, cutoff=NEAR)
     return f"; did you mean {(forms or {}).get(near[0], near[0])!r}?" if near else ""
