@@ -61,7 +61,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
 
 def parse_endpoint(url: str) -> Endpoint:
     """Take an endpoint apart. Raises ConfigError for a transport, a path or an address that is not served."""
-    scheme, separator, address = url.partition("://")
+    scheme, separator, address = str(url).partition("://")  # callers without a type checker give anything
     if separator and scheme == "ipc":
         return _parse_ipc(url, address)
     if separator and scheme == "tcp":

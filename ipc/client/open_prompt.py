@@ -26,6 +26,9 @@ class OpenPrompt:
         self._generation = generation
         self._finished = False
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'finished' if self._finished else 'being written'})"
+
     def append(self, piece: str | Sequence[int], *, timeout_s: float | None = None) -> None:
         """Send text or token ids; they are read at once, as far as their tokens are certain.
 
@@ -70,6 +73,9 @@ class AsyncOpenPrompt:
     def __init__(self, generation: "AsyncGeneration") -> None:
         self._generation = generation
         self._finished = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'finished' if self._finished else 'being written'})"
 
     async def append(self, piece: str | Sequence[int], *, timeout_s: float | None = None) -> None:
         """Send text or token ids; see OpenPrompt.append."""
