@@ -37,6 +37,8 @@ class Request(Struct, frozen=True):
             check_submit_size(header)
         except WireError as error:
             raise RequestError(f"the request is too long: {error}") from error
+        except UnicodeEncodeError as error:
+            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request has no encoding: {error}") from error
         frames = (header,) if self.body is None else (header, self.body)

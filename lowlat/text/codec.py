@@ -61,8 +61,9 @@ class TextCodec:
         self.special_tokens = dict(special_tokens or {})
         self._add_bos = self._edge("bos_token", add_bos)
         self._add_eos = self._edge("eos_token", add_eos)
-        made = isinstance(templates, ChatTemplates)
-        self._chat = templates if made else ChatTemplates(templates) if templates else None
+        if templates is not None and not isinstance(templates, ChatTemplates):
+            templates = ChatTemplates(templates) if templates else None
+        self._chat = templates
         self._probes = None if self._chat is None else TemplateProbes(self._chat, self.special_tokens)
 
     @classmethod

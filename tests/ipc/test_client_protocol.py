@@ -327,6 +327,7 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
         ([{"content": "a"}], {}, "missing required field `role`"),
         ([{"role": "user"}, 5], {}, "chat messages"),
         ([{"role": "user", "mood": "good"}], {}, "unknown field `mood`"),
+        ("a", {"max_token": 2}, "unknown option 'max_token'; did you mean 'max_tokens'"),
         ("a", {"beams": 2}, "unknown option 'beams'; known: choice, draft_texts, frequency_penalty"),
         ("a", {"top_p": 1.5}, "top_p: Expected `float` <= 1.0, got 1.5"),
         ("a", {"temperature": float("nan")}, "temperature: .* got nan"),
@@ -353,6 +354,7 @@ def test_requests_that_have_no_encoding_or_no_room_are_refused() -> None:
     for prompt, options, message in (
         ("x" * 1001, None, "server takes 1000 .max_message_bytes."),
         ([1] * 251, None, "server takes 1000"),
+        ("a\ud800", None, "text is not Unicode: a lone surrogate at character 1"),
         ([{"role": "user"}], {"a": object()}, "no JSON values"),
         ([{"role": "user"}], {"a": 1 << 70}, "no encoding"),
     ):

@@ -1,6 +1,7 @@
 """`lowlat top`: a running server's figures, once a second: slots, queue, speed, times, acceptance, KV use."""
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -59,10 +60,15 @@ def command(
             shown = stack.enter_context(SeveralServers(roster))
         if json_output:
             _print_lines(shown, interval, once)
-        elif once or not sys.stdout.isatty():
+        elif once or not can_redraw():
             _print_once(shown)
         else:
             _watch(shown, interval)
+
+
+def can_redraw() -> bool:
+    """Whether stdout is a terminal that can show a snapshot in place of the one before."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _print_lines(shown: Shown, interval: float, once: bool) -> None:
