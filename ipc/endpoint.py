@@ -19,7 +19,7 @@ import platformdirs
 
 from lowlat.errors import ConfigError
 
-__all__ = ["Endpoint", "EndpointLock", "check_owner", "default_endpoint", "parse_endpoint"]
+__all__ = ["Endpoint", "EndpointLock", "check_owner", "default_endpoint", "make_folder", "parse_endpoint"]
 
 MAX_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 LOCK_SUFFIX = ".lock"
@@ -57,6 +57,18 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     else:
         folder = platformdirs.user_cache_path("lowlat", appauthor=False) / "run"
     return f"ipc://{folder / 'default.sock'}"
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a socket, and what is missing above it, their owner's alone. Raises ConfigError."""
+    try:
+        for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} of the endpoint's socket cannot be made: {error.strerror} ({error.filename}); choose "
+            "another endpoint (--endpoint), or set XDG_RUNTIME_DIR to a folder of your own"
+        ) from error
 
 
 def parse_endpoint(url: str) -> Endpoint:
@@ -178,8 +190,7 @@ class EndpointLock:
 
     def _prepare_folder(self) -> None:
         folder = self.path.parent
-        for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
-            missing.mkdir(mode=0o700, exist_ok=True)
+        make_folder(folder)
         found = folder.stat()
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"{folder} is not a directory; the endpoint's socket file lies in one")

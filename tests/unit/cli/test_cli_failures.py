@@ -121,6 +121,11 @@ def test_what_is_wrong_is_found_before_torch_is_imported(tmp_path: Path) -> None
         assert stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1, (command, stderr)
 
 
+def test_kernels_are_compiled_into_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLAT_KERNEL_CACHE", "/dev/null/kernels")
+    assert "/dev/null/kernels cannot be made: /dev/null is a file" in refusal("compile")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
