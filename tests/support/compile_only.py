@@ -148,6 +148,7 @@ class CompileOnly:
             self.record(*calls)
             return 0
 
+        self._patch.setattr(launcher, "gpu_of", lambda _, *, is_shared=False: replace(gpu, is_shared=is_shared))
         replaced = {"__init__": made, "prepare": prepare, "compile_ahead": compile_ahead, "stream": lambda _: None}
         for name, function in replaced.items():
             self._patch.setattr(launcher.Launcher, name, function)
