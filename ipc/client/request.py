@@ -3,13 +3,13 @@
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError, meant
-from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Result, Sampling, Submit
+from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Parse, Result, Sampling, Submit
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
@@ -192,6 +192,8 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
                 ) from None
         reason, _, path = str(error).partition(" - at ")
         name = path.strip("`").rpartition("$.")[2] or "sampling"
+        if name == "parse":
+            reason += f"; it is one of {', '.join(map(repr, get_args(Parse)))}"
         value = options.get(name.split("[")[0].split(".")[0])
         raise RequestError(f"{name}: {reason}, got {value!r:.80}") from error
 

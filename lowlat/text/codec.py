@@ -290,7 +290,8 @@ class TextCodec:
             raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
         least = self._lengths.least_tokens(text, num_bytes)
         if max_context is not None and least + max_tokens > max_context:
-            raise _too_long(f"text of {num_bytes} bytes, at least {least} tokens,", max_context, max_tokens)
+            tokens = f", at least {least} tokens," if least else ""
+            raise _too_long(f"text of {num_bytes} bytes{tokens}", max_context, max_tokens)
 
     def _ids(
         self, text: str, add_special_tokens: bool, allow_special: bool, max_context: int | None, max_tokens: int

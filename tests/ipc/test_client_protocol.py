@@ -327,6 +327,7 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
         ([{"content": "a"}], {}, "missing required field `role`"),
         ([{"role": "user"}, 5], {}, "chat messages"),
         ([{"role": "user", "mood": "good"}], {}, "unknown field `mood`"),
+        ("a", {"parse": "all"}, "parse: .*'all'; it is one of 'none', 'reasoning', 'tools'"),
         ("a", {"max_token": 2}, "unknown option 'max_token'; did you mean 'max_tokens'"),
         ("a", {"beams": 2}, "unknown option 'beams'; known: choice, draft_texts, frequency_penalty"),
         ("a", {"top_p": 1.5}, "top_p: Expected `float` <= 1.0, got 1.5"),
