@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lowlat.engine.change_guard import ChangeGuard
 from lowlat.engine.drafting.make import make_learner, make_proposer
 from lowlat.engine.drafting.proposer import StepParts
 from lowlat.engine.figures.perf import steps_by_width
@@ -31,7 +32,6 @@ from lowlat.engine.scheduling.scheduler import Scheduler
 from lowlat.engine.steps.cache_moves import CacheMoves
 from lowlat.engine.steps.grammar_masks import GrammarMasks
 from lowlat.engine.steps.slot_changes import SlotChanges
-from lowlat.engine.unbroken import Unbroken
 from lowlat.graphs import Bucket
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.variants import may_repeat
@@ -62,17 +62,17 @@ class Steps:
         config: RuntimeConfig,
         scheduler: Scheduler,
         requests: Requests,
-        whole: Unbroken,
+        guard: ChangeGuard,
         *,
         num_speculative_tokens: int,
     ) -> None:
         geometry, vocab_size = loaded.geometry, loaded.target.config.vocab_size
         self._geometry, self._ladder, self._executor = geometry, loaded.ladder, loaded.executor
-        self._scheduler, self._kvcache, self._requests, self._whole = scheduler, scheduler.kvcache, requests, whole
+        self._scheduler, self._kvcache, self._requests, self._guard = scheduler, scheduler.kvcache, requests, guard
         self.mailbox = Mailbox(loaded.executor.state, geometry.max_rows - 1)
         self.masks = GrammarMasks(self.mailbox, loaded.executor, vocab_size)
         loop = loop_of(loaded.executor, wanted=config.device_loop)
-        self.launches = Launches(loaded.executor, self.mailbox, loop, whole=whole)
+        self.launches = Launches(loaded.executor, self.mailbox, loop, guard=guard)
         self._in_flight = self.launches.in_flight
         parts = StepParts(geometry, scheduler, self.mailbox, self.launches, requests.slots)
         self.proposer = make_proposer(loaded, parts)
@@ -153,7 +153,9 @@ class Steps:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         tiers = self._kvcache.tiers
         if tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
-            with self._whole.waiting():  # for a chunk to come from a file, for a moment: nobody decodes meanwhile
+            with (
+                self._guard.repeatable_wait()
+            ):  # for a chunk to come from a file, for a moment: nobody decodes meanwhile
                 tiers.wait(TIERS_WAIT_S)
         plan = self._scheduler.plan()
         for departure in plan.departed:
@@ -203,7 +205,7 @@ class Steps:
     def _fill_masks(self, bucket: Bucket | None, *, amid: bool = False) -> None:
         """The host's part of a step that runs in a bucket, or that it is amid: masks that slots' draws wait for."""
         if self.masks and bucket is not None:
-            with nullcontext() if amid else self._whole.waiting():
+            with nullcontext() if amid else self._guard.repeatable_wait():
                 failures = self.masks.fill(bucket.rows)
             for request, problem in failures:
                 self.changes.end(request, "error", error=problem, code="grammar")
