@@ -56,12 +56,12 @@ class SteppedRuntime:
         self.model_config, self.rank_config = loaded.target.config, loaded.rank_config
         self.ladder, self.executor, self.geometry = loaded.ladder, loaded.executor, loaded.geometry
         self.device_choice, self.memory = loaded.choice, loaded.memory
-        self.speculation_error = loaded.speculation_error
+        self.speculation_error = loaded.speculation.error
         self.numerics = digest_of(numerics_of(loaded, config))
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = loaded.codec
-        used = loaded.speculative
+        used = loaded.speculation.used
         self.num_speculative_tokens = depth = 0 if used is None else used.num_speculative_tokens
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
@@ -75,7 +75,8 @@ class SteppedRuntime:
         self._steps = Steps(loaded, config, self.scheduler, self._requests, self._guard, num_speculative_tokens=depth)
         self._between = BetweenSteps(self._steps, self.scheduler, self._requests, config.pause_deadline_s)
         self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._guard)
-        self._draft_directory = None if loaded.speculator is None else loaded.speculator.directory
+        drafts = loaded.speculation.loaded
+        self._draft_directory = None if drafts is None else drafts.directory
         self._content_facts: ContentFacts | None = None
         self._closed = False
         self.driver: Driver | None = None  # the thread that owns it, from the first call that has one

@@ -14,7 +14,7 @@ __all__ = ["make_learner", "make_proposer"]
 
 def make_proposer(loaded: Loaded, parts: StepParts) -> Proposer:
     """The source of proposals of a runtime's wide steps, or of none; and of longer blocks of drafts."""
-    partial, speculator, used = loaded.geometry.partial, loaded.geometry.speculator, loaded.speculative
+    partial, speculator, used = loaded.geometry.partial, loaded.geometry.speculator, loaded.speculation.used
     if partial is not None:
         return Refreshes(parts, partial)
     own = Proposer(parts)

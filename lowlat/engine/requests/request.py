@@ -162,7 +162,7 @@ class Request:
         return self._prefilled is not None
 
     @property
-    def room(self) -> int:
+    def num_remaining(self) -> int:
         """Tokens that it may still get."""
         return len(self.prompt) + self.params.max_tokens - len(self.committed)
 
@@ -171,12 +171,12 @@ class Request:
         """Drafts that its steps may verify, as in SamplingParams."""
         return self.params.max_draft_tokens if self.drafts else 0
 
-    def room_after(self, num_steps: int, depth: int) -> int:
+    def num_remaining_after(self, num_steps: int, depth: int) -> int:
         """Tokens that it may still get when so many steps of a depth have brought it as many as they can."""
         limit = self.draft_limit
         most = 1 + (depth if limit is None else min(depth, limit))
-        room = 1 if self.grammar is not None and self.grammar.terminated else self.room
-        return room - most * num_steps
+        remaining = 1 if self.grammar is not None and self.grammar.terminated else self.num_remaining
+        return remaining - most * num_steps
 
     def describe(self, phase: str) -> dict[str, Any]:
         """Its slot, phase, tokens of prompt and completion, and their bound, as JSON."""

@@ -235,9 +235,9 @@ class Requests(Mapping[str, Request]):
         request = self.slots.get(slot)
         return request is not None and entry >= request.first_entry
 
-    def rooms(self, num_steps: int, depth: int) -> list[int]:
+    def num_remaining_after(self, num_steps: int, depth: int) -> list[int]:
         """Tokens that each request in a slot may still get, after so many steps that bring it the most they can."""
-        return [request.room_after(num_steps, depth) for request in self.slots.values()]
+        return [request.num_remaining_after(num_steps, depth) for request in self.slots.values()]
 
     def end(self, request: Request) -> None:
         """Let a request that has left its slot be live no more; its figures stay.

@@ -17,7 +17,7 @@ from lowlat.engine.drafting.proposer import StepParts
 from lowlat.engine.figures.perf import steps_by_width
 from lowlat.engine.figures.published_steps import PublishedSteps, StepChecks
 from lowlat.engine.figures.trace import Tracer
-from lowlat.engine.launches.in_flight import Action, may_go_on
+from lowlat.engine.launches.in_flight import Action, is_step_certain
 from lowlat.engine.launches.launches import Launches, loop_of
 from lowlat.engine.loading.loaded import Loaded
 from lowlat.engine.mailbox.failed_checks import FailedCheck, FailedChecks
@@ -229,8 +229,8 @@ class Steps:
         """Steps that are wanted after all that is under way, whatever that brings; None: any number."""
         bucket = self._in_flight.bucket
         longest = depth if bucket is None else max(depth, bucket.num_speculative_tokens)
-        rooms = self._requests.rooms(self._in_flight.num_steps, longest)
-        if not may_go_on(rooms, queued=self._scheduler.num_queued > 0):
+        num_remaining = self._requests.num_remaining_after(self._in_flight.num_steps, longest)
+        if not is_step_certain(num_remaining, queued=self._scheduler.num_queued > 0):
             return 0
         return self.proposer.num_certain(depth)
 
@@ -317,4 +317,4 @@ def _tile_counter(loaded: Loaded) -> "TileCounter":
     """The counter of attention's tiles: it loads the kernels, which others may do without."""
     from lowlat.engine.figures.tile_counter import TileCounter
 
-    return TileCounter(loaded.geometry, loaded.topologies, loaded.ladder, loaded.gpu)
+    return TileCounter(loaded.geometry, loaded.speculation.topologies, loaded.ladder, loaded.gpu)
