@@ -128,8 +128,9 @@ class SteppedRuntime:
         """
         self._check_takes("open_prompt")
         record, salt = record_of(self, session, cache_salt)
-        given = (params, request_id, allow_special, salt, max_prompt_tokens, record)
-        request, scheduled = self._requests.open_prompt(*given)
+        request, scheduled = self._requests.open_prompt(
+            params, request_id, allow_special, salt, max_prompt_tokens, record
+        )
         with self._guard:
             self._between.submit(request, scheduled)
         return OpenPrompt(self, request.request_id, allow_special=allow_special)

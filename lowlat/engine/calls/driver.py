@@ -15,10 +15,10 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
 from lowlat.engine.calls.mailboxes import Brought, LoopBell, LoopMailbox, ThreadMailbox
+from lowlat.engine.calls.prompts import Prepared
 from lowlat.errors import CapacityError, DeviceError, LowlatError, RequestError, StreamError
 from lowlat.ipc.wake import Inbox
-from lowlat.options.keywords import NamedSession
-from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.request import StepOutput
 
 if TYPE_CHECKING:
     from lowlat.engine.stepped import SteppedRuntime
@@ -50,26 +50,16 @@ def owned(
 class Ticket:
     """One caller's request, from the call to its end.
 
-    grammar     its compiled grammar, which stays compiled while it is held here
+    prepared    what is submitted; its grammar stays compiled while it is held here
+    mailbox     where its caller waits for what comes of it
     request_id  its name in the runtime; "" before it was submitted
     over        nothing more comes of it, or its caller wants nothing more
-    session     that it belongs to, or its name; None: to none
     """
 
-    __slots__ = ("cache_salt", "grammar", "mailbox", "over", "params", "prompt", "request_id", "session")
+    __slots__ = ("mailbox", "over", "prepared", "request_id")
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        cache_salt: str,
-        grammar: object,
-        mailbox: ThreadMailbox | LoopMailbox,
-        session: NamedSession | str | None = None,
-    ) -> None:
-        self.session = session
-        self.prompt, self.params, self.cache_salt = prompt, params, cache_salt
-        self.grammar, self.mailbox = grammar, mailbox
+    def __init__(self, prepared: Prepared, mailbox: ThreadMailbox | LoopMailbox) -> None:
+        self.prepared, self.mailbox = prepared, mailbox
         self.request_id = ""
         self.over = False
 
@@ -214,8 +204,9 @@ class Driver:
             self._waiting.append(ticket)
             return
         try:
+            asked = ticket.prepared
             ticket.request_id = runtime.submit(
-                ticket.prompt, ticket.params, cache_salt=ticket.cache_salt, session=ticket.session
+                asked.prompt, asked.params, cache_salt=asked.cache_salt, session=asked.session
             )
         except DeviceError:
             self._tickets[""] = ticket  # it is among those whom the failure reaches

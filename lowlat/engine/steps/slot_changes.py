@@ -24,6 +24,7 @@ class SlotChanges:
 
     def __init__(
         self,
+        *,
         scheduler: Scheduler,
         requests: Requests,
         mailbox: Mailbox,
@@ -41,9 +42,16 @@ class SlotChanges:
 
     def join(self, request: Request) -> None:
         """Let a request decode in its slot, from its first token on, which prefill is about to bring."""
-        max_length = len(request.prompt) + request.params.max_tokens
-        own = (request.table, max_length, request.params, request.seed, request.stop_ids)
-        self._mailbox.join(request.slot, request.prompt, *own, has_grammar=request.grammar is not None)
+        self._mailbox.join(
+            request.slot,
+            request.prompt,
+            request.table,
+            len(request.prompt) + request.params.max_tokens,
+            request.params,
+            request.seed,
+            request.stop_ids,
+            has_grammar=request.grammar is not None,
+        )
         self._mailbox.name_texts(request.slot, request.draft_texts)
         request.first_entry = self._mailbox.num_seen
 

@@ -34,6 +34,7 @@ from lowlat.engine.steps.grammar_masks import GrammarMasks
 from lowlat.engine.steps.slot_changes import SlotChanges
 from lowlat.graphs import Bucket
 from lowlat.options.runtime import RuntimeConfig
+from lowlat.speculators.base import Speculator
 from lowlat.step.variants import may_repeat
 
 if TYPE_CHECKING:
@@ -76,9 +77,8 @@ class Steps:
         self._in_flight = self.launches.in_flight
         parts = StepParts(geometry, scheduler, self.mailbox, self.launches, requests.slots)
         self.proposer = make_proposer(loaded, parts)
-        speculator, adaptive, speculates = geometry.speculator, loaded.ladder.adaptive, num_speculative_tokens > 0
-        must_draft = speculates and speculator is not None and speculator.draft_config is not None and not adaptive
-        must_draft = must_draft and not (speculator is not None and speculator.wide_rows)  # wide steps make no drafts
+        adaptive, speculates = loaded.ladder.adaptive, num_speculative_tokens > 0
+        must_draft = speculates and not adaptive and _always_drafts(geometry.speculator)
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
         self._failed_checks = FailedChecks(config.checked_kinds)
@@ -87,8 +87,14 @@ class Steps:
         self._tracer = Tracer.from_config(config.traces)
         self.moves = CacheMoves(loaded.executor, geometry, scheduler.kvcache, self.launches)
         self.changes = SlotChanges(
-            *(scheduler, requests, self.mailbox, self.masks, self.launches, self.proposer, self.moves),
-            KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size),
+            scheduler=scheduler,
+            requests=requests,
+            mailbox=self.mailbox,
+            masks=self.masks,
+            launches=self.launches,
+            proposer=self.proposer,
+            moves=self.moves,
+            kept=KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size),
         )
         num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
         scheduler.num_written = lambda request_id: len(requests[request_id].committed) + num_ahead
@@ -183,13 +189,15 @@ class Steps:
         self._scheduler.prefill_done(chunk)
         first = self._ladder.first_token(depth) if chunk.last else None
         size = self._geometry.prefill_size(chunk.num_tokens)
-        own = (request.prompt, chunk.start, chunk.num_tokens, request.params.prompt_logprobs)
-        passes = self.mailbox.prefill.ask_prompt(*own)
+        num_top = request.params.prompt_logprobs
+        passes = self.mailbox.prefill.ask_prompt(request.prompt, chunk.start, chunk.num_tokens, num_top)
         with self._scheduler.pace.timed(size / self._geometry.prefill_chunk):
             entries = self.launches.prefill(size, first, passes)
         self.moves.keep()
-        if passes and (problem := request.add_prompt(self.mailbox.prefill.read_prompt(*own), chunk.start)) is not None:
-            self.changes.end(request, "error", error=problem, code="not_finite")
+        if passes:
+            found = self.mailbox.prefill.read_prompt(request.prompt, chunk.start, chunk.num_tokens, num_top)
+            if (problem := request.add_prompt(found, chunk.start)) is not None:
+                self.changes.end(request, "error", error=problem, code="not_finite")
         return entries
 
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
@@ -311,6 +319,11 @@ class Steps:
         self.changes.leave(request, poisoned=True)
         self._requests.end(request)
         self._requests.give(request, output)
+
+
+def _always_drafts(speculator: Speculator | None) -> bool:
+    """Whether each step brings drafts: a draft model's does, but for wide steps, and a text may have none."""
+    return speculator is not None and speculator.draft_config is not None and not speculator.wide_rows
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":
