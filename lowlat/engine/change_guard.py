@@ -1,4 +1,4 @@
-"""A guard around changes of a runtime's state: after a change that an exception interrupted, the runtime is refused."""
+"""A change guard refuses a runtime after a change of its state that an exception interrupted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

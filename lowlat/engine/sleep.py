@@ -1,4 +1,4 @@
-"""Sleep and wake of one runtime: its memory leaves the device, its prefixes go to the tiers, and all comes back.
+"""This module lets one runtime sleep: its memory leaves the device, its prefixes go to the tiers, and all comes back.
 
 What stays on the device is small: captured graphs, the libraries' memory, counters and command buffers.
 """

@@ -1,4 +1,4 @@
-"""The part of a runtime that its owner alone runs: requests are submitted, stepped, paused and cancelled.
+"""This is the part of a runtime that its owner alone runs: requests are submitted, stepped, paused and cancelled.
 
 A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
 step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduling` the queue

@@ -1,4 +1,4 @@
-"""The common part of the eager and the graph executor: buffers, weights, lowered programs, the wait for the ring.
+"""The eager and the graph executor share this: buffers, weights, lowered programs, and the wait for the ring.
 
 Everything that programs touch is allocated here, before the first step: state on the device, the host's commands and
 the publications in pinned memory, one arena of scratch for all programs, workspaces. A library's operations, in

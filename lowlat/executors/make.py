@@ -1,4 +1,4 @@
-"""The executor that a runtime really gets: kernels where they cover the model, torch where they do not."""
+"""This module makes the executor that a runtime gets: kernels where they cover the model, torch where they do not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

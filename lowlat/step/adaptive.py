@@ -1,4 +1,4 @@
-"""Steps whose draft length is chosen on the device: an opening that chooses, and a body for each length.
+"""This module emits steps whose draft length the device chooses: an opening that chooses, and a body a length.
 
 A body drafts first, then verifies, accepts, commits and publishes: so a step's length is that of its drafts and of its
 rows, and one choice a step is enough. The draft model runs over the positions committed since it last ran,

@@ -1,4 +1,4 @@
-"""Checks of a step's lengths, KV blocks and masks: the operations that a runtime asks for, and the state they keep.
+"""This module emits the checks of a step's lengths, KV blocks and masks that a runtime asks for.
 
 Without them a step's Program has neither. Between which operations they stand is the step's to say.
 """

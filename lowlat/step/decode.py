@@ -1,4 +1,4 @@
-"""The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
+"""This module emits the decode step of one bucket: verify, accept, commit, draft, masks, publish.
 
 After a prompt's last chunk the same step runs with one difference (variant FIRST_TOKEN): prefill has run the target
 over the slot's only row. The step also publishes before it drafts. So the first token is a step's, with the same

@@ -1,4 +1,4 @@
-"""The experts that a step's rows choose, by how many slots and rows it has: counted in steps that ran, and learnt.
+"""This module learns how many experts a step's rows choose, by its slots and rows, from steps that ran.
 
 Rows that follow one another in a text choose partly the same experts, how many depends on the text; each further row
 pulls those that no row before it chose. Of a step that was looked at, every number of its slots and rows is counted,

@@ -1,4 +1,4 @@
-"""Chunks of prefill as Programs: the target over their tokens, and a speculator's operations after it.
+"""This module emits chunks of prefill: the target over their tokens, and a speculator's operations after it.
 
 Chunks start at multiples of their fixed size, and a chunk's bits depend on its prefix alone, so that complete chunks
 can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a

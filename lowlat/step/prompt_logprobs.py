@@ -1,4 +1,4 @@
-"""The pass over a prompt's positions as a Program: the LM head over the next rows that prefill left, reduced.
+"""This module emits the pass over a prompt's positions: the LM head over the next rows that prefill left.
 
 Prefill of a request that asks leaves the residual stream of its positions. A pass takes PASS_ROWS of them, makes their
 logits as a step does, so that a row has the bits that a step would give it, and keeps for the host, by position, the

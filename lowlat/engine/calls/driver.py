@@ -1,4 +1,4 @@
-"""The thread that owns a runtime once it answers calls: it takes requests, steps, and hands callers their outputs.
+"""A driver is the thread that owns a runtime once it answers calls: it takes requests, steps, and delivers outputs.
 
 Callers put orders in its inbox and never wait for a step to do so; it obeys them between two steps. What a step brings
 goes into the mailbox of each request, and a loop of asyncio is told once a step, however many of its tasks wait.

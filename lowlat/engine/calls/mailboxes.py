@@ -1,4 +1,4 @@
-"""Mailboxes: what the driver's thread puts for one request, and its caller takes, in a thread or an event loop."""
+"""A mailbox takes what the driver brings for one request; its caller waits for it in a thread or an event loop."""
 
 import asyncio
 import os

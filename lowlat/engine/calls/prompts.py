@@ -1,4 +1,4 @@
-"""From a caller's prompt and options to token ids and parameters, in the caller's own thread."""
+"""This module turns a caller's prompt and options into token ids and parameters, in the caller's own thread."""
 
 import json
 from collections.abc import Mapping, Sequence, Sized

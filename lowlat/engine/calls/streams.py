@@ -1,4 +1,4 @@
-"""The chunks of one request in process, in a thread and in an event loop, and the answer that they make."""
+"""A stream yields the chunks of one request, in a thread or an event loop, and makes an answer of them."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Wide steps that verify a long text which a request's grammar forces, whatever else proposes, and where nothing does.
+"""This module proposes wide steps where a request's grammar forces a long text, whatever else proposes.
 
 Where a grammar allows one text alone, as between two values of JSON, its tokens are the slot's drafts. A step of the
 usual draft length verifies the first of them; a wide one verifies 15 or 31. What a step brings decides what is forced

@@ -1,4 +1,4 @@
-"""Steps of a longer draft length, while the drafts of the last steps were all accepted.
+"""This module proposes steps of a longer draft length while the drafts of the last steps were all accepted.
 
 A speculator that fills a block in one pass makes more drafts for little more. Verifying them costs rows, so a step of
 the usual draft length is the rule, and one of the longer is taken while many steps accept all that a usual one could.

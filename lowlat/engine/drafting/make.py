@@ -1,4 +1,4 @@
-"""Chooses what proposes a runtime's drafts, and what learns from its steps."""
+"""This module chooses what proposes a runtime's drafts, and what learns from its steps."""
 
 from lowlat.engine.drafting.expert_prices import ExpertPrices
 from lowlat.engine.drafting.forced_steps import ForcedSteps

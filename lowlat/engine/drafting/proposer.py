@@ -1,4 +1,4 @@
-"""The interface of wide verification's sources: what proposes tokens that buckets of more rows verify.
+"""A proposer chooses the bucket of the next step, among them buckets of more rows that verify its own proposals.
 
 A proposer chooses the bucket of the next step, says how far steps may run ahead of what it decides, and keeps back
 tokens that are only proposed. `Steps` knows this interface alone; a loaded runtime hands its proposer over.

@@ -1,4 +1,4 @@
-"""SpecPV as a proposer: refreshes where they are due, and verification of what steps over a part of the cache propose.
+"""This module is SpecPV's proposer: it says when a slot is refreshed, and what partial steps have proposed.
 
 A refresh runs a slot's last tokens over all of its cache. When it is due `lowlat.sequence.partial` says. Lossy SpecPV
 proposes nothing: tokens of its partial steps are final.

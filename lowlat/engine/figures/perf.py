@@ -1,4 +1,4 @@
-"""Counters of a runtime's launches, waits and copies, and of steps without drafts."""
+"""This module counts a runtime's launches, waits and copies, and its steps without drafts."""
 
 from collections import Counter
 from collections.abc import Mapping

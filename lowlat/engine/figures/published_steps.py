@@ -1,4 +1,4 @@
-"""Counts the publications of steps, and checks them in strict mode."""
+"""This module counts the publications of steps, and checks them in strict mode."""
 
 from collections import Counter
 from typing import Any

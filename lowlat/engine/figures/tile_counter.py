@@ -1,4 +1,4 @@
-"""Counts, on the host, the tiles that the target's attention walks in the decode steps of a run.
+"""This module counts, on the host, the tiles that the target's attention walks in the decode steps of a run.
 
 A tile is 64 positions of a slot's keys and values for a block's query rows, see `lowlat.kernels.attention.tile_counts`.
 What a step walks follows from its slots' lengths and what they verified, which is published.

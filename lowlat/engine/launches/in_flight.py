@@ -1,4 +1,4 @@
-"""The state machine of launches under way: how many there are, what may be queued after them, and what to wait for.
+"""This module is the state machine of launches under way: how many there are, and what may follow them.
 
 It counts entries of the ring, of which every step publishes one. What it decides is carried out by
 `lowlat.engine.launches.launches`. All launches run on one stream, one after the other.

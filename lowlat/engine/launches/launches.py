@@ -1,4 +1,4 @@
-"""Carries out the launches of steps, loops and prefill, and waits for what they publish.
+"""This module carries out the launches of steps, loops and prefill, and waits for what they publish.
 
 `lowlat.engine.launches.in_flight` decides what may be launched, and counts. What is under way may still end, or publish
 for, a slot that the host has given up meanwhile: the caller drops such publications.

@@ -1,4 +1,4 @@
-"""The shapes of a runtime's programs, of all ranks, from its options; refused where its parts do not fit."""
+"""This module settles the shapes of a runtime's programs, of all ranks, and refuses options that do not fit."""
 
 import logging
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The result of a load: everything that a runtime drives."""
+"""`Loaded` is the result of a load: everything that a runtime drives."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""From options to a ready executor: checkpoint, tokenizer, speculator, ladder, programs, buffers.
+"""This module goes from options to a ready executor: checkpoint, tokenizer, speculator, programs, buffers.
 
 Quick things are read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
 their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged

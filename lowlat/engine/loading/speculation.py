@@ -1,4 +1,4 @@
-"""Loads and checks the speculator of a target, and settles what it drafts by draft length."""
+"""This module loads and checks the speculator of a target, and settles what it drafts by draft length."""
 
 import logging
 from collections.abc import Callable, Mapping

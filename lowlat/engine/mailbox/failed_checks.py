@@ -1,4 +1,4 @@
-"""Checks of a step that failed on the device: what each says, and how many there were.
+"""This module says what each check of a step means that failed on the device, and counts them.
 
 A device tells a code and numbers; the texts stand here. It knows requests by their names alone.
 """

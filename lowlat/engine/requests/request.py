@@ -1,4 +1,4 @@
-"""One request as the runtime sees it: what it asked for, where it lies, what it has got so far.
+"""A request is what its caller asked for, where it lies, and what it has got so far.
 
 It turns a step's publication into the caller's output: text, stop strings, ends.
 """

@@ -1,4 +1,4 @@
-"""The requests of one runtime: what may be submitted, which requests are live, their outputs and their figures."""
+"""This module has the requests of one runtime: those that are live, their outputs and their figures."""
 
 import itertools
 import secrets

@@ -1,4 +1,4 @@
-"""The queue and the slots of one runtime, without a device: what each request is at, and what is done before a step.
+"""A scheduler has the queue and the slots of one runtime, without a device, and plans what precedes each step.
 
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
 among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would

@@ -1,4 +1,4 @@
-"""The tiers of the prefix cache of one runtime: their sizes, and who may read what they keep."""
+"""This module makes the tiers of a runtime's prefix cache: their sizes, and who may read what they keep."""
 
 import hashlib
 from collections import Counter

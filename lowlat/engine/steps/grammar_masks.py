@@ -1,4 +1,4 @@
-"""The host's part of a step whose requests have grammars: the masks of the rows that the step verifies.
+"""This module fills the masks of the rows that a step verifies, for requests that have grammars.
 
 The device tells the rows when a step begins, the host fills their masks while the target runs, and the draw of each
 slot waits for its own. A step may be launched before the host has read the one ahead of it. If it verifies drafts, it

@@ -1,4 +1,4 @@
-"""Requests come into slots, leave them for a while or for good, with all that the engine knows of a slot meanwhile."""
+"""This module changes a slot's request: one comes, leaves for a while, or ends, and all that follows it is told."""
 
 from lowlat.engine.drafting.proposer import Proposer
 from lowlat.engine.launches.launches import Launches

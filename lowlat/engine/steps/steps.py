@@ -1,4 +1,4 @@
-"""Steps of one runtime: it admits, prefills, launches ahead and takes what was published, for the requests' outputs.
+"""This module runs the steps of one runtime: it admits, prefills, launches ahead, and makes outputs of publications.
 
 While nobody joins or leaves, a step is launched before the one ahead of it has ended, or the device repeats steps by
 itself. That changes no token: what a step does to a slot depends on nothing that the host does in between, and what is
