@@ -53,7 +53,7 @@ class ExpertCounts:
         self._before = {slots: tuple(each) for slots, each in before.items()}
         self._means: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def see(self, rows: Sequence[Sequence[int]]) -> None:
+    def record(self, rows: Sequence[Sequence[int]]) -> None:
         """Count a layer of a step, by each active slot's rows as bits, see `chosen_rows`."""
         unions = [list(accumulate(each, or_)) for each in rows]
         for num_rows in range(min(map(len, unions), default=0)):

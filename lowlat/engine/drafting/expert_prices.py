@@ -89,7 +89,7 @@ class ExpertPrices:
             choice, slots, *ids = found
             rows = chosen_rows(ids[int(choice)], bucket.batch, slots.tolist())
             self._drafts = 0 < int(choice) <= bucket.num_speculative_tokens
-            self._counts.see(self._in_a_row(number, slots.tolist(), rows))
+            self._counts.record(self._in_a_row(number, slots.tolist(), rows))
         self._tell()
 
     def _in_a_row(self, number: int, slots: list[int], rows: Rows) -> Rows:

@@ -41,7 +41,7 @@ class LongerDrafts(Proposer):
         """A request begins in a slot, of which nothing is known."""
         self.end(request)
 
-    def look(self, entry: Entry) -> None:
+    def observe(self, entry: Entry) -> None:
         """Learn from what a step accepted, of the slots whose requests it was about."""
         found = 0
         for record in self.parts.outcomes(entry):

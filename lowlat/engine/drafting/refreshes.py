@@ -82,7 +82,7 @@ class Refreshes(Proposer):
                 self._verifying.add(slot)
         return True
 
-    def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
+    def committed(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
         """Count a step, keep its tokens back where they are proposals, and record what a verification has accepted."""
         slot = request.slot
         if not request.has_begun:

@@ -43,7 +43,7 @@ class WideSteps(Proposer):
         """A request begins in a slot, of which nothing is known."""
         self._held.pop(request.slot, None)
 
-    def look(self, entry: Entry) -> None:
+    def observe(self, entry: Entry) -> None:
         """Learn from what a step accepted, of the slots whose requests it was about."""
         bucket = self.parts.launches.in_flight.bucket
         is_wide = bucket is not None and bucket.variant == PROPOSED

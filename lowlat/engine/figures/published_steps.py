@@ -88,7 +88,7 @@ class PublishedSteps:
         self._adaptive = adaptive
         self._checks = checks
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return the active slots, and why speculation was off, as a line for a log."""
         active = self.active
         mean = active.total / max(active.num_steps, 1)
@@ -101,7 +101,7 @@ class PublishedSteps:
         disabled = {"disabled_slots": dict(self.undrafted)} if self.speculating else {}
         return {"active_slots": self.active.to_dict(), **disabled}
 
-    def see(self, request: Request, publication: SlotPublication) -> None:
+    def record(self, request: Request, publication: SlotPublication) -> None:
         """Count and check one publication, before its request takes it. Raises DeviceError in strict mode."""
         if self.speculating and request.has_begun and not publication.verified:
             limit = request.params.max_draft_tokens

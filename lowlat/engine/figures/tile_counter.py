@@ -73,7 +73,7 @@ class TileCounter:
         self._steps = 0
         self._counts: dict[str, Counter[str]] = {heads.kind: Counter() for heads in self._layers}
 
-    def see(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
+    def record(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
         """Count a decode step at a depth, before its requests take what was published of it.
 
         First tokens come of no such step, and slots that were dropped tell nothing.

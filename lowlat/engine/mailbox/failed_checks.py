@@ -84,7 +84,7 @@ class FailedChecks:
         self._failed: Counter[str] = Counter()
         self._num_ended = self._num_single = 0
 
-    def see(self, failure: FailedCheck, request_id: str | None) -> str:
+    def record(self, failure: FailedCheck, request_id: str | None) -> str:
         """Count and log a failure, and return its text; `request_id` is None where no request is hurt."""
         self._failed[failure.kind] += 1
         hurt = "an entry without a request" if request_id is None else f"request {request_id!r} in slot {failure.slot}"

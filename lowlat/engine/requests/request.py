@@ -118,14 +118,14 @@ class Request:
         self._num_cached = num_cached if self._most_cached is None else min(num_cached, self._most_cached)
         self._times.placed = time.monotonic()
 
-    def continues(self, other: "Request") -> None:
+    def take_over_from(self, other: "Request") -> None:
         """Take the slot, and what was read of the prompt, of the request that was open in its place."""
         self.slot, self.table, self._num_cached = other.slot, other.table, other._num_cached
         self._times.placed = None if other._times.placed is None else self._times.submitted
         self._prompt_logprobs = other._prompt_logprobs
         self.commands = other.commands
 
-    def takes_back(self, other: "Request") -> None:
+    def undo_trial(self, other: "Request") -> None:
         """Take the place of a request that was finished on trial: of what that has read nothing counts as cached."""
         self._most_cached = other._most_cached if other._times.placed is None else other._num_cached
 

@@ -172,7 +172,7 @@ class Requests(Mapping[str, Request]):
         begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
         begun.opening = request.opening if speculative else None
         begun.draft_texts = self._joined(begun.params, begun.prompt, begun.session)
-        begun.continues(request)
+        begun.take_over_from(request)
         self._replace(begun)
         return begun
 
@@ -181,7 +181,7 @@ class Requests(Mapping[str, Request]):
         again = self._made(request.request_id, ids, request.params, request.session, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
-        again.takes_back(request)
+        again.undo_trial(request)
         self._live[again.request_id] = again
         return scheduled
 
@@ -190,7 +190,7 @@ class Requests(Mapping[str, Request]):
         if request.slot >= 0:
             self.slots[request.slot] = request
 
-    def give(self, request: Request, output: StepOutput) -> None:
+    def deliver(self, request: Request, output: StepOutput) -> None:
         """Add an output, or keep it back while the request's prompt may still go on."""
         if request.opening is not None and request.opening.is_speculative:
             request.withheld.append(output)

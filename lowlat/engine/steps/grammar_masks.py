@@ -155,7 +155,7 @@ class GrammarMasks:
         self.stats.num_forced_drafts += len(tokens)
         self._forced[slot] = tokens
 
-    def judge(self, publication: SlotPublication) -> tuple[SlotPublication, str | None]:
+    def with_grammar_end(self, publication: SlotPublication) -> tuple[SlotPublication, str | None]:
         """A publication with the end that its grammar gives it, and the grammar's error, if there is one.
 
         Where no token may follow a complete grammar, the request ends by a stop, not by an error.

@@ -106,7 +106,7 @@ class SlotChanges:
             request.opening = None  # nothing that was begun on trial goes on
         if not request.has_left:  # else its outputs are kept back: none of them is wanted
             self.withdraw(request, poisoned=code == "not_finite")
-        self._requests.give(request, request.output((), reason, error=error, error_code=code))
+        self._requests.deliver(request, request.output((), reason, error=error, error_code=code))
         self._requests.end(request)
 
     def withdraw(self, request: Request, *, poisoned: bool = False, shares: bool = True) -> None:

@@ -149,7 +149,7 @@ class Steps:
     def close(self) -> None:
         """Let nothing wait for the host any more, and launch nothing; the steps' figures are logged."""
         if self.published.active.num_steps:
-            logger.info("%s", self.published.told())
+            logger.info("%s", self.published.describe())
         self.launches.close()
         self.masks.release()
         if self._kvcache.tiers is not None:
@@ -253,7 +253,7 @@ class Steps:
         """Make the outputs of entries; where the step after them is certain, it is launched first."""
         requests, in_flight = self._requests, self._in_flight
         for entry in entries:
-            self.proposer.look(entry)
+            self.proposer.observe(entry)
         published: Iterable[list[SlotPublication]] = map(self.mailbox.read, entries)
         if self.masks:  # a launch waits for grammars, or a step that was launched: outputs are made after it
             published = list(published)
@@ -268,12 +268,12 @@ class Steps:
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self._executor, self._kvcache)
             if self._tiles is not None:
-                self._tiles.see(depth, [(requests.slots[each.slot], each) for each in publications])
+                self._tiles.record(depth, [(requests.slots[each.slot], each) for each in publications])
             for publication in publications:
                 self._apply(publication)
             for failure in entry.failed:
                 if failure.slot < 0:
-                    self._failed_checks.see(failure, None)
+                    self._failed_checks.record(failure, None)
         if in_flight.under_way:
             self._fill_masks(in_flight.bucket)
         self.moves.clear()
@@ -296,20 +296,20 @@ class Steps:
         if published.failed is not None:
             self._drop(request, published.failed)
             return
-        if (publication := self.proposer.judge(request, published)) is None:
+        if (publication := self.proposer.committed(request, published)) is None:
             return
-        self.published.see(request, publication)
-        output = request.take(*self.masks.judge(publication))
+        self.published.record(request, publication)
+        output = request.take(*self.masks.with_grammar_end(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:
                 self.mailbox.cancel(request.slot)  # a stop string: the device does not know yet
             self.changes.leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
             self._requests.end(request)
-        self._requests.give(request, output)
+        self._requests.deliver(request, output)
 
     def _drop(self, request: Request, failure: FailedCheck) -> None:
         """End a request of which a step gave nothing but a failed check, or let it go on without drafts."""
-        text = self._failed_checks.see(failure, request.request_id)
+        text = self._failed_checks.record(failure, request.request_id)
         request.failed_checks += (failure.kind,)
         if not failure.ends:
             request.drafts = False
@@ -318,7 +318,7 @@ class Steps:
         output = request.output((), "error", error=text, error_code="check")
         self.changes.leave(request, poisoned=True)
         self._requests.end(request)
-        self._requests.give(request, output)
+        self._requests.deliver(request, output)
 
 
 def _always_drafts(speculator: Speculator | None) -> bool:
