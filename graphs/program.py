@@ -1,4 +1,4 @@
-"""The decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
+"""A Program is the decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
 
 A Program says what a step means, not how it is run. Executors lower it: the reference runs each operation by its torch
 meaning, the others lower runs of operations to kernels. Every operation is checked against its schema, which stands in

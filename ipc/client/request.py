@@ -1,4 +1,4 @@
-"""From a caller's prompt and options to a SUBMIT: everything that can be refused without a server is refused here."""
+"""This module makes a SUBMIT of a caller's prompt and options, and refuses all that can be refused without a server."""
 
 import json
 import math

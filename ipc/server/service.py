@@ -1,4 +1,4 @@
-"""The answers of a server: every message of a client has one method here; requests are born and end in `Requests`."""
+"""A service answers the messages of clients, one method each; requests are born and end in `Requests`."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Paged KV bookkeeping on the host: tables, free blocks, prefix reuse, and what must balance.
+"""This module is the host's bookkeeping of paged KV: tables, free blocks, prefix reuse, and what must balance.
 
 One table serves all layers that see everything, the target's and the draft model's: the same block ids index the
 caches of each. Other kinds of state have pools and books of their own, see `PoolBook`. It touches no memory:

@@ -1,4 +1,4 @@
-"""Parts that draft models of all methods share: weights of a layer, rows of accepted tokens, drafts put into nodes."""
+"""Draft models of all methods share these parts: a layer's weights, rows of accepted tokens, drafts put into nodes."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The requests of a server, from SUBMIT to END: admission, fairness, credit, deadlines, and how each one ends."""
+"""This module has the requests of a server, from SUBMIT to END: admission, fairness, credit, deadlines, ends."""
 
 import logging
 import time

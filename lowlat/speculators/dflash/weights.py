@@ -1,4 +1,4 @@
-"""DFlash draft models: canonical weights. It knows names and shapes, and no layout of configs.
+"""This module makes the canonical weights of DFlash draft models. It knows names and shapes, and no configs.
 
 A layer's keys and values are made of two kinds of rows: of the block's they are made with the queries, of the target's
 features for all layers at once. So each layer's projection of them is kept twice.

@@ -1,4 +1,4 @@
-"""EAGLE3 draft models: canonical weights, and the map from draft ids to target ids, checked.
+"""This module makes the canonical weights of EAGLE3 draft models, and checks the map of draft ids to target ids.
 
 It knows the normalised names of head tensors; `config` and `draft_file` read configs and layouts.
 """
