@@ -19,7 +19,7 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.schema import Operation, OperationSchema
 from lowlat.graphs.schema_check import ArrayType, check_operation
 
-__all__ = ["OWN_NAMES", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
+__all__ = ["OWN_NAMES", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage", "named"]
 
 Param = int | float | bool | str | None
 
@@ -160,6 +160,15 @@ def _check_fitting(
     *values: Param,
 ) -> None:
     check_operation(schema, dict(reads), dict(writes), dict.fromkeys(weights), dict(zip(params, values, strict=True)))
+
+
+def named(*names: str, **others: str) -> dict[str, str]:
+    """Buffers by the arguments of an operation that they are for.
+
+    names   of buffers that are called as their arguments
+    others  the other buffers, by argument
+    """
+    return {**{name: name for name in names}, **others}
 
 
 @dataclass
