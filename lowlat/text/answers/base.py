@@ -1,4 +1,4 @@
-"""The parts of an answer, and the interface of the formats that find them."""
+"""This module has the parts of an answer, and the interface of the formats that find them."""
 
 import secrets
 from abc import ABC, abstractmethod

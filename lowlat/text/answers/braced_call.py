@@ -1,4 +1,4 @@
-"""Gemma 4's tool calls: `call:name{key:value,...}`, keys bare, strings between marks of their own, the rest as in JSON.
+"""Gemma 4 writes tool calls as `call:name{key:value,...}`: keys bare, strings between marks, the rest as in JSON.
 
 Arguments go out as JSON while they come. A string is literal: nothing in it is escaped.
 """

@@ -1,4 +1,4 @@
-"""Tool calls written as tags: `<function=name>`, then parameters as tags of their own, or an object of arguments.
+"""Some models write tool calls as tags: `<function=name>`, then parameters as tags, or an object of arguments.
 
 Qwen3-Coder and Qwen3.5 write `<parameter=key>`, the value on lines of its own, and `</parameter>`, then `</function>`;
 Llama 3 writes `{...}` and `</function>`. A value is text: what it means in JSON the function's schema says. A value

@@ -1,4 +1,4 @@
-"""A tool call written as one JSON object, {"name": ..., "arguments": {...}}, read as it comes.
+"""Some models write a tool call as one JSON object, {"name": ..., "arguments": {...}}; it is read as it comes.
 
 Its arguments are handed on as they were written, before the object has ended. Text that is no such object fails;
 nothing is built of nested values, so their depth does not matter.

@@ -1,4 +1,4 @@
-"""Mistral's newer tool calls: `name[ARGS]{...}`, or with an id `name[CALL_ID]id[ARGS]{...}`."""
+"""Newer models of Mistral write tool calls as `name[ARGS]{...}`, or with an id `name[CALL_ID]id[ARGS]{...}`."""
 
 from lowlat.text.answers.base import CallBody, Calls, Parts
 from lowlat.text.answers.json_call import MAX_NAME, ObjectText

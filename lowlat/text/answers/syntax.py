@@ -1,4 +1,4 @@
-"""The ways in which models mark tool calls in their text, as data that one reader of answers works by."""
+"""This module describes, as data, the ways in which models mark tool calls in their text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
