@@ -29,6 +29,7 @@ class Placement:
 
     def __init__(
         self,
+        *,
         kvcache: "KVCache",
         queue: RequestQueue,
         slots: list[Slot | None],

@@ -123,9 +123,9 @@ class SlotChanges:
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
         # these run on one stream, one after the other; what is shared lies before the positions that are written.
         committed, written = request.committed if shares else None, request.num_written
-        whole = request.finish_reason in ("stop", "length")
+        completed = request.finish_reason in ("stop", "length")
         phase = self._scheduler.cancel(
-            request.request_id, committed, num_written=written, poisoned=poisoned, whole=whole
+            request.request_id, committed, num_written=written, poisoned=poisoned, completed=completed
         )
         if phase in (Phase.PREFILLING, Phase.DECODING):
             del self._requests.slots[request.slot]
