@@ -83,11 +83,11 @@ def load(
     if options.count_tiles:
         check_countable(geometry, topologies)
     devices = rank_devices(choice, len(ranks), options.devices)
-    needs = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
+    plans = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
     executor = make_executor(
         choice, ranks, weights, captured, devices=devices, device_loop=options.device_loop, fuse=options.fuse,
         hooks=not options.is_strict, watchdog=(options.watchdog_factor, options.watchdog_min_s),
-        can_sleep=options.can_sleep,
+        can_sleep=options.can_sleep, planned=[plan.workspaces for plan in plans if plan.workspaces is not None],
     )  # fmt: skip
     try:
         check_launches(options, executor.counts, speculation.used)
@@ -109,7 +109,7 @@ def load(
         executor=executor,
         choice=choice,
         rank_config=ranks[0].config,
-        memory=held_memory(needs, devices),
+        memory=held_memory([plan.need for plan in plans], devices),
         costs=costs,
     )
 
