@@ -1,4 +1,4 @@
-"""Paths on the command line, checked as they are read: before torch is imported, and before anything is measured.
+"""This module checks paths of the command line as they are read, before torch is imported.
 
 They look at what stands in the file system; what is in a file is its reader's to check.
 """

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request and the outputs of a step, checked, model-free.
+"""This module has the sampling parameters of a request and the outputs of a step. It knows no model.
 
 Limits that depend on the model (vocabulary, context) are checked by `Runtime.submit`.
 """

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, loaded from its directory and bounded; text to token ids and back."""
+"""A text codec has one model's tokenizer and chat template, loaded from its directory; it encodes and decodes text."""
 
 import hashlib
 import json
