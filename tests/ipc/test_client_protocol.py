@@ -352,10 +352,11 @@ def test_what_cannot_be_served_is_refused_by_name(prompt: Any, options: dict[str
 
 def test_content_in_parts_of_text_is_text() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    whole, several = (make_request([{"role": "user", "content": each}], {}) for each in ("a\nb", parts))
+    contents: tuple[Any, ...] = ("a\nb", parts)
+    whole, several = (make_request([{"role": "user", "content": each}], {}) for each in contents)
     assert whole.submit == several.submit
     with pytest.raises(RequestError, match=r"messages\[1\]\.content\[0\] is of the type 'str'; content is text"):
-        make_request([{"role": "user", "content": "a"}, {"role": "user", "content": ["a"]}], {})
+        make_request([{"role": "user", "content": content} for content in ("a", ["a"])], {})
 
 
 def test_requests_that_have_no_encoding_or_no_room_are_refused() -> None:
