@@ -1,4 +1,4 @@
-"""Endpoints of servers: the default one, how one is parsed and checked, the lock next to a socket file.
+"""An endpoint is where a server is reached: this module parses and checks one, and locks a socket file.
 
 A socket file outlives its server, and whoever removes it may bind its path: so a server holds a lock file first, and
 watches that the socket file stays its own. Who may connect is decided by the folder's mode, the file's mode, and

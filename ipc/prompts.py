@@ -1,4 +1,4 @@
-"""The prompts that a caller may give, of a client and in process: text, token ids, or the messages of a chat."""
+"""A prompt, of a client and in process, is text, token ids, or the messages of a chat."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

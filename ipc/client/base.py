@@ -1,4 +1,4 @@
-"""The base of both clients: options, one connection or none, and the process that they belong to."""
+"""Both clients share this base: options, one connection or none, and the process that they belong to."""
 
 import os
 import weakref

@@ -1,4 +1,4 @@
-"""Prompts that are sent while they are being written; their answers can be read once they are finished."""
+"""An open prompt is sent while it is being written; its answer can be read once it is finished."""
 
 from collections.abc import Awaitable, Sequence
 from types import TracebackType

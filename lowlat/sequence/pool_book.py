@@ -1,4 +1,4 @@
-"""The interface of a book next to the first pool's: of a kind of state with blocks, and needs at a hit, of its own.
+"""This is the interface of a book next to the first pool's, of a kind of state with blocks of its own.
 
 `lowlat.sequence.kvcache` finds the chunks of a prompt that are there; it asks each of these books whether its state can
 go on after them, and tells it what becomes of chunks. Layers of a sliding window have one (`WindowBook`), and states

@@ -1,4 +1,4 @@
-"""Which row of the recurrent states holds whose snapshot: the state after a chunk of a prompt, for prompts that go on.
+"""This book knows which row of the recurrent states holds whose snapshot: the state after a chunk of a prompt.
 
 `lowlat.sequence.kvcache` calls it next to its own book. A prompt goes on after the longest prefix of which both the
 keys and values and a snapshot are there. Snapshots are large, so few are kept: at the end of a prompt's last whole

@@ -1,4 +1,4 @@
-"""Which block of a window's pool holds what: tables that forget, and the chunks whose blocks wait for other prompts.
+"""This book knows which block of a window's pool holds what, and which chunks' blocks wait for other prompts.
 
 `lowlat.sequence.kvcache` calls it next to its own book. A prefix is found there; here stand the blocks that rows after
 it would see. A request reserves what it needs at a time. Blocks that no row of it can see any more go to others while

@@ -1,4 +1,4 @@
-"""Changes of live requests between two steps, as callers want them: pauses, ends, and prompts that grow."""
+"""This module changes live requests between two steps: pauses, ends, and prompts that grow."""
 
 from collections.abc import Sequence
 from typing import cast

@@ -1,4 +1,4 @@
-"""The supervisor: one process for each model, restarted where it ends, and the devices' memory shared among them.
+"""The supervisor runs one process for each model, restarts it where it ends, and shares the devices' memory.
 
 It loads no model itself. Processes ask it for memory before they load, and tell when a request waits for a model that
 sleeps; it puts others to sleep, as `lowlat.serving.models.places` decides, and gives the memory on.
