@@ -206,6 +206,7 @@ class SnapshotBook(PoolBook):
             "num_free": len(self._free),
             "num_listed": len(self._listed),
             "num_found": self._num_found,
+            "num_broken_pins": self.num_broken_pins,
         }
 
     def problems(self, requests: Collection[str], index: PrefixIndex) -> Iterator[str]:
@@ -230,6 +231,7 @@ class SnapshotBook(PoolBook):
             unused = next((each for each in free if each.digest not in self._pins), free[0] if free else None)
             if unused is None:
                 return None
+            self.num_broken_pins += unused.digest in self._pins
             self.drop(unused.digest)
         return self._free.pop()
 

@@ -207,7 +207,9 @@ def _below(kv: dict[str, Any]) -> "list[RenderableType]":
             f"{format_bytes(tiers['bytes_out'])} from it; {tiers['copies_under_way']} copies under way"
         ))  # fmt: skip
     if sessions := kv.get("sessions"):
-        lost = f", {kv['num_broken_pins']} gone" if kv.get("num_broken_pins") else ""
+        pools = [kv, *kv.get("windows", ()), *kv.get("snapshots", ())]
+        broken = sum(pool.get("num_broken_pins", 0) for pool in pools)
+        lost = f", {broken} gone" if broken else ""
         lines.append(Text(
             f"sessions  {sessions['num_sessions']} live, {sessions['num_running']} with requests; "
             f"{kv.get('num_pinned', 0)} blocks pinned{lost}"
