@@ -8,6 +8,7 @@ So the bits of a norm depend on the row and its width alone, whichever kernel co
 import math
 from typing import Any
 
+from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, uint32
 from lowlat.kernels.toolchain.ptx import add_rn, bf16_pair, float_of_bits, fma_rn, mul_rn
 
@@ -22,6 +23,7 @@ __all__ = [
     "inverse_rms",
     "lane_sum",
     "low_value",
+    "make_block_sum",
     "normalised",
     "normalised_pair",
 ]
@@ -78,6 +80,32 @@ def block_sum(value: Any, sums: Any) -> Any:
     for warp in range(1, WARPS):
         total = add_rn(total, sums[warp])
     return total
+
+
+def make_block_sum(warps: int) -> Any:
+    """A function: `block_sum` of a block of so many warps, whose other chunks are past the row's end: the same bits.
+
+    sums  [WARPS] float32, shared memory on a multiple of 16 bytes, which is read four at a time
+    """
+
+    fours = -(-warps // 4)
+
+    @device_function
+    def sum_block(value: Any, sums: Any) -> Any:
+        value = lane_sum(value)
+        thread = uint32(cuda.threadIdx.x)
+        if thread & uint32(31) == uint32(0):
+            sums[thread >> uint32(5)] = value
+        cuda.syncthreads()
+        address, total = ptx.shared_address(sums), float32(0.0)
+        for four in range(fours):
+            words = ptx.load_shared_128(uint32(address + uint32(16 * four)))
+            for place in range(4):
+                if 4 * four + place < warps:
+                    total = add_rn(total, float_of_bits(words[place]))
+        return total
+
+    return sum_block
 
 
 @device_function

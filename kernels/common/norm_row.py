@@ -22,6 +22,7 @@ from lowlat.kernels.toolchain.ptx import (
     add_rn,
     bf16_pair,
     float_of_bits,
+    load_ahead_128,
     load_global_128,
     load_global_nc_128,
     load_global_u8,
@@ -187,15 +188,17 @@ class NormFunctions:
     """Device functions of a norm whose weight is bf16, or float32.
 
     load_weights  a chunk of the weight, by its address and the chunk's number: `size` words
+    load_ahead    the same, for a load that stays before the wait: see `ptx.load_ahead_128`
     no_weights    as many zeros
     held          a chunk's weights, from an array where its words begin at a place
     scale         a chunk's four words by 1 / rms and the chunk's weights, packed again
-    load_first    this thread's first chunk of the weight, which may be read before the kernel before has ended
+    load_first    this thread's first chunk of the weight, asked for before the kernel before has ended
     finish        `finish_norm`
     """
 
     size: int
     load_weights: Any
+    load_ahead: Any
     no_weights: Any
     held: Any
     scale: Any
@@ -210,10 +213,10 @@ def weights_label(wide: bool) -> str:
 
 def make_norm_functions(wide: bool) -> NormFunctions:
     """The functions for a weight of float32 (wide), or of bf16."""
-    load_weights, no_weights, held, scale = (
-        (_load_wide, _no_wide, _held_wide, _scale_wide)
+    load_weights, load_ahead, no_weights, held, scale = (
+        (_load_wide, _load_wide_ahead, _no_wide, _held_wide, _scale_wide)
         if wide
-        else (_load_narrow, _no_narrow, _held_narrow, _scale_narrow)
+        else (_load_narrow, _load_narrow_ahead, _no_narrow, _held_narrow, _scale_narrow)
     )
 
     @device_function
@@ -221,7 +224,7 @@ def make_norm_functions(wide: bool) -> NormFunctions:
         thread = uint32(cuda.threadIdx.x)
         words = no_weights()
         if thread < uint32(width // 8):
-            words = load_weights(weight, thread)
+            words = load_ahead(weight, thread)
         return words
 
     @device_function
@@ -261,7 +264,7 @@ def make_norm_functions(wide: bool) -> NormFunctions:
                 weights = load_weights(weight, chunk)
 
     size = 8 if wide else 4
-    return NormFunctions(size, load_weights, no_weights, held, scale, load_first_weights, finish_norm)
+    return NormFunctions(size, load_weights, load_ahead, no_weights, held, scale, load_first_weights, finish_norm)
 
 
 @device_function
@@ -273,6 +276,18 @@ def _load_narrow(weight: Any, chunk: Any) -> Any:
 def _load_wide(weight: Any, chunk: Any) -> Any:
     a, b, c, d = load_global_nc_128(weight + int64(chunk) * int64(32))
     e, f, g, h = load_global_nc_128(weight + int64(chunk) * int64(32) + int64(16))
+    return a, b, c, d, e, f, g, h
+
+
+@device_function
+def _load_narrow_ahead(weight: Any, chunk: Any) -> Any:
+    return load_ahead_128(weight + int64(chunk) * int64(16))
+
+
+@device_function
+def _load_wide_ahead(weight: Any, chunk: Any) -> Any:
+    a, b, c, d = load_ahead_128(weight + int64(chunk) * int64(32))
+    e, f, g, h = load_ahead_128(weight + int64(chunk) * int64(32) + int64(16))
     return a, b, c, d, e, f, g, h
 
 

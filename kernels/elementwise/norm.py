@@ -86,12 +86,14 @@ def check_sum(
 
 
 @cache
-def _make_norms(width: int, parts: int, eps: float, wide_weights: bool = False) -> Kernel:
+def _make_norms(width: int, parts: int, eps: float, wide_weights: bool = False, triggers_first: bool = False) -> Kernel:
     """Norms of up to PARTS of the `parts` parts of each row, from part `start` on: grid (M, parts here)."""
     functions = make_norm_functions(wide_weights)
     load_first_weights, finish_norm = functions.load_first, functions.finish
 
     def norms(x: Any, row_live: Any, out: Any, start: Any, w0: Any, w1: Any, w2: Any, w3: Any) -> None:
+        if triggers_first:
+            ptx.let_next_kernel_start()
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
         row, part = int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
         weight = w0
@@ -103,15 +105,16 @@ def _make_norms(width: int, parts: int, eps: float, wide_weights: bool = False) 
             weight = w3
         weights = load_first_weights(weight, width)
         ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
+        if not triggers_first:
+            ptx.let_next_kernel_start()
         offset = (row * int64(parts) + int64(start) + part) * int64(width * 2)
         words = load_first(x + offset, width, False)
         live = is_live(row_live, row)
         finish_norm(words, weights, x + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     signature = (types.int64,) * 8
-    name = f"norms_n{width}_parts{parts}_eps{eps!r}{weights_label(wide_weights)}"
-    return Kernel(name, norms, signature, THREADS, waits_before_trigger=True)
+    name = f"norms_n{width}_parts{parts}_eps{eps!r}{weights_label(wide_weights)}{'_first' * triggers_first}"
+    return Kernel(name, norms, signature, THREADS, waits_before_trigger=not triggers_first)
 
 
 @cache
@@ -138,7 +141,13 @@ def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = Fals
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    eps: float,
+    triggers_first: bool = False,
 ) -> list[KernelCall]:
     """x / rms(x) * weight in float32, rounded once; dead rows give zero.
 
@@ -146,18 +155,26 @@ def rms_norm(
     weight    [N]     bf16 or float32
     row_live  [M]     uint8; None: all rows are live
     out       [M, N]  bf16  out
+    triggers_first  the next launch may start before this one waits for the one before it
     One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
     """
-    return split_norms(x, row_live, out=out, eps=eps, weight0=weight)
+    return split_norms(x, row_live, out=out, eps=eps, triggers_first=triggers_first, weight0=weight)
 
 
 def split_norms(
-    x: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float, **weights: torch.Tensor
+    x: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    eps: float,
+    triggers_first: bool = False,
+    **weights: torch.Tensor,
 ) -> list[KernelCall]:
     """RMS norm of each of the F parts of every row on its own, as `rms_norm` of that part gives it.
 
     x, out     [M, F * Ht]  bf16
     weight0..  [Ht]         bf16, or all float32
+    triggers_first  as `rms_norm` has it
     One launch for every PARTS parts. Raises ShapeError as `rms_norm` does.
     """
     rows, parts = x.shape[0], len(weights)
@@ -172,7 +189,7 @@ def split_norms(
     ordered = [weights[f"weight{part}"] for part in range(parts)]
     for part, weight in enumerate(ordered):
         check_shape(f"weight{part}", weight, width)
-    kernel = _make_norms(width, parts, eps, are_wide(*ordered))
+    kernel = _make_norms(width, parts, eps, are_wide(*ordered), triggers_first)
     live = 0 if row_live is None else row_live
     calls = []
     for start in range(0, parts, PARTS):
@@ -221,5 +238,6 @@ def examples() -> list[Kernel]:
         _make_add_norm(2880, 1e-5, False),
         _make_add_norm(12288, 1e-5, True),
         _make_norms(8192, 1, 1e-6, True),
+        _make_norms(2816, 1, 1e-6, False, True),
         _make_add_norm(5120, 1e-6, True, True),
     ]

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.common.norm_math import THREADS, WARPS, add_squares, block_sum, high_value, inverse_rms, low_value
-from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
+from lowlat.kernels.common.norm_math import (
+    THREADS,
+    WARPS,
+    add_squares,
+    high_value,
+    inverse_rms,
+    low_value,
+    make_block_sum,
+)
+from lowlat.kernels.common.norm_row import is_live, make_norm_functions, weights_label
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.gemm.prefill.activation_layout import STEP, arranged_shape, piece_address, transposed
 from lowlat.kernels.reference.shapes import check_shape
@@ -37,6 +45,7 @@ class _Shape:
     wide_norms  weights of norms are float32
     scaled      the sum is multiplied by a number: "float32" or "bfloat16", as it is stored; "": it is not
     arranged    the norm of the sum is left as a prefill GEMM reads it
+    triggers_first  the next kernel may start before this one waits
     """
 
     width: int
@@ -46,14 +55,15 @@ class _Shape:
     wide_norms: bool
     scaled: str = ""
     arranged: bool = False
+    triggers_first: bool = False
 
     @property
     def name(self) -> str:
         norm = "" if self.eps is None else f"_eps{self.eps!r}"
         following = "" if self.next_eps is None else f"_next{self.next_eps!r}"
         scaled, arranged = f"_times_{self.scaled}" if self.scaled else "", "_arranged" if self.arranged else ""
-        kind = "f32" if self.wide else "bf16"
-        return f"norm_add_n{self.width}_{kind}{norm}{following}{scaled}{arranged}{weights_label(self.wide_norms)}"
+        kind, label = "f32" if self.wide else "bf16", weights_label(self.wide_norms) + "_first" * self.triggers_first
+        return f"norm_add_n{self.width}_{kind}{norm}{following}{scaled}{arranged}{label}"
 
 
 @device_function
@@ -82,124 +92,174 @@ def _make_load_number(scaled: str) -> Any:
     return load_number
 
 
-def _make_load_weights(shape: _Shape, own: int, there: bool) -> Any:
-    """A function: a thread's chunks of a norm's weight, kept in an array; zeros past the row's end."""
+def _make_load_weights(shape: _Shape, own: int, certain: int, there: bool) -> Any:
+    """A function: a thread's chunks of a norm's weight, kept in an array; zeros past the row's end.
+
+    certain  chunks that every thread has
+    """
     functions, chunks = make_norm_functions(shape.wide_norms), shape.width // 8
-    size, load_weights, no_weights = functions.size, functions.load_weights, functions.no_weights
+    size, load_ahead, no_weights = functions.size, functions.load_ahead, functions.no_weights
 
     @device_function
     def load(kept: Any, weight: Any, thread: Any) -> None:
         if there:
             for part in range(own):
-                chunk = uint32(thread + uint32(part * THREADS))
-                words = no_weights()
-                if chunk < uint32(chunks):
-                    words = load_weights(weight, chunk)
+                chunk, words = uint32(thread + uint32(part * THREADS)), no_weights()
+                if part < certain or chunk < uint32(chunks):
+                    words = load_ahead(weight, chunk)
                 for word in range(size):
                     kept[size * part + word] = words[word]
 
     return load
 
 
+def _make_load_rows(shape: _Shape, own: int, certain: int) -> Any:
+    """A function: a thread's chunks of what is added and of the residual stream, kept in arrays; zeros past the end.
+
+    All loads are on their way before anything is made of the first.
+    """
+    chunks, wide, size = shape.width // 8, shape.wide, 8 if shape.wide else 4
+
+    @device_function
+    def load(added: Any, others: Any, source: Any, residual: Any, thread: Any) -> None:
+        for part in range(own):
+            chunk, at = uint32(thread + uint32(part * THREADS)), size * part
+            for word in range(size):
+                added[at + word] = uint32(0)
+            if part < certain or chunk < uint32(chunks):
+                place = source + int64(chunk) * int64(4 * size)
+                added[at], added[at + 1], added[at + 2], added[at + 3] = ptx.load_global_128(place)
+                if wide:
+                    a, b, c, d = ptx.load_global_128(place + int64(16))
+                    added[at + 4], added[at + 5], added[at + 6], added[at + 7] = a, b, c, d
+        for part in range(own):
+            chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
+            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            if part < certain or chunk < uint32(chunks):
+                a, b, c, d = ptx.load_global_128(residual + int64(chunk) * int64(16))
+            others[at], others[at + 1], others[at + 2], others[at + 3] = a, b, c, d
+        ptx.sync_warp()  # loads do not sink below it
+
+    return load
+
+
+def _make_join(shape: _Shape) -> Any:
+    """A function: a word of what is added, rounded, where it is normed; else of the rounded sum with the stream."""
+    wide, norms = shape.wide, shape.eps is not None
+
+    @device_function
+    def word_of(added: Any, at: Any, word: Any, other: Any) -> Any:
+        if norms and not wide:
+            return added[at + word]
+        if wide:
+            low, high = ptx.float_of_bits(added[at + 2 * word]), ptx.float_of_bits(added[at + 2 * word + 1])
+        else:
+            low, high = low_value(added[at + word]), high_value(added[at + word])
+        if not norms:
+            low, high = ptx.add_rn(low_value(other), low), ptx.add_rn(high_value(other), high)
+        return ptx.bf16_pair(low, high)
+
+    return word_of
+
+
 @cache
 def _make(shape: _Shape) -> Kernel:
-    """Grid (M,)."""
+    """Grid (M,). A block has the warps that a row has chunks for: the sums of others would be zero."""
     width, chunks, wide = shape.width, shape.width // 8, shape.wide
     pieces = -(-width // STEP) * 8 if shape.arranged else chunks
-    own = -(-pieces // THREADS)
-    num_words = 4 * own
-    functions = make_norm_functions(shape.wide_norms)
+    threads, own = min(THREADS, -(-pieces // 32) * 32), -(-pieces // THREADS)
+    full = own - 1 if own > 1 and pieces % THREADS else own  # chunks, or pieces past a row's end, that every warp has
+    certain = chunks // threads  # chunks that every thread has
+    num_words, num_added = 4 * own, (8 if wide else 4) * own
+    functions, added_size = make_norm_functions(shape.wide_norms), 8 if wide else 4
     scale, held, size = functions.scale, functions.held, functions.size
     norms, follows, arranged = shape.eps is not None, shape.next_eps is not None, shape.arranged
-    eps, next_eps = shape.eps or 0.0, shape.next_eps or 0.0
+    eps, next_eps, triggers_first = shape.eps or 0.0, shape.next_eps or 0.0, shape.triggers_first
     load_number, times = _make_load_number(shape.scaled), shape.scaled != ""
-    load_weights, load_next = _make_load_weights(shape, own, norms), _make_load_weights(shape, own, follows)
+    load_weights, load_next = (_make_load_weights(shape, own, certain, there) for there in (norms, follows))
+    load_rows, word_of = _make_load_rows(shape, own, certain), _make_join(shape)
+    sum_block = make_block_sum(threads // 32)
     kept_size, next_size = (size * own if there else 1 for there in (norms, follows))
 
     @device_function
-    def inverse_of(words: Any, sums: Any, eps: Any) -> Any:
+    def has_work(chunk: Any, part: Any) -> Any:
+        """Whether a warp has chunks of this part, or pieces past a row's end."""
+        return part < full or uint32(chunk & uint32(WHOLE_WARPS)) < uint32(pieces)
+
+    @device_function
+    def inverse_of(words: Any, sums: Any, eps: Any, thread: Any) -> Any:
         total = float32(0.0)
         for part in range(own):
             at = 4 * part
-            total = add_squares(total, words[at], words[at + 1], words[at + 2], words[at + 3])
-        return inverse_rms(block_sum(total, sums), width, eps)
+            if has_work(uint32(thread + uint32(part * THREADS)), part):
+                total = add_squares(total, words[at], words[at + 1], words[at + 2], words[at + 3])
+        return inverse_rms(sum_block(total, sums), width, eps)
 
     @device_function
     def store_next(words: Any, kept: Any, inverse: Any, live: Any, out: Any, row: Any, rows: Any, thread: Any) -> None:
         for part in range(own):
             chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
-            if uint32(chunk & uint32(WHOLE_WARPS)) < uint32(pieces):  # of all lanes of a warp, as they exchange
+            if has_work(chunk, part):  # all lanes of a warp, as they exchange
                 own_words = words[at], words[at + 1], words[at + 2], words[at + 3]
                 a, b, c, d = scale(own_words, inverse, held(kept, size * part))
-                if not live or chunk >= uint32(chunks):
+                if not live or (arranged and part >= certain and chunk >= uint32(chunks)):
                     a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
                 if arranged:
                     a, b, c, d = transposed((a, b, c, d), thread)
                     if chunk < uint32(pieces):
                         ptx.store_global_128(piece_address(out, uint32(row), rows, chunk), a, b, c, d)
-                elif chunk < uint32(chunks):
+                elif part < certain or chunk < uint32(chunks):
                     ptx.store_global_128(out + row * int64(width * 2) + int64(chunk) * int64(16), a, b, c, d)
 
     def norm_add(
         x: Any, weight: Any, residual: Any, row_live: Any, number: Any, next_weight: Any, total: Any, out: Any,
         rows: Any,
     ) -> None:  # fmt: skip
-        sums = cuda.shared.array(shape=WARPS, dtype=float32)
-        next_sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        if triggers_first:
+            ptx.let_next_kernel_start()
+        sums = cuda.shared.array(WARPS, types.float32, alignment=16)
+        next_sums = cuda.shared.array(WARPS, types.float32, alignment=16)
         words, others = cuda.local.array(num_words, uint32), cuda.local.array(num_words, uint32)
+        added = cuda.local.array(num_added, uint32)
         kept, kept_next = cuda.local.array(kept_size, uint32), cuda.local.array(next_size, uint32)
         row, thread = int64(cuda.blockIdx.x), uint32(cuda.threadIdx.x)
         load_weights(kept, weight, thread)
         load_next(kept_next, next_weight, thread)
         factor = load_number(number)
         ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        offset = row * int64(width * 2)
-        source = x + row * int64(width * (4 if wide else 2))
-        live = is_live(row_live, row)
+        if not triggers_first:
+            ptx.let_next_kernel_start()
+        live, offset = is_live(row_live, row), row * int64(width * 2)
+        load_rows(added, others, x + row * int64(width * (4 if wide else 2)), residual + offset, thread)
         for part in range(own):
-            chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
-            a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-            e, f, g, h = uint32(0), uint32(0), uint32(0), uint32(0)
-            if chunk < uint32(chunks):
-                e, f, g, h = ptx.load_global_128(residual + offset + int64(chunk) * int64(16))
-                v = chunk_values(source, chunk, wide)
-                if norms:
-                    a, b = ptx.bf16_pair(v[0], v[1]), ptx.bf16_pair(v[2], v[3])
-                    c, d = ptx.bf16_pair(v[4], v[5]), ptx.bf16_pair(v[6], v[7])
-                else:
-                    a = ptx.bf16_pair(ptx.add_rn(low_value(e), v[0]), ptx.add_rn(high_value(e), v[1]))
-                    b = ptx.bf16_pair(ptx.add_rn(low_value(f), v[2]), ptx.add_rn(high_value(f), v[3]))
-                    c = ptx.bf16_pair(ptx.add_rn(low_value(g), v[4]), ptx.add_rn(high_value(g), v[5]))
-                    d = ptx.bf16_pair(ptx.add_rn(low_value(h), v[6]), ptx.add_rn(high_value(h), v[7]))
-            words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
-            others[at], others[at + 1], others[at + 2], others[at + 3] = e, f, g, h
+            at, source = 4 * part, added_size * part
+            words[at] = word_of(added, source, 0, others[at])
+            words[at + 1] = word_of(added, source, 1, others[at + 1])
+            words[at + 2] = word_of(added, source, 2, others[at + 2])
+            words[at + 3] = word_of(added, source, 3, others[at + 3])
         inverse = float32(0.0)
         if norms:
-            inverse = inverse_of(words, sums, eps)
+            inverse = inverse_of(words, sums, eps, thread)
         for part in range(own):
             chunk, at = uint32(thread + uint32(part * THREADS)), 4 * part
-            a, b, c, d = words[at], words[at + 1], words[at + 2], words[at + 3]
-            if norms:
-                a, b, c, d = scale((a, b, c, d), inverse, held(kept, size * part))
-                if not live:
-                    a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
-                a, b = _sum_pair(others[at], a), _sum_pair(others[at + 1], b)
-                c, d = _sum_pair(others[at + 2], c), _sum_pair(others[at + 3], d)
-            if times:
-                a, b, c, d = (
-                    _times_pair(a, factor),
-                    _times_pair(b, factor),
-                    _times_pair(c, factor),
-                    _times_pair(d, factor),
-                )
-            if chunk < uint32(chunks):
-                ptx.store_global_128(total + offset + int64(chunk) * int64(16), a, b, c, d)
-            words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
+            if has_work(chunk, part):
+                a, b, c, d = words[at], words[at + 1], words[at + 2], words[at + 3]
+                if norms:
+                    a, b, c, d = scale((a, b, c, d), inverse, held(kept, size * part))
+                    if not live:
+                        a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+                    a, b = _sum_pair(others[at], a), _sum_pair(others[at + 1], b)
+                    c, d = _sum_pair(others[at + 2], c), _sum_pair(others[at + 3], d)
+                if times:
+                    a, b = _times_pair(a, factor), _times_pair(b, factor)
+                    c, d = _times_pair(c, factor), _times_pair(d, factor)
+                if part < certain or chunk < uint32(chunks):
+                    ptx.store_global_128(total + offset + int64(chunk) * int64(16), a, b, c, d)
+                words[at], words[at + 1], words[at + 2], words[at + 3] = a, b, c, d
         if follows:
-            store_next(words, kept_next, inverse_of(words, next_sums, next_eps), live, out, row, rows, thread)
+            store_next(words, kept_next, inverse_of(words, next_sums, next_eps, thread), live, out, row, rows, thread)
 
-    return Kernel(shape.name, norm_add, (types.int64,) * 9, THREADS, waits_before_trigger=True)
+    return Kernel(shape.name, norm_add, (types.int64,) * 9, threads, waits_before_trigger=not triggers_first)
 
 
 def norm_add(
@@ -215,6 +275,7 @@ def norm_add(
     eps: float | None = None,
     next_eps: float | None = None,
     arranged: bool = False,
+    triggers_first: bool = False,
 ) -> list[KernelCall]:
     """total = residual + norm(x), times a number, and out = norm(total): the bits of `cast`, `rms_norm`, `add`, `scale`
     and `rms_norm` one after the other.
@@ -227,6 +288,7 @@ def norm_add(
     next_weight  [N]     as weight, with next_eps and out; None: the sum is not normed
     total        [M, N]  bf16  out
     out          [M, N]  bf16  out; arranged: [ceil(N/64), M, 64], as `arrange` leaves it
+    triggers_first  the next launch may start before this one waits for the one before it
     One launch. Raises ShapeError for shapes or dtypes that do not fit, arguments that do not go together, or N outside
     of ROW_WIDTH.
     """
@@ -248,7 +310,8 @@ def norm_add(
         check_shape("weight", each, width)
     if out is not None:
         check_shape("out", out, *(arranged_shape(rows, width) if arranged else (rows, width)))
-    shape = _Shape(width, eps, next_eps, wide, bool(weights) and are_wide(*weights), _kind(scalar), arranged)
+    wide_norms = bool(weights) and are_wide(*weights)
+    shape = _Shape(width, eps, next_eps, wide, wide_norms, _kind(scalar), arranged, triggers_first)
     optional = (0 if each is None else each for each in (row_live, scalar, next_weight))
     first = 0 if weight is None else weight
     arguments = (x, first, residual, *optional, total, 0 if out is None else out, rows)
@@ -269,7 +332,8 @@ def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
     return [
         _make(_Shape(5376, 1e-6, 1e-6, True, False, "bfloat16")),
-        _make(_Shape(2560, 1e-6, None, False, False)),
+        _make(_Shape(5376, 1e-6, 1e-6, False, False, "bfloat16", triggers_first=True)),
+        _make(_Shape(2560, 1e-6, None, False, False, triggers_first=True)),
         _make(_Shape(2816, 1e-6, 1e-6, False, True, "float32")),
         _make(_Shape(2816, None, 1e-6, False, False, "bfloat16")),
         _make(_Shape(5376, 1e-6, 1e-6, True, False, arranged=True)),

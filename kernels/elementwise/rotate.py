@@ -52,6 +52,7 @@ class _Heads:
     wide                   weights of the norm are float32
     v_norm                 values are normed without a weight
     keys_as_values         the GEMM's output has no values: they are its keys, neither normed as such nor turned
+    triggers_first         the next kernel may start before this one waits
     """
 
     queries: int
@@ -67,6 +68,7 @@ class _Heads:
     wide: bool = False
     v_norm: bool = False
     keys_as_values: bool = False
+    triggers_first: bool = False
 
     @property
     def count(self) -> int:
@@ -80,7 +82,7 @@ class _Heads:
         cached += ("_coded" if self.coded else "") + (f"_layers{self.layers}" if self.layers else "")
         cached += f"_turning{self.turning}" if self.turning else ""
         cached += ("_v_norm" if self.v_norm else "") + ("_keys_as_values" if self.keys_as_values else "")
-        cached += weights_label(self.wide)
+        cached += weights_label(self.wide) + "_first" * self.triggers_first
         return f"rotate_q{self.queries}_k{self.keys}_v{self.values}_d{self.dim}{normed}{cached}"
 
 
@@ -223,6 +225,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
     given = count - heads.values if keys_as_values else count
     half_bytes = dim // 8 * step
     norms_all = block_size > 0 and rows == 0  # of a chunk dead rows are no other ones until they are written
+    triggers_first = heads.triggers_first
 
     def rotate(
         qkv: Any,
@@ -243,6 +246,8 @@ def _make_rotate(heads: _Heads) -> Kernel:
         kv_scales: Any,
         listed: Any,
     ) -> None:
+        if triggers_first:
+            ptx.let_next_kernel_start()
         thread = uint32(cuda.threadIdx.x)
         lane, row = int64(thread & uint32(31)), int64(cuda.blockIdx.x)
         place = row
@@ -259,7 +264,8 @@ def _make_rotate(heads: _Heads) -> Kernel:
             weight = (q_weight if head < int64(queries) else k_weight) + lane * int64(step)
             low_weights, high_weights = load_weights(weight, active), load_weights(weight + int64(half_bytes), active)
         ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
+        if not triggers_first:
+            ptx.let_next_kernel_start()
         source_head = head
         if keys_as_values:
             source_head = head if turns else head - int64(keys)
@@ -302,7 +308,7 @@ def _make_rotate(heads: _Heads) -> Kernel:
             store(target, low)
             store(target + int64(dim), high)
 
-    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS, waits_before_trigger=True)
+    return Kernel(heads.name, rotate, (types.int64,) * 17, THREADS, waits_before_trigger=not triggers_first)
 
 
 def rotate(
@@ -328,6 +334,7 @@ def rotate(
     eps: float | None = None,
     v_norm: bool = False,
     keys_as_values: bool = False,
+    triggers_first: bool = False,
 ) -> list[KernelCall]:
     """`qk_norm` if eps is given, `rope`, and `kv_write` if caches are given, of the parts that are asked for.
 
@@ -348,6 +355,7 @@ def rotate(
     k, v                [M, G, D]           bf16   out, in place of the caches
     kv_scales           [2, G]              float32  the caches are uint8, for codes; None: they are bf16
     k_cache, v_cache    [P, G, block, D]    bf16   updated: live rows at write_lens[slot] + offsets[row]
+    triggers_first      the next launch may start before this one waits for the one before it
     One launch. Raises ShapeError for shapes that do not fit, parts that do not go together, or D or 2 R that
     is no multiple of 8, and D that `limits.NORMED_HEAD` does not take.
     """
@@ -396,6 +404,7 @@ def rotate(
             wide=wide,
             v_norm=v_norm,
             keys_as_values=keys_as_values,
+            triggers_first=triggers_first,
         )
     )
     targets = (0 if q is None else q, *(kept or (0, 0)))
@@ -547,8 +556,8 @@ def examples() -> list[Kernel]:
         _make_rotate(_Heads(0, 8, 8, 64, None, 0, 16, True, 2)),
         _make_rotate(_Heads(16, 2, 2, 256, 1e-6, 4, 32, turning=64, wide=True)),
         _make_rotate(_Heads(6, 2, 2, 40, 1e-5, 0, 0, turning=32)),
-        _make_rotate(_Heads(32, 16, 16, 256, 1e-6, 1, 32, v_norm=True)),
-        _make_rotate(_Heads(32, 4, 4, 512, 1e-6, 1, 32, v_norm=True, keys_as_values=True)),
+        _make_rotate(_Heads(32, 16, 16, 256, 1e-6, 1, 32, v_norm=True, triggers_first=True)),
+        _make_rotate(_Heads(32, 4, 4, 512, 1e-6, 1, 32, v_norm=True, keys_as_values=True, triggers_first=True)),
         _make_rotate(_Heads(8, 2, 2, 512, 1e-6, 0, 32, True, v_norm=True, wide=True)),
         _make_rotate(_Heads(8, 0, 0, 512, 1e-6, 0, 0)),
         _make_rotate(_Heads(0, 1, 1, 512, 1e-6, 8, 32, layers=5, v_norm=True, keys_as_values=True)),

@@ -18,8 +18,8 @@ __all__ = [
     "copy_async_16_or_zero", "count_bits", "div_rn", "e4m3_pair", "e4m3_to_f16", "exp2_approx", "exp2_approx_ftz",
     "f16_pair", "fence_system", "float_of_bits", "fma_bf16_pair", "fma_rn", "fma_tiles", "instruction",
     "interleave_codes", "ir_type", "kept",
-    "lanes_of_same", "let_next_kernel_start", "load_acquire_gpu", "load_acquire_system", "load_global_64",
-    "load_global_128", "load_global_bf16", "load_global_f32", "load_global_i32", "load_global_i64",
+    "lanes_of_same", "let_next_kernel_start", "load_acquire_gpu", "load_acquire_system", "load_ahead_128",
+    "load_global_64", "load_global_128", "load_global_bf16", "load_global_f32", "load_global_i32", "load_global_i64",
     "load_global_nc_128", "load_global_u8", "load_global_u16", "load_relaxed_gpu_128", "load_relaxed_gpu_f32",
     "load_relaxed_system_word", "load_relaxed_system_words", "load_shared_128", "load_shared_f32",
     "load_shared_matrix_x4_transposed", "load_shared_tiles", "load_shared_u32", "load_volatile_i32",
@@ -114,8 +114,10 @@ let_next_kernel_start = instruction("griddepcontrol.launch_dependents;", None, (
 #   before it the nc form, of what no kernel of the step writes (weights); it is kept out of L1. Where a builder is told
 #     that slots' lengths and tables are older than the kernel before (`early_metadata`), those too: that kernel let
 #     this one start after it had waited for whoever wrote them.
+#     The assembler moves nc loads down past the wait where no branch stands between; `load_ahead_128` it does not move.
 #   of what blocks of this launch write meanwhile, or those of the one before, the relaxed ones below.
 load_global_nc_128 = instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
+load_ahead_128 = instruction("ld.global.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_128 = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_64 = instruction("ld.global.v2.u32 {$0,$1}, [$2];", (u32, 2), (i64,))
 load_global_f32 = instruction("ld.global.f32 $0, [$1];", f32, (i64,))

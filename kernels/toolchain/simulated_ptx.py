@@ -22,6 +22,7 @@ __all__ = [
     "let_next_kernel_start",
     "load_acquire_gpu",
     "load_acquire_system",
+    "load_ahead_128",
     "load_global_64",
     "load_global_128",
     "load_global_f32",
@@ -43,6 +44,7 @@ __all__ = [
     "store_global_u32",
     "store_relaxed_gpu_f32",
     "store_release_system",
+    "sync_warp",
     "wait_for_previous_kernel",
 ]
 
@@ -51,7 +53,7 @@ def _nothing() -> None:
     return None
 
 
-wait_for_previous_kernel = let_next_kernel_start = fence_system = _nothing
+wait_for_previous_kernel = let_next_kernel_start = fence_system = sync_warp = _nothing
 
 
 def _load(kind: Any) -> Callable[[int], Any]:
@@ -84,7 +86,7 @@ def load_global_128(address: int) -> tuple[int, int, int, int]:
     return a, b, c, d
 
 
-load_global_nc_128 = load_global_128
+load_global_nc_128 = load_ahead_128 = load_global_128
 
 
 def load_global_64(address: int) -> tuple[int, int]:

@@ -6,14 +6,18 @@ on stdout as well; `--debug` shows the traceback.
 """
 
 import os
+import signal
 import sys
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import click
 
 from lowlat import __version__
+from lowlat.cli import familiar
 from lowlat.cli.failures import INTERRUPTED, failure, failures_told, flush_output, message_of
 
 __all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
@@ -84,7 +88,7 @@ class LazyGroup(click.Group):
         """The command; what is none is a usage error that names the nearest."""
         name = args[0]
         if not name.startswith("-") and ALIASES.get(name, name) not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, n=1)
+            near = [familiar.COMMANDS[name]] if name in familiar.COMMANDS else get_close_matches(name, COMMANDS, n=1)
             if near:
                 ctx.fail(f"No such command {name!r:.80}. Did you mean {near[0]!r}?")
             model = "/" in name or name.startswith(".")
@@ -134,6 +138,8 @@ def main() -> None:
     """Run the command line; the entry point `lowlat`."""
     if sys.stdout is None:  # it was closed; what is opened next would take its place
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
+        signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
@@ -146,6 +152,20 @@ def main() -> None:
         raise
     else:
         _flush()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; while torch is imported, whose C code drops what is raised in it, end the process."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        from lowlat.cli.console import print_error_json
+
+        with suppress(Exception):
+            print_error_json("interrupted")
+            sys.stdout.flush()
+            os.write(sys.stderr.fileno(), b"interrupted\n")
+        os._exit(INTERRUPTED)
+    signal.default_int_handler(number, frame)
 
 
 def _flush() -> None:

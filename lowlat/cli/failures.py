@@ -1,4 +1,4 @@
-"""How a command that fails says so: one line on stderr, a JSON object on stdout under --json, an exit code.
+"""A command that fails says so by this module: a line on stderr, JSON on stdout under --json, an exit code.
 
 The line begins with `error: `, whoever refused: a flag's type, a model's reader, a server, or stdout itself.
 """
@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import click
 
+from lowlat.cli.familiar import meant_option
 from lowlat.errors import ConfigError, LowlatError, RequestError
 
 __all__ = [
@@ -49,7 +50,9 @@ def failure(error: Exception) -> Failure:
 
 
 def message_of(error: click.ClickException) -> str:
-    """The text of an error, without a full stop."""
+    """The text of an error, without a full stop; an unknown option's names the one that is meant."""
+    if isinstance(error, click.NoSuchOption) and (meant := meant_option(error)) is not None:
+        return f"No such option {error.option_name!r:.80}. Did you mean {meant!r}?"
     return error.format_message().removesuffix(".")
 
 

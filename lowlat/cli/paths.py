@@ -1,4 +1,4 @@
-"""Paths on the command line, checked as they are read: before torch is imported, and before anything is measured.
+"""This module checks paths of the command line as they are read, before torch is imported.
 
 They look at what stands in the file system; what is in a file is its reader's to check.
 """
@@ -10,10 +10,23 @@ from typing import Any
 
 import click
 
-from lowlat.errors import ConfigError
+from lowlat.checkpoint.foreign import foreign_files
+from lowlat.errors import ConfigError, RequestError
 from lowlat.options.model_names import find_repository
 
-__all__ = ["FILE", "FOLDER", "MODEL", "NEW_FILE", "NEW_FOLDER", "NEW_PATH", "NEW_RESULTS", "PLACE", "check_model"]
+__all__ = [
+    "FILE",
+    "FOLDER",
+    "MODEL",
+    "NEW_FILE",
+    "NEW_FOLDER",
+    "NEW_PATH",
+    "NEW_RESULTS",
+    "PLACE",
+    "check_model",
+    "check_new_folder",
+    "check_tokenizer",
+]
 
 EXPECTED = "expected a Hugging Face model directory, or ORG/NAME of a repository"
 # what tells a loader what a directory is that has no config.json, so that it can say so
@@ -27,9 +40,16 @@ def check_model(model: str | Path) -> None:
         if not (path / "config.json").exists() and not _any(path, TELLING):
             raise ConfigError(f"{path}: has no config.json; {EXPECTED}")
     elif path.exists():
-        raise ConfigError(f"{path}: is a file; {EXPECTED}")
+        raise ConfigError(f"{path}: {foreign_files([path.name]) or f'is a file; {EXPECTED}'}")
     elif find_repository(model) is None:
         raise ConfigError(f"{path}: no such directory; {EXPECTED}")
+
+
+def check_tokenizer(model: str | Path, what: str) -> None:
+    """Raise RequestError, by what needs it, for a model's directory without a tokenizer; a repository's loader does."""
+    path = Path(model)
+    if (path / "config.json").exists() and not (path / "tokenizer.json").exists():
+        raise RequestError(f"{path}: {what} needs tokenizer.json in the model directory; give token ids")
 
 
 def _any(directory: Path, patterns: Iterable[str]) -> bool:
@@ -76,7 +96,8 @@ def _check_new_file(path: Path) -> None:
     _check_writable(path if path.exists() else path.parent, path)
 
 
-def _check_new_folder(path: Path) -> None:
+def check_new_folder(path: Path) -> None:
+    """Raise ConfigError for a folder that can be neither made nor written to."""
     above = path
     while not above.exists():
         above = above.parent
@@ -88,7 +109,7 @@ def _check_new_folder(path: Path) -> None:
 def _check_new_results(path: Path) -> None:
     """Check a file of results that goes on, or is made, where the name ends in .json; else their folder."""
     if path.suffix != ".json":
-        return _check_new_folder(path)
+        return check_new_folder(path)
     _check_new_path(path)
     return _check_writable(next(each for each in (path, *path.absolute().parents) if each.exists()), path)
 
@@ -122,5 +143,5 @@ FOLDER = _Checked(_check_folder)
 PLACE = _Checked(_check_place)
 NEW_FILE = _Checked(_check_new_file)
 NEW_PATH = _Checked(_check_new_path)
-NEW_FOLDER = _Checked(_check_new_folder)
+NEW_FOLDER = _Checked(check_new_folder)
 NEW_RESULTS = _Checked(_check_new_results)

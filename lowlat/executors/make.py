@@ -1,4 +1,4 @@
-"""The executor that a runtime really gets: kernels where they cover the model, torch where they do not."""
+"""This module makes the executor that a runtime gets: kernels where they cover the model, torch where they do not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +14,7 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.executors.residence.base import Residence
 from lowlat.executors.residence.storages import StorageResidence
+from lowlat.executors.workspace import PlannedWorkspaces
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.attention.limits import INVARIANT_HEADS, most_positions
@@ -28,6 +29,7 @@ __all__ = [
     "Rank",
     "check_positions",
     "make_executor",
+    "planned_gpus",
     "refuse_codes",
     "refuse_parts",
     "refuse_ranks",
@@ -134,17 +136,19 @@ def settle_executor(
     return replace(choice, executor="reference", reason=reason, loud=True)
 
 
-def planned_gpu(choice: DeviceChoice, devices: Sequence[torch.device], rank: int = 0) -> Gpu:
-    """The GPU for which a rank's kernels are lowered; an H200 stands for one that is not here, or runs no kernels.
+def planned_gpus(choice: DeviceChoice, devices: Sequence[torch.device]) -> list[Gpu]:
+    """The GPUs for which ranks' kernels are lowered; an H200 stands for one that is not here.
 
     devices  of each rank
+    Returns [] where no kernels run.
     """
-    is_here = torch.cuda.is_available() and (devices[rank].index or 0) < torch.cuda.device_count()
-    if not choice.has_kernels or not is_here:
-        return H200
+    if not choice.has_kernels:
+        return []
     from lowlat.executors.launcher import gpu_of  # which loads the kernels
 
-    return gpu_of(devices[rank], is_shared=len(set(devices)) < len(devices))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    is_shared = len(set(devices)) < len(devices)
+    return [gpu_of(each, is_shared=is_shared) if (each.index or 0) < count else H200 for each in devices]
 
 
 @dataclass(frozen=True)
@@ -158,55 +162,59 @@ class Rank:
 
 def make_executor(
     choice: DeviceChoice,
-    programs: Mapping[Bucket, Program],
-    prefills: Mapping[int, Program],
+    ranks: Sequence[Rank],
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None = None,
     *,
-    ranks: Sequence[Rank] = (),
     devices: Sequence[torch.device] = (),
     device_loop: bool = False,
     fuse: bool = True,
     hooks: bool = True,
     watchdog: tuple[float, float] = WATCHDOG,
     can_sleep: bool = False,
+    planned: Sequence[PlannedWorkspaces] = (),
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
-    ranks      where there are several: all, in order; programs and prefills are the first one's, weights whole
-    devices    where there are several ranks: each rank's own
+    ranks      in order; `weights` are whole
+    devices    each rank's own, where there are several ranks
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.distributed.watchdog`: for work on a device
     can_sleep  weights, paged state and scratch lie where they can leave the device
+    planned    each rank's workspaces, for the properties of its own device; (): both are found here
     Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":
         raise ConfigError(
             f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
         )
+    first, device = ranks[0], choice.device
     if choice.executor == "reference":
-        own = StorageResidence(choice.device) if can_sleep else None
+        storages = StorageResidence(device) if can_sleep else None
         if len(ranks) > 1:
             parts, configs = [(rank.programs, rank.prefills) for rank in ranks], [rank.config for rank in ranks]
-            return RankedReferenceExecutor(parts, weights, configs, choice.device, hooks=hooks, residence=own)
-        return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks, residence=own)
+            return RankedReferenceExecutor(parts, weights, configs, device, hooks=hooks, residence=storages)
+        return ReferenceExecutor(first.programs, first.prefills, weights, device, hooks=hooks, residence=storages)
+    known: list[dict[str, Any]] = [{"gpu": each.gpu, "planned": each} for each in planned]
+    known = known or [{}] * len(ranks)
+    if len(ranks) > 1:
+        return _make_parallel(
+            ranks, devices, weights, captured, known, can_sleep=can_sleep, looping=device_loop, fuse=fuse,
+            watchdog=watchdog,
+        )  # fmt: skip
+    mapped = _mapped(device) if can_sleep else None
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 
-        residence = _mapped(choice.device) if can_sleep else None
         return EagerExecutor(
-            programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog, residence=residence
+            first.programs, first.prefills, weights, device, fuse=fuse, watchdog=watchdog, residence=mapped, **known[0]
         )
     from lowlat.executors.graph import GraphExecutor
 
-    if len(ranks) > 1:
-        return _make_parallel(
-            ranks, devices, weights, captured, can_sleep=can_sleep, looping=device_loop, fuse=fuse, watchdog=watchdog
-        )
     return GraphExecutor(
-        programs, prefills, weights, choice.device, looping=device_loop, progress=captured, fuse=fuse,
-        watchdog=watchdog, residence=_mapped(choice.device) if can_sleep else None,
+        first.programs, first.prefills, weights, device, looping=device_loop, progress=captured, fuse=fuse,
+        watchdog=watchdog, residence=mapped, **known[0],
     )  # fmt: skip
 
 
@@ -221,11 +229,12 @@ def _make_parallel(
     devices: Sequence[torch.device],
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None,
+    known: Sequence[Mapping[str, Any]],
     *,
     can_sleep: bool,
     **options: Any,
 ) -> Executor:
-    """A graph executor for each rank; the weights' files are read once."""
+    """A graph executor for each rank, with what is known for it; the weights' files are read once."""
     from lowlat.executors.distributed.parallel import ParallelExecutor, exchanged_rows
     from lowlat.executors.distributed.parts import place_parts
     from lowlat.executors.distributed.peers import PeerMemory
@@ -244,7 +253,7 @@ def _make_parallel(
         rank, place = ranks[number], RankPlace(number, peers, leader)
         return GraphExecutor(
             rank.programs, rank.prefills, parts[number], devices[number], progress=progress, place=place,
-            residence=_mapped(devices[number]) if can_sleep else None, **options,
+            residence=_mapped(devices[number]) if can_sleep else None, **known[number], **options,
         )  # fmt: skip
 
     return ParallelExecutor(make, peers)

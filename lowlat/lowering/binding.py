@@ -1,4 +1,4 @@
-"""The memory that a program is lowered onto, and the kinds of calls that it becomes."""
+"""A binding is the memory that a program is lowered onto; this module also has the kinds of calls that it becomes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from lowlat.options.runtime import FEW_SLOTS
 
 __all__ = [
     "AllReduces", "Binding", "Call", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts",
+    "triggers_first",
 ]  # fmt: skip
 
 
@@ -62,6 +63,15 @@ class AllReduces(Protocol):
 def decodes(op: Op) -> bool:
     """Whether an operation runs over the few rows of a step; prefill's GEMMs and experts have kernels of their own."""
     return op.stage is not Stage.PREFILL
+
+
+def triggers_first(op: Op) -> bool:
+    """Whether a small launch lets the next one start before it waits itself: in the target's step.
+
+    What later kernels read early there is as old as the step's start, and weights are asked for the sooner. Drafts'
+    rows are laid out on the way: there launches that wait first settle them for attention.
+    """
+    return op.stage is Stage.VERIFY
 
 
 def in_parts(op: Op) -> bool:

@@ -1,4 +1,4 @@
-"""Lowering of GEMMs by themselves, and of narrow ones with the norm of their rows.
+"""This module lowers GEMMs by themselves, and narrow ones with the norm of their rows.
 
 A narrow weight has too few rows for the blocks of a decode GEMM. A step multiplies by it as by a router's weight, in
 the launch that norms its rows, which other GEMMs read then.
@@ -13,7 +13,7 @@ from lowlat.kernels.elementwise.norm import rms_norm
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
 from lowlat.kernels.moe.router import RouterNorm, router_logits
 from lowlat.kernels.toolchain.kernel import Gpu
-from lowlat.lowering.binding import Binding, Call, LibraryCall, decodes
+from lowlat.lowering.binding import Binding, Call, LibraryCall, decodes, triggers_first
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.implementations import Implementation, lower_by
 from lowlat.lowering.prefill_gemm import PROMPT_LINEAR, multiply_chunks
@@ -90,7 +90,8 @@ def _normed_narrow(binding: Binding, run: Run) -> Sequence[Call]:
     given, weights = binding.arguments(norm), binding.vectors(norm)
     name = narrow.weights["weight"]
     if binding.weights.is_packed(name):
-        return [*rms_norm(**given, **weights), *lower_by(LINEAR, binding, narrow)]
+        normed = rms_norm(**given, **weights, triggers_first=triggers_first(norm))
+        return [*normed, *lower_by(LINEAR, binding, narrow)]
     own = RouterNorm(weights["weight"], given["eps"], given["out"], given.get("row_live"))
     product = binding.buffers[narrow.writes["out"]]
     return router_logits(given["x"], binding.weights.vector(name), norm=own, logits=product, gpu=binding.gpu)

@@ -1,4 +1,4 @@
-"""The table of operations: the implementations by which each operation is lowered alone, in the order of preference.
+"""This table has the implementations by which each operation is lowered alone, in the order of preference.
 
 A kernel takes its operation's buffers, weights and parameters by the names that the reference has. Where more is
 needed (a table that may be packed, workspaces, the GPU), the operation has a function here.
@@ -79,7 +79,7 @@ from lowlat.kernels.step.begin_step import apply_commands, gather_rows, list_act
 from lowlat.kernels.step.checks import check_accepted, check_commit, check_rows, check_slots
 from lowlat.kernels.step.publish import publish, tree_masks
 from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.lowering.binding import Binding, Call, decodes
+from lowlat.lowering.binding import Binding, Call, decodes, triggers_first
 from lowlat.lowering.implementations import Implementation, Lower, lower_by
 from lowlat.lowering.linear import LINEAR, NARROW_LINEAR
 from lowlat.lowering.prefill_attention import PROMPT_ATTENTION, refresh_attention
@@ -122,6 +122,10 @@ def _by_name(build: Callable[..., Sequence[KernelCall]]) -> Lower:
 def _with_workspace(build: Callable[..., Sequence[KernelCall]]) -> Lower:
     """The entry of a kernel that wants workspaces, too."""
     return lambda binding, op: build(**binding.arguments(op), **binding.vectors(op), workspace=binding.workspace)
+
+
+def _rms_norm(binding: Binding, op: Op) -> Sequence[Call]:
+    return rms_norm(**binding.arguments(op), **binding.vectors(op), triggers_first=triggers_first(op))
 
 
 def _embed(binding: Binding, op: Op) -> Sequence[Call]:
@@ -267,7 +271,7 @@ _BY_NAME = (
     *(gather_rows, identity, join_features, join_lengths, keep_features, kv_write, learn_draft_lengths),
     *(list_active_slots, local_conv, walk_candidates),
     *(list_lens, markov_gate, mask_rows, ngram_draft, parent_tokens, place_table, prefill_kv_write, publish_rows),
-    *(output_gate, per_layer_gate, per_layer_inputs, qk_norm, rms_norm, scale),
+    *(output_gate, per_layer_gate, per_layer_inputs, qk_norm, scale),
     *(
         silu_mul,
         split_norms,
@@ -298,6 +302,7 @@ _ALONE: Mapping[str, Lower] = MappingProxyType(
         "prefill_delta_rule": _prefill_delta_rule,
         "publish": _publish,
         "refresh_attention": refresh_attention,
+        "rms_norm": _rms_norm,
         "rope": _by_name(rotate),
         "router": _router,
         "sample": _sample,

@@ -1,4 +1,4 @@
-"""Fusions of row-wise operations: embeddings, sums and rotations with what follows them, a draft model's input."""
+"""These fusions cover row-wise operations: embeddings, sums and rotations with what follows, a draft model's input."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from lowlat.kernels.speculation.draft_input import ChainDrafts, draft_input, dra
 from lowlat.kernels.speculation.draft_rows import take_blocks, take_last
 from lowlat.kernels.speculation.markov import parent_vectors
 from lowlat.kernels.toolchain.kernel import Gpu
-from lowlat.lowering.binding import Binding, Call, decodes
+from lowlat.lowering.binding import Binding, Call, decodes, triggers_first
 from lowlat.lowering.fusion import Fusion, Run
 
 __all__ = [
@@ -149,7 +149,9 @@ def add_normed(binding: Binding, run: Run, arranged: torch.Tensor | None = None)
     if scaled is not None:
         given["scalar"] = binding.vectors(scaled)["scalar"]
     x, residual = (binding.buffers[name] for name in rows)
-    return norm_add(x, residual=residual, arranged=arranged is not None, **given)
+    return norm_add(
+        x, residual=residual, arranged=arranged is not None, triggers_first=triggers_first(added), **given
+    )  # fmt: skip
 
 
 def adds_ranks(run: Run) -> bool:
@@ -338,7 +340,7 @@ def _rotate(binding: Binding, run: Run) -> Sequence[Call]:
         written = binding.arguments(write)
         given |= {name: written[name] for name in written if name not in ("k", "v")}
         del given["k"], given["v"]
-    return rotate(**given)
+    return rotate(**given, triggers_first=triggers_first(rope))
 
 
 class _Layer(NamedTuple):

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, loaded from its directory and bounded; text to token ids and back."""
+"""A text codec has one model's tokenizer and chat template, loaded from its directory; it encodes and decodes text."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ class TextCodec:
         special_tokens: Mapping[str, str] | None = None,
         add_bos: bool | None = None,
         add_eos: bool | None = None,
-        templates: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | ChatTemplates | None = None,
     ) -> None:
         tokenizer.no_truncation()  # a file may ask for it, and prompts would lose their end in silence
         tokenizer.no_padding()
@@ -61,7 +61,9 @@ class TextCodec:
         self.special_tokens = dict(special_tokens or {})
         self._add_bos = self._edge("bos_token", add_bos)
         self._add_eos = self._edge("eos_token", add_eos)
-        self._chat = ChatTemplates(templates) if templates else None
+        if templates is not None and not isinstance(templates, ChatTemplates):
+            templates = ChatTemplates(templates) if templates else None
+        self._chat = templates
         self._probes = None if self._chat is None else TemplateProbes(self._chat, self.special_tokens)
 
     @classmethod
@@ -83,13 +85,17 @@ class TextCodec:
         named = _find_object(directory / "special_tokens_map.json")
         templates = _templates(directory, config)
         with _naming(path):
+            tokenizer = _build(data)
+        with _naming(_template_file(directory)):
+            chat = ChatTemplates(templates) if templates else None
+        with _naming(path):
             return cls(
-                _build(data),
+                tokenizer,
                 fingerprint=hashlib.sha256(data).hexdigest(),
                 special_tokens=_special_tokens({**named, **config}),
                 add_bos=_flag(config_path, config, "add_bos_token"),
                 add_eos=_flag(config_path, config, "add_eos_token"),
-                templates=templates,
+                templates=chat,
             )
 
     @property
@@ -284,7 +290,8 @@ class TextCodec:
             raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
         least = self._lengths.least_tokens(text, num_bytes)
         if max_context is not None and least + max_tokens > max_context:
-            raise _too_long(f"text of {num_bytes} bytes, at least {least} tokens,", max_context, max_tokens)
+            tokens = f", at least {least} tokens," if least else ""
+            raise _too_long(f"text of {num_bytes} bytes{tokens}", max_context, max_tokens)
 
     def _ids(
         self, text: str, add_special_tokens: bool, allow_special: bool, max_context: int | None, max_tokens: int
@@ -473,6 +480,14 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if source is not None:
             named[path.stem] = source
     return named
+
+
+def _template_file(directory: Path) -> Path:
+    """Return the file that the chat templates are in, or the folder of several."""
+    if (directory / ADDITIONAL_TEMPLATES).is_dir():
+        return directory
+    file = directory / "chat_template.jinja"
+    return file if file.exists() else directory / "tokenizer_config.json"
 
 
 def _config_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

@@ -16,10 +16,13 @@ from rowwise_cases import (
     weights,
 )
 
+from lowlat.executors.launcher import Launcher
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
 from lowlat.kernels.elementwise.limits import MAX_WIDTH
 from lowlat.kernels.elementwise.norm import add_norm, rms_norm, split_norms
+from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
+from lowlat.kernels.toolchain.kernel import KernelCall
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -55,7 +58,8 @@ def test_a_row_has_the_same_bits_in_any_company(lab: Lab, width: int) -> None:
     sums = lab.launch(add_norm, outs, a=x, b=b, weight=weight, eps=EPS)
     for row in (0, 3, 8):
         only = slice(row, row + 1)
-        alone = lab.launch(rms_norm, {"out": poison(1, width)}, x=x[only], weight=weight, eps=EPS)["out"]
+        given = {"x": x[only], "weight": weight, "eps": EPS, "triggers_first": row == 3}
+        alone = lab.launch(rms_norm, {"out": poison(1, width)}, **given)["out"]
         assert same_bits(alone[0], together[row])
         outs = {"total": poison(1, width), "out": poison(1, width)}
         alone_sums = lab.launch(add_norm, outs, a=x[only], b=b[only], weight=weight, eps=EPS)
@@ -106,3 +110,26 @@ def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(lab: Lab, w
 def test_norm_sum_scale_and_norm_in_one_launch(lab: Lab, width: int, dtype: torch.dtype) -> None:
     check_norm_add(lab, 4, width, dtype, scalar=0.7, arranges=True)
     check_norm_add(lab, 1, width, dtype, torch.float32, arranges=True)
+
+
+@pytest.mark.parametrize("width", [2560, 2816, 5376])
+def test_launches_that_start_before_the_one_before_ends_have_its_results(launcher: Launcher, width: int) -> None:
+    """Sums of sums, 64 launches of which each reads what the one before it wrote, several at once on the device."""
+    x, weight = (torch.randn(3, width).bfloat16().cuda() for _ in range(2))
+    expected: torch.Tensor | None = None
+    for early in (False, True):
+        rows, calls = [x, *(poison(3, width).cuda() for _ in range(65))], list[KernelCall]()
+        normed = [x, *(poison(3, width).cuda() for _ in range(64))]
+        for number in range(64):
+            given = {"weight": weight[0], "eps": EPS, "next_weight": weight[1], "next_eps": EPS}
+            outs = {"total": rows[number + 1], "out": normed[number + 1]}
+            calls += norm_add(normed[number], residual=rows[number], **given, **outs, triggers_first=early)
+        calls += rms_norm(rows[64], weight[2], out=rows[65], eps=EPS, triggers_first=early)
+        for _ in range(5):
+            for each in (*rows[1:], *normed[1:]):
+                each.fill_(torch.nan)
+            launcher.run(*calls)
+            torch.cuda.synchronize()
+            found = torch.stack([*rows[1:], *normed[1:]])
+            expected = found if expected is None else expected
+            assert same_bits(expected, found) and bool(found.isfinite().all())

@@ -382,6 +382,7 @@ class Walker:
             "load_global_128": load_words(at, "4I"),
             "load_relaxed_gpu_128": self._when_others_went_on(load_words(at, "4I")),
             "load_global_nc_128": load_words(at, "4I"),
+            "load_ahead_128": load_words(at, "4I"),
             "load_relaxed_system_words": self._when_others_went_on(load_words(at, "4I")),
             "load_relaxed_system_word": self._when_others_went_on(load_words(at, "2I")),
             "store_relaxed_system_word": store(at, "2I"),

@@ -61,6 +61,8 @@ def check_rotate(
     found = lab.launch(rotate.rotate, outs, qkv=qkv, **options, **norms, eps=eps, **values)
     check(f"rotate {heads}", found, expected)
     assert all(same_bits(found[key], alone[key]) for key in outs)
+    early = lab.launch(rotate.rotate, outs, qkv=qkv, **options, **norms, eps=eps, **values, triggers_first=True)
+    assert all(same_bits(early[key], alone[key]) for key in outs)
     if groups:
         outs.pop("k"), outs.pop("v")
         check_write(lab, outs, found, block, qkv=qkv, **options, **norms, eps=eps, **values)
@@ -90,7 +92,7 @@ def check_write(lab: Lab, outs: Arrays, found: Arrays, block: int, **options: An
     codes = {key: torch.zeros(each.shape, dtype=torch.uint8) for key, each in caches.items()}
     expected = {key: each.clone() for key, each in codes.items()}
     OPERATIONS["kv_write"](found["k"].cpu(), found["v"].cpu(), row_live=live, **write, **expected)
-    written = lab.launch(rotate.rotate, outs | codes, **options, **write)
+    written = lab.launch(rotate.rotate, outs | codes, **options, **write, triggers_first=True)
     assert all(same_bits(written[key], expected[key]) for key in codes)
 
 

@@ -55,7 +55,7 @@ def wordless(pair: PairPaths, tmp_path: Path) -> Iterator[str]:
         yield server.endpoint
 
 
-def chatted(lines: str, *arguments: object) -> Result:
+def chatted(lines: str | bytes, *arguments: object) -> Result:
     result = CliRunner().invoke(cli, ["chat", *map(str, arguments)], input=lines)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
@@ -172,6 +172,9 @@ def test_a_plain_chat_continues_each_line_alone(endpoint: str, talker: Path) -> 
     result = chatted("the quick\nthe quick\n", "--plain", "--max-tokens", 6)
     once = lowlat("generate", talker, "--prompt", "the quick", "--max-tokens", 6).stdout
     assert result.stdout == 2 * once
+    assert chatted(b"the quick\nthe \xff", "--plain", "--max-tokens", 6).stderr.endswith(
+        "error: <stdin>: line 2 is not UTF-8: byte 4\n"
+    )
     assert "leave out --plain" in refusal("chat", "--plain", "--system", "x")
     assert "--logprobs is for" in refusal("chat", "--logprobs", 1)
 
@@ -301,3 +304,13 @@ def test_commands_that_ask_a_server_load_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_figures_are_redrawn_where_a_terminal_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowlat.cli.commands import top
+
+    assert not top.can_redraw()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for term, redrawn in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", term)
+        assert top.can_redraw() is redrawn

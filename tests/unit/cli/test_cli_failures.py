@@ -16,7 +16,7 @@ from served import eventually
 
 from lowlat.cli import cli
 
-PRESSES, PRESS_S = 20, 1.0  # of Ctrl-C: the answer that it is to end takes longer than a press
+LOAD_S = 20.0  # in which Ctrl-C ends what loads; the answer takes longer
 LOWLAT = (sys.executable, "-m", "lowlat.cli")
 FULL = Path("/dev/full")
 MISSING = "no such directory; expected a Hugging Face model directory, or ORG/NAME of a repository"
@@ -73,6 +73,21 @@ WRONG_PATHS = [
     ("inspect modl", "Did you mean 'model'?"),
     ("org/name", "Did you mean `lowlat chat org/name`?"),
     ("generate --promt x", "Did you mean"),
+    ("run org/name", "No such command 'run'. Did you mean 'chat'?"),
+    ("serve --port 8000", "No such option '--port'. Did you mean '--http [HOST:]PORT'?"),
+    ("serve -c 512", "Did you mean '--max-context N'?"),
+    ("generate --max_tokens 3 x", "Did you mean '--max-tokens N'?"),
+    ("generate --model org/name x", "generate MODEL'?"),
+    ("generate {gguf} x", "GGUF is not read"),
+    ("generate {mute} x", "a text prompt needs tokenizer.json"),
+    ("generate --set max_contxt=1 x", "no option is called 'max_contxt'; did you mean '--max-context'?"),
+    ("generate --set max_context x", "max_context has a flag: --max-context"),
+    ("generate --set max_path_len x", "--set takes NAME=VALUE, got 'max_path_len'"),
+    ("generate -S two x", "'two' is neither an integer nor 'auto'"),
+    ("serve /no/model", MISSING),
+    ("serve /no/model --model /no/other", "give the model once"),
+    ("chat org/name --session /no/folder/file", "there is no directory /no/folder"),
+    ("chat org/name --session {empty}", "it is a directory; name a file"),
 ]
 PROGRAM = """
 import json, sys
@@ -87,6 +102,10 @@ for line in sys.stdin:
 
 def test_what_is_wrong_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     places = {"file": tmp_path / "file", "empty": tmp_path / "empty", "toml": tmp_path / "a.toml"}
+    places |= {"gguf": tmp_path / "a.gguf", "mute": tmp_path / "mute"}
+    places["gguf"].write_text("GGUF")
+    places["mute"].mkdir()
+    (places["mute"] / "config.json").write_text("{}")
     places["file"].write_text("text")
     places["toml"].write_text('modl = "x"')
     places["empty"].mkdir()
@@ -100,6 +119,11 @@ def test_what_is_wrong_is_found_before_torch_is_imported(tmp_path: Path) -> None
         assert message.format(**places) in stderr, (command, stderr)
         assert code == (1 if "no such socket" in message else 2), command
         assert stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1, (command, stderr)
+
+
+def test_kernels_are_compiled_into_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWLAT_KERNEL_CACHE", "/dev/null/kernels")
+    assert "/dev/null/kernels cannot be made: /dev/null is a file" in refusal("compile")
 
 
 @pytest.mark.parametrize(
@@ -192,12 +216,10 @@ def test_ctrl_c_ends_quietly_while_it_loads(command: str, tmp_path: Path) -> Non
         assert process.stderr is not None
         maps = Path(f"/proc/{process.pid}/maps")
         eventually(lambda: "libtorch" in maps.read_text(), timeout_s=60.0)  # its import has begun, and takes a while
+        process.send_signal(signal.SIGINT)
         code = None
-        for _ in range(PRESSES):  # a library that was being imported may take one: a user presses again
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(PRESS_S)
-                break
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(LOAD_S)
         error = process.stderr.read() if code is not None else ""
         process.kill()
     assert "Traceback" not in error and "terminate" not in error

@@ -14,10 +14,11 @@ from kernel_inventory import GPUS, examples, factories, family, fingerprint, mod
 from moe_cases import make_moe, make_topk_routing
 from stages import later, wide
 
+from lowlat.kernels.elementwise import norm, norm_add, rotate
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
-from lowlat.kernels.toolchain.link_checks import count_opcodes, whole_instructions
+from lowlat.kernels.toolchain.link_checks import count_opcodes, instructions, whole_instructions
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx, target_of
 
 pytestmark = pytest.mark.timeout(900)  # the first case compiles everything
@@ -200,6 +201,30 @@ def test_a_kernel_that_settles_lets_the_next_one_start_behind_its_wait(compiled:
         ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
         assert ptx.count("griddepcontrol.wait;") == ptx.count("griddepcontrol.launch_dependents;") == 1, kernel.name
         assert re.search(r"griddepcontrol\.wait;\s*griddepcontrol\.launch_dependents;", ptx), kernel.name
+
+
+@pytest.mark.second
+def test_a_step_s_small_kernels_let_the_next_one_start_first(compiled: Compiled) -> None:
+    """And then wait, before they store anything."""
+    for module in (norm, norm_add, rotate):
+        kernel = next(kernel for kernel in module.examples() if kernel.name.endswith("_first"))
+        assert not kernel.waits_before_trigger
+        ptx = re.sub(r"//.*", "", compiled.of(HOPPER, kernel)[1])
+        before, after = ptx.split("griddepcontrol.wait;")
+        assert before.count("griddepcontrol.launch_dependents;") == 1 and "st.global" not in before, kernel.name
+        assert "griddepcontrol.launch_dependents;" not in after, kernel.name
+
+
+@pytest.mark.second
+def test_norms_ask_for_their_weights_before_they_wait(compiled: Compiled) -> None:
+    """In machine code: the assembler may move loads past the wait."""
+    load, wait = 0x981, 0x82E
+    names = ("norm_add", "norms_", "add_norm", "embed_norm", "arranged_", "concat_norms", "mask_input", "draft_input")
+    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.name.startswith(names)]
+    assert {name for name in names if any(kernel.name.startswith(name) for kernel in kernels)} == set(names)
+    for kernel in kernels:
+        code = [low & 0xFFF for low in instructions(compiled.of(HOPPER, kernel)[0].code)]
+        assert code.count(wait) == 1 and load in code[: code.index(wait)], kernel.name
 
 
 @pytest.mark.second
