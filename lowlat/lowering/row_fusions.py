@@ -9,7 +9,7 @@ from lowlat.graphs.program import Op
 from lowlat.kernels.collectives.all_reduce import all_reduce, all_reduce_add, all_reduce_add_norm
 from lowlat.kernels.collectives.shares import share_add, share_add_norm
 from lowlat.kernels.elementwise.embed import embed_norm
-from lowlat.kernels.elementwise.norm import add_norm
+from lowlat.kernels.elementwise.norm import add_norm, two_norms
 from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.elementwise.rotate import LayerKV, rotate, rotate_layers
 from lowlat.kernels.gemm.decode.gemm import steps_to_hold
@@ -85,6 +85,26 @@ def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
     return add_norm(
         given["a"], given["b"], norm["norm_weight"], norm["row_live"], total=given["out"], out=norm["normed"],
         eps=norm["eps"],
+    )  # fmt: skip
+
+
+def _norms_both(run: Run, gpu: Gpu) -> bool:
+    """Whether two norms of a step do not read each other's rows, and the second is not left to what comes after it."""
+    first, second = run.ops
+    same = first.params["eps"] == second.params["eps"] and first.stage is second.stage
+    same = same and first.reads.get("row_live") == second.reads.get("row_live")
+    apart = {first.writes["out"], second.writes["out"]}.isdisjoint((first.reads["x"], second.reads["x"]))
+    taken = run.following is not None and second.writes["out"] in run.following.reads.values()
+    sizes = [run.shape(op.reads["x"]) for op in run.ops]
+    return decodes(first) and same and apart and not taken and sizes[0] == sizes[1]
+
+
+def _two_norms(binding: Binding, run: Run) -> Sequence[Call]:
+    first, second = (binding.arguments(op) for op in run.ops)
+    weights = tuple(binding.vectors(op)["weight"] for op in run.ops)
+    return two_norms(
+        (first["x"], second["x"]), (weights[0], weights[1]), first.get("row_live"), outs=(first["out"], second["out"]),
+        eps=first["eps"], triggers_first=triggers_first(run.ops[0]),
     )  # fmt: skip
 
 
@@ -439,6 +459,7 @@ ROW_FUSIONS = (
     Fusion("norm+add", "cast? rms_norm add scale? rms_norm?", 1, add_normed, _adds_normed, added_hides),
     Fusion("add+scale", "add scale rms_norm?", 1, add_normed, _adds_normed, added_hides),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
+    Fusion("norm+norm", "rms_norm rms_norm", 1, _two_norms, _norms_both),
     Fusion(
         "layers+rope", f"take_columns take_columns|qk_norm|rope|{'|'.join(KV_WRITES)}*", 2, _rotate_layers,
         _rotates_layers, _layers_hide,

@@ -1,5 +1,7 @@
 """Norms on a GPU: the reference's values, the promised order bit for bit, and a row's bits in any company."""
 
+from typing import Any
+
 import pytest
 import torch
 from rowwise_cases import (
@@ -19,7 +21,7 @@ from rowwise_cases import (
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
 from lowlat.kernels.elementwise.limits import MAX_WIDTH
-from lowlat.kernels.elementwise.norm import add_norm, rms_norm, split_norms
+from lowlat.kernels.elementwise.norm import add_norm, rms_norm, split_norms, two_norms
 from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -74,6 +76,23 @@ def test_a_part_has_the_bits_of_a_row(lab: Lab) -> None:
     split = lab.launch(split_norms, {"out": poison(3, 3 * 2880)}, x=x, eps=EPS, **named)["out"]
     whole = lab.launch(rms_norm, {"out": poison(9, 2880)}, x=x.reshape(9, 2880), weight=weight, eps=EPS)["out"]
     assert same_bits(split.reshape(9, 2880), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [72, 2816, 5376])
+def test_two_norms_have_the_bits_of_each_alone(lab: Lab, width: int, dtype: torch.dtype) -> None:
+    xs, scales = [torch.randn(5, width).bfloat16() for _ in range(2)], [weights(width, dtype) for _ in range(2)]
+
+    def both(x0: Any, x1: Any, w0: Any, w1: Any, live: Any, out0: Any, out1: Any, first: bool) -> list[KernelCall]:
+        return two_norms((x0, x1), (w0, w1), live, outs=(out0, out1), eps=EPS, triggers_first=first)
+
+    for live, first in ((None, False), (flags(5), True)):
+        given = {"x0": xs[0], "x1": xs[1], "w0": scales[0], "w1": scales[1], "live": live, "first": first}
+        found = lab.launch(both, {"out0": poison(5, width), "out1": poison(5, width)}, **given)
+        for number, (x, weight) in enumerate(zip(xs, scales, strict=True)):
+            own = {"x": x, "weight": weight, "row_live": live, "eps": EPS}
+            alone = lab.launch(rms_norm, {"out": poison(5, width)}, **own)["out"]
+            assert same_bits(found[f"out{number}"], alone)
 
 
 def test_zeros_infinities_and_nan_stay_in_their_rows(lab: Lab) -> None:
