@@ -174,6 +174,53 @@ def add_normed(binding: Binding, run: Run, arranged: torch.Tensor | None = None)
     )  # fmt: skip
 
 
+def _two_sums(run: Run) -> tuple[Run, Run]:
+    """The first norm and sum, with the norm of that sum; and the sum that this is added by, with what follows it."""
+    count = run.ops.index(run.op("add")) + 2
+    return Run(run.program, run.start, count), Run(run.program, run.start + count, run.count - count)
+
+
+def _sums_twice(run: Run, gpu: Gpu) -> bool:
+    """Whether in a step a sum's norm is added to the residual stream, and all norms have the same dead rows."""
+    head, tail = _two_sums(run)
+    rows, normed = added_rows(tail), head.ops[-1].writes["out"]
+    if not decodes(run.ops[0]) or added_rows(head) is None or rows is None or rows.count(normed) != 1:
+        return False
+    stream = rows[rows[0] == normed]
+    norms = run.all("rms_norm")
+    alike = all(norm.reads.get("row_live") == norms[0].reads.get("row_live") for norm in norms)
+    return alike and run.program.buffers[stream].dtype == torch.bfloat16
+
+
+def _hides_sums(run: Run) -> list[str]:
+    head, tail = _two_sums(run)
+    return [*(op.writes["out"] for op in head.ops), *added_hides(tail)]
+
+
+def _add_twice(binding: Binding, run: Run) -> Sequence[Call]:
+    head, tail = _two_sums(run)
+    first, rows = added_rows(head), added_rows(tail)
+    if first is None or rows is None:
+        raise ValueError("the run's operations do not read each other's results")
+    norm, between = head.all("rms_norm")
+    scaled, following = tail.find("scale"), tail.find("rms_norm")
+    stream = rows[rows[0] == between.writes["out"]]
+    given: dict[str, Any] = {"total": binding.buffers[(scaled or tail.op("add")).writes["out"]]}
+    for op, names in ((norm, ("weight", "eps")), (between, ("sum_weight", "sum_eps"))):
+        given |= {names[0]: binding.vectors(op)["weight"], names[1]: binding.arguments(op)["eps"]}
+    if following is not None:
+        own = binding.arguments(following)
+        given |= {"next_weight": binding.vectors(following)["weight"], "next_eps": own["eps"], "out": own["out"]}
+    if scaled is not None:
+        given["scalar"] = binding.vectors(scaled)["scalar"]
+    x, residual = (binding.buffers[name] for name in first)
+    live = binding.arguments(norm).get("row_live")
+    return norm_add(
+        x, residual=residual, row_live=live, stream=binding.buffers[stream], triggers_first=triggers_first(norm),
+        **given,
+    )  # fmt: skip
+
+
 def adds_ranks(run: Run) -> bool:
     """Whether whole rows of several ranks are summed, and the sum, if added at all, added to the residual stream."""
     gather, total, added = run.op("gather_ranks"), run.op("sum_ranks"), run.find("add")
@@ -456,6 +503,9 @@ ROW_FUSIONS = (
     Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
     Fusion("mask_rows+embed+norm", "mask_rows embed rms_norm", 2, _mask_input, _embeds_block),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
+    Fusion(
+        "norm+add twice", "cast? rms_norm add rms_norm add scale? rms_norm?", 3, _add_twice, _sums_twice, _hides_sums
+    ),
     Fusion("norm+add", "cast? rms_norm add scale? rms_norm?", 1, add_normed, _adds_normed, added_hides),
     Fusion("add+scale", "add scale rms_norm?", 1, add_normed, _adds_normed, added_hides),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),

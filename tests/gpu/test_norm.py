@@ -9,6 +9,7 @@ from rowwise_cases import (
     Lab,
     check_add_norm,
     check_norm_add,
+    check_norm_add_twice,
     check_norms,
     check_permutation,
     check_split_norms,
@@ -129,6 +130,13 @@ def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(lab: Lab, w
 def test_norm_sum_scale_and_norm_in_one_launch(lab: Lab, width: int, dtype: torch.dtype) -> None:
     check_norm_add(lab, 4, width, dtype, scalar=0.7, arranges=True)
     check_norm_add(lab, 1, width, dtype, torch.float32, arranges=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 2560, 2816, 5376, 16384])
+def test_two_sums_in_one_launch(lab: Lab, width: int, dtype: torch.dtype) -> None:
+    check_norm_add_twice(lab, 4, width, dtype)
+    check_norm_add_twice(lab, 1, width, dtype, torch.float32)
 
 
 @pytest.mark.parametrize("width", [2560, 2816, 5376])

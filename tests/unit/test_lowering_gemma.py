@@ -35,7 +35,7 @@ STEP: dict[str, list[str]] = {
     "dense": DENSE,
     "moe": [
         *(*DENSE[:-1], "norm+norm", "norm+router", "experts_gate_up", "experts_down"),
-        *("norm+add", "add+scale"),
+        "norm+add twice",
     ],
     "per-layer": [*DENSE, "gemm+per_layer_gate", "gemm+cast", "norm+add"],
 }
