@@ -185,35 +185,38 @@ def rms_norm(
     triggers_first  the next launch may start before this one waits for the one before it
     One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
     """
-    return split_norms(x, row_live, out=out, eps=eps, triggers_first=triggers_first, weight0=weight)
+    return _split_norms(x, row_live, out, eps, [weight], triggers_first)
 
 
 def split_norms(
-    x: torch.Tensor,
-    row_live: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    eps: float,
-    triggers_first: bool = False,
-    **weights: torch.Tensor,
+    x: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float, **weights: torch.Tensor
 ) -> list[KernelCall]:
     """RMS norm of each of the F parts of every row on its own, as `rms_norm` of that part gives it.
 
     x, out     [M, F * Ht]  bf16
     weight0..  [Ht]         bf16, or all float32
-    triggers_first  as `rms_norm` has it
     One launch for every PARTS parts. Raises ShapeError as `rms_norm` does.
     """
-    rows, parts = x.shape[0], len(weights)
-    if not parts:
+    if not weights:
         raise ShapeError("split_norms needs a weight for each part")
+    return _split_norms(x, row_live, out, eps, [weights[f"weight{part}"] for part in range(len(weights))])
+
+
+def _split_norms(
+    x: torch.Tensor,
+    row_live: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    ordered: list[torch.Tensor],
+    triggers_first: bool = False,
+) -> list[KernelCall]:
+    rows, parts = x.shape[0], len(ordered)
     width = x.shape[1] // parts
     check_width(width)
     check_row_live(row_live, rows)
     check_shape("x", x, rows, parts * width)
     check_shape("out", out, rows, parts * width)
     check_dtype(torch.bfloat16, x=x, out=out)
-    ordered = [weights[f"weight{part}"] for part in range(parts)]
     for part, weight in enumerate(ordered):
         check_shape(f"weight{part}", weight, width)
     kernel = _make_norms(width, parts, eps, are_wide(*ordered), triggers_first)
