@@ -7,7 +7,7 @@ composed ones are compared, or solved for the symbol that nothing else binds.
 import ast
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,11 +15,22 @@ from lowlat.errors import ConfigError, ShapeError
 from lowlat.graphs.extents import evaluate, solve, symbols
 from lowlat.graphs.schema import Access, Argument, Operation, OperationSchema, operation_of
 
-__all__ = ["ArrayType", "check_arguments", "check_operation"]
+__all__ = ["ArrayType", "Fit", "check_arguments", "check_operation", "fit_arguments"]
 
 ArrayType = tuple[tuple[int, ...], torch.dtype]  # a shape and a dtype
 
 FLOATS = (torch.bfloat16, torch.float32)
+
+
+class Fit(NamedTuple):
+    """What fits an operation's schema.
+
+    symbols  what the symbols of the schema stand for
+    arrays   the names of the arrays that are given, in the order of the schema
+    """
+
+    symbols: Mapping[str, int]
+    arrays: tuple[str, ...]
 
 
 def check_operation(
@@ -48,17 +59,21 @@ def check_arguments(reference: Callable[..., None], arguments: Mapping[str, Any]
 
     Returns what the symbols of the schema stand for. Raises ShapeError where they do not fit.
     """
-    operation = operation_of(reference)
-    types = ((name, _type_of(value)) for name, value in arguments.items() if value is not None)
-    return _symbols(operation, tuple(types))
+    return fit_arguments(operation_of(reference), arguments).symbols
 
 
-def _type_of(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value
+def fit_arguments(operation: Operation, arguments: Mapping[str, Any]) -> Fit:
+    """Check tensors and parameters of an operation by name, as `check_arguments` does; absent ones may be None."""
+    types = [
+        (name, (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else value)
+        for name, value in arguments.items()
+        if value is not None
+    ]
+    return _fit(operation, tuple(types))
 
 
 @lru_cache(maxsize=4096)
-def _symbols(operation: Operation, given: tuple[tuple[str, Any], ...]) -> Mapping[str, int]:
+def _fit(operation: Operation, given: tuple[tuple[str, Any], ...]) -> Fit:
     schema, params = operation.schema, {name: value for name, value in given if name in operation.schema.parameters}
     try:
         arrays = {name: (schema.argument(name).access, array) for name, array in given if name not in params}
@@ -66,9 +81,11 @@ def _symbols(operation: Operation, given: tuple[tuple[str, Any], ...]) -> Mappin
             {name: array for name, (access, array) in arrays.items() if access in kinds}
             for kinds in ((Access.READ,), (Access.WRITE, Access.UPDATE), (Access.WEIGHT,))
         )
-        return check_operation(schema, reads, writes, weights, params)
+        symbols = check_operation(schema, reads, writes, weights, params)
     except ConfigError as error:
         raise ShapeError(f"{operation.kind}: {error}") from error
+    places = {id(argument): place for place, argument in enumerate(schema.arguments.values())}
+    return Fit(symbols, tuple(sorted(arrays, key=lambda name: places[id(schema.argument(name))])))
 
 
 @lru_cache(maxsize=1024)

@@ -12,9 +12,11 @@ LowlatError
 │   └── ServerGone   because the server ended, was killed, is silent, or was never there
 └── DeviceError      the device failed; the process cannot go on
 
-A message names the value, the limit it broke and the knob that moves the limit. This module imports nothing,
-so that every folder may use it.
+A message names the value, the limit it broke and the knob that moves the limit. This module imports nothing
+of lowlat, so that every folder may use it.
 """
+
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "Busy",
@@ -29,7 +31,10 @@ __all__ = [
     "ShapeError",
     "StreamError",
     "is_panic",
+    "meant",
 ]
+
+NEAR = 0.7  # how much alike two names are, of which one is taken for the other misspelt
 
 
 class LowlatError(Exception):
@@ -94,3 +99,14 @@ class DeviceError(LowlatError):
 def is_panic(error: BaseException) -> bool:
     """Whether an error is a panic of a library in Rust, which is an error of one call and yet no `Exception`."""
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
+
+
+def meant(name: object, known: Iterable[str], forms: Mapping[str, str] | None = None) -> str:
+    """The end of a message about an unknown name: the known one that is spelt most like it, or nothing.
+
+    forms  how a known name is shown, where not as it is
+    """
+    from difflib import get_close_matches
+
+    near = get_close_matches(str(name)[:80], list(known), n=1, cutoff=NEAR)
+    return f"; did you mean {(forms or {}).get(near[0], near[0])!r}?" if near else ""

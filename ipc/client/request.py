@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from lowlat.errors import RequestError
+from lowlat.errors import RequestError, meant
 from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Result, Sampling, Submit
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
@@ -185,7 +185,9 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
     except (msgspec.ValidationError, TypeError) as error:
         for name in given:
             if name not in _OPTIONS:
-                raise RequestError(f"unknown option {name!r}; known: {', '.join(sorted(_OPTIONS))}") from None
+                raise RequestError(
+                    f"unknown option {name!r:.80}{meant(name, _OPTIONS)}; known: {', '.join(sorted(_OPTIONS))}"
+                ) from None
         reason, _, path = str(error).partition(" - at ")
         name = path.strip("`").rpartition("$.")[2] or "sampling"
         value = options.get(name.split("[")[0].split(".")[0])

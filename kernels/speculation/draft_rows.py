@@ -156,15 +156,18 @@ def take_blocks(pairs: Pairs, commit_lens: torch.Tensor) -> list[KernelCall]:
     commit_lens  [B]  int32
     Raises ShapeError for shapes that do not fit.
     """
-    return _taken("take_block", pairs, commit_lens, pairs[0][1].shape[0] // commit_lens.shape[0] if pairs else 0)
+    return _taken("take_block", pairs, commit_lens, None)
 
 
-def _taken(name: str, pairs: Pairs, commit_lens: torch.Tensor, taken: int) -> list[KernelCall]:
-    """So many rows of each slot, from the last committed one on."""
+def _taken(name: str, pairs: Pairs, commit_lens: torch.Tensor, taken: int | None) -> list[KernelCall]:
+    """So many rows of each slot, from the last committed one on; None: as many as the results have."""
     batch = commit_lens.shape[0]
     if not 1 <= len(pairs) <= PAIRS:
         raise ShapeError(f"{name} takes 1 or {PAIRS} pairs, got {len(pairs)}")
+    if not batch:
+        raise ShapeError(f"{name}: commit_lens must be of one slot or more, got shape {list(commit_lens.shape)}")
     rows = pairs[0][0].shape[0] // batch
+    taken = pairs[0][1].shape[0] // batch if taken is None else taken
     for x, out in pairs:
         check_shape("x", x, batch * rows, out.shape[1])
         check_shape("out", out, batch * taken, out.shape[1])

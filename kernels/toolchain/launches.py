@@ -13,13 +13,12 @@ from typing import Any, ParamSpec
 import torch
 
 from lowlat.graphs.schema import operation_of
-from lowlat.graphs.schema_check import check_arguments
+from lowlat.graphs.schema_check import fit_arguments
 from lowlat.kernels.toolchain.kernel import Argument, KernelCall
 
 __all__ = ["Given", "among", "fit", "launches"]
 
 P = ParamSpec("P")
-_signature = cache(inspect.signature)
 
 
 @dataclass(frozen=True)
@@ -58,12 +57,11 @@ class Given:
 
 def fit(reference: Callable[..., None], arguments: Mapping[str, Any]) -> Given:
     """The arguments of an operation, by name. Raises ShapeError for arrays that do not fit its schema."""
-    symbols, schema = check_arguments(reference, arguments), operation_of(reference).schema
-    params = {name: arguments.get(name, parameter.default) for name, parameter in schema.parameters.items()}
-    places = {id(argument): place for place, argument in enumerate(schema.arguments.values())}
-    names = (name for name, value in arguments.items() if value is not None and name not in params)
-    ordered = sorted(names, key=lambda name: places[id(schema.argument(name))])
-    return Given({name: arguments[name] for name in ordered}, params, symbols)
+    operation = operation_of(reference)
+    symbols, names = fit_arguments(operation, arguments)
+    parameters = operation.schema.parameters
+    params = {name: arguments.get(name, parameter.default) for name, parameter in parameters.items()}
+    return Given({name: arguments[name] for name in names}, params, symbols)
 
 
 def among(reference: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,15 +81,41 @@ def launches(
     def decorate(calls: Callable[[Given], list[KernelCall]]) -> Callable[P, list[KernelCall]]:
         @wraps(calls)
         def bound(*args: P.args, **kwargs: P.kwargs) -> list[KernelCall]:
-            signature = _signature(reference)
-            found = signature.bind(*args, **kwargs)
-            found.apply_defaults()
-            arguments: dict[str, Any] = {}
-            for name, value in found.arguments.items():
-                is_one = signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD
-                arguments |= {name: value} if is_one else value
-            return calls(fit(reference, arguments))
+            return calls(fit(reference, _binder(reference)(args, kwargs)))
 
         return bound
 
     return decorate
+
+
+class _Binder:
+    """Arguments by name, in the order of a function's signature, as `inspect.Signature.bind` finds them in ten times
+    the time: a load makes thousands of launches."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._signature = inspect.signature(function)
+        parameters = self._signature.parameters.values()
+        own = [each for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        self._defaults = {each.name: each.default for each in own}
+        self._required = {each.name for each in own if each.default is inspect.Parameter.empty}
+        self._takes_others = len(own) < len(parameters)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Bind arguments. Raises TypeError as a call of the function does."""
+        given = self._by_name(args, kwargs) if args or not self._required <= kwargs.keys() else kwargs
+        found = {name: given.get(name, default) for name, default in self._defaults.items()}
+        others = {name: value for name, value in given.items() if name not in found}
+        if others and not self._takes_others:
+            self._signature.bind(**given)  # which says what is wrong
+        return found | others
+
+    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(self._signature.bind(*args, **kwargs).arguments)
+        for name in found.keys() - self._defaults.keys():  # of all others together, where it takes others
+            found |= found.pop(name)
+        return found
+
+
+@cache
+def _binder(reference: Callable[..., None]) -> _Binder:
+    return _Binder(reference)

@@ -10,10 +10,14 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from importlib import import_module
 from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    # numba-cuda takes its place by a .pth file, which Python reads in an environment's own folder alone: not in those
+    # of PYTHONPATH or `pip install --target`
+    import_module("_numba_cuda_redirector")
     from numba import config
 
     if not config.ENABLE_CUDASIM:

@@ -134,9 +134,9 @@ def reshaped_piece(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -
 def renamed_piece(piece: Piece, rename: Callable[[str], str]) -> Piece:
     """A piece by other names of tensors."""
     conversion = piece.conversion
-    if conversion is not None:
+    if conversion is not None and conversion.beside:
         conversion = replace(conversion, beside=tuple(renamed_piece(each, rename) for each in conversion.beside))
-    return replace(piece, name=rename(piece.name), conversion=conversion)
+    return Piece(rename(piece.name), piece.shape, conversion, piece.spans)
 
 
 def renamed_recipe(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from lowlat import __version__
+from lowlat.cli import familiar
 from lowlat.cli.failures import INTERRUPTED, failure, failures_told, flush_output, message_of
 
 __all__ = ["COMMANDS", "LazyGroup", "cli", "main"]
@@ -84,7 +85,7 @@ class LazyGroup(click.Group):
         """The command; what is none is a usage error that names the nearest."""
         name = args[0]
         if not name.startswith("-") and ALIASES.get(name, name) not in COMMANDS:
-            near = get_close_matches(name, COMMANDS, n=1)
+            near = [familiar.COMMANDS[name]] if name in familiar.COMMANDS else get_close_matches(name, COMMANDS, n=1)
             if near:
                 ctx.fail(f"No such command {name!r:.80}. Did you mean {near[0]!r}?")
             model = "/" in name or name.startswith(".")

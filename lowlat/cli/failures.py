@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 import click
 
+from lowlat.cli.familiar import meant_option
 from lowlat.errors import ConfigError, LowlatError, RequestError
 
 __all__ = [
@@ -49,7 +50,9 @@ def failure(error: Exception) -> Failure:
 
 
 def message_of(error: click.ClickException) -> str:
-    """The text of an error, without a full stop."""
+    """The text of an error, without a full stop; an unknown option's names the one that is meant."""
+    if isinstance(error, click.NoSuchOption) and (meant := meant_option(error)) is not None:
+        return f"No such option {error.option_name!r:.80}. Did you mean {meant!r}?"
     return error.format_message().removesuffix(".")
 
 

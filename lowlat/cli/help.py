@@ -12,7 +12,7 @@ import click
 
 from lowlat.options.declaration import Option
 
-__all__ = ["COMMON", "DeclaredOption", "SectionedCommand"]
+__all__ = ["COMMON", "DeclaredOption", "SectionedCommand", "SectionedGroup"]
 
 # the declared options that `--help` explains, by key
 COMMON = frozenset(
@@ -28,6 +28,7 @@ ALL = "lowlat.cli.help_all"  # in a context's meta
 MANY_CHOICES = 12  # characters of a value's name
 BRIEF_COLUMN = 22  # of the first column on the page of `--help`
 COLUMN = 30
+WHOLE = 1000  # characters that no sentence of help has
 _CLAUSE = re.compile(r"(?<=[.;]) ")
 
 
@@ -95,6 +96,17 @@ class SectionedCommand(click.Command):
                 counted = ", ".join(f"{title} {count}" for title, count in left.items() if count)
                 formatter.write_paragraph()
                 formatter.write_text(f"More options ({counted}): `{ctx.command_path} --help-all`.")
+
+
+class SectionedGroup(click.Group):
+    """A group whose help has the whole first sentence of each command's."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the table of commands."""
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        shown = [(name, each) for name, each in found if each is not None and not each.hidden]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.get_short_help_str(WHOLE)) for name, each in shown])
 
 
 def _brief_record(option: click.Option, ctx: click.Context) -> tuple[str, str]:

@@ -4,7 +4,6 @@ Defaults are the records' own: an option that was not given is not passed on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +13,7 @@ import click
 from lowlat.cli.console import want_json
 from lowlat.cli.help import DeclaredOption
 from lowlat.cli.paths import FILE, FOLDER, MODEL, check_model
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, meant
 from lowlat.options.declaration import Option, options_of
 from lowlat.options.request import ADVISED_OPTIONS, SamplingParams
 from lowlat.options.runtime import RuntimeConfig, TraceConfig
@@ -116,7 +115,10 @@ class NumberOrWord(click.ParamType[int | str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         """Return the word or the integer; anything else is a usage error."""
-        return value if value in self._words else int(click.INT.convert(value, param, ctx))
+        try:
+            return value if value in self._words else int(value)
+        except ValueError:
+            self.fail(f"{value!r:.40} is neither an integer nor {' or '.join(map(repr, self._words))}", param, ctx)
 
 
 def bundled(part: str) -> Path:
@@ -259,12 +261,17 @@ def _set_flag(known: Mapping[str, Option]) -> Callable[[F], F]:
         for entry in entries:
             name, equals, text = entry.partition("=")
             option = names.get(name.strip().replace("-", "_"))
-            if option is None or not equals:
-                near = get_close_matches(name, [each.key for each in known.values() if each.rare], n=1)
-                meant = f"; did you mean {near[0]}=VALUE?" if near else ""
-                raise click.UsageError(f"--set takes NAME=VALUE of a rare option, got {entry!r:.80}{meant}")
+            declared = {
+                each.declared.key: each.declared for each in ctx.command.params if isinstance(each, DeclaredOption)
+            }
+            option = option or declared.get(name.strip().replace("-", "_"))
+            if option is None:
+                how = {key: f"--set {key}=VALUE" if each.rare else each.flag for key, each in declared.items()}
+                raise click.UsageError(f"--set: no option is called {name!r:.80}{meant(name, how, how)}")
             if not option.rare:
                 raise click.UsageError(f"--set is for rare options, and {option.key} has a flag: {option.flag}")
+            if not equals:
+                raise click.UsageError(f"--set takes NAME=VALUE, got {entry!r:.80}")
             if ctx.params.get(option.key) is not None:
                 raise click.UsageError(f"--set gives {option.key} twice")
             try:

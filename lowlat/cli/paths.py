@@ -10,10 +10,22 @@ from typing import Any
 
 import click
 
-from lowlat.errors import ConfigError
+from lowlat.checkpoint.foreign import foreign_files
+from lowlat.errors import ConfigError, RequestError
 from lowlat.options.model_names import find_repository
 
-__all__ = ["FILE", "FOLDER", "MODEL", "NEW_FILE", "NEW_FOLDER", "NEW_PATH", "NEW_RESULTS", "PLACE", "check_model"]
+__all__ = [
+    "FILE",
+    "FOLDER",
+    "MODEL",
+    "NEW_FILE",
+    "NEW_FOLDER",
+    "NEW_PATH",
+    "NEW_RESULTS",
+    "PLACE",
+    "check_model",
+    "check_tokenizer",
+]
 
 EXPECTED = "expected a Hugging Face model directory, or ORG/NAME of a repository"
 # what tells a loader what a directory is that has no config.json, so that it can say so
@@ -27,9 +39,16 @@ def check_model(model: str | Path) -> None:
         if not (path / "config.json").exists() and not _any(path, TELLING):
             raise ConfigError(f"{path}: has no config.json; {EXPECTED}")
     elif path.exists():
-        raise ConfigError(f"{path}: is a file; {EXPECTED}")
+        raise ConfigError(f"{path}: {foreign_files([path.name]) or f'is a file; {EXPECTED}'}")
     elif find_repository(model) is None:
         raise ConfigError(f"{path}: no such directory; {EXPECTED}")
+
+
+def check_tokenizer(model: str | Path, what: str) -> None:
+    """Raise RequestError, by what needs it, for a model's directory without a tokenizer; a repository's loader does."""
+    path = Path(model)
+    if (path / "config.json").exists() and not (path / "tokenizer.json").exists():
+        raise RequestError(f"{path}: {what} needs tokenizer.json in the model directory; give token ids")
 
 
 def _any(directory: Path, patterns: Iterable[str]) -> bool:

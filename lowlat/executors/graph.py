@@ -14,6 +14,7 @@ from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.distributed.watchdog import WATCHDOG
 from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
 from lowlat.executors.residence.base import Residence
+from lowlat.executors.workspace import PlannedWorkspaces
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.audit import OwnedMemory
 from lowlat.graphs.capture import Body, Choice, capture, capture_choice
@@ -23,7 +24,7 @@ from lowlat.graphs.program import Program
 from lowlat.graphs.replay import CapturedGraph, Replays
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_condition
-from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.lowering.operations import RING_COUNT
@@ -60,10 +61,12 @@ class GraphExecutor(KernelExecutor):
         watchdog: tuple[float, float] = WATCHDOG,
         place: RankPlace | None = None,
         residence: Residence | None = None,
+        gpu: Gpu | None = None,
+        planned: PlannedWorkspaces | None = None,
     ) -> None:
         super().__init__(
             programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog,
-            place=place, residence=residence,
+            place=place, residence=residence, gpu=gpu, planned=planned,
         )  # fmt: skip
         with torch.cuda.stream(self.stream):
             self._core_stream = self.launcher.stream()

@@ -34,17 +34,18 @@ from lowlat.executors.launcher import Launcher
 from lowlat.executors.peeks import Peeks, SentValues
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.residence.base import Residence
-from lowlat.executors.workspace import SharedWorkspace
+from lowlat.executors.workspace import PlannedWorkspaces, SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.memory import few_layers, workspaces_of
+from lowlat.lowering.memory import Workspaces, few_layers, largest, workspaces_of
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.step.variants import PASS
 
@@ -71,6 +72,9 @@ class KernelExecutor(ABC):
     watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
     place     of a rank among several, on devices of their own, which `ParallelExecutor` runs together
     residence where weights, paged state and scratch lie, so that they can leave the device; None: they stay there
+    gpu       the device's properties, as `gpu_of` reads them; None: they are read here
+    planned   workspaces that were found before; those of programs that it lacks, and all where it was made for another
+              GPU or another kind of lowering, are found here
     """
 
     name = "kernels"
@@ -89,6 +93,8 @@ class KernelExecutor(ABC):
         watchdog: tuple[float, float] = WATCHDOG,
         place: RankPlace | None = None,
         residence: Residence | None = None,
+        gpu: Gpu | None = None,
+        planned: PlannedWorkspaces | None = None,
     ) -> None:
         self.device, self.residence = device, residence
         self._place = place
@@ -101,7 +107,8 @@ class KernelExecutor(ABC):
         self._sent = SentValues()
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
-        self.launcher = Launcher(device, cache_directory, is_shared=place is not None and place.peers.shares_gpus)
+        is_shared = place is not None and place.peers.shares_gpus
+        self.launcher = Launcher(device, cache_directory, gpu=gpu, is_shared=is_shared)
         self.stream = torch.cuda.Stream(device)
         every, largest = list(self._programs.values()), prefills[max(prefills)]
         self._is_invariant = sum_in_parts(every)
@@ -132,8 +139,7 @@ class KernelExecutor(ABC):
             self._constants = SharedConstants(device)
             self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
             # the largest of all programs: none may be a second one later, next to a smaller that some launch has
-            few = (self._binding(size, few_layers(each, self._weights.form)) for size, each in self._programs.items())
-            self.workspace.reserve(workspaces_of(few, fuse=fuse))
+            self.workspace.reserve(self._find_workspaces(planned))
             self._groups = {size: self._lower(size) for size in self._programs}
             self.launcher.compile_ahead(
                 call for groups in self._groups.values() for group in groups for call in group.calls
@@ -163,6 +169,20 @@ class KernelExecutor(ABC):
             program, buffers, self._weights, self.launcher.gpu, self.workspace, loop, self.switches, place,
             is_invariant=self._is_invariant,
         )  # fmt: skip
+
+    def _find_workspaces(self, planned: PlannedWorkspaces | None) -> Workspaces:
+        """The workspaces of all programs: those that were planned, and of others by lowering few of their layers."""
+        rank = (0, 1) if self._place is None else (self._place.number, self._place.peers.size)
+        suits = planned is not None and planned.suits(
+            self.launcher.gpu, rank, fuse=self._fuse, is_invariant=self._is_invariant
+        )
+        known = planned if suits else None
+        few = (
+            self._binding(size, few_layers(program, self._weights.form))
+            for size, program in self._programs.items()
+            if known is None or not known.has(program)
+        )
+        return largest(workspaces_of(few, fuse=self._fuse), {} if known is None else known.sizes)
 
     def _lower(self, size: Size, loop: LoopControl | None = None) -> tuple[LoweredGroup, ...]:
         place = self._place

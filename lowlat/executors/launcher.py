@@ -56,17 +56,25 @@ def gpu_of(device: torch.device, *, is_shared: bool = False) -> Gpu:
 class Launcher:
     """Prepares launches for one CUDA device; every kernel is compiled and loaded once.
 
-    is_shared  see `Gpu`
+    gpu        its properties, as `gpu_of` reads them; None: they are read here
+    is_shared  see `Gpu`; of properties that are read here
     """
 
-    def __init__(self, device: torch.device, cache_directory: Path | None = None, *, is_shared: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        cache_directory: Path | None = None,
+        *,
+        gpu: Gpu | None = None,
+        is_shared: bool = False,
+    ) -> None:
         from cuda.core import Device
 
         self.device = device
         self.capability: tuple[int, int] = torch.cuda.get_device_capability(device)
         self._cache = default_cache_directory() if cache_directory is None else cache_directory
         self._core = Device(device.index or 0)
-        self.gpu = gpu_of(device, is_shared=is_shared)
+        self.gpu = gpu_of(device, is_shared=is_shared) if gpu is None else gpu
         torch.cuda.init()
         torch.cuda.current_stream(device)
         self._core.set_current()

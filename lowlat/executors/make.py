@@ -14,6 +14,7 @@ from lowlat.executors.reference import ReferenceExecutor
 from lowlat.executors.reference.ranks import RankedReferenceExecutor
 from lowlat.executors.residence.base import Residence
 from lowlat.executors.residence.storages import StorageResidence
+from lowlat.executors.workspace import PlannedWorkspaces
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
 from lowlat.kernels.attention.limits import INVARIANT_HEADS, most_positions
@@ -28,6 +29,7 @@ __all__ = [
     "Rank",
     "check_positions",
     "make_executor",
+    "planned_gpus",
     "refuse_codes",
     "refuse_parts",
     "refuse_ranks",
@@ -134,17 +136,19 @@ def settle_executor(
     return replace(choice, executor="reference", reason=reason, loud=True)
 
 
-def planned_gpu(choice: DeviceChoice, devices: Sequence[torch.device], rank: int = 0) -> Gpu:
-    """The GPU for which a rank's kernels are lowered; an H200 stands for one that is not here, or runs no kernels.
+def planned_gpus(choice: DeviceChoice, devices: Sequence[torch.device]) -> list[Gpu]:
+    """The GPUs for which ranks' kernels are lowered; an H200 stands for one that is not here.
 
     devices  of each rank
+    Returns [] where no kernels run.
     """
-    is_here = torch.cuda.is_available() and (devices[rank].index or 0) < torch.cuda.device_count()
-    if not choice.has_kernels or not is_here:
-        return H200
+    if not choice.has_kernels:
+        return []
     from lowlat.executors.launcher import gpu_of  # which loads the kernels
 
-    return gpu_of(devices[rank], is_shared=len(set(devices)) < len(devices))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    is_shared = len(set(devices)) < len(devices)
+    return [gpu_of(each, is_shared=is_shared) if (each.index or 0) < count else H200 for each in devices]
 
 
 @dataclass(frozen=True)
@@ -170,6 +174,7 @@ def make_executor(
     hooks: bool = True,
     watchdog: tuple[float, float] = WATCHDOG,
     can_sleep: bool = False,
+    planned: Sequence[PlannedWorkspaces] = (),
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
@@ -179,6 +184,7 @@ def make_executor(
     hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.distributed.watchdog`: for work on a device
     can_sleep  weights, paged state and scratch lie where they can leave the device
+    planned    each rank's workspaces, for the properties of its own device; (): both are found here
     Raises ConfigError for a device loop where steps are not captured.
     """
     if device_loop and choice.executor != "graph":
@@ -191,22 +197,25 @@ def make_executor(
             parts, configs = [(rank.programs, rank.prefills) for rank in ranks], [rank.config for rank in ranks]
             return RankedReferenceExecutor(parts, weights, configs, choice.device, hooks=hooks, residence=own)
         return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks, residence=own)
+    known: list[dict[str, Any]] = [{"gpu": each.gpu, "planned": each} for each in planned]
+    known = known or [{}] * max(1, len(ranks))
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 
-        residence = _mapped(choice.device) if can_sleep else None
         return EagerExecutor(
-            programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog, residence=residence
-        )
+            programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog,
+            residence=_mapped(choice.device) if can_sleep else None, **known[0],
+        )  # fmt: skip
     from lowlat.executors.graph import GraphExecutor
 
     if len(ranks) > 1:
         return _make_parallel(
-            ranks, devices, weights, captured, can_sleep=can_sleep, looping=device_loop, fuse=fuse, watchdog=watchdog
-        )
+            ranks, devices, weights, captured, known, can_sleep=can_sleep, looping=device_loop, fuse=fuse,
+            watchdog=watchdog,
+        )  # fmt: skip
     return GraphExecutor(
         programs, prefills, weights, choice.device, looping=device_loop, progress=captured, fuse=fuse,
-        watchdog=watchdog, residence=_mapped(choice.device) if can_sleep else None,
+        watchdog=watchdog, residence=_mapped(choice.device) if can_sleep else None, **known[0],
     )  # fmt: skip
 
 
@@ -221,11 +230,12 @@ def _make_parallel(
     devices: Sequence[torch.device],
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None,
+    known: Sequence[Mapping[str, Any]],
     *,
     can_sleep: bool,
     **options: Any,
 ) -> Executor:
-    """A graph executor for each rank; the weights' files are read once."""
+    """A graph executor for each rank, with what is known for it; the weights' files are read once."""
     from lowlat.executors.distributed.parallel import ParallelExecutor, exchanged_rows
     from lowlat.executors.distributed.parts import place_parts
     from lowlat.executors.distributed.peers import PeerMemory
@@ -244,7 +254,7 @@ def _make_parallel(
         rank, place = ranks[number], RankPlace(number, peers, leader)
         return GraphExecutor(
             rank.programs, rank.prefills, parts[number], devices[number], progress=progress, place=place,
-            residence=_mapped(devices[number]) if can_sleep else None, **options,
+            residence=_mapped(devices[number]) if can_sleep else None, **known[number], **options,
         )  # fmt: skip
 
     return ParallelExecutor(make, peers)

@@ -1,6 +1,7 @@
 """Programs as kernels would run them, onto memory that does not exist: for plans, tables and compilation ahead."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -8,7 +9,7 @@ from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
-from lowlat.executors.workspace import SharedWorkspace
+from lowlat.executors.workspace import PlannedWorkspaces, SharedWorkspace
 from lowlat.graphs import Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_parts
@@ -18,7 +19,7 @@ from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import weight_layouts
-from lowlat.lowering.memory import Workspaces, few_layers, workspaces_of
+from lowlat.lowering.memory import few_layers, workspaces_of
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 
 __all__ = ["META", "buffers_without_memory", "planned_workspaces", "weights_without_memory"]
@@ -62,16 +63,23 @@ def planned_workspaces(
     *,
     rank: tuple[int, int] = (0, 1),
     fuse: bool = True,
-) -> Workspaces:
-    """The workspaces that an executor of these programs takes, by name and dtype, in elements.
+) -> PlannedWorkspaces:
+    """The workspaces that an executor of these programs takes.
 
     shapes  canonical weights of the rank, on any device
     rank    the executor's number, and how many there are
     fuse    see `lower`
     Raises ConfigError for programs that kernels do not cover.
     """
-    every = list(programs)
-    few = [few_layers(program, lambda name: tuple(matrix_parts(name, shapes))) for program in every]
+    every = tuple(programs)
+    experts = expert_parts(every, shapes)
+
+    @cache  # every program has most names
+    def form_of(name: str) -> object:
+        parts = experts.get(_owner(name)) or matrix_parts(name, shapes)
+        return tuple((part, shapes[each].shape, shapes[each].dtype) for part, each in parts.items())
+
+    few = [few_layers(program, form_of) for program in every]
     kept = {_owner(name) for program in few for op in program.ops for name in op.weights.values()}
     weights = weights_without_memory(
         {name: tensor for name, tensor in shapes.items() if _owner(name) in kept}, few, gpu, fuse=fuse
@@ -94,7 +102,7 @@ def planned_workspaces(
         )
         for program in few
     )
-    return workspaces_of(bindings, fuse=fuse)
+    return PlannedWorkspaces(workspaces_of(bindings, fuse=fuse), every, gpu, rank, fuse, is_invariant)
 
 
 def _owner(weight: str) -> str:

@@ -1,11 +1,46 @@
 """Memory that a lowering owns and nobody else knows: partial results, counters, tables of addresses."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from math import prod
 
 import torch
 
-__all__ = ["SharedWorkspace"]
+from lowlat.graphs.program import Program
+from lowlat.kernels.toolchain.kernel import Gpu
+
+__all__ = ["PlannedWorkspaces", "SharedWorkspace"]
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedWorkspaces:
+    """The workspaces of an executor's programs, found before it is made, and all that decides them.
+
+    sizes         elements by name and dtype
+    programs      those that were lowered
+    gpu           for which they were lowered
+    rank          the executor's number, and how many there are
+    fuse          see `lower`
+    is_invariant  see `Binding`
+    """
+
+    sizes: Mapping[tuple[str, torch.dtype], int]
+    programs: tuple[Program, ...]
+    gpu: Gpu
+    rank: tuple[int, int]
+    fuse: bool
+    is_invariant: bool
+
+    def suits(self, gpu: Gpu, rank: tuple[int, int], *, fuse: bool, is_invariant: bool) -> bool:
+        """Whether an executor lowers programs in this way.
+
+        gpu  the very one: another may equal it and have another tuning table
+        """
+        return self.gpu is gpu and (self.rank, self.fuse, self.is_invariant) == (rank, fuse, is_invariant)
+
+    def has(self, program: Program) -> bool:
+        """Whether this very program was lowered."""
+        return any(program is each for each in self.programs)
 
 
 class SharedWorkspace:

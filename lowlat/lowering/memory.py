@@ -18,7 +18,7 @@ from lowlat.lowering.lower import lower
 from lowlat.lowering.prefill_attention import FLASH_DIM, refresh_bytes
 from lowlat.lowering.weight_parts import GEMMS
 
-__all__ = ["FormOf", "Workspaces", "few_layers", "temporary_bytes", "workspace_bytes", "workspaces_of"]
+__all__ = ["FormOf", "Workspaces", "few_layers", "largest", "temporary_bytes", "workspace_bytes", "workspaces_of"]
 
 ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
@@ -53,6 +53,15 @@ def workspaces_of(bindings: Iterable[Binding], *, fuse: bool = True) -> Workspac
     for binding in bindings:
         lower(replace(binding, workspace=asked, fresh={}), fuse=fuse)
     return {key: count for key, count in asked.most.items() if count}
+
+
+def largest(*several: Workspaces) -> Workspaces:
+    """The most elements that are asked of each workspace."""
+    most: dict[tuple[str, torch.dtype], int] = {}
+    for sizes in several:
+        for key, count in sizes.items():
+            most[key] = max(most.get(key, 0), count)
+    return most
 
 
 def workspace_bytes(workspaces: Workspaces) -> int:

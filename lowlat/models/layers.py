@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowlat.graphs.program import ProgramBuilder, Stage
+from lowlat.kernels.reference.gemm.linear_block import ROW_BLOCK
 from lowlat.models.partial_kv import PartialKV
 from lowlat.models.shard import VOCABULARY_UNIT, LayerShard, Place, Shard
 from lowlat.models.windows import window_suffix
@@ -97,6 +98,14 @@ class Emitter:
         """The row_live argument of operations that may skip rows nobody reads, also where other operations take all."""
         return self.live() or {"row_live": self.rows.write["row_live"]}
 
+    @property
+    def _row_block(self) -> int:
+        """Rows of the reference's GEMMs: a step's by eights; a chunk's at once, and at least as many.
+
+        Torch gives a row other bits where fewer than four are multiplied: chunks may be so short, and run together.
+        """
+        return ROW_BLOCK if self.rows.live is not None else max(ROW_BLOCK, self.rows.count)
+
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
         """A scratch buffer of these rows; layers of other widths have another of the same name, with its extents."""
         name = f"{self.rows.prefix}{name}"
@@ -130,18 +139,16 @@ class Emitter:
         """A GEMM's output in float32, [M, width]; the bias is the weight's sibling. params: of `linear`."""
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
         weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
-        block = 8 if self.rows.live is not None else self.rows.count
         if weights["weight"] in self.coded:
             params["activations"] = "fp8"
-        self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=block, **params)
+        self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=self._row_block, **params)
         return out
 
     def narrow_linear(self, x: str, weight: str, width: int, name: str) -> str:
         """The output in float32, [M, width], of a GEMM of few columns, which follows the norm of its rows."""
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
-        block = 8 if self.rows.live is not None else self.rows.count
         weights = {"weight": f"{weight}.weight"}
-        self.emit("narrow_linear", {"x": x}, {"out": out}, weights=weights, row_block=block)
+        self.emit("narrow_linear", {"x": x}, {"out": out}, weights=weights, row_block=self._row_block)
         return out
 
     def summed_linear(
@@ -197,7 +204,7 @@ class Emitter:
             if not out:
                 return self.linear(x, weight, width, name, **own)
             weights = {"weight": f"{weight}.weight"}
-            self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=self.rows.count, **own)
+            self.emit("linear", {"x": x}, {"out": out}, weights=weights, row_block=self._row_block, **own)
             return out
         spans = [shard.vocabulary(width, rank) for rank in range(shard.size)]
         sizes = [stop - start for start, stop in spans]

@@ -6,7 +6,7 @@ Families say how their weights are made of stored tensors, formats how quantised
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,6 +45,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("lowlat")
+KEPT_RECIPES = 4  # geometries: a target, a draft model, each for its own context
 COMPARED_BYTES = 8 << 20
 LM_HEAD = "lm_head.weight"
 Config = TypeVar("Config", bound=Decoder)
@@ -134,6 +135,18 @@ def target_recipes(config: ModelConfig, names: Collection[str] | None = None) ->
 
     names  of these; None: they are not known, and weights that files have in two forms are in the usual one
     """
+    if names is None:
+        return list(_usual_recipes(replace(config, quantiser=None)))  # which takes weights that were made
+    return _recipes(config, names)
+
+
+@lru_cache(maxsize=KEPT_RECIPES)
+def _usual_recipes(config: ModelConfig) -> tuple[Recipe, ...]:
+    """See `target_recipes`; kept, since a plan asks for those of one geometry again and again."""
+    return tuple(_recipes(config, None))
+
+
+def _recipes(config: ModelConfig, names: Collection[str] | None) -> list[Recipe]:
     family = FAMILIES[config.family]
     rename = family.names_in(names).stored
     recipes = [renamed_recipe(recipe, rename) for recipe in family.recipes(config)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from lowlat.errors import RequestError
+from lowlat.errors import RequestError, meant
 from lowlat.ipc.prompt_logprobs import PromptLogprobs
 from lowlat.options.declaration import (
     check_integer,
@@ -259,7 +259,9 @@ class SamplingParams:
         known = {field.name for field in fields(cls)}
         for name in options:
             if name not in known:
-                raise RequestError(f"unknown sampling parameter {name!r}; known: {', '.join(sorted(known))}")
+                raise RequestError(
+                    f"unknown sampling parameter {name!r:.80}{meant(name, known)}; known: {', '.join(sorted(known))}"
+                )
         return cls(**options)
 
 

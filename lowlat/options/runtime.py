@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, meant
 from lowlat.options.checks import parse_checks
 from lowlat.options.declaration import check_options, declare, documented, given_options
 from lowlat.options.speculative_checks import WIDE_ROWS
@@ -312,5 +312,7 @@ def options_from(values: Mapping[str, Any]) -> RuntimeConfig:
     known = set(RuntimeConfig.__dataclass_fields__)
     unknown = sorted(set(values) - known)
     if unknown:
-        raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"unknown option {unknown[0]!r:.80}{meant(unknown[0], known)}; the options are {', '.join(sorted(known))}"
+        )
     return RuntimeConfig(**values)

@@ -353,6 +353,14 @@ class KVCache:
         for book in self._books:
             book.grow(request_id, len(entry.prompt))
 
+    def num_to_move(self, request_id: str, num_written: int) -> dict[str, int]:
+        """Blocks, by pool, whose contents a request takes along when it leaves them.
+
+        Raises RequestError for an unknown id.
+        """
+        count = min(len(self._entry(request_id).table), -(-num_written // self.block_size))
+        return {"": count, **{book.name: book.num_to_move(request_id) for book in self._books}}
+
     def move_out(
         self, request_id: str, num_written: int, has_space: Callable[[Mapping[str, int]], bool]
     ) -> MovedOut | None:
@@ -360,10 +368,10 @@ class KVCache:
 
         Raises RequestError for an unknown id.
         """
-        entry = self._entry(request_id)
-        places = {"": tuple(entry.table[: -(-num_written // self.block_size)])}
-        if not has_space({"": len(places[""]), **{book.name: book.num_to_move(request_id) for book in self._books}}):
+        entry, counts = self._entry(request_id), self.num_to_move(request_id, num_written)
+        if not has_space(counts):
             return None
+        places = {"": tuple(entry.table[: counts[""]])}
         own: dict[str, object] = {}
         for book in self._books:
             places[book.name], own[book.name] = book.move_out(request_id)

@@ -4,15 +4,15 @@ A setting has one name everywhere: `max_queue` is --max-queue, LOWLAT_MAX_QUEUE,
 Checks need no torch: whether a directory or a device can be used is found by the loader.
 """
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from lowlat.checkpoint.files import read_text
-from lowlat.errors import ConfigError
+from lowlat.errors import ConfigError, meant
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
 from lowlat.options.declaration import KINDS, Option, declare, options_of
@@ -29,7 +29,9 @@ PREFIX = "LOWLAT_"
 MAX_FILE_BYTES = 1 << 20
 MODELS_TABLE = "models"  # of a file: settings of each of several models
 MODELS = ("model", "head")  # which may be names of repositories
-OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE", "LOWLAT_API_KEY"}  # of this package, but not the server's
+_NAMED = re.compile(r"(\w+) must ")
+# of this package, but not the server's
+OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE", "LOWLAT_API_KEY", "LOWLAT_SERVER_UID", "LOWLAT_TUNING"}
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -177,11 +179,19 @@ class ServeConfig:
         return speculative_config(given, default, lambda name: f"{name} ({self.sources[name]})")
 
     def check(self) -> None:
-        """Refuse what can be refused without loading anything. Raises ConfigError."""
-        self.endpoint()
-        self.limits()
-        self.runtime_options()
-        self.speculation(Path("bundled"))
+        """Refuse what can be refused without loading anything. Raises ConfigError that says where."""
+        try:
+            self.endpoint()
+            self.limits()
+            self.runtime_options()
+            self.speculation(Path("bundled"))
+        except ConfigError as error:
+            named = _NAMED.match(str(error))
+            key = next((key for key, option in SETTINGS.items() if named and named[1] in (key, option.name)), None)
+            source = "default" if key is None else self.sources[key]
+            if key is None or source in ("default", "option"):
+                raise
+            raise ConfigError(f"{_variable(key) if source == 'environment' else source}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The values as JSON."""
@@ -239,10 +249,12 @@ def speculative_config(
     return SpeculativeConfig(**values)
 
 
-def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """Environment variables with our prefix that name no setting: probably misspelt."""
-    known = {_variable(name) for name in _KEYS} | OTHERS_VARIABLES
-    return sorted(name for name in environment if name.startswith(PREFIX) and name not in known)
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables with our prefix that name no setting, probably misspelt, and what each may be meant to be,
+    in words."""
+    known = {name.removeprefix(PREFIX): name for name in {_variable(key) for key in _KEYS} | OTHERS_VARIABLES}
+    names = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX))
+    return {PREFIX + name: meant(name, known, known) for name in names if name not in known}
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -292,9 +304,9 @@ def _read_file(path: Path, table: int | None) -> dict[str, Any]:
         values |= tables[table]
     for name in values:
         if name not in _KEYS:
-            near = get_close_matches(name, _KEYS, n=1)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"{path}: unknown setting {name!r:.80}; {meant}`lowlat serve --show-config` lists all")
+            raise ConfigError(
+                f"{path}: unknown setting {name!r:.80}{meant(name, _KEYS)}; `lowlat serve --show-config` lists all"
+            )
     for name, value in values.items():  # paths are next to the file, wherever the server is started
         if SETTINGS[_KEYS[name]].kind == "path" and isinstance(value, str) and value:
             beside = path.parent / value

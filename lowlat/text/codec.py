@@ -48,7 +48,7 @@ class TextCodec:
         special_tokens: Mapping[str, str] | None = None,
         add_bos: bool | None = None,
         add_eos: bool | None = None,
-        templates: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | ChatTemplates | None = None,
     ) -> None:
         tokenizer.no_truncation()  # a file may ask for it, and prompts would lose their end in silence
         tokenizer.no_padding()
@@ -61,7 +61,8 @@ class TextCodec:
         self.special_tokens = dict(special_tokens or {})
         self._add_bos = self._edge("bos_token", add_bos)
         self._add_eos = self._edge("eos_token", add_eos)
-        self._chat = ChatTemplates(templates) if templates else None
+        made = isinstance(templates, ChatTemplates)
+        self._chat = templates if made else ChatTemplates(templates) if templates else None
         self._probes = None if self._chat is None else TemplateProbes(self._chat, self.special_tokens)
 
     @classmethod
@@ -83,13 +84,17 @@ class TextCodec:
         named = _find_object(directory / "special_tokens_map.json")
         templates = _templates(directory, config)
         with _naming(path):
+            tokenizer = _build(data)
+        with _naming(_template_file(directory)):
+            chat = ChatTemplates(templates) if templates else None
+        with _naming(path):
             return cls(
-                _build(data),
+                tokenizer,
                 fingerprint=hashlib.sha256(data).hexdigest(),
                 special_tokens=_special_tokens({**named, **config}),
                 add_bos=_flag(config_path, config, "add_bos_token"),
                 add_eos=_flag(config_path, config, "add_eos_token"),
-                templates=templates,
+                templates=chat,
             )
 
     @property
@@ -473,6 +478,14 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
         if source is not None:
             named[path.stem] = source
     return named
+
+
+def _template_file(directory: Path) -> Path:
+    """Return the file that the chat templates are in, or the folder of several."""
+    if (directory / ADDITIONAL_TEMPLATES).is_dir():
+        return directory
+    file = directory / "chat_template.jinja"
+    return file if file.exists() else directory / "tokenizer_config.json"
 
 
 def _config_templates(path: Path, config: Mapping[str, Any]) -> dict[str, str]:

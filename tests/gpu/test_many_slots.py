@@ -10,7 +10,7 @@ from moe_cases import Poisoned, make_moe, make_topk_routing
 from quantised_layers import random_parts
 from recording import prompt_of, run_all
 from selection_cases import best_of
-from tiny_models import make_pair
+from tiny_models import KERNEL_HYBRID, make_pair
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.executors.launcher import Launcher
@@ -27,7 +27,14 @@ from lowlat.kernels.sampling.select import FINITE
 from lowlat.kernels.toolchain.kernel import H200
 
 ROWS = (33, 40, 64, 65, 100, 128, 200, 256)
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 64}
+EXPERTS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64, "num_experts": 8}
+FAMILIES = {
+    "llama": SIZES,
+    "gpt_oss": SIZES,
+    "qwen3_moe": SIZES | {"moe_intermediate_size": 64, "num_local_experts": 8},
+    "qwen3_5_moe_text": KERNEL_HYBRID | {"hidden_size": 128, "intermediate_size": 192} | EXPERTS,
+}
 OPTIONS: dict[str, Any] = {"max_context": 256, "block_size": 16, "prefill_chunk": 32, "device": "cuda"}
 OPTIONS |= {"dtype": "bfloat16"}
 MODES: list[dict[str, Any]] = [
@@ -169,7 +176,7 @@ def test_many_slots_have_the_tokens_of_one(
     family: str, slots: int, drafts: Any, more: dict[str, Any], tmp_path: Path
 ) -> None:
     """Next to each other with drafts, and one after the other without: the same slots decide attention's splits."""
-    pair = make_pair(tmp_path, family, **(SIZES if family == "llama" else {}))
+    pair = make_pair(tmp_path, family, **FAMILIES[family])
     sizes = {**OPTIONS, "max_batch": slots, **more}
     with Runtime.load(pair.target, **sizes) as runtime:
         expected = [tokens_of(runtime, slots + 4)]

@@ -159,6 +159,46 @@ def test_a_field_is_refused_by_name(gateway: RunningGateway, path: str, name: st
     assert name not in ("store", "previous_response_id") or "nothing is stored" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("chat/completions", {"temprature": 1}, "temprature: did you mean 'temperature'?"),
+        ("chat/completions", {"repeat_penalty": 1}, "repeat_penalty: give repetition_penalty"),
+        ("chat/completions", {"guided_json": {}}, "guided_json: give structured_outputs.json"),
+        ("chat/completions", {"prompt": "x"}, "prompt: give the prompt to /v1/completions"),
+        ("chat/completions", {"beams": 2}, "Unsupported parameter: beams"),
+        ("chat/completions", {"response_format": {"type": "yaml"}}, "served: 'json_object', 'json_schema', 'text'"),
+        ("chat/completions", {"tools": [{"type": "custom"}]}, "tools[0].type: Invalid enum value 'custom'; served: 'f"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs: Expected `int` <= 20"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content: a message of the role 'user'"),
+        ("chat/completions", {"gone": None, "messages": "x"}, "messages: Expected `array`"),
+        ("completions", {"max_completion_tokens": 1}, "max_completion_tokens: give max_tokens"),
+        ("responses", {"input": []}, "the prompt is empty"),
+        ("responses", {"max_tokens": 1}, "max_tokens: give max_output_tokens"),
+        ("responses", {"stop": "x"}, "Unsupported parameter: stop"),
+    ],
+)
+def test_a_refusal_says_what_is_served(
+    gateway: RunningGateway, path: str, fields: dict[str, Any], message: str
+) -> None:
+    status, answer, _ = gateway.ask(f"/v1/{path}", BODIES[path] | fields)
+    error = answer["error"]
+    assert status == 400 and error["message"].endswith(message) | error["message"].startswith(message), error
+    assert error["param"].split("[")[0].split(".")[0] in fields
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_null_says_nothing_under_any_name(gateway: RunningGateway, path: str) -> None:
+    assert gateway.ask(f"/v1/{path}", {"gone": None} | BODIES[path] | {"user": None, "mm_kwargs": None})[0] == 200
+
+
+def test_a_top_k_of_minus_one_takes_all_tokens(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    with running_gateway(tmp_path, engine) as gateway:
+        assert gateway.ask("/v1/completions", BODIES["completions"] | {"top_k": -1})[0] == 200
+    assert engine.asked[0].top_k == 0
+
+
 def test_any_seed_wraps(tmp_path: Path) -> None:
     most = (1 << 63) - 1
     engine = ScriptedEngine()

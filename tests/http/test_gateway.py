@@ -52,7 +52,7 @@ def nested(depth: int) -> bytes:
         ("chat/completions", CHAT | {"temperature": 101}, 400, "temperature", "101"),
         ("chat/completions", CHAT | {"logit_bias": {"x": 1}}, 400, "logit_bias", "'x' is no token id"),
         ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs", "logprobs: true"),
-        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "logprobs", "20"),
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "20"),
         ("chat/completions", CHAT | {"stop": [""]}, 400, "stop", ""),
         ("chat/completions", CHAT | {"stream_options": {}}, 400, "stream_options", "stream: true"),
         ("chat/completions", {"model": "fake"}, 400, "messages", "Missing required parameter"),

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowlat.kernels.toolchain.kernel import H200, Kernel, KernelCall
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
 
 GPUS = {"sm_90": ("NVIDIA H200", replace(H200, peak_gb_s=4916.7))}
 GIB = 2**30
@@ -134,11 +134,14 @@ class CompileOnly:
         from lowlat.graphs.launch import KernelLaunch, LibraryLaunch
         from lowlat.kernels.tuning.choice import tuned_gpu
 
-        gpu = tuned_gpu(self.name, self.gpu, None)
+        own = tuned_gpu(self.name, self.gpu, None)
 
-        def made(self: Any, device: torch.device, _: Any = None, *, is_shared: bool = False) -> None:
-            self.device, self.capability, self._loaded = device, gpu.capability, {}
-            self.gpu = replace(gpu, is_shared=is_shared)
+        def read(_: Any, *, is_shared: bool = False) -> Gpu:
+            return replace(own, is_shared=is_shared)
+
+        def made(self: Any, device: torch.device, _: Any = None, *, gpu: Any = None, is_shared: bool = False) -> None:
+            self.device, self.capability, self._loaded = device, own.capability, {}
+            self.gpu = read(device, is_shared=is_shared) if gpu is None else gpu
 
         def prepare(_: Any, call: Any) -> Any:
             self.record(call)
@@ -151,6 +154,7 @@ class CompileOnly:
         replaced = {"__init__": made, "prepare": prepare, "compile_ahead": compile_ahead, "stream": lambda _: None}
         for name, function in replaced.items():
             self._patch.setattr(launcher.Launcher, name, function)
+        self._patch.setattr(launcher, "gpu_of", read)
         for kind in (KernelLaunch, LibraryLaunch):
             self._patch.setattr(kind, "issue", lambda *_: None)
 

@@ -144,11 +144,11 @@ class _IdleStream:
         return True
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, pretended: Gpu) -> None:
     """Let executors with kernels be made on a machine without a GPU: their launcher compiles and launches nothing."""
 
-    def launcher(*_: object, is_shared: bool) -> SimpleNamespace:
-        own = replace(gpu, is_shared=is_shared)
+    def launcher(*_: object, gpu: Gpu | None, is_shared: bool) -> SimpleNamespace:
+        own = replace(pretended, is_shared=is_shared) if gpu is None else gpu
         return SimpleNamespace(gpu=own, compile_ahead=lambda calls: len(list(calls)), clear=lambda: None)
 
     monkeypatch.setattr(kernel_executor, "Launcher", launcher)

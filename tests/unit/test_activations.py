@@ -116,7 +116,7 @@ def test_prefill_codes_rows_and_multiplies_codes(tmp_path: Path) -> None:
     assert any(kinds[at : at + len(layer)] == layer for at in range(len(kinds))), kinds
     alone = kinds_of(coded_pair(tmp_path / "alone", fuse=False).lower_program(program), Stage.PREFILL)
     assert alone.count("code_rows") == alone.count(gemm) == kinds.count(gemm) == 8
-    assert ("prefill.codes", torch.uint8) in planned_workspaces((program,), pair.source, H200)
+    assert ("prefill.codes", torch.uint8) in planned_workspaces((program,), pair.source, H200).sizes
 
 
 def test_gpus_and_chunks_without_such_products_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from bench.lib.model import Model, bucket_of
 from bench.lib.step import Step
 from bench.lib.weights import RandomParts
 from bench.parallel import ParallelCase
-from lowlat.engine.memory.plan import memory_need
+from lowlat.engine.memory.plan import memory_need, plan_rank
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket, Role
@@ -194,11 +194,11 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     arranged = (4 * pairs, 2 * by_place * inner) if by_place else ()
     experts = (4 * pairs, 16 * tiles, 4 * (by_place or pairs) * hidden, 4 * chunk * spec.num_experts)
     parts = (*experts, *arranged, keys, keys, 16, 2 * chunk * 4096, 4 * sums)
-    need = memory_need((prefill,), weights, CPU, has_kernels=True)
+    need, _ = plan_rank((prefill,), weights, CPU, H200)
     assert need.scratch_bytes == scratch + sum(parts)
-    alone, of_step = (planned_workspaces((each,), weights, H200) for each in (prefill, step))
+    alone, of_step = (planned_workspaces((each,), weights, H200).sizes for each in (prefill, step))
     assert [name for name, _ in alone.keys() & of_step] == ["experts.partials"]  # a step's are smaller
     added = workspace_bytes({key: count for key, count in of_step.items() if key not in alone})
-    both = memory_need((step, prefill), weights, CPU, has_kernels=True)
+    both, _ = plan_rank((step, prefill), weights, CPU, H200)
     assert both.scratch_bytes == need.scratch_bytes + added
     assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch

@@ -339,7 +339,9 @@ def test_device_and_traces_have_their_types() -> None:
 def test_unknown_options_are_refused_by_name() -> None:
     assert options_from({"max_batch": 2}) == RuntimeConfig(max_batch=2)
     assert options_from({}) == RuntimeConfig()
-    with pytest.raises(ConfigError, match=r"^unknown option 'max_bach'; the options are .*max_batch"):
+    with pytest.raises(
+        ConfigError, match=r"^unknown option 'max_bach'; did you mean 'max_batch'\?; the options are .*max_batch"
+    ):
         options_from({"max_batch": 2, "max_bach": 2})
     with pytest.raises(ConfigError, match=r"^max_batch must be from 1 to 32, got 33$"):
         options_from({"max_batch": 33})

@@ -4,7 +4,7 @@ them being lowered, is made again with one array that is wider, or has a row few
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import CodeType, FrameType
@@ -20,6 +20,7 @@ from tiny_models import make_target
 
 from lowlat.errors import ShapeError
 from lowlat.graphs import Bucket
+from lowlat.kernels.speculation.draft_rows import take_blocks, take_last
 from lowlat.kernels.toolchain.launches import Given
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.checks import CheckedKinds
@@ -133,3 +134,13 @@ def test_arrays_of_other_shapes_are_refused(is_wider: bool, watched: Watched) ->
     left = {each for each in taken if " " in each and open_ones.isdisjoint({each, each.partition(" ")[2]})}
     assert not left and open_ones <= taken
     assert len(watched.given) > 90 and num_refused > 450
+
+
+@pytest.mark.parametrize("take", [take_last, take_blocks])
+def test_rows_of_no_slot_are_refused(take: Callable[..., Any]) -> None:
+    x, commit_lens = torch.zeros(6, 8).bfloat16(), torch.ones(2).int()
+    assert len(take([(x, x[:2])], commit_lens)) == 1
+    with pytest.raises(ShapeError, match=r"^take_(last|block): commit_lens must be of one slot or more"):
+        take([(x[:0], x[:0])], commit_lens[:0])
+    with pytest.raises(ShapeError, match="takes 1 or 2 pairs, got 0"):
+        take([], commit_lens)

@@ -1,9 +1,11 @@
 """From calls to launches and graphs without a GPU: parameters as Numba has them, what a capture may hold, memory."""
 
 import ctypes
+import inspect
+import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from lowlat.graphs.audit import audit
 from lowlat.graphs.capture import Choice, capture, capture_choice
 from lowlat.graphs.launch import KernelLaunch
 from lowlat.graphs.loop import capture_loop
+from lowlat.graphs.schema import operation
 from lowlat.ipc.endpoint import default_endpoint
+from lowlat.kernels.toolchain import launches as operations
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import types
 from lowlat.options.directories import cache_directory
@@ -31,6 +35,65 @@ def touch(array: Any, address: Any, small: Any, natural: Any, scale: Any, big: A
 
 def call_of(*arguments: Any, signature: tuple[Any, ...] = SIGNATURE) -> KernelCall:
     return KernelCall(Kernel("touch", touch, signature, 32), (1, 1, 1), arguments)
+
+
+@operation(
+    """
+    read   x, y       float    [N]
+    write  out        float    [N]
+    """
+)
+def _add(x: torch.Tensor, y: torch.Tensor | None = None, *, out: torch.Tensor, scale: float = 1.0) -> None:
+    """An operation with arguments that may be absent."""
+
+
+@operation(
+    """
+    read   x          float    [N]
+    read   other{F}   float    [N]
+    write  out        float    [N]
+    """
+)
+def _sum(x: torch.Tensor, *, out: torch.Tensor, **others: torch.Tensor) -> None:
+    """An operation with any number of arguments."""
+
+
+@operations.launches(_add)
+def _launch_add(given: operations.Given) -> list[KernelCall]:
+    return list(given.arrays), given.params, given.symbols  # type: ignore[return-value]
+
+
+@operations.launches(_sum)
+def _launch_sum(given: operations.Given) -> list[KernelCall]:
+    return list(given.arrays), given.params, given.symbols  # type: ignore[return-value]
+
+
+def test_arguments_of_launches_are_bound_as_the_reference_s_signature_has_them() -> None:
+    """By name and by place, in the order of the schema; those that are too many, missing or unknown raise TypeError
+    with the words of a call of the reference."""
+    x, add, total = torch.zeros(4), cast(Any, _launch_add), cast(Any, _launch_sum)
+    for found in (add(x, x, out=x), add(out=x, y=x, x=x), add(x, out=x, y=x, scale=1.0)):
+        assert found == (["x", "y", "out"], {"scale": 1.0}, {"N": 4})
+    assert add(x, out=x, scale=2.5) == add(scale=2.5, out=x, y=None, x=x) == (["x", "out"], {"scale": 2.5}, {"N": 4})
+    for found in (total(out=x, other0=x, x=x, other1=x), total(x, other0=x, other1=x, out=x)):
+        assert found == (["x", "other0", "other1", "out"], {}, {"F": 2, "N": 4})
+    with pytest.raises(ShapeError, match="_sum: has no argument another"):
+        total(x, other0=x, out=x, another=x)
+    with pytest.raises(ShapeError, match="_add: argument y must be"):
+        add(x, torch.zeros(5), out=x)
+    for reference, launch, args, given in (
+        (_add, add, (), {"out": x}),
+        (_add, add, (x,), {}),
+        (_add, add, (x, x, x), {"out": x}),
+        (_add, add, (x,), {"x": x, "out": x}),
+        (_add, add, (), {"x": x, "out": x, "z": x}),
+        (_sum, total, (), {"other0": x}),
+        (_sum, total, (x, x), {"out": x, "other0": x}),
+    ):
+        with pytest.raises(TypeError) as expected:
+            inspect.signature(reference).bind(*args, **given)
+        with pytest.raises(TypeError, match=f"^{re.escape(str(expected.value))}$"):
+            launch(*args, **given)
 
 
 def test_parameters_are_an_array_s_nine_words_and_numbers() -> None:

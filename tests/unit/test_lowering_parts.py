@@ -101,7 +101,7 @@ def test_workspaces_of_parts_are_planned(name: str, targets: Mapping[str, Path])
     pair.target = replace(pair.target, config=config)
     program = build_prefill(replace(pair.geometry, prefill_chunk=64))
     weights = rank_weights(pair.source, config)
-    planned = workspace_bytes(planned_workspaces([program], weights, H200))
+    planned = workspace_bytes(planned_workspaces([program], weights, H200).sizes)
     assert pair.lower_program(program).workspace.num_bytes == planned
 
 

@@ -414,6 +414,12 @@ def test_readme_and_ci_give_the_same_commands(repository: Path) -> None:
         assert command in lines, f"README.md must have this line of its own: {command}"
 
 
+def test_kernels_compile_where_no_pth_file_is_read() -> None:
+    """As by PYTHONPATH, or after `pip install --target`."""
+    program = "import sys; sys.path[:] = sys.argv[1:]; import lowlat.kernels.toolchain.numba_cuda"
+    subprocess.run([sys.executable, "-I", "-S", "-c", program, *sys.path], check=True, timeout=120)
+
+
 @pytest.mark.network
 def test_a_stranger_gets_the_cuda_build(clone: Path, tmp_path: Path) -> None:
     """Resolve from the public index alone, without this machine's settings: downloads some 2.8 GB."""

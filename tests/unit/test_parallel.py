@@ -119,7 +119,7 @@ def test_a_full_gpu_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     free = {"cpu": 1 << 40, "cuda:0": 1 << 40, "cuda:1": 1 << 40}
     monkeypatch.setattr(plan, "available_bytes", lambda device: free[str(device)])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[str(device)], 1 << 41))
-    needs = plan.check_ranks(ranks, weights, choice, gpus)
+    needs = [found.need for found in plan.check_ranks(ranks, weights, choice, gpus)]
     first, second = (each.to_dict() for each in held_memory(needs, gpus))
     assert (first["device"], first["ranks"], second["device"], second["ranks"]) == ("cuda:0", [0], "cuda:1", [1])
     assert first["weights_bytes"] == needs[0].weights_bytes > 0 and first["free_bytes"] == 1 << 40

@@ -1,7 +1,10 @@
 """The plan's count of kernels' workspaces, next to what lowered programs ask for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,29 +12,44 @@ import torch
 from lowered import CPU, Pair, pretend_gpu
 from prefill_cases import make_named
 from stages import wide
+from tiny_models import make_pair
 
+from lowlat.engine.loading import loading
 from lowlat.engine.loading.geometry import make_geometry
 from lowlat.engine.loading.programs import build_rank, make_ladder
 from lowlat.engine.loading.speculation import make_topologies
 from lowlat.engine.memory import plan
-from lowlat.engine.memory.plan import check_fits, memory_need
+from lowlat.engine.memory.plan import check_fits, plan_rank
 from lowlat.errors import ConfigError
+from lowlat.executors import kernel_executor, launcher
+from lowlat.executors.devices import DeviceChoice
+from lowlat.executors.distributed.parallel import exchanged_rows
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.eager import EagerExecutor
+from lowlat.executors.make import planned_gpus
 from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.toolchain.kernel import H200, Gpu
+from lowlat.lowering import memory
+from lowlat.lowering.binding import Binding
+from lowlat.lowering.lower import LoweredGroup, lower
 from lowlat.lowering.memory import few_layers, workspace_bytes
+from lowlat.models.rank_weights import rank_weights
+from lowlat.models.shard import rank_configs
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.tree.topology import TreeTopology
+from lowlat.step.decode import build_step
 from lowlat.step.prefill import build_prefills
 from lowlat.step.variants import first_token_bucket
 from lowlat.tools.tune import pairs
 from lowlat.tools.tune.pairs import LoweredPrograms, random_pair, weight_shapes
 
 AMPERE = Gpu(108, 163 * 1024, (8, 0))
+RANK_BUCKETS = (Bucket(2, 1, 0), Bucket(8, 1, 0), first_token_bucket(0))
 GEOMETRIES = (
     "llama-8b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b", "qwen3.6-35b-a3b", "gemma-3-27b", "gemma-4-26b-a4b",
     "gemma-4-e4b",
@@ -78,7 +96,7 @@ def test_few_layers_ask_for_the_workspaces_of_all(name: str, gpu: Gpu, tmp_path:
     pair = random_pair(name, tmp_path)
     programs = programs_of(pair, max_batch=16, max_context=32768, prompt_logprobs=True)
     weights = weight_shapes(pair)
-    assert planned_workspaces(programs, weights, gpu) == asked(pair, gpu, programs)
+    assert planned_workspaces(programs, weights, gpu).sizes == asked(pair, gpu, programs)
     kept = [len(few_layers(program, lambda _: None).ops) for program in programs]
     assert sum(kept) < 0.6 * sum(len(program.ops) for program in programs)
 
@@ -88,9 +106,10 @@ def test_attention_s_partials_of_many_slots_are_in_the_plan(tmp_path: Path, monk
     pair = random_pair("llama-8b", tmp_path)
     programs = programs_of(pair, max_batch=32, max_context=131072)
     shapes, splits = weight_shapes(pair), 131072 // 512 + 1  # and the rows' own
-    planned = planned_workspaces(programs, shapes, H200)
+    need, workspaces = plan_rank(programs, shapes, torch.device("cuda"), H200)
+    assert workspaces is not None
+    planned = workspaces.sizes
     assert planned["attention.partials", torch.float32] == 32 * 8 * splits * 16 * 128
-    need = memory_need(programs, shapes, torch.device("cuda"), has_kernels=True)
     arena = max(sum(spec.num_bytes for spec in program.specs(Role.SCRATCH)) for program in programs)
     assert need.scratch_bytes == arena + workspace_bytes(planned)
     free = need.total_bytes - workspace_bytes(planned) // 2
@@ -99,23 +118,139 @@ def test_attention_s_partials_of_many_slots_are_in_the_plan(tmp_path: Path, monk
         check_fits(need, torch.device("cuda"))
 
 
+class Lowerings:
+    """How often programs were lowered onto no memory, to find workspaces, and onto an executor's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.few, self.whole = list[str](), list[str]()
+        monkeypatch.setattr(memory, "lower", partial(self._lower, self.few))
+        monkeypatch.setattr(kernel_executor, "lower", partial(self._lower, self.whole))
+
+    def _lower(self, noted: list[str], binding: Binding, **options: Any) -> tuple[LoweredGroup, ...]:
+        noted.append(binding.program.name)
+        return lower(binding, **options)
+
+
+def steps_of(pair: Pair) -> dict[Bucket, Program]:
+    """Programs of steps of several sizes, not the largest first."""
+    buckets = {Bucket(8, 1, 0): 0, Bucket(1, 1, 0): 0, Bucket(2, 1, 0): 0, first_token_bucket(0): 0}
+    if 3 in pair.topologies:
+        buckets = {Bucket(1, 4, 3): 3, **buckets}
+    return {
+        bucket: pair.program(depth, 0 if bucket == first_token_bucket(0) else bucket.batch)
+        for bucket, depth in buckets.items()
+    }
+
+
 @pytest.mark.parametrize("fuse", [True, False])
 @pytest.mark.parametrize("name", ["llama", "mxfp4"])
 def test_an_executor_holds_the_workspaces_that_are_planned(
     name: str, fuse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No more, whichever program asks for the most, and whatever order they are lowered in."""
+    """No more, whichever program asks for the most, and whatever order they are lowered in; whether it is told or finds
+    them itself, of all programs or of those that the plan lacks, or of another GPU or kind of lowering."""
     pretend_gpu(monkeypatch, H200)
     pair: Pair = make_named(name, tmp_path)
-    buckets = {Bucket(8, 1, 0): 0, Bucket(1, 1, 0): 0, Bucket(2, 1, 0): 0, first_token_bucket(0): 0}
-    if 3 in pair.topologies:
-        buckets = {Bucket(1, 4, 3): 3, **buckets}
-    steps = {
-        bucket: pair.program(depth, 0 if bucket == first_token_bucket(0) else bucket.batch)
-        for bucket, depth in buckets.items()
-    }
-    prefills = build_prefills(pair.geometry)
-    executor = EagerExecutor(steps, prefills, pair.source, CPU, fuse=fuse)
-    planned = planned_workspaces([*steps.values(), *prefills.values()], pair.source, H200, fuse=fuse)
-    assert executor.workspace.num_bytes == workspace_bytes(planned) > 0
-    executor.close()
+    steps, prefills = steps_of(pair), build_prefills(pair.geometry)
+    every = [*steps.values(), *prefills.values()]
+    lowerings = Lowerings(monkeypatch)
+    planned = planned_workspaces(every, pair.source, H200, fuse=fuse)
+    assert len(lowerings.few) == len(every)
+    alike = [replace(each) for each in every[:2]]
+    for own, found_here in (
+        (None, every),
+        (planned, []),
+        (planned_workspaces(every[2:], pair.source, H200, fuse=fuse), every[:2]),
+        (replace(planned, gpu=replace(H200)), every),
+        (replace(planned, rank=(0, 2)), every),
+        (replace(planned, fuse=not fuse), every),
+        (replace(planned, is_invariant=True), every),
+        (replace(planned, programs=(*alike, *every[2:])), every[:2]),
+    ):
+        lowerings.few.clear()
+        executor = EagerExecutor(steps, prefills, pair.source, CPU, fuse=fuse, gpu=H200, planned=own)
+        assert sorted(lowerings.few) == sorted(each.name for each in found_here)
+        assert executor.workspace.num_bytes == workspace_bytes(planned.sizes) > 0
+        assert len(executor.workspace.tensors()) == len(planned.sizes)
+        executor.close()
+
+
+@pytest.mark.parametrize("invariant", [False, wide(True)], ids=["", "invariant"])
+def test_ranks_hold_the_workspaces_that_are_planned(
+    invariant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each its own, on GPUs of their own and on a shared one; another rank's plan is not taken."""
+    pretend_gpu(monkeypatch, H200)
+    pair: Pair = make_named("llama", tmp_path)
+    configs = rank_configs(pair.geometry.config, 2, invariant=invariant)
+    topology, lowerings = pair.topologies[0], Lowerings(monkeypatch)
+    for places in ([CPU, torch.device("cpu", 1)], [CPU, CPU]):
+        gpu, executors = replace(H200, is_shared=places[0] == places[1]), list[EagerExecutor]()
+        made = [
+            (
+                {
+                    bucket: build_step(replace(pair.geometry, config=config), bucket, topology)
+                    for bucket in RANK_BUCKETS
+                },
+                build_prefills(replace(pair.geometry, config=config)),
+            )
+            for config in configs
+        ]
+        peers = PeerMemory(places, exchanged_rows([*made[0][0].values(), *made[0][1].values()]))
+        parts = [rank_weights(pair.source, config) for config in configs]
+        plans = [
+            planned_workspaces([*steps.values(), *prefills.values()], parts[number], gpu, rank=(number, 2))
+            for number, (steps, prefills) in enumerate(made)
+        ]
+        for number, own in ((0, plans[0]), (1, plans[1]), (1, plans[0])):
+            lowerings.few.clear()
+            place = RankPlace(number, peers, executors[0] if executors else None)
+            steps, prefills = made[number]
+            executor = EagerExecutor(steps, prefills, parts[number], CPU, place=place, gpu=gpu, planned=own)
+            assert len(lowerings.few) == (0 if own is plans[number] else len(steps) + len(prefills))
+            assert executor.workspace.num_bytes == workspace_bytes(plans[number].sizes) > 0
+            executors.append(executor)
+        for executor in reversed(executors):
+            executor.close()
+
+
+@pytest.mark.second
+def test_a_load_finds_workspaces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the memory plan, of all programs of a target and its draft model; then each is lowered whole, once."""
+    paths = make_pair(tmp_path, "llama", hidden_size=64, intermediate_size=96, head_dim=64)
+    pretend_gpu(monkeypatch, H200)
+    monkeypatch.setattr(loading, "choose_device", lambda *_: DeviceChoice(CPU, "eager", "a test"))
+    monkeypatch.setattr(loading, "rank_devices", lambda choice, size, named: [CPU] * size)
+    lowerings = Lowerings(monkeypatch)
+    options = RuntimeConfig(max_batch=2, max_context=96, dtype="bfloat16")
+    loaded = loading.load(paths.target, SpeculativeConfig(model=paths.head, num_speculative_tokens=2), options)
+    assert len(lowerings.few) == len(lowerings.whole) > 6
+    assert sorted(lowerings.few) == sorted(lowerings.whole)
+    executor: Any = loaded.executor
+    (held,), arena = loaded.memory, executor._arena.numel()
+    assert held.need.scratch_bytes == arena + executor.workspace.num_bytes
+    loaded.close()
+
+
+def test_a_load_reads_the_tuning_table_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher takes the properties that it is given, and reads those of its device else."""
+    read = list[torch.device]()
+
+    def gpu_of(device: torch.device, *, is_shared: bool) -> Gpu:
+        read.append(device)
+        return replace(H200, is_shared=is_shared)
+
+    monkeypatch.setattr(launcher, "gpu_of", gpu_of)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, answer in (("init", None), ("current_stream", None), ("get_device_capability", H200.capability)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, _answer=answer: _answer)
+    monkeypatch.setattr("cuda.core.Device", lambda _: SimpleNamespace(set_current=lambda: None))
+    devices = [torch.device("cuda", number) for number in (0, 1, 2)]
+    choice = DeviceChoice(devices[0], "graph", "a test")
+    first, second, third = planned_gpus(choice, devices)
+    assert read == devices[:2] and third is H200
+    assert launcher.Launcher(devices[0], gpu=first).gpu is first and read == devices[:2]
+    assert launcher.Launcher(devices[1], is_shared=True).gpu.is_shared and read == [*devices[:2], devices[1]]
+    assert not second.is_shared and all(each.is_shared for each in planned_gpus(choice, [devices[1]] * 2))
+    assert planned_gpus(DeviceChoice(CPU, "reference", "a test"), devices) == []

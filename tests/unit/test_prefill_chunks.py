@@ -12,7 +12,7 @@ from lowering_cases import span, write_pair
 from prefill_cases import NAMES, make_named
 from tiny_models import mxfp4_target
 
-from lowlat.engine.memory.plan import memory_need
+from lowlat.engine.memory.plan import plan_rank
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.planned import planned_workspaces
 from lowlat.executors.prefill_arguments import ChunkArguments
@@ -74,9 +74,9 @@ def test_workspaces_are_in_the_plan(name: str, tmp_path: Path) -> None:
     pair = pair_of(name, tmp_path, prefill_chunk=64, max_context=1000)
     programs = build_prefill(pair.geometry), pair.program(0, 8)
     asked = [pair.lower_program(program, H200).workspace for program in programs]
-    planned = [planned_workspaces([program], pair.source, H200) for program in programs]
+    planned = [planned_workspaces([program], pair.source, H200).sizes for program in programs]
     assert [each.num_bytes for each in asked] == [workspace_bytes(each) for each in planned]
-    both = planned_workspaces(programs, pair.source, H200)
+    both = planned_workspaces(programs, pair.source, H200).sizes
     assert both == {key: max(each.get(key, 0) for each in planned) for key in {*planned[0], *planned[1]}}
 
 
@@ -107,8 +107,8 @@ def test_what_torch_takes_meanwhile_is_in_the_plan(tmp_path: Path) -> None:
     largest = max(2 * find(op.weights["weight"]).numel() for op in program.ops if op.kind == "linear")
     assert temporary_bytes(program, find) == temporary_bytes(short, find) > largest
     assert temporary_bytes(pair.program(0, 1), find) == 0
-    for has_kernels, expected in ((True, temporary_bytes(program, find)), (False, 0)):
-        need = memory_need((program,), pair.source, torch.device("cpu"), has_kernels=has_kernels)
+    for gpu, expected in ((H200, temporary_bytes(program, find)), (None, 0)):
+        need, _ = plan_rank((program,), pair.source, torch.device("cpu"), gpu)
         assert need.prefill_bytes == need.parts()["prefill_bytes"] == expected
 
 
@@ -122,12 +122,10 @@ def test_a_layer_with_a_window_gathers_fewer_keys(tmp_path: Path) -> None:
     assert 0 < len(program.ops) - len(windowed) < 2
 
     def planned(made: Any) -> int:
-        return workspace_bytes(planned_workspaces([made], pair.source, H200))
+        return workspace_bytes(planned_workspaces([made], pair.source, H200).sizes)
 
     row_bytes = config.attention.kv_size * pair.geometry.dtype.itemsize
     fewer = planned(program) - planned(replace(program, ops=windowed))
     assert fewer == 2 * (4096 - 256) * row_bytes  # positions in whole tiles
-    plain, kernels = (
-        memory_need((program,), pair.source, torch.device("cpu"), has_kernels=each) for each in (False, True)
-    )
+    plain, kernels = (plan_rank((program,), pair.source, torch.device("cpu"), gpu).need for gpu in (None, H200))
     assert kernels.scratch_bytes - plain.scratch_bytes == planned(program)

@@ -82,3 +82,14 @@ def test_chunks_of_the_pace_run_between_the_steps_of_who_decodes(
         runtime.submit(prompt_of(60, seed=1), SamplingParams(max_tokens=2))
         got = [sum(output.request_id == decoding for output in runtime.step()) for _ in range(6)]
     assert seen == [6, 2, 2, 2, 2] and got == [1, 1, 1, 1, 0, 1]
+
+
+def test_chunks_of_fewer_rows_than_a_block_have_the_same_bits_together(tmp_path: Path) -> None:
+    make_target(tmp_path, "qwen3", num_hidden_layers=2)
+    found = []
+    for most in (1, 4):
+        options: dict[str, Any] = {"max_batch": 1, "max_context": 32, "block_size": 1, "max_prefill_chunks": most}
+        with Runtime.load(tmp_path, device="cpu", prefill_chunk=2, **options) as runtime:
+            runtime.submit(prompt_of(22), SamplingParams(max_tokens=1, logprobs=5))
+            found.append([output.logprobs for _ in range(12) for output in runtime.step()])
+    assert found[0] == found[1] and found[0]

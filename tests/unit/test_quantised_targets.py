@@ -20,7 +20,7 @@ from tiny_models import make_target
 from lowlat import Runtime, SamplingParams
 from lowlat.checkpoint.quantising import Quantiser, quantised, rounding_bytes
 from lowlat.cli import cli
-from lowlat.engine.memory.plan import memory_need
+from lowlat.engine.memory.plan import memory_need, plan_rank
 from lowlat.errors import ConfigError
 from lowlat.kernels.formats import FP8, dequantised
 from lowlat.kernels.formats.dense import PANEL_BYTES
@@ -125,7 +125,7 @@ def test_what_loading_takes_is_planned(tmp_path: Path) -> None:
         ({"lm_head.weight": large}, 2 * large.nbytes),
         (rounded, sum(each.nbytes for each in parts.values()) + PANEL_BYTES),
     ):
-        need = memory_need([pair.program(0, 1)], plain | held, torch.device("cuda"), has_kernels=True)
+        need, _ = plan_rank([pair.program(0, 1)], plain | held, torch.device("cuda"), H200)
         assert need.total_bytes - need.weights_bytes == takes and need.loading_bytes > 0
     assert rounding_bytes(rounded) >= parts["fp8"].nbytes + parts["fp8_scales"].nbytes
 
@@ -219,7 +219,7 @@ def test_what_kernels_hold_is_what_is_planned(layout: str, stored: torch.dtype |
         save_file(tensors | scaled, path)
     pair = Pair(tmp_path)
     programs = [pair.program(0, batch) for batch in (1, 8)]
-    planned = memory_need(programs, pair.source, torch.device("cuda"), has_kernels=True).weights_bytes
+    planned = plan_rank(programs, pair.source, torch.device("cuda"), H200).need.weights_bytes
     assert 0.995 * planned <= pair.weights.num_bytes <= 1.005 * planned
     names = {call.kernel.name for call in pair.lower(0, 1).calls if call.kernel.name.startswith("decode_gemm")}
     label = {"fp8": "fp8_", "w4a": "int4_", "awq": "int4_2", "nvf": "nvfp4_"}[layout[:3]]

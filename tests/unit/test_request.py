@@ -172,7 +172,10 @@ def test_logit_bias() -> None:
 
 
 def test_unknown_names_are_refused_by_name() -> None:
-    with pytest.raises(RequestError, match=r"^unknown sampling parameter 'temprature'; known: .*temperature"):
+    with pytest.raises(
+        RequestError,
+        match=r"^unknown sampling parameter 'temprature'; did you mean 'temperature'\?; known: .*temperature",
+    ):
         SamplingParams.from_options({"top_k": 1, "temprature": 0.5})
     assert SamplingParams.from_options({"temperature": 0.5, "stop": ["a"]}).stop == ("a",)
     with pytest.raises(RequestError, match=r"^top_p must be"):

@@ -26,10 +26,16 @@ LADDER = StepLadder([1, 2, 4], {0: 1, 3: 4})
 
 
 def make(
-    *, num_blocks: int = 257, max_batch: int = 4, max_queue: int = 8, reuse: bool = True, at_once: int = 1
+    *,
+    num_blocks: int = 257,
+    max_batch: int = 4,
+    max_queue: int = 8,
+    reuse: bool = True,
+    at_once: int = 1,
+    space: HostSpace | None = None,
 ) -> Scheduler:
     cache = KVCache(num_blocks, BLOCK, CHUNK, reuse=reuse, share_decoded=False)
-    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, max_prefill_chunks=at_once)
+    return Scheduler(LADDER, cache, max_batch, max_queue, CHUNK, max_prefill_chunks=at_once, space=space)
 
 
 def request(name: str, prompt: int | tuple[int, ...], extra: int = 4) -> ScheduledRequest:
@@ -302,6 +308,43 @@ def test_a_prompt_waits_for_what_is_prefilled_for_another_and_others_do_not() ->
     assert [[each.request_id for each in plan.admitted] for plan in plans[:1]] == [["a", "c"]]
     b = next(each for plan in plans for each in plan.admitted if each.request_id == "b")
     assert b.num_cached_tokens == 2 * CHUNK and scheduler.num_active == 3
+
+
+def decoding(scheduler: Scheduler, *names: str) -> None:
+    """Queue requests of eleven blocks each, and have them decode."""
+    for number, name in enumerate(names):
+        scheduler.enqueue(request(name, (number,) * 4, 14))
+        chunks(scheduler, name)
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_nobody_gives_way_whose_blocks_host_memory_has_no_space_for(max_batch: int) -> None:
+    """It would be of no use: the higher one would find no blocks, and nobody would run."""
+    scheduler = make(num_blocks=13, max_batch=max_batch, space=HostSpace(30, slot_bytes=1, block_bytes={"": 10}))
+    decoding(scheduler, "a")
+    scheduler.enqueue(replace(request("b", (1,) * 4, 14), priority=1))
+    assert not step(scheduler) and scheduler.phase("a") is Phase.DECODING
+    scheduler.cancel("a")
+    assert [each.request_id for each in step(scheduler).admitted] == ["b"]
+
+
+def test_who_comes_back_and_has_its_blocks_goes_before_a_head_that_finds_none() -> None:
+    scheduler = make(num_blocks=24, space=HostSpace(150, slot_bytes=1, block_bytes={"": 10}))
+    decoding(scheduler, "a", "b")
+    for name in ("a", "b"):
+        scheduler.pause(name)
+    scheduler.enqueue(request("c", (2,) * 4, 14))
+    assert [name for name, _ in step(scheduler).moved_out] == ["b"]  # host memory has space for one
+    scheduler.pause("c")
+    scheduler.resume("b")
+    scheduler.resume("c")
+    assert [each.request_id for each in step(scheduler).admitted] == ["c"]
+    for name in ("c", "b"):
+        assert scheduler.phase(name) is Phase.DECODING
+        scheduler.cancel(name)
+        step(scheduler)
+    scheduler.cancel("a")
+    assert not scheduler.busy and not scheduler.space.held
 
 
 PROMPTS = st.builds(  # prefixes collide often

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_a_draft_model_has_two_names(tmp_path: Path) -> None:
         file.write_text(f'{name} = "mine"\n')
         assert gather(file)["head"] == tmp_path / "mine"
         assert gather(file, {f"LOWLAT_{name.upper()}": "/other"})["head"] == Path("/other")
-        assert unknown_variables({f"LOWLAT_{name.upper()}": "/other"}) == []
+        assert unknown_variables({f"LOWLAT_{name.upper()}": "/other"}) == {}
     file.write_text('head = "mine"\ndraft_model = "mine"\n')
     with pytest.raises(ConfigError, match=r"draft_model and .*head are the same setting"):
         gather(file)
@@ -189,9 +190,22 @@ def test_what_is_shown_can_be_read_back(tmp_path: Path) -> None:
 
 
 def test_slips_in_the_environment_are_found() -> None:
-    assert unknown_variables(
-        {"LOWLAT_MAX_QUUE": "1", "LOWLAT_MODEL": "x", "PATH": "y", "LOWLAT_KERNEL_CACHE": "z"}
-    ) == ["LOWLAT_MAX_QUUE"]
+    others = dict.fromkeys(("LOWLAT_MODEL", "PATH", "LOWLAT_KERNEL_CACHE", "LOWLAT_SERVER_UID"), "x")
+    assert unknown_variables({"LOWLAT_MAX_QUUE": "1", "LOWLAT_XYZ": "2", **others}) == {
+        "LOWLAT_MAX_QUUE": "; did you mean 'LOWLAT_MAX_QUEUE'?",
+        "LOWLAT_XYZ": "",
+    }
+
+
+def test_a_value_out_of_its_range_is_told_with_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("max_queue = -1\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{file}: max_queue must be from 0")):
+        gather(file)
+    with pytest.raises(ConfigError, match=r"^LOWLAT_MAX_QUEUE: max_queue must be from 0"):
+        gather(None, {"LOWLAT_MAX_QUEUE": "-1"})
+    with pytest.raises(ConfigError, match=r"^max_queue must be from 0"):
+        gather(max_queue=-1)
 
 
 def test_configuration_needs_neither_torch_nor_numpy() -> None:

@@ -121,7 +121,11 @@ def test_bad_messages() -> None:
 def test_a_template_that_does_not_compile_is_a_config_error(source: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(source)
     write_directory(tmp_path, byte_level())
-    with pytest.raises(ConfigError, match="chat template cannot be used"):
+    with pytest.raises(ConfigError, match=r"chat_template\.jinja: the chat template cannot be used"):
+        TextCodec.load(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: the chat template cannot be used"):
         TextCodec.load(tmp_path)
 
 

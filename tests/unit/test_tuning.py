@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import re
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +31,7 @@ from lowlat.tools.profile import wall
 from lowlat.tools.tune import bench as gpu_bench
 from lowlat.tools.tune.arguments import Places, fill_numbers
 from lowlat.tools.tune.estimates import Estimates
-from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, cut_pair, open_pair, random_pair, rounded_pair
+from lowlat.tools.tune.pairs import Pair, PairPrograms, Sizes, cut_pair, open_pair, random_pair, rounded_pair, sizes_of
 from lowlat.tools.tune.results import check_table, table_of, write_table
 from lowlat.tools.tune.run import Tuned, kinds_of, listed, tune
 from lowlat.tools.tune.shapes import Shape, calls_by_plan, collect
@@ -49,7 +50,7 @@ KNOBS = {
 }
 OF_CODES = {"span", "density"}  # and of decode GEMMs over weights of 8 and 4 bits
 NOT_COVERED = "tiny"  # heads of 16 dimensions
-TUNED_HYBRIDS = {"qwen3.6-35b-a3b": Sizes((1, 2, 4), (0,)), "qwen3.5-27b": Sizes((1,), (0,))}
+TUNED_HYBRIDS = {"qwen3.6-35b-a3b": [Sizes((1, 2, 4), (0,))], "qwen3.5-27b": [Sizes((1,), (0,))]}
 WITHOUT_ENTRIES = (
     NOT_COVERED,
     "tiny-experts",
@@ -309,7 +310,7 @@ def test_the_command_lists_launches_and_plans_without_a_gpu(pair: Pair) -> None:
     options = ("tune", "gemm", "--list", "--batch", 1, "-S", "0,2", "--candidates", 2)
     found = answer(*options, "--json")["shapes"]
     assert all({*each["plans"][0]} == KNOBS[each["kind"]] and len(each["plans"]) == 2 for each in found)
-    assert {shape.place for shape in listed([pair], "gemm", Sizes((1,), (0, 2)))} == {
+    assert {shape.place for shape in listed([pair], "gemm", [Sizes((1,), (0, 2))])} == {
         (each["kind"], each["key"]) for each in found
     }
     rounded = answer(*options, "--json", "--quantize", "fp8", "--draft-quantize", "fp8")["shapes"]
@@ -357,7 +358,7 @@ def test_a_run_writes_the_gpu_s_table_and_goes_on_where_it_ended(
         monkeypatch.setattr(fake, "times_us", times_us)
         monkeypatch.setattr(gpu_bench, "GpuBench", lambda device: fake)
         given = {"num_candidates": 3, "budget_s": 1e9, "only_missing": False, "out": None, "commit": "abc", **options}
-        return tune([pair], "gemm", Sizes((1,), (0,)), torch.device("cpu"), bar=lambda _: nullcontext(), **given)
+        return tune([pair], "gemm", [Sizes((1,), (0,))], torch.device("cpu"), bar=lambda _: nullcontext(), **given)
 
     with pytest.raises(KeyboardInterrupt):
         run(3.0, out=tmp_path / "broken-off.json")
@@ -384,6 +385,10 @@ TABLES = sorted(SHIPPED.glob("*.json"))
 # pairs whose every launch has an entry in a GPU's shipped table, but for many chunks where the GPU does not know them
 MANY_CHUNKS = {f"rows={128 * count}" for count in (6, 8, 12, 16)}
 KNOW_MANY_CHUNKS = {"NVIDIA H200"}
+# launches of such pairs that nobody has measured on a GPU: SmolLM2's attention in eight slots of more than 5,376
+# positions
+NOT_MEASURED = {"NVIDIA H100 80GB HBM3": re.compile(r"batch=\d query_tiles=\d group=3 kv_heads=3 .* split=512")}
+MANY_SLOTS = (16, 32)  # of runtimes of which the H200's table has launches of Llama-8B's shape
 COVERED = {
     "NVIDIA H200": ("llama-8b",),
     "NVIDIA H100 80GB HBM3": ("llama-8b", "qwen3-8b", "smollm2-135m"),
@@ -417,13 +422,15 @@ def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
             options = RuntimeConfig(tensor_parallel_size=size, tp_invariant=invariant)
             pairs[name] = cut_pair(pairs[whole], options)
             if size == 4:
-                sizes[name] = Sizes((1,), (0, 3))
+                sizes[name] = [Sizes((1,), (0, 3))]
     for method in PARALLEL_DRAFTS:
         name = f"llama-8b with {method}"
-        pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), Sizes((1,), (3, 5, 7))
+        pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), [Sizes((1,), (3, 5, 7))]
+    pairs["llama-8b of many slots"] = pairs["llama-8b"]
+    sizes["llama-8b of many slots"] = sizes_of(MANY_SLOTS, FEW)
     del pairs["llama-70b"]  # whole it has no entry that smaller ones lack
     del pairs["gemma-3-27b"]  # its vocabulary of 262,208 is above what kernels take
-    return {name: listed([pair], "all", sizes.get(name, FEW), gpu) for name, pair in pairs.items()}
+    return {name: listed([pair], "all", sizes.get(name, [FEW]), gpu) for name, pair in pairs.items()}
 
 
 def test_shipped_tables_have_knobs_alone() -> None:
@@ -456,7 +463,7 @@ def is_known(shape: Shape, table: Any) -> bool:
 @pytest.mark.second
 def test_shipped_tables_have_a_plan_of_every_launch_of_llama(tmp_path: Path) -> None:
     """The pair that all cover; `-m wide` looks at others."""
-    launches = listed([random_pair("llama-8b", tmp_path)], "all", FEW, H200)
+    launches = listed([random_pair("llama-8b", tmp_path)], "all", [FEW], H200)
     for path in TABLES:
         found = read_table(path)
         for shape in launches:
@@ -475,6 +482,9 @@ def test_shipped_tables_have_a_plan_of_every_launch_and_no_other(tmp_path: Path)
             for shape in shapes:
                 many = has_many_chunks(shape) and found.gpu not in KNOW_MANY_CHUNKS
                 covered = name in COVERED[found.gpu] and not many
-                assert is_known(shape, found) or not covered, f"{shape.place} of {name} has no entry"
+                if covered and found.gpu in NOT_MEASURED and NOT_MEASURED[found.gpu].fullmatch(shape.key):
+                    assert not is_known(shape, found), f"{shape.place} of {name} is measured"
+                else:
+                    assert is_known(shape, found) or not covered, f"{shape.place} of {name} has no entry"
                 left.discard(shape.place)
         assert not left, "entries of no launch"

@@ -182,7 +182,7 @@ def test_tiles_are_listed_without_a_gpu() -> None:
         assert each["row_tiles"] in {plan["row_tiles"] for plan in shapes[each["shape"]]["plans"]}
     assert "tiles of 64 positions" in lowlat(*options).output
     assert "--tiles needs --list" in refusal("tune", "--tiles")
-    walked = counted(listed([open_pair(DEMO / "target", None)], "attention", Sizes((1,), (0,))))
+    walked = counted(listed([open_pair(DEMO / "target", None)], "attention", [Sizes((1,), (0,))]))
     derived = AttentionPlan(1, 4, 2)
     assert (
         all(each.counts.masked < each.counts.executed for each in walked) and derived.row_tiles == walked[0].row_tiles

@@ -77,8 +77,8 @@ def storage(tensor: torch.Tensor) -> int:
 @BOTH
 def test_a_rank_s_launches_are_keyed_apart_from_a_whole_model_s(invariant: bool, paths: PairPaths) -> None:
     """Where they add up over GPUs, or in parts; all others are launches that a model of such sizes would have."""
-    whole, ranks = listed([cut(paths, 1)], "all", Sizes((1, 2), (0, 3), **ROWS)), dict[str, Shape]()
-    for shape in listed([cut(paths, 2, invariant=invariant)], "all", Sizes((1, 2), (0, 3), **ROWS)):
+    whole, ranks = listed([cut(paths, 1)], "all", [Sizes((1, 2), (0, 3), **ROWS)]), dict[str, Shape]()
+    for shape in listed([cut(paths, 2, invariant=invariant)], "all", [Sizes((1, 2), (0, 3), **ROWS)]):
         ranks[f"{shape.kind} {shape.key}"] = shape
     assert not any(re.search(r"epilogue=all_reduce|gpus=|parts=", shape.key) for shape in whole)
     for key, shape in ranks.items():
@@ -90,7 +90,7 @@ def test_a_rank_s_launches_are_keyed_apart_from_a_whole_model_s(invariant: bool,
     assert down == {"256", *(("448", "384") if invariant else ("416",))}
     assert all(("parts=4" in key) == invariant for key in ranks if "gpus=2" in key)
     assert all(("parts=" in key) == invariant for key in ranks if "prefill_gemm" in key)
-    alone = listed([cut(paths, 2, draft=1)], "gemm", Sizes((1,), (3,), **ROWS))
+    alone = listed([cut(paths, 2, draft=1)], "gemm", [Sizes((1,), (3,), **ROWS)])
     assert {stage for s in alone if "gpus=2" in s.key for stage in s.stages} == {"BASE_O", "BASE_FFN_DOWN"}
 
 
@@ -210,7 +210,7 @@ def test_strict_mode_takes_ranks_whose_launches_all_have_entries(
     """Those that `lowlat tune` lists for the pair; where one lacks, of the second rank alone, it is named."""
     options = {"tensor_parallel_size": 2, "tp_invariant": invariant}
     entries: dict[str, dict[str, Entry]] = {}
-    for shape in listed([cut(paths, 2, invariant=invariant)], "all", LOADED):
+    for shape in listed([cut(paths, 2, invariant=invariant)], "all", [LOADED]):
         entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[-1].knobs)
     counts = load(entries, **options)
     assert 0 < counts.planned == counts.tuned < counts.launches and not counts.untuned
@@ -233,7 +233,7 @@ def test_strict_mode_refuses_ranks_by_the_entries_of_a_whole_model(
     paths: PairPaths, load: Callable[..., LaunchCounts]
 ) -> None:
     entries: dict[str, dict[str, Entry]] = {}
-    for shape in listed([cut(paths, 1)], "all", LOADED):
+    for shape in listed([cut(paths, 1)], "all", [LOADED]):
         entries.setdefault(shape.kind, {})[shape.key] = Entry(shape.candidates[0].knobs)
     assert load(entries).untuned == ()
     with pytest.raises(ConfigError, match=r"decode_gemm rows=\d.*, \d+ more; `lowlat tune .* --tensor-parallel 2 "):
@@ -258,6 +258,12 @@ def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_ar
     assert (
         tune_command(RuntimeConfig(max_context=600)) == "lowlat tune all --model DIR --max-prefill-chunks 5 --missing"
     )
+    assert tune_command(RuntimeConfig(max_batch=8)) == plain
+    assert tune_command(RuntimeConfig(max_batch=6)) == "lowlat tune all --model DIR --batch 6 --missing"
+    assert tune_command(RuntimeConfig(max_batch=32)) == "lowlat tune all --model DIR --batch 32 --missing"
+    forced, texts = RuntimeConfig(forced_rows=16), SpeculativeConfig(model="head", text_drafts="suffix", wide_rows=32)
+    assert tune_command(forced) == "lowlat tune all --model DIR --forced-rows 16 --missing"
+    assert tune_command(forced, texts).endswith("--forced-rows 32 --missing")
     drafts = SpeculativeConfig(model="head", draft_tensor_parallel_size=1, draft_quantize="fp8")
     found = tune_command(options, drafts)
     for flag in (

@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain.kernel import H200
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import SpeculativeConfig
-from lowlat.tools.tune.pairs import LoweredPrograms, Pair, Sizes, random_pair
+from lowlat.tools.tune.pairs import LoweredPrograms, Pair, Sizes, random_pair, sizes_of
 from lowlat.tools.tune.run import listed
 
 
@@ -32,20 +32,32 @@ def launched(pair: Pair, **options: Any) -> set[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("batches", "context", "forced_rows"),
-    [((1, 2), 4096, 0), later((1, 2, 4), 2048, 32), later((1, 2, 4, 8, 16, 32), 4096, 16)],
+    ("max_batches", "context", "forced_rows"),
+    [((2,), 4096, 0), later((4,), 2048, 32), later((3, 32), 4096, 16)],
     ids=str,
 )
 def test_every_launch_of_a_runtime_is_listed(
-    batches: tuple[int, ...], context: int, forced_rows: int, tmp_path: Path
+    max_batches: tuple[int, ...], context: int, forced_rows: int, tmp_path: Path
 ) -> None:
     """Of steps of every bucket, of wide ones, of prompts; attention in the splits of that context."""
-    pair = random_pair("llama-8b", tmp_path)
-    found = launched(pair, max_batch=batches[-1], max_context=context, forced_rows=forced_rows)
-    known = {shape.place for shape in listed([pair], "all", Sizes(batches, forced_rows=forced_rows), H200)}
-    assert found <= known, found - known
-    if forced_rows:
-        assert not found <= {shape.place for shape in listed([pair], "all", Sizes(batches), H200)}
+    pair, known = random_pair("llama-8b", tmp_path), list[set[tuple[str, str]]]()
+    for rows in (forced_rows, 0):
+        sizes = sizes_of(max_batches, Sizes(forced_rows=rows))
+        known.append({shape.place for shape in listed([pair], "all", sizes, H200)})
+    for max_batch in max_batches:
+        found = launched(pair, max_batch=max_batch, max_context=context, forced_rows=forced_rows)
+        assert found <= known[0], found - known[0]
+        assert not forced_rows or not found <= known[1]
+
+
+def test_a_runtime_s_sizes_are_those_of_all_of_its_steps() -> None:
+    """Runtimes of few slots have launches in common; of many slots each has its own, and fewer drafts."""
+    one, of_16, of_32 = sizes_of((32, 3, 1, 4, 16), Sizes(depths=(0, 3, 5, 7), max_context=2048))
+    assert (one.batches, one.draft_lengths) == ((1, 2, 3, 4), (0, 3, 5, 7))
+    assert (of_16.batches, of_16.draft_lengths) == ((1, 2, 4, 8, 16), (0, 3, 5, 7))
+    assert (of_32.batches, of_32.draft_lengths) == ((1, 2, 4, 8, 16, 32), (0, 3))
+    assert {each.max_context for each in (one, of_16, of_32)} == {2048}
+    assert sizes_of((8,), Sizes()) == [Sizes()]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 3, 4, 8, 32])

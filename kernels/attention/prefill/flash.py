@@ -93,7 +93,7 @@ def prefill_flash(
     if arranged:
         check_shape("out", out, *arranged_shape(rows, heads * dim))
     else:
-        check_shape("out", out.view(q.shape), rows, heads, dim)
+        check_shape("out", out, rows, *((heads, dim) if out.dim() == q.dim() else (heads * dim,)))
     if {each.dtype for each in (q, keys, values, out)} != {torch.bfloat16}:
         raise ShapeError(f"attention of prefill is of bf16, got {q.dtype}, {keys.dtype}, {values.dtype}, {out.dtype}")
     if not q.is_contiguous() or not out.is_contiguous() or not scale > 0:

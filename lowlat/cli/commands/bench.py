@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from lowlat.cli.console import print_json, print_table, progress_bar
-from lowlat.cli.help import SectionedCommand
+from lowlat.cli.help import SectionedCommand, SectionedGroup
 from lowlat.cli.options import IntegerList, bundled, given_options, record_options
 from lowlat.cli.paths import FILE, FOLDER, MODEL, NEW_FOLDER, NEW_RESULTS, PLACE
 from lowlat.errors import ConfigError
@@ -41,7 +41,7 @@ RUNNING = (
 )
 
 
-@click.group("bench")
+@click.group("bench", cls=SectionedGroup)
 def command() -> None:
     """Measure scenarios, hold them against gates, compare two results, and make a report of them."""
 

@@ -24,7 +24,7 @@ from lowlat.cli.options import (
     speculation_options,
     speculative_config,
 )
-from lowlat.cli.paths import check_model
+from lowlat.cli.paths import NEW_FILE, check_model
 from lowlat.errors import Busy, CapacityError, LowlatError, RequestError, ServerGone
 from lowlat.ipc import Chunk
 
@@ -73,7 +73,7 @@ class _Help(SectionedCommand):
 @server_options
 @click.option("--demo", is_flag=True, help="Talk with a small chat model, fetched once (93 MB).")
 @click.option("--system", metavar="TEXT", help="A system message before the conversation.")
-@click.option("--session", type=click.Path(path_type=Path), metavar="FILE", help=SESSION_HELP)
+@click.option("--session", type=NEW_FILE, metavar="FILE", help=SESSION_HELP)
 @click.option("--plain", is_flag=True, help="Continue each line as text; no chat template, no memory.")
 @sampling_options
 @defaults_option
@@ -274,8 +274,11 @@ class _Writer:
 def _lines(on_terminal: bool) -> Iterator[str]:
     """Lines to answer; on a terminal with editing, and a backslash at the end continues a line."""
     if not on_terminal:
-        for line in sys.stdin:
-            yield line.rstrip("\r\n")
+        for number, line in enumerate(sys.stdin.buffer, 1):
+            try:
+                yield line.decode("utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise RequestError(f"<stdin>: line {number} is not UTF-8: byte {error.start}") from error
         return
     import readline  # noqa: F401  # gives input() history and editing
 

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from lowlat.cli.console import format_bytes, print_json, print_table
-from lowlat.cli.help import SectionedCommand
+from lowlat.cli.help import SectionedCommand, SectionedGroup
 from lowlat.cli.options import IntegerList, as_json, depth_option, record_options
 from lowlat.cli.paths import FILE, MODEL, NEW_FOLDER
 from lowlat.options.runtime import RuntimeConfig
@@ -14,7 +14,7 @@ from lowlat.options.runtime import RuntimeConfig
 __all__ = ["command", "shrink"]
 
 
-@click.group("draft-model")
+@click.group("draft-model", cls=SectionedGroup)
 def command() -> None:
     """Make one EAGLE3 draft model of another."""
 

@@ -28,7 +28,7 @@ from lowlat.cli.options import (
     speculative_config,
     trace_config,
 )
-from lowlat.cli.paths import check_model
+from lowlat.cli.paths import check_model, check_tokenizer
 from lowlat.errors import LowlatError, RequestError
 from lowlat.ipc import Chunk
 from lowlat.options.model_names import find_repository
@@ -95,6 +95,8 @@ def _run_here(model: Path | None, prompt: str | Sequence[int], values: dict[str,
     traces = trace_config(values["trace"])
     if model is not None:
         check_model(model)
+        if values["token_ids"] is None:
+            check_tokenizer(model, "a chat" if values["chat"] else "a text prompt")
     speculative = speculative_config(values, bundled("head") if model is None else None)
     options = runtime_values(values, max_batch=1, traces=traces)
 

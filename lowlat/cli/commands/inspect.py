@@ -12,7 +12,7 @@ import click
 
 from lowlat.cli.commands.inspect_step import step
 from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, stream_text, write_json
-from lowlat.cli.help import SectionedCommand
+from lowlat.cli.help import SectionedCommand, SectionedGroup
 from lowlat.cli.options import (
     IntegerList,
     as_json,
@@ -39,7 +39,7 @@ __all__ = ["command", "draft_model", "model", "quality", "run", "step", "tree"]
 NOT_ACTIVE = 3  # exit code of `run`
 
 
-class _ModelByDefault(click.Group):
+class _ModelByDefault(SectionedGroup):
     """A group whose first word may be a model, where it is no command: `lowlat inspect ORG/NAME`."""
 
     def resolve_command(

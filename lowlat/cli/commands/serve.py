@@ -9,7 +9,7 @@ import click
 
 from lowlat.cli.console import print_json
 from lowlat.cli.help import SectionedCommand
-from lowlat.cli.options import F, declared_options, json_flag
+from lowlat.cli.options import DIRECTORY, F, declared_options, json_flag
 from lowlat.cli.paths import FILE, NEW_FOLDER
 from lowlat.serving.config import GROUPS, SETTINGS, ServeConfig, unknown_variables
 
@@ -24,6 +24,7 @@ def _settings(function: F) -> F:
 
 
 @click.command("serve", cls=SectionedCommand)
+@click.argument("served", metavar="[MODEL]", type=DIRECTORY, required=False)
 @click.option("--config", type=FILE, metavar="FILE", help="Settings from a TOML file: name = value.")
 @click.option("--show-config", is_flag=True, help="Print every setting, as such a file, and end.")
 @click.option("--make-curve-keys", type=NEW_FOLDER, metavar="DIR", help="Write keys for tcp:// to a folder, and end.")
@@ -32,6 +33,7 @@ def _settings(function: F) -> F:
 @json_flag("Say that the server is ready as one JSON object.")
 @_settings
 def command(
+    served: Path | None,
     config: Path | None,
     show_config: bool,
     make_curve_keys: Path | None,
@@ -40,7 +42,7 @@ def command(
     json_output: bool,
     **options: Any,
 ) -> None:
-    """Serve a model to other processes here; without options, the bundled pair.
+    """Serve MODEL, a Hugging Face directory or ORG/NAME, to other processes here; without one, the bundled pair.
 
     A setting is an option (a rare one: --set name=value), LOWLAT_NAME in the environment, or `name = value` in a TOML
     file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or
@@ -54,11 +56,15 @@ def command(
 
         _end_with(serve_supervised(supervised))
         return
+    if served is not None:
+        if options["model"] is not None:
+            raise click.UsageError(f"give the model once: {served} and --model {options['model']} are given")
+        options["model"] = served
     settings = ServeConfig.gather(options, os.environ, config)
     if demo and settings["model"] is not None:
         raise click.UsageError(f"give --demo or a model, not both; {settings['model']} is one")
-    for name in unknown_variables(os.environ):
-        logger.warning("%s in the environment is no setting; `lowlat serve --show-config` lists them", name)
+    for name, near in unknown_variables(os.environ).items():
+        logger.warning("%s in the environment is no setting%s; `lowlat serve --show-config` lists them", name, near)
     if show_config:
         if json_output:
             print_json({"settings": settings.to_dict(), "sources": dict(settings.sources)})

@@ -12,9 +12,9 @@ from lowlat.checkpoint.stored import ahead_bytes
 from lowlat.engine.loading.geometry import make_geometry, rank_geometries
 from lowlat.engine.loading.programs import build_rank, make_ladder
 from lowlat.engine.loading.speculation import make_topologies
-from lowlat.engine.memory.plan import memory_need
+from lowlat.engine.memory.plan import plan_rank
 from lowlat.executors.devices import DeviceChoice
-from lowlat.executors.make import planned_gpu
+from lowlat.executors.make import planned_gpus
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import numbers_an_entry
@@ -118,13 +118,13 @@ class Plan:
         every = (*own_rank.programs.values(), *own_rank.prefills.values())
         speculator, dtype = self.geometry.speculator, self.geometry.config.dtype
         own = () if speculator is None else speculator.weight_plan(dtype)
-        need = memory_need(
+        gpus = planned_gpus(choice, [choice.device])
+        need, _ = plan_rank(
             every,
             rank_weights(self.weights, self.ranks[rank].config),
             choice.device,
-            has_kernels=choice.has_kernels,
+            gpus[0] if gpus else None,
             host_load_bytes=self.read_ahead_bytes + self.made_bytes + sum(self.weights[name].nbytes for name in own),
-            gpu=planned_gpu(choice, [choice.device]),
             rank=(rank, len(self.ranks)),
         )
         on_host = need.total_bytes if choice.device.type == "cpu" else 0

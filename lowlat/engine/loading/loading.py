@@ -99,12 +99,13 @@ def load(
     own_speculator = geometries[0].speculator
     refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
     devices = rank_devices(choice, len(ranks), options.devices)
-    needs = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
+    plans = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
+    planned = [plan.workspaces for plan in plans if plan.workspaces is not None]
     used = None if loaded is None else speculative
     watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
         choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
-        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog, can_sleep=options.can_sleep,
+        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog, can_sleep=options.can_sleep, planned=planned,
     )  # fmt: skip
     try:
         check_launches(options, executor.counts, used)
@@ -117,7 +118,7 @@ def load(
     except LowlatError:
         executor.close()
         raise
-    rank_config, memory = ranks[0].config, held_memory(needs, devices)
+    rank_config, memory = ranks[0].config, held_memory([plan.need for plan in plans], devices)
     return Loaded(
         target, codec, loaded, used, geometry, ladder, topologies, executor, choice, error, rank_config, memory, costs
     )

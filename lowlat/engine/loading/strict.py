@@ -14,11 +14,12 @@ that was checked when it was read. A library's attention in prefill, where no ke
 
 from dataclasses import replace
 
+from lowlat.engine.loading.programs import bucket_batches
 from lowlat.errors import ConfigError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
 from lowlat.options.declaration import options_of
-from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
 
 __all__ = ["check_device", "check_launches", "tune_command"]
@@ -26,9 +27,10 @@ __all__ = ["check_device", "check_launches", "tune_command"]
 # options that say which launches there are; other sizes `lowlat tune` has all by itself
 TUNED_BY = (
     *("quantize", "quantize_lm_head", "kv_cache_dtype", "tensor_parallel_size", "tp_invariant", "prefill_chunk"),
-    *("max_prefill_chunks", "activations"),
+    *("max_prefill_chunks", "activations", "forced_rows"),
 )
 DRAFTS_TUNED_BY = ("draft_quantize", "draft_tensor_parallel_size")
+TUNED_SLOTS = frozenset(bucket_batches(FEW_SLOTS))  # which `lowlat tune` has by itself
 MOST_NAMED = 3  # launches in a message
 
 
@@ -50,7 +52,9 @@ def tune_command(config: RuntimeConfig, speculative: SpeculativeConfig | None = 
     if speculative is not None and speculative.model is not None:
         words.append("--draft-model DIR")
     at_once = min(config.max_prefill_chunks, -(-config.max_context // config.prefill_chunk))
-    words += _flags(replace(config, max_prefill_chunks=at_once), TUNED_BY)
+    wide = max(config.forced_rows, 0 if speculative is None else speculative.wide_rows)  # with the same launches
+    words += _flags(replace(config, max_prefill_chunks=at_once, forced_rows=wide), TUNED_BY)
+    words += [] if TUNED_SLOTS.issuperset(bucket_batches(config.max_batch)) else [f"--batch {config.max_batch}"]
     words += [] if speculative is None else _flags(speculative, DRAFTS_TUNED_BY)
     return " ".join([*words, "--missing"])
 

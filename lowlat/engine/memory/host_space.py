@@ -42,6 +42,15 @@ class HostSpace:
         """Whether a slot's rows fit, as far as is known."""
         return self._has(self.slot_bytes)
 
+    @property
+    def num_free(self) -> int:
+        """Bytes that requests may still take, as far as is known: none for a while after the host has refused some."""
+        return 0 if time.monotonic() < self._refused_until else self.max_bytes - self.num_bytes
+
+    def bytes_of(self, counts: Mapping[str, int]) -> int:
+        """Bytes of so many blocks, by pool."""
+        return sum(count * self.block_bytes.get(pool, 0) for pool, count in counts.items())
+
     def take_slot(self, request_id: str) -> None:
         """Take the bytes of a slot's rows for a request.
 
@@ -58,19 +67,16 @@ class HostSpace:
 
     def has_blocks(self, counts: Mapping[str, int]) -> bool:
         """Whether so many more blocks, by pool, fit, and the host has given their memory."""
-        return self._has(self._bytes_of(counts)) and self._obtains(counts)
+        return self._has(self.bytes_of(counts)) and self._obtains(counts)
 
     def take_blocks(self, request_id: str, moved: MovedOut) -> None:
         """Take the bytes of a request's blocks, after `has_blocks` of as many."""
-        num_bytes = self._bytes_of({pool: len(places) for pool, places in moved.places.items()})
+        num_bytes = self.bytes_of({pool: len(places) for pool, places in moved.places.items()})
         self.held[request_id] = self.held.get(request_id, 0) + num_bytes
 
     def release(self, request_id: str) -> None:
         """Give back what a request takes, if it takes any."""
         self.held.pop(request_id, None)
-
-    def _bytes_of(self, counts: Mapping[str, int]) -> int:
-        return sum(count * self.block_bytes.get(pool, 0) for pool, count in counts.items())
 
     def _fits(self, num_bytes: int) -> bool:
         return self.num_bytes + num_bytes <= self.max_bytes

@@ -12,16 +12,20 @@ from lowlat.checkpoint.source import JoinedWeights
 from lowlat.errors import ConfigError
 from lowlat.executors.allocation import release_cached_memory
 from lowlat.executors.devices import DeviceChoice
-from lowlat.executors.make import Rank, planned_gpu
+from lowlat.executors.make import Rank, planned_gpus
+from lowlat.executors.workspace import PlannedWorkspaces
 from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
-from lowlat.kernels.toolchain.kernel import H200, Gpu
+from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.models.rank_weights import rank_weights
 
-__all__ = ["DeviceNeed", "MemoryNeed", "available_bytes", "check_fits", "check_ranks", "memory_need", "on_one_device"]
+__all__ = [
+    "DeviceNeed", "MemoryNeed", "RankPlan", "available_bytes", "check_fits", "check_ranks", "memory_need",
+    "on_one_device", "plan_rank",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,13 @@ class MemoryNeed:
         return {name: value for name, value in asdict(self).items() if name != "host_load_bytes"}
 
 
+class RankPlan(NamedTuple):
+    """The memory that a rank needs, and the workspaces of its kernels therein; None where none run."""
+
+    need: MemoryNeed
+    workspaces: PlannedWorkspaces | None
+
+
 class DeviceNeed(NamedTuple):
     """Bytes that are needed of a device, and those that are free there; None where that cannot be told."""
 
@@ -64,24 +75,20 @@ def memory_need(
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     *,
-    has_kernels: bool = False,
+    workspaces: PlannedWorkspaces | None = None,
     host_load_bytes: int = 0,
-    gpu: Gpu = H200,
-    rank: tuple[int, int] = (0, 1),
-    fuse: bool = True,
 ) -> MemoryNeed:
     """Add up the buffers of all programs and the weights as the executor keeps them.
 
-    weights      canonical weights, or tensors without content in their place
-    has_kernels  programs run one at a time in the memory of the largest one's scratch; workspaces of kernels, which
-                 they share, and of all-reduces among ranks lie next to it; and matrices are packed
-    gpu, rank, fuse  what kernels are lowered for, see `planned_workspaces`
+    weights     canonical weights, or tensors without content in their place
+    workspaces  of kernels that run these programs, one at a time in the memory of the largest one's scratch: they lie
+                next to it, as does the memory of all-reduces among ranks, and matrices are packed. None: none run
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
     parts = []
-    temporary = workspaces = 0
-    programs = list(programs)
+    temporary = beside = 0
+    programs, has_kernels = list(programs), workspaces is not None
 
     def shape_of(name: str) -> torch.Size:
         return matrix_shape(name, weights)
@@ -99,23 +106,45 @@ def memory_need(
             from lowlat.lowering.memory import temporary_bytes  # which loads the kernels
 
             temporary = max(temporary, temporary_bytes(program, shape_of))
-    if has_kernels:
+    if workspaces is not None:
         from lowlat.executors.distributed.parallel import all_reduce_bytes
-        from lowlat.executors.planned import planned_workspaces
         from lowlat.lowering.memory import workspace_bytes
 
-        asked = planned_workspaces(programs, weights, gpu, rank=rank, fuse=fuse)
-        workspaces = workspace_bytes(asked) + all_reduce_bytes(programs)
+        beside = workspace_bytes(workspaces.sizes) + all_reduce_bytes(programs)
     matrices = [matrix_parts(name, weights) for name in packed_weights(programs)]
     matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
     packed = matrices if has_kernels else []
     expanded = [] if has_kernels else [parts for parts in matrices if parts and "weight" not in parts]
     size = _weight_bytes(weights, packed, expanded, device)
-    scratch = max(parts, default=0) + workspaces if has_kernels else sum(parts)
+    scratch = max(parts, default=0) + beside if has_kernels else sum(parts)
     caches, states = sum(kv.values()), sum(state.values())
     packing = max((_packing_bytes(names, weights) for names in matrices), default=0) if has_kernels else 0
     loading = max(0, packing - caches - states - scratch - temporary)
     return MemoryNeed(size, caches, states, scratch, host_load_bytes, temporary, loading)
+
+
+def plan_rank(
+    programs: Sequence[Program],
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    gpu: Gpu | None,
+    *,
+    host_load_bytes: int = 0,
+    rank: tuple[int, int] = (0, 1),
+    fuse: bool = True,
+) -> RankPlan:
+    """The plan of a rank's programs and its part of the weights.
+
+    gpu         for which kernels are lowered; None: none run
+    rank, fuse  see `planned_workspaces`
+    """
+    workspaces = None
+    if gpu is not None:
+        from lowlat.executors.planned import planned_workspaces  # which loads the kernels
+
+        workspaces = planned_workspaces(programs, weights, gpu, rank=rank, fuse=fuse)
+    need = memory_need(programs, weights, device, workspaces=workspaces, host_load_bytes=host_load_bytes)
+    return RankPlan(need, workspaces)
 
 
 def on_one_device(needs: Sequence[MemoryNeed]) -> MemoryNeed:
@@ -204,28 +233,27 @@ def check_ranks(
     reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
     *,
     fuse: bool = True,
-) -> list[MemoryNeed]:
-    """The need of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
-    shapes = weights.shapes()
-    needs = [
-        memory_need(
+) -> list[RankPlan]:
+    """The plan of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
+    shapes, gpus = weights.shapes(), planned_gpus(choice, devices)
+    plans = [
+        plan_rank(
             (*rank.programs.values(), *rank.prefills.values()),
             rank_weights(shapes, rank.config),
             choice.device,
-            has_kernels=choice.has_kernels,
+            gpus[number] if gpus else None,
             host_load_bytes=weights.arena_bytes + weights.made_bytes,
-            gpu=planned_gpu(choice, devices, number),
             rank=(number, len(ranks)),
             fuse=fuse,
         )
         for number, rank in enumerate(ranks)
     ]
     together = {
-        device: on_one_device([need for need, own in zip(needs, devices, strict=True) if own == device])
+        device: on_one_device([plan.need for plan, own in zip(plans, devices, strict=True) if own == device])
         for device in dict.fromkeys(devices)
     }
     if reserve is not None:
         reserve([DeviceNeed(str(own), need.total_bytes, available_bytes(own)) for own, need in together.items()])
     for device, need in together.items():
         check_fits(need, device)
-    return needs
+    return plans

@@ -58,11 +58,15 @@ class KeptRequests(Mapping[str, Kept]):
 
         num_written  positions of a request that may be written, by its id
         """
-        here = [(name, kept) for name, kept in self._kept.items() if kept.moved is None and name != head_id]
-        for name, kept in sorted(here, key=lambda each: self._queue.place(each[1].slot.request), reverse=True):
+        for name, kept in self.here(head_id):
             moved = self._kvcache.move_out(name, num_written(name), self._space.has_blocks)
             if moved is not None:
                 self._space.take_blocks(name, moved)
                 kept.moved = moved
                 return name, moved
         return None
+
+    def here(self, head_id: str) -> list[tuple[str, Kept]]:
+        """Those whose blocks are their own still, but for the queue's head, the first to leave first."""
+        here = [(name, kept) for name, kept in self._kept.items() if kept.moved is None and name != head_id]
+        return sorted(here, key=lambda each: self._queue.place(each[1].slot.request), reverse=True)

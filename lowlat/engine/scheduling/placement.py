@@ -52,7 +52,7 @@ class Placement:
         head = self._queue.queued[0]
         if None not in self._slots:
             return self._victim(head) is not None and self._may_fit(head)
-        return self._refused != (head, self._kvcache.generation)
+        return self._refused != (head, self._kvcache.generation) or any(map(self._has_blocks, self._queue.queued))
 
     def take_moves(self) -> tuple[tuple[Departure, ...], tuple[tuple[str, MovedOut], ...]]:
         """Requests that gave their slots to others, and those whose blocks are others', since this was called last."""
@@ -79,8 +79,26 @@ class Placement:
             if admission is not None:
                 admitted.append(admission)
             elif not self._make_way(request):
+                admitted += self._take_back()
                 break
         return admitted
+
+    def _take_back(self) -> list[Admission]:
+        """Give free slots to requests that have their blocks still, which no other place can be found for.
+
+        The head of the queue waits for blocks, and these come free when such requests have ended.
+        """
+        admitted = []
+        for request in [each for each in self._queue.queued if self._has_blocks(each)]:
+            admission = self._place(request) if None in self._slots else None
+            if admission is not None:
+                admitted.append(admission)
+        return admitted
+
+    def _has_blocks(self, request: ScheduledRequest) -> bool:
+        """Whether a request without a slot decodes on without any more blocks."""
+        kept = self.kept.get(request.request_id)
+        return kept is not None and kept.moved is None
 
     def _is_coming(self, request: ScheduledRequest) -> bool:
         if not request.reads_cache or request.request_id in self.kept:
@@ -149,24 +167,37 @@ class Placement:
     def _victim(self, head: ScheduledRequest) -> Slot | None:
         """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
         may_leave = self._space.has_slot()
-        lower = [
-            slot
-            for slot in self._slots
-            if slot is not None
-            and slot.request.priority < head.priority
-            and (may_leave or slot.phase is Phase.PREFILLING)
-        ]
-        return max(lower, key=lambda slot: self._queue.place(slot.request), default=None)
+        return next((slot for slot in self._lower(head) if may_leave or slot.phase is Phase.PREFILLING), None)
+
+    def _lower(self, head: ScheduledRequest) -> list[Slot]:
+        """The slots of requests of lower priority, the first to be taken first."""
+        lower = [slot for slot in self._slots if slot is not None and slot.request.priority < head.priority]
+        return sorted(lower, key=lambda slot: self._queue.place(slot.request), reverse=True)
 
     def _may_fit(self, head: ScheduledRequest) -> bool:
-        """Whether blocks can suffice for the head of the queue when all of lower priority have left."""
-        kept = self.kept.get(head.request_id)
-        if kept is not None and kept.moved is None:
+        """Whether blocks can suffice for the head of the queue when those of lower priority have left, as far as host
+        memory has space for them."""
+        if self._has_blocks(head):
             return True
-        slots = (slot for slot in self._slots if slot is not None)
-        leaving = {slot.request.request_id for slot in slots if slot.request.priority < head.priority}
+        num_free, leaving = self._space.num_free, set[str]()
+
+        def leave(name: str, num_slots: int) -> None:
+            nonlocal num_free
+            counts = self._kvcache.num_to_move(name, self._num_written(name))
+            num_bytes = num_slots * self._space.slot_bytes + self._space.bytes_of(counts)
+            if num_bytes <= num_free:
+                num_free -= num_bytes
+                leaving.add(name)
+
+        for name, _ in self.kept.here(head.request_id):
+            leave(name, 0)
+        for slot in self._lower(head):
+            if slot.phase is Phase.PREFILLING:
+                leaving.add(slot.request.request_id)
+            else:
+                leave(slot.request.request_id, 1)
         needed = self._kvcache.num_needed(head.max_total_tokens, self._num_overprovision)
-        return needed <= self._kvcache.num_free_without(leaving | self.kept.keys())
+        return needed <= self._kvcache.num_free_without(leaving)
 
     def depart(self, slot: Slot) -> Departure:
         """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""

@@ -2,9 +2,10 @@
 
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
 among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
-fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. Only
+fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. But
 a request whose next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can
-share it. `lowlat.engine.scheduling.prefill_order` says which of the slots that prefill goes first.
+share it; and one that comes back, and has its blocks still, does not wait for a head that finds none.
+`lowlat.engine.scheduling.prefill_order` says which of the slots that prefill goes first.
 
 A request that is paused gives its slot away, and comes back to the place in the queue that its arrival gives it. So
 does one of lower priority than the head, where that finds no slot or no blocks: the lowest first, of equals the last

@@ -213,7 +213,7 @@ class SessionFile:
     def why_foreign(self, runtime: "SteppedRuntime") -> SessionError | None:
         """Why its state is of no use to a runtime; None: it is."""
         header, facts = self._header, runtime.content_facts()
-        force = "; force=True takes its tokens, which are then read again"
+        force = "; load_session(..., force=True) takes its tokens, which are then read again"
         if header.model != facts.model:
             return self._error(f"is of the model {header.model_name!r}, whose files are not those of "
                                f"{facts.model_name!r}, draft model included{force}")  # fmt: skip

@@ -16,6 +16,7 @@ _PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
 
 GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
 _CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
+_EMPTY = "the prompt is empty"
 _PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 
 _OWN_NAMES = {
@@ -88,7 +89,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, LowlatError):
         error = api_error(error)
     if isinstance(error, ApiError):
-        if error.body["error"]["code"] == "context_length_exceeded":
-            error.body["error"]["param"] = _PROMPTS.get(request.url.path)
+        told = error.body["error"]
+        if told["code"] == "context_length_exceeded" or told["message"].startswith(_EMPTY):
+            told["param"] = _PROMPTS.get(request.url.path)
         return error.response()
     return ApiError(500, "the gateway failed on this request", kind="server_error", code="internal").response()

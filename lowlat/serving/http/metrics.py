@@ -44,9 +44,12 @@ STRUCTURED = {
     "structured_output_mask_seconds": ("mask_s", "Time in which masks were filled."),
     "structured_output_rows_wait_seconds": ("rows_wait_s", "Time in which the host waited for the rows of a step."),
     "structured_output_forced_drafts": ("num_forced_drafts", "Tokens drafted because nothing else may follow."),
-    "structured_output_forced_accepted": ("num_forced_accepted", "Of those, tokens committed."),
+    "structured_output_forced_accepted": (
+        "num_forced_accepted",
+        "Tokens drafted because nothing else may follow, and committed.",
+    ),
     "structured_output_draft_tokens": ("num_draft_tokens", "Draft tokens verified under a grammar."),
-    "structured_output_accepted_tokens": ("num_accepted_tokens", "Of those, tokens accepted."),
+    "structured_output_accepted_tokens": ("num_accepted_tokens", "Draft tokens accepted under a grammar."),
 }
 TIER_GAUGES = {
     "cache_host_bytes": ("host_bytes", "Cached prefixes in host memory."),
@@ -63,7 +66,7 @@ TIERS = {
 }
 SESSIONS = {
     "sessions": ("num_sessions", "Sessions that live."),
-    "sessions_running": ("num_running", "Of those, with requests under way."),
+    "sessions_running": ("num_running", "Sessions with requests under way."),
     "session_pinned_blocks": ("num_pinned", "KV blocks that sessions pin."),
 }
 POSITIONS = {
@@ -109,7 +112,9 @@ class _Snapshot(Collector):
                 bits = CACHE_BITS[kv["cache_dtype"]]
                 yield self._gauge("kv_cache_bits", "Bits of a number in the KV cache.", bits)
             yield self._counter("prefix_cache_queries", "Tokens of prompts looked up.", [((), kv["query_tokens"])])
-            yield self._counter("prefix_cache_hits", "Of those, tokens found.", [((), kv["hit_tokens"])])
+            yield self._counter(
+                "prefix_cache_hits", "Tokens of prompts found in the prefix cache.", [((), kv["hit_tokens"])]
+            )
             tiers, sessions = kv.get("tiers", {}), kv.get("sessions", {})
             yield from self._gauges(TIER_GAUGES, tiers)
             yield from self._counters(TIERS, tiers)

@@ -89,7 +89,7 @@ class ChatTemplates:
         with self._lock:
             if self._worker is None:
                 self._start()
-            reply = self._all_reduce(request, self._limits.max_wall_s)
+            reply = self._asked(request, self._limits.max_wall_s)
         text = reply.get("text")
         if isinstance(text, str) and len(text) <= self._limits.max_characters:
             return text
@@ -121,7 +121,7 @@ class ChatTemplates:
             if pipe is not None:
                 os.set_blocking(pipe.fileno(), False)
         start = {"templates": self._templates, "limits": asdict(self._limits)}
-        reply = self._all_reduce(json.dumps(start).encode("ascii"), START_TIMEOUT_S)
+        reply = self._asked(json.dumps(start).encode("ascii"), START_TIMEOUT_S)
         if reply:
             self._stop()
             raise ConfigError(f"the chat template cannot be used: {reply.get('why')!s:.300}")
@@ -131,7 +131,7 @@ class ChatTemplates:
             self._end_worker()
         self._worker = self._end_worker = None
 
-    def _all_reduce(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+    def _asked(self, request: bytes, timeout_s: float) -> dict[str, Any]:
         """Send one frame and return the answer; a worker that gives none is ended, by ConfigError."""
         worker = self._worker
         if worker is None or worker.stdin is None or worker.stdout is None:

@@ -15,6 +15,7 @@ import torch
 
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.programs import bucket_batches
 from lowlat.errors import ConfigError
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.place import RankPlace
@@ -60,6 +61,7 @@ __all__ = [
     "open_pair",
     "random_pair",
     "rounded_pair",
+    "sizes_of",
     "weight_shapes",
 ]
 
@@ -101,10 +103,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The buckets that are tuned for.
+    """The buckets of a runtime, or of several of few slots, that are tuned for.
 
-    batches             slots
-    depths              draft tokens; 0: no drafts
+    batches             slots, the most a runtime's `max_batch`: of more than FEW_SLOTS it has GEMMs of its own in all
+                        of its buckets
+    depths              draft tokens, of which steps of so many slots have as many as they have rows for; 0: no drafts
     max_context         positions
     prefill_chunk, max_prefill_chunks  see `RuntimeConfig`
     forced_rows         rows of the widest steps that verify what the host proposes; those of text's drafts
@@ -118,6 +121,11 @@ class Sizes:
     max_prefill_chunks: int = RuntimeConfig.max_prefill_chunks
     forced_rows: int = 0
 
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """The depths that the runtime's steps verify."""
+        return tuple(depth for depth in self.depths if depth <= most_drafts(max(self.batches)))
+
     def of_attention(self, num_gpus: int, kv_heads: int) -> tuple["Sizes", ...]:
         """The sizes of which all splits of positions come, with the longest contexts that each has.
 
@@ -126,10 +134,15 @@ class Sizes:
         """
         each = [(batch, most(batch, kv_heads)) for most in (shortly_split, finely_split) for batch in self.batches]
         shorter = (replace(self, batches=(batch,), max_context=most) for batch, most in each if most)
-        longest = replace(self, max_context=LONG_CONTEXT * num_gpus)
-        # runtimes of many slots have GEMMs of their own, also in their buckets of few
-        parts = (tuple(batch for batch in self.batches if (batch > FEW_SLOTS) == many) for many in (False, True))
-        return *(replace(longest, batches=part) for part in parts if part), *shorter
+        return replace(self, max_context=LONG_CONTEXT * num_gpus), *shorter
+
+
+def sizes_of(max_batches: Iterable[int], sizes: Sizes) -> list[Sizes]:
+    """The sizes of runtimes of so many slots with all of their buckets, in all else as `sizes` has them."""
+    runtimes = sorted(set(max_batches))
+    few = {batch for most in runtimes if most <= FEW_SLOTS for batch in bucket_batches(most)}
+    many = [tuple(bucket_batches(most)) for most in runtimes if most > FEW_SLOTS]
+    return [replace(sizes, batches=batches) for batches in (tuple(sorted(few)), *many) if batches]
 
 
 def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:
@@ -328,7 +341,7 @@ def _extents(geometry: StepGeometry) -> tuple[object, ...]:
 
 
 def _topologies(pair: Pair, sizes: Sizes) -> dict[int, TreeTopology]:
-    depths = sizes.depths if pair.speculator is not None else (0,)
+    depths = sizes.draft_lengths if pair.speculator is not None else (0,)
     return {depth: TreeTopology.chain(depth) for depth in sorted({0, *depths})}
 
 
@@ -352,15 +365,10 @@ def _geometries(pair: Pair, sizes: Sizes) -> list[StepGeometry]:
 
 
 def _programs(geometry: StepGeometry, sizes: Sizes, *, prompts: bool) -> Iterator[Program]:
-    depths = sizes.depths if geometry.speculator is not None else (0,)
+    depths = sizes.draft_lengths if geometry.speculator is not None else (0,)
     buckets = [
-        *(
-            Bucket(batch, depth + 1, depth)
-            for batch in sizes.batches
-            for depth in depths
-            if depth <= most_drafts(batch)
-        ),
-        *StepLadder(sizes.batches, {0: 1}, wide=(geometry.forced_rows, max(depths))).wide_buckets,
+        *(Bucket(batch, depth + 1, depth) for batch in sizes.batches for depth in depths),
+        *StepLadder(sizes.batches, {0: 1}, wide=(geometry.forced_rows, max(depths, default=0))).wide_buckets,
         *(first_token_bucket(depth) for depth in depths),
     ]
     yield from (build_step(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)) for bucket in buckets)

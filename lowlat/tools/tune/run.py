@@ -74,18 +74,21 @@ def kinds_of(command: str) -> tuple[str, ...]:
     return KINDS[command] if command in KINDS else tuple(kind for kinds in KINDS.values() for kind in kinds)
 
 
-def listed(pairs: Sequence[Pair], command: str, sizes: Sizes, gpu: Gpu = H200) -> list[Shape]:
-    """The launches that a command would time for a GPU, with their plans; nothing runs."""
+def listed(pairs: Sequence[Pair], command: str, sizes: Sequence[Sizes], gpu: Gpu = H200) -> list[Shape]:
+    """The launches of runtimes of these sizes that a command would time for a GPU, with their plans; nothing runs."""
     kinds, rest = kinds_of(command), KINDS["attention"]
-    longest = max(sizes.max_context, sizes.prefill_chunk * sizes.max_prefill_chunks)
-    whole = [part for pair in pairs for part in every_part(pair, gpu, replace(sizes, max_context=longest))]
+    longest = [
+        replace(each, max_context=max(each.max_context, each.prefill_chunk * each.max_prefill_chunks)) for each in sizes
+    ]
+    whole = [part for pair in pairs for each in longest for part in every_part(pair, gpu, each)]
     found = collect(whole, gpu, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
         each_size = [
             (pair, each)
             for pair in {pair.attending: pair for pair in pairs}.values()
             for heads in pair.split_heads
-            for each in sizes.of_attention(pair.tensor_parallel_size, heads)
+            for runtime in sizes
+            for each in runtime.of_attention(pair.tensor_parallel_size, heads)
         ]
         parts = [part for pair, each in each_size for part in every_part(pair, gpu, each, prompts=False)]
         found += collect(parts, gpu, rest)
@@ -157,7 +160,7 @@ class Compiled:
 def compile_plans_of(
     pairs: Sequence[Pair],
     command: str,
-    sizes: Sizes,
+    sizes: Sequence[Sizes],
     gpu: Gpu,
     directory: Path,
     *,
@@ -181,7 +184,7 @@ def compile_plans_of(
 def tune(
     pairs: Sequence[Pair],
     command: str,
-    sizes: Sizes,
+    sizes: Sequence[Sizes],
     device: "torch.device",
     *,
     num_candidates: int,

@@ -55,7 +55,7 @@ def wordless(pair: PairPaths, tmp_path: Path) -> Iterator[str]:
         yield server.endpoint
 
 
-def chatted(lines: str, *arguments: object) -> Result:
+def chatted(lines: str | bytes, *arguments: object) -> Result:
     result = CliRunner().invoke(cli, ["chat", *map(str, arguments)], input=lines)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
@@ -172,6 +172,9 @@ def test_a_plain_chat_continues_each_line_alone(endpoint: str, talker: Path) -> 
     result = chatted("the quick\nthe quick\n", "--plain", "--max-tokens", 6)
     once = lowlat("generate", talker, "--prompt", "the quick", "--max-tokens", 6).stdout
     assert result.stdout == 2 * once
+    assert chatted(b"the quick\nthe \xff", "--plain", "--max-tokens", 6).stderr.endswith(
+        "error: <stdin>: line 2 is not UTF-8: byte 4\n"
+    )
     assert "leave out --plain" in refusal("chat", "--plain", "--system", "x")
     assert "--logprobs is for" in refusal("chat", "--logprobs", 1)
 

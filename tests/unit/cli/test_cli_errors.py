@@ -65,6 +65,14 @@ def test_every_command_has_help(name: str) -> None:
     assert result.stdout.startswith(f"Usage: cli {name}")
 
 
+@pytest.mark.parametrize("name", ["inspect", "bench", "draft-model"])
+def test_help_of_a_group_has_whole_sentences(name: str) -> None:
+    said = lowlat(name, "--help").stdout
+    assert "..." not in said.split("Commands:")[1]
+    own = [line for line, each in COMMAND_LINES.items() if line.startswith(f"{name} ") and not each.hidden]
+    assert own and all(f"  {line.removeprefix(name).strip()} " in said for line in own)
+
+
 @pytest.mark.parametrize("name", COMMAND_LINES)
 def test_help_has_two_screens_and_help_all_every_option(name: str) -> None:
     shown = lowlat(*name.split(), "--help").stdout

@@ -73,6 +73,21 @@ WRONG_PATHS = [
     ("inspect modl", "Did you mean 'model'?"),
     ("org/name", "Did you mean `lowlat chat org/name`?"),
     ("generate --promt x", "Did you mean"),
+    ("run org/name", "No such command 'run'. Did you mean 'chat'?"),
+    ("serve --port 8000", "No such option '--port'. Did you mean '--http [HOST:]PORT'?"),
+    ("serve -c 512", "Did you mean '--max-context N'?"),
+    ("generate --max_tokens 3 x", "Did you mean '--max-tokens N'?"),
+    ("generate --model org/name x", "generate MODEL'?"),
+    ("generate {gguf} x", "GGUF is not read"),
+    ("generate {mute} x", "a text prompt needs tokenizer.json"),
+    ("generate --set max_contxt=1 x", "no option is called 'max_contxt'; did you mean '--max-context'?"),
+    ("generate --set max_context x", "max_context has a flag: --max-context"),
+    ("generate --set max_path_len x", "--set takes NAME=VALUE, got 'max_path_len'"),
+    ("generate -S two x", "'two' is neither an integer nor 'auto'"),
+    ("serve /no/model", MISSING),
+    ("serve /no/model --model /no/other", "give the model once"),
+    ("chat org/name --session /no/folder/file", "there is no directory /no/folder"),
+    ("chat org/name --session {empty}", "it is a directory; name a file"),
 ]
 PROGRAM = """
 import json, sys
@@ -87,6 +102,10 @@ for line in sys.stdin:
 
 def test_what_is_wrong_is_found_before_torch_is_imported(tmp_path: Path) -> None:
     places = {"file": tmp_path / "file", "empty": tmp_path / "empty", "toml": tmp_path / "a.toml"}
+    places |= {"gguf": tmp_path / "a.gguf", "mute": tmp_path / "mute"}
+    places["gguf"].write_text("GGUF")
+    places["mute"].mkdir()
+    (places["mute"] / "config.json").write_text("{}")
     places["file"].write_text("text")
     places["toml"].write_text('modl = "x"')
     places["empty"].mkdir()

@@ -1,13 +1,17 @@
 """`lowlat models`: what it lists is what runs, and the table of the page of targets is made of it."""
 
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cli_calls import answer
 
+from lowlat.checkpoint.recipes import Recipe
 from lowlat.cli.reports.published import markdown
+from lowlat.models import target
 from lowlat.models.families import FAMILIES
+from lowlat.models.geometry import ModelConfig
 from lowlat.models.published import PUBLISHED
 
 # parameters of the text model, embeddings and LM head included, in thousands of millions
@@ -35,9 +39,29 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def report() -> dict[str, Any]:
-    found: dict[str, Any] = answer("models", "--json")
-    return found
+def recipes_of() -> list[ModelConfig]:
+    """The geometries whose recipes were made for the report."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def report(recipes_of: list[ModelConfig]) -> Iterator[dict[str, Any]]:
+    make = target._recipes
+    target._usual_recipes.cache_clear()
+
+    def noted(config: ModelConfig, names: Collection[str] | None) -> list[Recipe]:
+        recipes_of.append(config)
+        return make(config, names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, "_recipes", noted)
+        yield answer("models", "--json")
+
+
+@pytest.mark.second
+def test_recipes_of_a_geometry_are_made_once(report: dict[str, Any], recipes_of: list[ModelConfig]) -> None:
+    """However it is rounded; again where a context changes it, as Phi-4-mini's, whose RoPE knows two."""
+    assert len(recipes_of) == len(set(recipes_of)) == len(report["models"]) + 1
 
 
 @pytest.mark.second

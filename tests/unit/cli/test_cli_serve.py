@@ -153,7 +153,7 @@ def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
         (("--allow-uid", "root"), "'root' is not an integer"),
         (("--spin-s", 1), "--spin-s is a rare option: say --set spin_s=VALUE"),
         (("--set", "spin_s=x"), "--set spin_s: 'x' is not a valid float"),
-        (("--set", "spin=1"), "'spin=1'; did you mean spin_s=VALUE?"),
+        (("--set", "spin=1"), "no option is called 'spin'; did you mean '--set spin_s=VALUE'?"),
         (("--set", "max_queue=1"), "max_queue has a flag: --max-queue"),
         (("--set", "spin-s=1", "--set", "spin_s=2"), "--set gives spin_s twice"),
         (("--set", "max_credit=0"), "max_credit must be from 1"),

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused() -> None:
     q, tiles = torch.zeros(8, 4, 64).bfloat16(), torch.zeros(tiles_shape(8, 2, 64)).bfloat16()
     given: dict[str, Any] = {"q": q, "keys": tiles, "values": tiles, "chunk": torch.zeros(2).int(), "out": q.clone()}
     given |= {"scale": 1.0, "gpu": H200}
-    assert len(prefill_flash(**given)) == 1
+    assert len(prefill_flash(**given)) == 1 == len(prefill_flash(**{**given, "out": q.view(8, 256)}))
     assert not has_prefill_flash(Gpu(108, 163 * 1024, (8, 0)), 64) and not has_prefill_flash(H200, 96)
     for changed in (
         {"q": q.float()},
@@ -134,6 +134,9 @@ def test_what_does_not_fit_is_refused() -> None:
         {"scale": 0.0},
         {"groups": 3},
         {"arranged": True},
+        {"out": torch.zeros(arranged_shape(64, 256)).bfloat16()},
+        {"out": torch.zeros(8, 4 * 64 + 8).bfloat16()},
+        {"out": torch.zeros(4, 8, 64).bfloat16()},
         {"sinks": torch.zeros(3)},
         {"sinks": torch.zeros(4).half()},
         {"q": q.transpose(0, 1).contiguous().transpose(0, 1)},

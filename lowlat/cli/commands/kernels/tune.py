@@ -14,12 +14,12 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
 from lowlat.cli.paths import MODEL, NEW_FILE, NEW_PATH
 from lowlat.errors import ConfigError
-from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
     from lowlat.tools.tune.estimates import Estimates
-    from lowlat.tools.tune.pairs import Pair
+    from lowlat.tools.tune.pairs import Pair, Sizes
     from lowlat.tools.tune.run import Tuned
     from lowlat.tools.tune.shapes import Shape
 
@@ -52,7 +52,13 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
 )
 @record_options(RuntimeConfig, *OPTIONS)
 @record_options(SpeculativeConfig, "draft_quantize", "draft_tensor_parallel_size")
-@click.option("--batch", type=IntegerList(), default=(1, 2, 4, 8), metavar="N,N", help="Slots.  [default: 1,2,4,8]")
+@click.option(
+    "--batch",
+    type=IntegerList(),
+    default=(8,),
+    metavar="N,N",
+    help="Slots of runtimes (max_batch), whose steps of fewer are meant, too.  [default: 8]",
+)
 @click.option(
     "-S",
     "--num-speculative-tokens",
@@ -133,15 +139,17 @@ def command(
         raise click.UsageError("--tiles needs --list")
     if only_list and only_compile:
         raise click.UsageError("--list and --compile are for one of them")
-    from lowlat.tools.tune.pairs import Sizes, cut_pair, rounded_pair
+    from lowlat.tools.tune.pairs import Sizes, cut_pair, rounded_pair, sizes_of
 
     options = RuntimeConfig(**given_options({name: values[name] for name in OPTIONS}, RuntimeConfig))
-    sizes = Sizes(
-        values["batch"], values["depths"], prefill_chunk=options.prefill_chunk,
-        max_prefill_chunks=options.max_prefill_chunks, forced_rows=options.forced_rows,
+    slots, depths = values["batch"], values["depths"]
+    if not slots or min(slots) < 1 or max(slots) > MAX_BATCH or min(depths, default=-1) < 0:
+        raise click.UsageError(f"--batch takes slots from 1 to {MAX_BATCH}, -S depths from 0 on")
+    common = Sizes(
+        depths=depths, prefill_chunk=options.prefill_chunk, max_prefill_chunks=options.max_prefill_chunks,
+        forced_rows=options.forced_rows,
     )  # fmt: skip
-    if not sizes.batches or min(sizes.batches) < 1 or min(sizes.depths, default=-1) < 0:
-        raise click.UsageError("--batch takes slots from 1 on, -S depths from 0 on")
+    sizes = sizes_of(slots, common)
     with tempfile.TemporaryDirectory(prefix="lowlat-tune-") as scratch:
         pairs = [
             cut_pair(
@@ -177,7 +185,13 @@ def _pairs(
 
 
 def _list(
-    what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, tiles: bool, json_output: bool
+    what: str,
+    pairs: Sequence["Pair"],
+    sizes: Sequence["Sizes"],
+    values: dict[str, Any],
+    *,
+    tiles: bool,
+    json_output: bool,
 ) -> None:
     from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.tune.estimates import Estimates
@@ -248,7 +262,9 @@ def _shape(shape: "Shape", num_candidates: int, estimates: "Estimates") -> dict[
     }
 
 
-def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
+def _compile(
+    what: str, pairs: Sequence["Pair"], sizes: Sequence["Sizes"], values: dict[str, Any], *, json_output: bool
+) -> None:
     from lowlat.executors.launcher import default_cache_directory
     from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.tune.run import compile_plans_of, known_plans
@@ -273,7 +289,9 @@ def _compile(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, A
         )
 
 
-def _tune(what: str, pairs: Sequence["Pair"], sizes: Any, values: dict[str, Any], *, json_output: bool) -> None:
+def _tune(
+    what: str, pairs: Sequence["Pair"], sizes: Sequence["Sizes"], values: dict[str, Any], *, json_output: bool
+) -> None:
     from lowlat.executors.devices import choose_device
     from lowlat.tools.tune.run import tune
 

@@ -12,6 +12,7 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError, invalid
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
+from lowlat.serving.http.openai.bodies import decode, decoder_of
 from lowlat.serving.http.openai.logprobs import chat_logprobs, prompt_logprobs
 from lowlat.serving.http.openai.schema import (
     ChatMessage,
@@ -20,8 +21,6 @@ from lowlat.serving.http.openai.schema import (
     FunctionCall,
     GrowingChatRequest,
     check_growing,
-    decode,
-    decoder_of,
     unsupported,
 )
 from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
@@ -31,6 +30,7 @@ from lowlat.serving.http.uploads import Lines, feed, is_lines
 
 __all__ = ["call_of", "chat_completions", "chat_messages", "check_template", "text_of"]
 
+SPEAKERS = ("user", "system", "developer")  # whose messages are nothing but content
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 _DECODER = decoder_of(ChatRequest)
 _GROWING = decoder_of(GrowingChatRequest)
@@ -53,7 +53,7 @@ async def chat_completions(request: Request) -> Response:
         sampling["logprobs"] = asked.top_logprobs or 0
     elif asked.top_logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
-    messages = chat_messages(asked.messages)
+    messages = chat_messages(asked.messages, growing=lines is not None)
     options = _template_options(asked, calling)
     prompt_ids: list[tuple[int, ...]] = []
     shared: dict[str, Any] = {
@@ -92,12 +92,18 @@ def check_template(server: Welcome) -> None:
         )
 
 
-def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as the server takes them. Raises ApiError for content that is no text."""
+def chat_messages(messages: Sequence[ChatMessage], *, growing: bool = False) -> list[dict[str, Any]]:
+    """Messages as the server takes them. Raises ApiError for content that is no text, or a speaker's that is absent.
+
+    growing  whether the last message's content is yet to come
+    """
     plain = []
     for place, message in enumerate(messages):
         fields: dict[str, Any] = {"role": message.role}
         content = message.refusal if message.content is None else message.content
+        if content is None and message.role in SPEAKERS and not (growing and place == len(messages) - 1):
+            param = f"messages[{place}].content"
+            raise invalid(param, f"{param}: a message of the role {message.role!r} needs text, got null")
         if content is not None:
             fields["content"] = text_of(content, f"messages[{place}].content")
         if message.tool_calls:

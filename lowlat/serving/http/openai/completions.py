@@ -13,14 +13,13 @@ from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
+from lowlat.serving.http.openai.bodies import decode, decoder_of
 from lowlat.serving.http.openai.logprobs import Lists, prompt_logprobs
 from lowlat.serving.http.openai.schema import (
     MAX_CHOICES,
     CompletionRequest,
     GrowingCompletionRequest,
     check_growing,
-    decode,
-    decoder_of,
     unsupported,
 )
 from lowlat.serving.http.openai.structured import structured_options

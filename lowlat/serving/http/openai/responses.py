@@ -8,6 +8,7 @@ from starlette.responses import Response
 from lowlat.serving.http.choices import Choices
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.gateway import gateways_of
+from lowlat.serving.http.openai.bodies import decode, decoder_of
 from lowlat.serving.http.openai.chat import check_template
 from lowlat.serving.http.openai.responses_answer import ResponsesAnswer
 from lowlat.serving.http.openai.responses_input import input_messages
@@ -21,8 +22,6 @@ from lowlat.serving.http.openai.schema import (
     NamedTool,
     ResponseFormat,
     Tool,
-    decode,
-    decoder_of,
     unsupported,
 )
 from lowlat.serving.http.openai.structured import Calling, format_options, structured_options

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from lowlat.options.request import MAX_LOGPROBS
 from lowlat.serving.http.openai.schema import ContentPart, Function, Generating, JsonSchema, StreamOptions
 
 __all__ = ["AllowedFunctions", "FunctionTool", "InputItem", "NamedFunction", "ResponsesRequest"]
@@ -110,7 +111,7 @@ class ResponsesRequest(Generating, kw_only=True):
     tool_choice: str | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     include: list[Include] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     stream_options: StreamOptions | None = None
     background: Literal[False] | None = None
     access_programs: None = None

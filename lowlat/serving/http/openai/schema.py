@@ -4,15 +4,13 @@ A field of the type None is one that is not served: null says nothing and is tak
 unknown fields are refused, too.
 """
 
-import codecs
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
 from lowlat.ipc.messages import MAX_SALT
+from lowlat.options.request import MAX_LOGPROBS
 from lowlat.serving.http.errors import ApiError
 
 __all__ = [
@@ -36,27 +34,12 @@ __all__ = [
     "Tool",
     "ToolCall",
     "check_growing",
-    "decode",
-    "decoder_of",
     "unsupported",
 ]
 
 MAX_CHOICES = 128  # OpenAI's
 SEEDS = 1 << 63  # those of the server; all others wrap
-WHY_NOT = {
-    "background": "an answer comes to who waits for it",
-    "conversation": "nothing is stored; send the whole input",
-    "function_call": "give tool_choice",
-    "functions": "give tools",
-    "previous_response_id": "nothing is stored; send the whole input",
-    "prompt": "no prompts are stored",
-    "store": "nothing is stored; leave it out",
-    "truncation": "what is longer than the context is refused",
-}
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
-_AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
-_NAMED = re.compile(r"(unknown|required) field `([^`]{1,64})`")
-Body = TypeVar("Body", bound=Struct)
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -106,7 +89,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
                                 end the request's metrics
     structured_outputs          as vLLM has it
     cache_salt                  as vLLM has it: a cached prefix is shared only among requests with the same
-    top_k to draft_texts        as in lowlat.SamplingParams
+    top_k to draft_texts        as in lowlat.SamplingParams; a top_k of -1 is vLLM's for all tokens
     """
 
     model: str
@@ -139,6 +122,8 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
         """Sampling options by the server's names, those that are given; the temperature is OpenAI's where neither the
         request nor the model's advice, `Welcome.advice`, has one."""
         values = {name: getattr(self, name) for name in ("temperature", "top_p", *_OWN)}
+        if values["top_k"] == -1:
+            values["top_k"] = 0
         if values["top_p"] == 0:  # the least set of tokens: the likeliest alone
             values |= {"top_p": None, "top_k": 1}
         own = {} if "temperature" in advice else {"temperature": 1.0}
@@ -298,7 +283,7 @@ class ChatRequest(Choosing, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     tool_choice: str | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
@@ -345,25 +330,6 @@ class GrowingCompletionRequest(CompletionRequest, kw_only=True):
     max_prompt_tokens: int | None = None
 
 
-def decoder_of(kind: type[Body]) -> "msgspec.json.Decoder[Body]":
-    """A decoder of bodies of this kind; as other servers' do, it takes 8.0 and "8" for a number, and 1 for true."""
-    return msgspec.json.Decoder(kind, strict=False)
-
-
-def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
-    """A body, checked. Raises ApiError that names the parameter."""
-    try:
-        return decoder.decode(data.removeprefix(codecs.BOM_UTF8))
-    except RecursionError:
-        raise ApiError(400, "the body is nested too deep", code="nesting") from None
-    except msgspec.ValidationError as error:
-        raise _refusal(str(error)) from None
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"the body is not in UTF-8: {error.reason}", code="json") from None
-    except msgspec.DecodeError as error:
-        raise ApiError(400, f"the body is no JSON: {error!s:.200}", code="json") from None
-
-
 def check_growing(asked: Choosing) -> None:
     """Refuse what cannot be asked of a prompt that is still being written. Raises ApiError."""
     if asked.n not in (None, 1):
@@ -377,23 +343,6 @@ def unsupported(param: str, why: str = "") -> ApiError:
     """The refusal of a parameter, or of a value of it, that lowlat does not serve."""
     words = f": {why}" if why else ""
     return ApiError(400, f"Unsupported parameter: {param}{words}", param=param, code="unsupported_parameter")
-
-
-def _refusal(message: str) -> ApiError:
-    at = _AT.search(message[-300:])
-    path = "" if at is None else at[1]
-    named = _NAMED.search(message)
-    if named is None:
-        reason = message.partition(" - at ")[0][:300]
-        if message.startswith("Expected `null`") or (message.startswith("Invalid enum") and path in WHY_NOT):
-            return unsupported(path, WHY_NOT.get(path, ""))
-        if message.startswith("Invalid value"):  # of a field that names a kind
-            return unsupported(path, reason[len("Invalid value ") :])
-        return ApiError(400, f"{path or 'the body'}: {reason}", param=path or None, code="invalid_value")
-    param = f"{path}.{named[2]}" if path else named[2]
-    if named[1] == "required":
-        return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
-    return unsupported(param)
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

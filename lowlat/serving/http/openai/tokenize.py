@@ -9,8 +9,9 @@ from starlette.responses import JSONResponse, Response
 from lowlat.ipc.prompts import Prompt
 from lowlat.serving.http.errors import invalid
 from lowlat.serving.http.gateway import gateways_of
+from lowlat.serving.http.openai.bodies import decode, decoder_of
 from lowlat.serving.http.openai.chat import chat_messages, check_template
-from lowlat.serving.http.openai.schema import ChatMessage, Tool, decode, decoder_of, unsupported
+from lowlat.serving.http.openai.schema import ChatMessage, Tool, unsupported
 from lowlat.serving.http.openai.structured import Calling
 from lowlat.serving.http.streaming import read_body
 

@@ -1,0 +1,137 @@
+"""Bodies of JSON read as the records of `schema.py` and `responses_schema.py`, and what is wrong with one in words.
+
+A field that is unknown is refused with the name that this interface has for it, where another has one; null is taken
+under any name, for it says nothing.
+"""
+
+import codecs
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Struct, inspect
+
+from lowlat.errors import meant
+from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.openai.schema import unsupported
+
+__all__ = ["decode", "decoder_of"]
+
+WHY_NOT = {
+    "background": "an answer comes to who waits for it",
+    "conversation": "nothing is stored; send the whole input",
+    "function_call": "give tool_choice",
+    "functions": "give tools",
+    "previous_response_id": "nothing is stored; send the whole input",
+    "prompt": "no prompts are stored",
+    "store": "nothing is stored; leave it out",
+    "truncation": "what is longer than the context is refused",
+}
+_LENGTHS = ("max_tokens", "max_output_tokens")  # the first that a request has is meant
+# other fields, of vLLM, llama.cpp, Ollama or another path -> those that say the same here; the first part is the field
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("max_completion_tokens", "max_new_tokens", "max_tokens", "n_predict", "num_predict"), _LENGTHS),
+    **{f"guided_{kind}": (f"structured_outputs.{kind}",) for kind in ("json", "regex", "grammar", "choice")},
+    "enable_thinking": ("chat_template_kwargs.enable_thinking",),
+    "grammar": ("structured_outputs.grammar",),
+    "input": ("messages", "prompt"),
+    "json_schema": ("response_format", "structured_outputs.json"),
+    "messages": ("input", "the chat to /v1/chat/completions"),
+    "prompt": ("the prompt to /v1/completions",),
+    "reasoning": ("reasoning_effort",),
+    "reasoning_effort": ("reasoning.effort",),
+    "repeat_penalty": ("repetition_penalty",),
+    "response_format": ("text.format", "structured_outputs"),
+    "session_id": ("the header x-session-id",),
+    "thinking": ("reasoning_effort", "reasoning.effort"),
+    "tools": ("the chat to /v1/chat/completions",),
+}
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
+_NAMED = re.compile(r"(unknown|required) field `([^`]{1,64})`")
+_PLACE = re.compile(r"\[[^]]*\]")
+Body = TypeVar("Body", bound=Struct)
+
+
+def decoder_of(kind: type[Body]) -> "msgspec.json.Decoder[Body]":
+    """A decoder of bodies of this kind; as other servers' do, it takes 8.0 and "8" for a number, and 1 for true."""
+    return msgspec.json.Decoder(kind, strict=False)
+
+
+def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
+    """A body, checked. Raises ApiError that names the parameter."""
+    data = data.removeprefix(codecs.BOM_UTF8)
+    try:
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if (said := _without_nulls(decoder.type, data, str(error))) is None:
+                raise
+            return decoder.decode(said)
+    except RecursionError:
+        raise ApiError(400, "the body is nested too deep", code="nesting") from None
+    except msgspec.ValidationError as error:
+        raise _refusal(decoder.type, str(error)) from None
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"the body is not in UTF-8: {error.reason}", code="json") from None
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body is no JSON: {error!s:.200}", code="json") from None
+
+
+def _without_nulls(kind: type[Struct], data: bytes, message: str) -> bytes | None:
+    """The body without unknown fields that are null; None where a message is of something else, or there are none."""
+    if "unknown field" not in message or _AT.search(message) is not None:
+        return None
+    body: dict[str, Any] = msgspec.json.decode(data)
+    kept = {name: value for name, value in body.items() if value is not None or name in kind.__struct_encode_fields__}
+    return msgspec.json.encode(kept) if len(kept) < len(body) else None
+
+
+def _refusal(kind: type[Struct], message: str) -> ApiError:
+    at = _AT.search(message[-300:])
+    path = "" if at is None else at[1]
+    named = _NAMED.search(message)
+    if named is None:
+        reason = message.partition(" - at ")[0][:300]
+        if message.startswith("Expected `null`") or (message.startswith("Invalid enum") and path in WHY_NOT):
+            return unsupported(path, WHY_NOT.get(path, ""))
+        if message.startswith("Invalid value"):  # of a field that names a kind
+            return unsupported(path, reason[len("Invalid value ") :])
+        if message.startswith("Invalid enum") and (choices := _choices(inspect.type_info(kind), path)):
+            reason += f"; served: {', '.join(choices)}"
+        return ApiError(400, f"{path or 'the body'}: {reason}", param=path or None, code="invalid_value")
+    param = f"{path}.{named[2]}" if path else named[2]
+    if named[1] == "required":
+        return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
+    return unsupported(param, "" if path else _instead(kind, param))
+
+
+def _instead(kind: type[Struct], name: str) -> str:
+    """What to give in place of an unknown field, where there is something."""
+    known = kind.__struct_encode_fields__
+    for other in ELSEWHERE.get(name, ()):
+        if " " in other or other.partition(".")[0] in known:
+            return f"give {other}"
+    return meant(name, known).removeprefix("; ")
+
+
+def _choices(kind: inspect.Type, path: str) -> list[str]:
+    """The values that a field of an enumeration may have, by its path; none for one that is no such field."""
+    found = [kind]
+    for name in [*filter(None, _PLACE.sub("", path).split(".")), ""]:
+        plain: list[inspect.Type] = []
+        while found:
+            each = found.pop()
+            if isinstance(each, inspect.Metadata):
+                found.append(each.type)
+            elif isinstance(each, inspect.UnionType):
+                found.extend(each.types)
+            elif isinstance(each, inspect.ListType):
+                found.append(each.item_type)
+            else:
+                plain.append(each)
+        if not name:
+            return [repr(value) for each in plain if isinstance(each, inspect.LiteralType) for value in each.values]
+        records = (each for each in plain if isinstance(each, inspect.StructType))
+        found = [field.type for each in records for field in each.fields if field.encode_name == name]
+    return []
