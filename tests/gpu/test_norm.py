@@ -149,7 +149,7 @@ def test_launches_that_start_before_the_one_before_ends_have_its_results(launche
         normed = [x, *(poison(3, width).cuda() for _ in range(64))]
         for number in range(64):
             given: dict[str, Any] = {"weight": weight[0], "eps": EPS, "next_weight": weight[1], "next_eps": EPS}
-            outs = {"total": rows[number + 1], "out": normed[number + 1]}
+            outs: dict[str, Any] = {"total": rows[number + 1], "out": normed[number + 1]}
             calls += norm_add(normed[number], residual=rows[number], **given, **outs, triggers_first=early)
         calls += rms_norm(rows[64], weight[2], out=rows[65], eps=EPS, triggers_first=early)
         for _ in range(5):
