@@ -19,7 +19,14 @@ from lowlat.errors import ConfigError
 from lowlat.kernels.attention.launch_plan import AttentionWork
 from lowlat.kernels.attention.launch_plan import candidate_plans as attention_plans
 from lowlat.kernels.formats import DENSE_FORMATS
-from lowlat.kernels.gemm.decode.plan import ALL_REDUCE, candidate_plans, steps_to_hold
+from lowlat.kernels.gemm.decode.plan import (
+    ALL_REDUCE,
+    ArgmaxShape,
+    DecodeGemmShape,
+    candidate_plans,
+    steps_to_hold,
+)
+from lowlat.kernels.gemm.decode.shared_rows_plan import shared_plans
 from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.prefill.plan import plans_of
 from lowlat.kernels.gemm.tiles import BF16_TILES, CODED_ROWS_TILES, TileFormat
@@ -49,6 +56,12 @@ def plans_of_key(kind: str, key: str, gpu: Gpu) -> Sequence[Plan]:
     Raises ConfigError for a kind whose keys do not say what plans depend on.
     """
     facts = dict(part.split("=") for part in key.split())
+    if kind == "decode_gemm" and "shared_rows" in facts:
+        best = ArgmaxShape(1, 0) if facts["argmax"] == "1" else None
+        shape = DecodeGemmShape(
+            int(facts["N"]), int(facts["K"]), facts["epilogue"], False, False, best=best, weights=_weights(facts)
+        )
+        return shared_plans(int(facts["shared_rows"]), shape, gpu)
     if kind == "decode_gemm":
         rows, width, depth = (int(facts[name]) for name in ("rows", "N", "K"))
         return candidate_plans(

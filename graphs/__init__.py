@@ -1,4 +1,4 @@
-"""The step as data: Programs, buckets, static buffers, launches; their capture into CUDA graphs, audit and replay."""
+"""This package has the step as data (Programs, buckets, static buffers, launches) and captures it into CUDA graphs."""
 
 from lowlat.graphs.buckets import Bucket, BucketLadder
 from lowlat.graphs.buffers import BufferSet, BufferSpec, Paging, Role, aligned_bytes

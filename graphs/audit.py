@@ -1,4 +1,4 @@
-"""Audits of captured graphs: the nodes that a graph holds, and the memory that its launches point into."""
+"""This module audits a captured graph: the nodes that it holds, and the memory that its launches point into."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence

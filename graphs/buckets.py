@@ -1,4 +1,4 @@
-"""Buckets: the sizes for which a step is made, captured and replayed, and the choice of the smallest that fits."""
+"""A bucket is a size for which a step is made, captured and replayed; the smallest that fits is chosen."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

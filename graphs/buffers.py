@@ -1,4 +1,4 @@
-"""Named static buffers: allocated once, at one address for ever, each with shape, dtype and role.
+"""A buffer has a name, a shape, a dtype and a role; it is allocated once, and keeps its address.
 
 A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds.
 """

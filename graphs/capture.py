@@ -1,4 +1,4 @@
-"""Capturing launches into a CUDA graph: a sequence of them, or an opening and a choice among bodies.
+"""This module captures launches into a CUDA graph: a sequence of them, or an opening and a choice among bodies.
 
 Launches of a library's operations are captured like those of kernels, from torch's current stream. Memory that the
 library takes meanwhile must come from a pool that lives as long as the graph: that is the caller's.

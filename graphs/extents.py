@@ -1,4 +1,4 @@
-"""The extents of an array's shape as expressions over symbols: parsed once, evaluated, and solved for one symbol.
+"""This module parses the extents of an array's shape, evaluates them, and solves them for one symbol.
 
 An expression is made of names, integers, `+`, `*`, `/` (exact) and parentheses: `M`, `B * T`, `(H + 2 * G) * D`.
 """

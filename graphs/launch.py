@@ -1,4 +1,4 @@
-"""Launches on a stream or into a graph under construction: of a loaded kernel, or of a library's operations."""
+"""A launch of a loaded kernel, or of a library's operations, goes to a stream or into a graph that is being made."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The device loop: a WHILE node whose body is a step, and the budget and the flag by which it ends.
+"""The device loop is a WHILE node whose body is a step; a budget and a flag end it.
 
 One kernel of the body sets the node's condition: it counts the budget down, looks at the flag, and ends the loop where
 nothing is left to do. The host only starts loops, and asks them to stop.

@@ -1,4 +1,4 @@
-"""The decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
+"""A Program is the decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
 
 A Program says what a step means, not how it is run. Executors lower it: the reference runs each operation by its torch
 meaning, the others lower runs of operations to kernels. Every operation is checked against its schema, which stands in
@@ -19,7 +19,7 @@ from lowlat.graphs import BufferSpec, Role
 from lowlat.graphs.schema import Operation, OperationSchema
 from lowlat.graphs.schema_check import ArrayType, check_operation
 
-__all__ = ["OWN_NAMES", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage"]
+__all__ = ["OWN_NAMES", "Op", "Program", "ProgramBuilder", "RangeNames", "Stage", "named"]
 
 Param = int | float | bool | str | None
 
@@ -160,6 +160,15 @@ def _check_fitting(
     *values: Param,
 ) -> None:
     check_operation(schema, dict(reads), dict(writes), dict.fromkeys(weights), dict(zip(params, values, strict=True)))
+
+
+def named(*names: str, **others: str) -> dict[str, str]:
+    """Buffers by the arguments of an operation that they are for.
+
+    names   of buffers that are called as their arguments
+    others  the other buffers, by argument
+    """
+    return {**{name: name for name in names}, **others}
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Captured graphs and their replay, by bucket or by another key."""
+"""This module keeps captured graphs by bucket, or by another key, and replays them."""
 
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Typed schemas of operations: each argument's access, dtype and shape, the weights, and the parameters.
+"""A schema says what an operation takes: each argument's access, dtype and shape, the weights, and the parameters.
 
 A schema is declared once, by the decorator `operation` over the reference that means the operation, as a table:
 

@@ -1,4 +1,4 @@
-"""Checks of what an operation is given against its schema: names, parameters, dtypes, and shapes that must unify.
+"""This module checks what an operation is given against its schema: names, parameters, dtypes, and shapes.
 
 Shapes unify when every symbol of the schema stands for one number: extents that are a symbol by themselves bind it,
 composed ones are compared, or solved for the symbol that nothing else binds.

@@ -1,4 +1,4 @@
-"""Bytes and sockets: the wire format, the server and the clients.
+"""This package has the wire format, the server and the clients.
 
 The public names are
 resolved on first use, so that a client pays for no server, and none pays for asyncio unasked.

@@ -1,4 +1,4 @@
-"""The whole answer to a request, gathered from its chunks: one record for clients and for calls in process."""
+"""This module gathers the whole answer to a request from its chunks, for clients and for calls in process."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The chunk that a caller gets for each step of a request, from a client and in process."""
+"""A chunk is what a caller gets of each step of a request, from a client and in process."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Endpoints of servers: the default one, how one is parsed and checked, the lock next to a socket file.
+"""An endpoint is where a server is reached: this module parses and checks one, and locks a socket file.
 
 A socket file outlives its server, and whoever removes it may bind its path: so a server holds a lock file first, and
 watches that the socket file stays its own. Who may connect is decided by the folder's mode, the file's mode, and
@@ -19,7 +19,7 @@ import platformdirs
 
 from lowlat.errors import ConfigError
 
-__all__ = ["Endpoint", "EndpointLock", "check_owner", "default_endpoint", "parse_endpoint"]
+__all__ = ["Endpoint", "EndpointLock", "check_owner", "default_endpoint", "make_folder", "parse_endpoint"]
 
 MAX_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 LOCK_SUFFIX = ".lock"
@@ -59,9 +59,21 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
     return f"ipc://{folder / 'default.sock'}"
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder of a socket, and what is missing above it, their owner's alone. Raises ConfigError."""
+    try:
+        for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} of the endpoint's socket cannot be made: {error.strerror} ({error.filename}); choose "
+            "another endpoint (--endpoint), or set XDG_RUNTIME_DIR to a folder of your own"
+        ) from error
+
+
 def parse_endpoint(url: str) -> Endpoint:
     """Take an endpoint apart. Raises ConfigError for a transport, a path or an address that is not served."""
-    scheme, separator, address = url.partition("://")
+    scheme, separator, address = str(url).partition("://")  # callers without a type checker give anything
     if separator and scheme == "ipc":
         return _parse_ipc(url, address)
     if separator and scheme == "tcp":
@@ -178,8 +190,7 @@ class EndpointLock:
 
     def _prepare_folder(self) -> None:
         folder = self.path.parent
-        for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
-            missing.mkdir(mode=0o700, exist_ok=True)
+        make_folder(folder)
         found = folder.stat()
         if not stat.S_ISDIR(found.st_mode):
             raise ConfigError(f"{folder} is not a directory; the endpoint's socket file lies in one")

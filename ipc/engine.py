@@ -1,4 +1,4 @@
-"""Protocols that a server uses: an engine that decodes, and a codec from text to token ids.
+"""A server uses these protocols: an engine that decodes, and a codec from text to token ids.
 
 An engine is driven by the decode thread alone, but for `validate` and `compile`, which any thread may call. A codec is
 called from the text threads.

@@ -1,4 +1,4 @@
-"""Sockets of libzmq as both sides use them: version, options, and sending without waiting."""
+"""This module sets up libzmq's sockets as both sides use them: version, options, and sending without waiting."""
 
 import zmq
 from zmq.backend import Socket as BareSocket

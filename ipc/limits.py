@@ -1,4 +1,4 @@
-"""Every bound of the server, in one place; each may be set by name, and an error that speaks of one names it."""
+"""This module has every bound of the server. Each may be set by name, and an error that speaks of one names it."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any

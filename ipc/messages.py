@@ -1,4 +1,4 @@
-"""The messages of wire format 1, one struct each; wire.py says how they are sent.
+"""Each message of wire format 1 is a struct of this module; wire.py says how they are sent.
 
 Structs of a client's messages carry their bounds, so that decoding is checking.
 """

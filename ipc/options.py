@@ -1,4 +1,4 @@
-"""The options of a request by name and type, for type checkers and editors."""
+"""`SamplingOptions` names the options of a request with their types, for type checkers and editors."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypedDict

@@ -1,4 +1,4 @@
-"""The logarithmic probabilities of a prompt's tokens, packed: as the engine gives them, on the wire, and for callers.
+"""This module packs the logprobs of a prompt's tokens, for the engine, the wire and callers.
 
 A prompt of 131,072 tokens with 20 likeliest ones at each is 22 MB in this form, and objects are made of the positions
 alone that somebody looks at. It travels in parts of bounded size.

@@ -1,4 +1,4 @@
-"""The prompts that a caller may give, of a client and in process: text, token ids, or the messages of a chat."""
+"""A prompt, of a client and in process, is text, token ids, or the messages of a chat."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,11 +14,31 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def chat_messages(entries: Sequence[Any]) -> list[Message]:
-    """Checked messages of a chat. Raises RequestError naming the message and field that cannot be."""
+    """Checked messages of a chat; content in parts of text is their text, a line each.
+
+    Raises RequestError naming the message and field that cannot be.
+    """
     if len(entries) > MAX_MESSAGES:
         raise RequestError(f"a chat has at most {MAX_MESSAGES} messages, got {len(entries)}")
-    plain = [dict(entry) if isinstance(entry, Mapping) else entry for entry in entries]
+    plain = [_plain(place, entry) if isinstance(entry, Mapping) else entry for place, entry in enumerate(entries)]
     try:
         return msgspec.convert(plain, list[Message])
     except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(f"chat messages: {error}") from error
+
+
+def _plain(place: int, entry: Mapping[str, Any]) -> dict[str, Any]:
+    message = dict(entry)
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        where = f"messages[{place}].content"
+        message["content"] = "\n".join(_text_of(part, f"{where}[{number}]") for number, part in enumerate(content))
+    return message
+
+
+def _text_of(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if kind == "text" and isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise RequestError(f"{where} is of the type {kind!r:.40}; content is text, or parts of the type 'text'")
+    return text

@@ -1,4 +1,4 @@
-"""The inbox of a thread: other threads put items and wake it, and never wait for it."""
+"""An inbox is where other threads put items for one thread; they wake it, and never wait for it."""
 
 import os
 import select

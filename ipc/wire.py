@@ -1,4 +1,4 @@
-"""Wire format, version 1: what lowlat's server and its clients say to each other over ZeroMQ.
+"""This module is wire format 1: what lowlat's server and its clients say to each other over ZeroMQ.
 
 A client is a DEALER, the server a ROUTER. A message is one frame, or two where the second is named here as its body:
 

@@ -51,9 +51,7 @@ def executor_of(
     bucket = bucket_of(case, drafted)
     made = [Rank(each.config, {bucket: build_step(each, bucket, drafted)}, build_prefills(each)) for each in ranks]
     kind = "graph" if devices[0].type == "cuda" else "reference"
-    choice, first = DeviceChoice(devices[0], kind, "a benchmark"), made[0]
-    several: dict[str, Any] = {"ranks": made, "devices": devices} if len(made) > 1 else {}
-    return make_executor(choice, first.programs, first.prefills, weights, **several)
+    return make_executor(DeviceChoice(devices[0], kind, "a benchmark"), made, weights, devices=devices)
 
 
 class Step:

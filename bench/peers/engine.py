@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import msgspec
 
@@ -18,6 +18,7 @@ __all__ = [
     "Arrivals",
     "Engine",
     "Found",
+    "GpuEngine",
     "Job",
     "Mark",
     "Measured",
@@ -124,6 +125,25 @@ def prompts_of(job: Job) -> list[list[int]]:
     if job.prompts is None:
         return Prompts.random(job.vocab_size).of(job.case)
     return Prompts.read(Path(job.prompts), None, job.vocab_size).of(job.case)
+
+
+class GpuEngine:
+    """The common part of the engines that need a GPU, and for drafts a draft model.
+
+    package  that is installed with it
+    shown    its name in messages
+    """
+
+    package: ClassVar[str]
+    shown: ClassVar[str]
+
+    def available(self) -> Found:
+        """The installed version, or why there is none."""
+        return found_package(self.package)
+
+    def refusal(self, job: Job) -> str:
+        """Why a case cannot be measured; empty where it can."""
+        return without_draft_model(job) if job.device.startswith("cuda") else f"{self.shown} needs a GPU"
 
 
 class Arrivals:

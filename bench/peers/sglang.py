@@ -7,25 +7,17 @@ Source: docs.sglang.io, advanced_features/speculative_decoding and server_argume
 import os
 from typing import Any
 
-from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of, without_draft_model
+from bench.peers.engine import Arrivals, GpuEngine, Job, Mark, Measured, prompts_of
 
 __all__ = ["Sglang"]
 
 
-class Sglang:
+class Sglang(GpuEngine):
     """SGLang's `Engine`."""
 
     name = "sglang"
-
-    def available(self) -> Found:
-        """The installed version."""
-        return found_package("sglang")
-
-    def refusal(self, job: Job) -> str:
-        """It needs a GPU, and for drafts a draft model."""
-        if not job.device.startswith("cuda"):
-            return "SGLang's CUDA build needs a GPU"
-        return without_draft_model(job)
+    package = "sglang"
+    shown = "SGLang's CUDA build"
 
     def arguments(self, job: Job) -> dict[str, Any]:
         """The arguments of `Engine`: fields of its ServerArgs."""

@@ -10,27 +10,19 @@ import asyncio
 import os
 from typing import Any
 
-from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of, without_draft_model
+from bench.peers.engine import Arrivals, GpuEngine, Job, Mark, Measured, prompts_of
 
 __all__ = ["TensorrtLlm"]
 
 FORCED = "TLLM_SPEC_DECODE_FORCE_NUM_ACCEPTED_TOKENS"
 
 
-class TensorrtLlm:
+class TensorrtLlm(GpuEngine):
     """TensorRT-LLM's `LLM`."""
 
     name = "tensorrt-llm"
-
-    def available(self) -> Found:
-        """The installed version."""
-        return found_package("tensorrt_llm")
-
-    def refusal(self, job: Job) -> str:
-        """It needs a GPU, and for drafts a draft model."""
-        if not job.device.startswith("cuda"):
-            return "TensorRT-LLM needs a GPU"
-        return without_draft_model(job)
+    package = "tensorrt_llm"
+    shown = "TensorRT-LLM"
 
     def arguments(self, job: Job) -> dict[str, Any]:
         """The arguments of `LLM`; those that are configurations of their own are dicts, by the names of its fields."""

@@ -6,25 +6,17 @@ Source: docs.vllm.ai, features/speculative_decoding, and the fields of vllm/conf
 
 from typing import Any
 
-from bench.peers.engine import Arrivals, Found, Job, Mark, Measured, found_package, prompts_of, without_draft_model
+from bench.peers.engine import Arrivals, GpuEngine, Job, Mark, Measured, prompts_of
 
 __all__ = ["Vllm"]
 
 
-class Vllm:
+class Vllm(GpuEngine):
     """vLLM's `LLM`."""
 
     name = "vllm"
-
-    def available(self) -> Found:
-        """The installed version."""
-        return found_package("vllm")
-
-    def refusal(self, job: Job) -> str:
-        """It needs a GPU, and for drafts a draft model."""
-        if not job.device.startswith("cuda"):
-            return "vLLM's CUDA build needs a GPU"
-        return without_draft_model(job)
+    package = "vllm"
+    shown = "vLLM's CUDA build"
 
     def arguments(self, job: Job) -> dict[str, Any]:
         """The arguments of `LLM`."""

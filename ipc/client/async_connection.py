@@ -1,4 +1,4 @@
-"""A connection that one event loop drives: it watches the sockets' descriptors, without ZeroMQ's poller between."""
+"""One event loop drives this connection: it watches the sockets' descriptors, without ZeroMQ's poller between."""
 
 import asyncio
 import select

@@ -1,4 +1,4 @@
-"""The asyncio client."""
+"""This module has the asyncio client."""
 
 import asyncio
 import time

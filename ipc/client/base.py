@@ -1,9 +1,9 @@
-"""The base of both clients: options, one connection or none, and the process that they belong to."""
+"""Both clients share this base: options, one connection or none, and the process that they belong to."""
 
 import os
 import weakref
 from abc import ABC, abstractmethod
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 from lowlat.errors import LowlatError, ServerGone
 from lowlat.ipc.client.curve import ClientCurve
@@ -45,6 +45,11 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
     def endpoint(self) -> str:
         """Where the server is reached."""
         return str(self._settings.endpoint)
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: its connection is one process's; make one in each"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self._connections else "not connected yet"

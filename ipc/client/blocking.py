@@ -1,4 +1,4 @@
-"""The blocking client: safe for several threads, without a thread of its own."""
+"""This module has the blocking client, which is safe for several threads and has no thread of its own."""
 
 import threading
 import time

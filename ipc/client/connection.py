@@ -1,4 +1,4 @@
-"""A connection that several threads share and none owns: the first thread that waits listens for all.
+"""Several threads share this connection and none owns it: the first thread that waits listens for all.
 
 The sockets are used under one lock, except for waiting: the leader, one of the threads that wait, polls bare
 descriptors without it, so that others can send meanwhile. A send may swallow the signal that a message has come; so

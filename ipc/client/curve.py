@@ -1,4 +1,4 @@
-"""A client's keys for CURVE."""
+"""This module has a client's keys for CURVE."""
 
 from dataclasses import dataclass, field
 

@@ -1,4 +1,4 @@
-"""A request as both clients hand it out: sent when it is made, read by one at a time, cancelled when it is left."""
+"""A generation is a request as both clients hand it out: it is sent when it is made, and cancelled when it is left."""
 
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 

@@ -1,4 +1,4 @@
-"""Prompts that are sent while they are being written; their answers can be read once they are finished."""
+"""An open prompt is sent while it is being written; its answer can be read once it is finished."""
 
 from collections.abc import Awaitable, Sequence
 from types import TracebackType
@@ -25,6 +25,9 @@ class OpenPrompt:
     def __init__(self, generation: "Generation") -> None:
         self._generation = generation
         self._finished = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'finished' if self._finished else 'being written'})"
 
     def append(self, piece: str | Sequence[int], *, timeout_s: float | None = None) -> None:
         """Send text or token ids; they are read at once, as far as their tokens are certain.
@@ -70,6 +73,9 @@ class AsyncOpenPrompt:
     def __init__(self, generation: "AsyncGeneration") -> None:
         self._generation = generation
         self._finished = False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'finished' if self._finished else 'being written'})"
 
     async def append(self, piece: str | Sequence[int], *, timeout_s: float | None = None) -> None:
         """Send text or token ids; see OpenPrompt.append."""

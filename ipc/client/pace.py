@@ -1,4 +1,4 @@
-"""The pace of small messages of a connection: a server drops a client that sends more than it takes."""
+"""This module spaces the small messages of a connection, as a server drops a client that sends more than it takes."""
 
 __all__ = ["Pace"]
 

@@ -1,4 +1,4 @@
-"""The client's side of one connection, without any input or output: messages to send, messages received, the end.
+"""This module is the client's side of one connection, without any input or output.
 
 Its driver sends the messages in `outgoing`, hands in every frame that comes, calls `tick` in time while somebody
 waits, and `fail` when the connection breaks.

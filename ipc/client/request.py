@@ -1,15 +1,15 @@
-"""From a caller's prompt and options to a SUBMIT: everything that can be refused without a server is refused here."""
+"""This module makes a SUBMIT of a caller's prompt and options, and refuses all that can be refused without a server."""
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from msgspec import Struct
 
 from lowlat.errors import RequestError, meant
-from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Result, Sampling, Submit
+from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Parse, Result, Sampling, Submit
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
 
@@ -37,6 +37,8 @@ class Request(Struct, frozen=True):
             check_submit_size(header)
         except WireError as error:
             raise RequestError(f"the request is too long: {error}") from error
+        except UnicodeEncodeError as error:
+            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request has no encoding: {error}") from error
         frames = (header,) if self.body is None else (header, self.body)
@@ -67,45 +69,18 @@ def make_request(
 
     Raises RequestError.
     """
-    text: str | None = None
-    messages: list[Message] | None = None
-    body: bytes | None = None
-    if prompt is None and is_open:
-        pass
-    elif isinstance(prompt, str):
-        text = prompt
-    elif isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
-        body = _pack(prompt)
-    else:
-        entries = _entries(prompt)
-        if isinstance(entries[0], Mapping):
-            messages = chat_messages(entries)
-        else:
-            body = _pack(entries)
-    options = None
-    if template_options is not None:
-        if messages is None:
-            raise RequestError("template_options are for chat messages; this prompt has no template")
-        if not isinstance(template_options, Mapping):
-            raise RequestError(f"template_options must be a mapping, got {type(template_options).__name__}")
-        options = dict(template_options)
-    deadline_ms = None if deadline_s is None else _deadline_ms(deadline_s)
-    flags = {"fit_context": fit_context, "allow_special": allow_special, "add_special_tokens": add_special_tokens}
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise RequestError(f"{name} must be true or false, got {value!r:.80}")
-    if not isinstance(cache_salt, str) or len(cache_salt) > MAX_SALT:
-        raise RequestError(f"cache_salt must be a string of at most {MAX_SALT} characters, got {cache_salt!r:.80}")
-    if not isinstance(session, str) or len(session) > MAX_SESSION:
-        raise RequestError(f"session must be a string of at most {MAX_SESSION} characters, got {session!r:.80}")
+    text, messages, body = (None, None, None) if prompt is None and is_open else _parts_of(prompt)
+    _check_flags(fit_context=fit_context, allow_special=allow_special, add_special_tokens=add_special_tokens)
+    _check_name("cache_salt", cache_salt, MAX_SALT)
+    _check_name("session", session, MAX_SESSION)
     submit = Submit(
         0,
         1,
         _sampling(sampling),
         text,
         messages,
-        options,
-        deadline_ms,
+        _template_options(template_options, messages),
+        None if deadline_s is None else _deadline_ms(deadline_s),
         fit_context=fit_context,
         allow_special=allow_special,
         cache_salt=cache_salt,
@@ -120,6 +95,39 @@ def make_request(
     except WireError as error:
         raise RequestError(f"{(error.field or '$.request')[2:]}: {error}") from error
     return Request(submit, body)
+
+
+def _parts_of(prompt: object) -> tuple[str | None, list[Message] | None, bytes | None]:
+    """A prompt as its text, its messages or its packed token ids; the other two are None."""
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
+        return None, None, _pack(prompt)
+    entries = _entries(prompt)
+    if isinstance(entries[0], Mapping):
+        return None, chat_messages(entries), None
+    return None, None, _pack(entries)
+
+
+def _template_options(given: object, messages: list[Message] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    if messages is None:
+        raise RequestError("template_options are for chat messages; this prompt has no template")
+    if not isinstance(given, Mapping):
+        raise RequestError(f"template_options must be a mapping, got {type(given).__name__}")
+    return dict(given)
+
+
+def _check_flags(**flags: object) -> None:
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false, got {value!r:.80}")
+
+
+def _check_name(option: str, value: object, most: int) -> None:
+    if not isinstance(value, str) or len(value) > most:
+        raise RequestError(f"{option} must be a string of at most {most} characters, got {value!r:.80}")
 
 
 def pieces_of(piece: str | Sequence[int]) -> Iterator[str | bytes]:
@@ -190,6 +198,8 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
                 ) from None
         reason, _, path = str(error).partition(" - at ")
         name = path.strip("`").rpartition("$.")[2] or "sampling"
+        if name == "parse":
+            reason += f"; it is one of {', '.join(map(repr, get_args(Parse)))}"
         value = options.get(name.split("[")[0].split(".")[0])
         raise RequestError(f"{name}: {reason}, got {value!r:.80}") from error
 

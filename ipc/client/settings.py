@@ -1,4 +1,4 @@
-"""The settings of both clients, checked once, and the clock of their attempts to connect."""
+"""This module checks the settings of both clients once, and times their attempts to connect."""
 
 import math
 import os

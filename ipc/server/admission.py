@@ -1,4 +1,4 @@
-"""The right to talk to a server: the user after a connection, and CURVE for tcp://.
+"""This module admits who may talk to a server, by the user after a connection, and by CURVE for tcp://.
 
 libzmq asks its process about every connection before it lets a message of it through (ZAP): over ipc:// it names the
 user and the process that the kernel saw at the other end, over tcp:// the CURVE key that was proven. The user id

@@ -1,4 +1,4 @@
-"""How the server words what goes to its log: events with fields, exceptions without their texts.
+"""This module words what goes to the server's log: events with fields, and exceptions without their texts.
 
 Which lines are written, how many a second and in what form is the business of the logger's handlers.
 """

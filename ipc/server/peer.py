@@ -1,4 +1,4 @@
-"""The peer of a server: a client's connection, from the first message on it to its end."""
+"""A peer is a client's connection to a server, from the first message on it to its end."""
 
 import time
 from collections import deque

@@ -1,4 +1,4 @@
-"""Sending to the peers of a server, and the messages that wait to be sent."""
+"""This module sends to the peers of a server, and keeps the messages that wait to be sent."""
 
 import time
 from collections.abc import Iterator

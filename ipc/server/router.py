@@ -1,4 +1,4 @@
-"""The server's socket: a ROUTER of libzmq, over ipc:// and tcp:// alike.
+"""The server's socket is a ROUTER of libzmq, over ipc:// and tcp:// alike.
 
 A message carries its connection's routing id, which libzmq makes, and the user at the other end (`Admission`). A ROUTER
 does not say when a connection begins or ends, and has no call that ends one. So its monitor reports the descriptors of

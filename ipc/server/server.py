@@ -1,4 +1,4 @@
-"""A server's life: endpoint, threads, signals, drain, end. What it says to clients is in the modules next to it."""
+"""This module runs a server's life: endpoint, threads, signals, drain, end."""
 
 import gc
 import logging

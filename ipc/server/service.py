@@ -1,4 +1,4 @@
-"""The answers of a server: every message of a client has one method here; requests are born and end in `Requests`."""
+"""A service answers the messages of clients, one method each; requests are born and end in `Requests`."""
 
 import logging
 import time
@@ -9,9 +9,10 @@ from msgspec import UNSET, Struct
 
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.limits import Limits
-from lowlat.ipc.server.generations.requests import FREE_SHARE, Requests
+from lowlat.ipc.server.generations.requests import Requests
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.streams import Stream
+from lowlat.ipc.server.generations.user_shares import FREE_SHARE
 from lowlat.ipc.server.logs import describe
 from lowlat.ipc.server.peer import Peer
 from lowlat.ipc.server.peers import Peers

@@ -11,9 +11,11 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.common.memory import divide, int_at, long_at, threads_for, wide_count
+from lowlat.kernels.reference.attention import kv as reference
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.launches import Given, launches
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types
 
 __all__ = ["examples", "kv_compact", "kv_compact_layer"]
@@ -56,22 +58,14 @@ def kv_compact(
     return _calls(reads, caches[0], (addresses, 0), len(caches))
 
 
-def kv_compact_layer(
-    accepted_nodes: torch.Tensor,
-    commit_lens: torch.Tensor,
-    dense_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slots: torch.Tensor,
-    *,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-) -> list[KernelCall]:
-    """`kv_compact` of the reference for one layer; arguments and errors as for `kv_compact`, but no workspace."""
-    check_shape("v_cache", v_cache, *k_cache.shape)
+@launches(reference.kv_compact)
+def kv_compact_layer(given: Given) -> list[KernelCall]:
+    """`kv_compact` of the reference, of one layer. Raises ShapeError for arguments that do not fit."""
+    k_cache, v_cache = given["k_cache"], given["v_cache"]
     if v_cache.dtype != k_cache.dtype or not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ShapeError("k_cache and v_cache must be contiguous and of one dtype")
     wide_count("v_cache", v_cache)
-    reads = (accepted_nodes, commit_lens, dense_lens, block_table, slots)
+    reads = tuple(given[name] for name in ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots"))
     return _calls(reads, k_cache, (k_cache, v_cache), 0)
 
 

@@ -28,7 +28,7 @@ from lowlat.kernels.recurrent.delta_step import WARP_COLUMNS, HeadSizes
 from lowlat.kernels.reference.recurrent import delta_rule as reference
 from lowlat.kernels.toolchain import ptx, ptx_state
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
-from lowlat.kernels.toolchain.launches import fit
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "heads_of", "prefill_delta_rule", "row_workspaces"]
@@ -330,13 +330,13 @@ def row_workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, Workspa
     )
 
 
-def prefill_delta_rule(*, workspace: Workspace, gpu: Gpu = H200, **arguments: Any) -> list[KernelCall]:
-    """`prefill_delta_rule` of the reference, whose arguments these are; mixed and out are bf16, weights float32.
+@launches_with(reference.prefill_delta_rule)
+def prefill_delta_rule(given: Given, *, workspace: Workspace, gpu: Gpu = H200) -> list[KernelCall]:
+    """`prefill_delta_rule` of the reference; mixed and out are bf16, weights float32.
 
     Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
     Captured: yes. Raises ShapeError for arguments that do not fit.
     """
-    given = fit(reference.prefill_delta_rule, arguments)
     mixed, ba, a_log, dt_bias = (given[name] for name in ("mixed", "ba", "a_log", "dt_bias"))
     rows, heads = mixed.shape[0], HeadSizes(*given.sizes("Hk", "Hv", "Dk", "Dv"))
     check_heads(heads)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.sampling.select import (
     BROKEN,
     CHUNK,
@@ -28,6 +28,7 @@ from lowlat.kernels.sampling.select import (
     words_broken,
 )
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import (
     let_next_kernel_start,
@@ -57,15 +58,12 @@ def row_pairs(logits: torch.Tensor, limit: int, workspace: Workspace) -> tuple[t
     return pairs, [KernelCall(_make_pairs(width, limit), (chunks, rows, 1), (logits, pairs))]
 
 
-def finite(
-    logits: torch.Tensor, row_live: torch.Tensor, *, finite: torch.Tensor, workspace: Workspace
-) -> list[KernelCall]:
-    """`finite` of the reference, whose arguments these are. Two launches. Raises ShapeError as `row_pairs` does."""
-    count = finite.numel()
-    check_shape("logits", logits, count, logits.shape[1])
-    check_shape("row_live", row_live.reshape(-1), count)
-    pairs, calls = row_pairs(logits, FINITE, workspace)
-    return [*calls, KernelCall(_make_finite(pairs.shape[1]), (count, 1, 1), (pairs, row_live, finite))]
+@launches_with(reference.finite)
+def finite(given: Given, *, workspace: Workspace) -> list[KernelCall]:
+    """`finite` of the reference. Two launches. Raises ShapeError for arguments that do not fit, and as `row_pairs`."""
+    pairs, calls = row_pairs(given["logits"], FINITE, workspace)
+    grid = (given["finite"].numel(), 1, 1)
+    return [*calls, KernelCall(_make_finite(pairs.shape[1]), grid, (pairs, *given.take("row_live", "finite")))]
 
 
 @functools.cache

@@ -15,16 +15,14 @@ from typing import Any
 
 import torch
 
+from lowlat.errors import ShapeError
 from lowlat.kernels.common.philox import philox, uniform
+from lowlat.kernels.reference.sampling import sample as reference
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.reference.step.slot_record import (
     HAS_GRAMMAR,
     MASKED,
-    MAX_BIASES,
-    MAX_STOPS,
     MIN_P,
-    NUM_FLOATS,
-    NUM_INTS,
     SEED,
     TEMPERATURE,
     TOP_K,
@@ -67,6 +65,7 @@ from lowlat.kernels.sampling.select import (
     words_broken,
 )
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import (
     add_rn,
@@ -83,6 +82,7 @@ from lowlat.kernels.toolchain.ptx import (
 
 __all__ = ["examples", "sample"]
 
+MAX_ROWS = 64  # a slot
 PAIRS = 2 * WARPS
 SUMS = WARPS + 2
 MAGNITUDE = 0x7FFFFFFF
@@ -96,83 +96,53 @@ LONGS = types.Array(types.int64, 1, "C")
 LONGS_2D = types.Array(types.int64, 2, "C")
 LONGS_3D = types.Array(types.int64, 3, "C")
 FLOATS_2D = types.Array(types.float32, 2, "C")
-# lengths, slot_ints, slot_floats, prompt_seen, output_counts, bias_ids, bias_values, stop_ids, grammar_masks and _ready
+STATE_NAMES = (
+    *("lengths", "slot_ints", "slot_floats", "prompt_seen", "output_counts", "bias_ids", "bias_values", "stop_ids"),
+    *("grammar_masks", "grammar_ready"),
+)
 STATE = (INTS, LONGS_2D, FLOATS_2D, types.int64, types.int64, INTS_2D, FLOATS_2D, INTS_2D, types.int64, types.int64)
 ROW = (types.int64, BYTES, types.int64, LONGS, INTS, *STATE, types.int64)  # logits to best
 CHOSEN = (INTS, BYTES, types.int64, types.int64, types.int64, LONGS_3D)  # target_tokens to masses
 
 
+@launches_with(reference.sample)
 def sample(
-    logits: torch.Tensor,
-    row_live: torch.Tensor,
-    row_tokens: torch.Tensor,
-    row_masks: torch.Tensor,
-    slots: torch.Tensor,
-    lengths: torch.Tensor,
-    slot_ints: torch.Tensor,
-    slot_floats: torch.Tensor,
-    prompt_seen: torch.Tensor,
-    output_counts: torch.Tensor,
-    bias_ids: torch.Tensor,
-    bias_values: torch.Tensor,
-    stop_ids: torch.Tensor,
-    grammar_masks: torch.Tensor,
-    grammar_ready: torch.Tensor,
-    *,
-    target_tokens: torch.Tensor,
-    workspace: Workspace,
-    best: torch.Tensor | None = None,
-    finite: torch.Tensor | None = None,
+    given: Given, *, workspace: Workspace, best: torch.Tensor | None = None, finite: torch.Tensor | None = None
 ) -> list[KernelCall]:
     """Draw the target's token at every live node, and on request flag the rows whose logits are finite.
 
-    Arguments are those of the reference's `sample`, and
+    The arguments of the reference's `sample`, and
     best    [B * T, n, 2]  int32  what the logits' GEMM left, with the limit FINITE (`decode_gemm.PartialArgmax`); None:
                                   one more launch makes them
     finite  [B, T]         uint8  out: 1 for a live row without NaN or infinity; None: kept to itself
     target_tokens is -1 for a dead row, a pad slot, or where a grammar allows nothing, 0 where logits are not finite.
     grammar_masks and grammar_ready may lie in pinned host memory.
-    Time: plain greedy rows are not read, others once. Raises ShapeError for shapes that do not fit, V above 327680,
-    and T above 64.
+    Time: plain greedy rows are not read, others once. Raises ShapeError for arguments that do not fit, V above 327680,
+    and T above 64 or above the rows of the masks.
     """
-    batch, rows = target_tokens.shape
-    count, width, slot_count = batch * rows, prompt_seen.shape[1], lengths.shape[0]
-    check_shape("logits", logits, count, width)
+    batch, rows, width, max_rows, mask_words = given.sizes("B", "T", "V", "max_T", "W")
+    if rows > min(MAX_ROWS, max_rows) or mask_words != -(-width // 32):
+        raise ShapeError(
+            f"sample takes at most {MAX_ROWS} rows a slot, and masks of as many rows of {-(-width // 32)} words, got "
+            f"{rows} rows and masks of {max_rows} rows of {mask_words} words"
+        )
+    count, chunks = batch * rows, count_chunks("logits", width)
     calls: list[KernelCall] = []
     if best is None:
-        best, calls = row_pairs(logits, FINITE, workspace)
+        best, calls = row_pairs(given["logits"], FINITE, workspace)
     if finite is None:
         finite = workspace(f"sample.finite.{count}", (batch, rows), torch.uint8)
-    for name, array in (("row_tokens", row_tokens), ("row_masks", row_masks), ("finite", finite)):
-        check_shape(name, array, batch, rows)
-    check_shape("slots", slots, batch)
-    check_shape("target_tokens", target_tokens, batch, min(rows, 64))
-    live = row_live.reshape(-1)
-    check_shape("row_live", live, count)
+    check_shape("finite", finite, batch, rows)
     check_shape("best", best, count, best.shape[1], 2)
-    for name, array, columns in (
-        ("slot_ints", slot_ints, NUM_INTS),
-        ("slot_floats", slot_floats, NUM_FLOATS),
-        ("prompt_seen", prompt_seen, width),
-        ("output_counts", output_counts, width),
-        ("bias_ids", bias_ids, MAX_BIASES),
-        ("bias_values", bias_values, MAX_BIASES),
-        ("stop_ids", stop_ids, MAX_STOPS),
-    ):
-        check_shape(name, array, slot_count, columns)
-    max_rows = grammar_masks.shape[1]
-    check_shape("grammar_masks", grammar_masks, slot_count, max(max_rows, rows), -(-width // 32))
-    check_shape("grammar_ready", grammar_ready, slot_count)
-    chunks = count_chunks("logits", width)
-    history = (prompt_seen, output_counts, bias_ids, bias_values, stop_ids)
-    state = (lengths, slot_ints, slot_floats, *history, grammar_masks, grammar_ready)
     largest = workspace(f"sample.largest.{count}.{chunks}", (count, chunks, 2), torch.int32)
     drawn = workspace(f"sample.drawn.{count}.{chunks}", (count, chunks, 2), torch.int32)
     counters = workspace(f"sample.counters.{count}", (count, COUNTERS), torch.int32)
     masses = workspace(f"sample.masses.{count}", (count, TABLES, BINS), torch.int64)
-    row = (logits, live, row_tokens, row_masks.reshape(-1), slots, *state, best)
-    chosen = (target_tokens.reshape(-1), finite.reshape(-1), largest, drawn, counters, masses)
-    return [*calls, KernelCall(_make(width, rows, best.shape[1], max_rows), (chunks, count, 1), (*row, *chosen))]
+    flat = {name: given[name].reshape(-1) for name in ("row_live", "row_masks", "target_tokens")}
+    row = (given["logits"], flat["row_live"], given["row_tokens"], flat["row_masks"], given["slots"])
+    chosen = (flat["target_tokens"], finite.reshape(-1), largest, drawn, counters, masses)
+    arguments = (*row, *given.take(*STATE_NAMES), best, *chosen)
+    return [*calls, KernelCall(_make(width, rows, best.shape[1], max_rows), (chunks, count, 1), arguments)]
 
 
 @device_function

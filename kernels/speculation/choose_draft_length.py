@@ -24,7 +24,7 @@ from lowlat.kernels.reference.speculation.length_probabilities import MAX_WAITED
 from lowlat.kernels.reference.step.slot_record import DRAFT_LIMIT, NUM_INTS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
-from lowlat.kernels.toolchain.launches import Given, fit
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, types, uint32
 
 __all__ = [
@@ -93,13 +93,13 @@ def choice_plan(given: Given, *, switching: bool) -> ChoicePlan:
     return ChoicePlan(max_batch, most, row, most_waiting, switching)
 
 
-def choose_draft_length(*, condition: int | None = None, **arguments: Any) -> list[KernelCall]:
-    """Choose, as the reference's `choose_draft_length`, whose arguments these are, by name.
+@launches_with(reference.choose_draft_length)
+def choose_draft_length(given: Given, *, condition: int | None = None) -> list[KernelCall]:
+    """Choose, as the reference's `choose_draft_length` does.
 
     condition  the handle of the SWITCH node that the choice is for; None: there is none
     Time: a trip to memory and one to the host's, at once. Raises ShapeError.
     """
-    given = fit(reference.choose_draft_length, arguments)
     plan = choice_plan(given, switching=condition is not None)
     return [KernelCall(_make(plan), (1, 1, 1), (*given.tensors, condition or 0))]
 

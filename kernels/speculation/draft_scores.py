@@ -33,19 +33,19 @@ from lowlat.kernels.sampling.select import (
 from lowlat.kernels.speculation.limits import MAX_SCORED_RANKS
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
-from lowlat.kernels.toolchain.launches import fit
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, int32, int64, types, uint32
 
 __all__ = ["draft_topk_logprobs", "examples"]
 
 
-def draft_topk_logprobs(*, workspace: Workspace, **arguments: Any) -> list[KernelCall]:
-    """`draft_topk_logprobs` of the reference, whose arguments these are, by name.
+@launches_with(reference.draft_topk_logprobs)
+def draft_topk_logprobs(given: Given, *, workspace: Workspace) -> list[KernelCall]:
+    """`draft_topk_logprobs` of the reference.
 
     Time: one read of the logits, k steps of a warp, three times over, and an exponential for each logit.
     Raises ShapeError for k outside 1..32 or above Vd, for Vd above 327680, and for arguments that do not fit.
     """
-    given = fit(reference.draft_topk_logprobs, arguments)
     rows, width, k = given.sizes("R", "Vd", "k")
     if not 1 <= k <= min(width, MAX_SCORED_RANKS):
         raise ShapeError(f"k must be from 1 to {min(width, MAX_SCORED_RANKS)}, got {k}")

@@ -11,6 +11,7 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.speculation import draft_topk as reference
 from lowlat.kernels.sampling.argmax import NextLevel, argmax
 from lowlat.kernels.sampling.ranking import block_ranks, count_lists, make_row_ranks
 from lowlat.kernels.sampling.row_pairs import row_pairs
@@ -30,6 +31,7 @@ from lowlat.kernels.sampling.select import (
 )
 from lowlat.kernels.speculation.limits import MAX_RANKS
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, int32, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import let_next_kernel_start, shared_address, sync_warp, wait_for_previous_kernel
 
@@ -40,13 +42,10 @@ INTS = types.Array(types.int32, 1, "C")
 INTS_2D = types.Array(types.int32, 2, "C")
 
 
+@launches_with(reference.draft_topk)
 def draft_topk(
-    logits: torch.Tensor,
-    draft_to_target: torch.Tensor,
-    row_live: torch.Tensor | None = None,
+    given: Given,
     *,
-    out: torch.Tensor,
-    k: int,
     workspace: Workspace,
     best: torch.Tensor | None = None,
     children: torch.Tensor | None = None,
@@ -57,53 +56,41 @@ def draft_topk(
 ) -> list[KernelCall]:
     """Take the k largest logits of each row and name their target ids; with the last four, `assign_drafts` too.
 
-    logits           [R, Vd]      float32
-    draft_to_target  [Vd]         int32
-    row_live         [R] or [..]  uint8    R entries; None: all live
-    out              [R, k]       int32    out: by rank; -1 in a dead row and in one that holds a NaN
-    best             [R, B, 2]     int32    with k = 1: what the logits' GEMM left, with the limit INFINITY (see
-                                            `decode_gemm.PartialArgmax`); None: one more launch makes them
+    The arguments of the reference's `draft_topk`, and
+    best             [R, B, 2]     int32  with k = 1: what the logits' GEMM left, with the limit INFINITY (see
+                                          `decode_gemm.PartialArgmax`); None: one more launch makes them
     children, child_rows, child_ranks  [n] int32, and draft_nodes [B, T] int32, updated: see `assign_drafts`
     then             with k = 1, of a chain: what is made of the drafts for the next ones
     Time: with k = 1 some trips to memory; else one read of the logits, and k steps of a warp, three times over.
-    Raises ShapeError for k outside 1..64 or above Vd, for Vd above 327680, and for shapes that do not fit.
+    Raises ShapeError for k outside 1..64 or above Vd, for Vd above 327680, and for arguments that do not fit.
     """
-    rows, width = logits.shape
+    rows, width, k = given.sizes("R", "Vd", "k")
     if then is not None and k != 1:
         raise ShapeError(f"a next level is of a chain's drafts, k = 1, got {k}")
     if not 1 <= k <= min(width, MAX_RANKS):
         raise ShapeError(f"k must be from 1 to {min(width, MAX_RANKS)}, got {k}")
-    check_shape("out", out, rows, k)
-    check_shape("draft_to_target", draft_to_target, width)
     assign = None
     if children is not None and child_rows is not None and child_ranks is not None and draft_nodes is not None:
         assign = (children, child_rows, child_ranks, draft_nodes)
-    if k == 1:
-        calls: list[KernelCall] = []
-        if best is None:
-            best, calls = row_pairs(logits, INFINITY, workspace)
-        check_shape("best", best, rows, best.shape[1], 2)
-        return [*calls, *argmax(best, row_live, out=out.reshape(-1), names=draft_to_target, assign=assign, then=then)]
-    return _ranked(logits, draft_to_target, row_live, out, assign, workspace)
+    if k != 1:
+        return _ranked(given, assign, workspace)
+    calls: list[KernelCall] = []
+    if best is None:
+        best, calls = row_pairs(given["logits"], INFINITY, workspace)
+    check_shape("best", best, rows, best.shape[1], 2)
+    out, live = given["out"].reshape(-1), given.arrays.get("row_live")
+    return [*calls, *argmax(best, live, out=out, names=given["draft_to_target"], assign=assign, then=then)]
 
 
-def _ranked(
-    logits: torch.Tensor,
-    draft_to_target: torch.Tensor,
-    row_live: torch.Tensor | None,
-    out: torch.Tensor,
-    assign: tuple[torch.Tensor, ...] | None,
-    workspace: Workspace,
-) -> list[KernelCall]:
-    (rows, width), k = logits.shape, out.shape[1]
+def _ranked(given: Given, assign: tuple[torch.Tensor, ...] | None, workspace: Workspace) -> list[KernelCall]:
+    rows, width, k = given.sizes("R", "Vd", "k")
+    logits, names, out, row_live = given["logits"], given["draft_to_target"], given["out"], given.arrays.get("row_live")
     chunks = count_chunks("logits", width)
     live = out.view(torch.uint8).reshape(-1) if row_live is None else row_live.reshape(-1)
-    if row_live is not None:
-        check_shape("row_live", live, rows)
-    dummy = draft_to_target
-    children, child_rows, child_ranks, draft_nodes, per_slot, nodes = dummy, dummy, dummy, out, rows, 0
+    tree: tuple[torch.Tensor, ...] = (names, names, names, out)  # no children: nothing of these is read
+    per_slot, nodes = rows, 0
     if assign is not None:
-        children, child_rows, child_ranks, draft_nodes = assign
+        children, child_rows, child_ranks, draft_nodes = tree = assign
         nodes = children.shape[0]
         check_shape("child_rows", child_rows, nodes)
         check_shape("child_ranks", child_ranks, nodes)
@@ -111,10 +98,8 @@ def _ranked(
         check_shape("logits", logits, per_slot * draft_nodes.shape[0], width)
     partials = workspace(f"draft_topk.partials.{rows}.{chunks}.{k}", (rows, chunks, k, 2), torch.int32)
     counters = workspace(f"draft_topk.counters.{rows}", (rows,), torch.int32)
-    tree = (children, child_rows, child_ranks, draft_nodes)
-    arguments = (logits, live, draft_to_target, out, *tree, partials, counters)
     kernel = _make(width, k, per_slot, nodes, row_live is not None)
-    return [KernelCall(kernel, (chunks, rows, 1), arguments)]
+    return [KernelCall(kernel, (chunks, rows, 1), (logits, live, names, out, *tree, partials, counters))]
 
 
 @functools.cache

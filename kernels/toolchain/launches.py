@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -16,9 +16,10 @@ from lowlat.graphs.schema import operation_of
 from lowlat.graphs.schema_check import fit_arguments
 from lowlat.kernels.toolchain.kernel import Argument, KernelCall
 
-__all__ = ["Given", "among", "fit", "launches"]
+__all__ = ["Given", "among", "fit", "launches", "launches_with"]
 
 P = ParamSpec("P")
+Calls = list[KernelCall]
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,30 @@ def among(reference: Callable[..., None], arguments: Mapping[str, Any]) -> dict[
     return {name: arguments[name] for name in (*schema.arguments, *schema.parameters) if name in arguments}
 
 
-def launches(
-    reference: Callable[P, None],
-) -> Callable[[Callable[[Given], list[KernelCall]]], Callable[P, list[KernelCall]]]:
+def launches(reference: Callable[P, None]) -> Callable[[Callable[[Given], Calls]], Callable[P, Calls]]:
     """Make a function with the parameters of an operation's reference of one that takes them fitted.
 
     Its calls raise ShapeError for arrays that do not fit the operation's schema.
     """
+    return lambda calls: _bound(reference, calls)
 
-    def decorate(calls: Callable[[Given], list[KernelCall]]) -> Callable[P, list[KernelCall]]:
-        @wraps(calls)
-        def bound(*args: P.args, **kwargs: P.kwargs) -> list[KernelCall]:
-            return calls(fit(reference, _binder(reference)(args, kwargs)))
 
-        return bound
+def launches_with(
+    reference: Callable[..., None],
+) -> Callable[[Callable[Concatenate[Given, ...], Calls]], Callable[..., Calls]]:
+    """As `launches`, of a kernel that also takes, by keyword, what its operation does not have, such as workspaces."""
+    return lambda calls: _bound(reference, calls)
 
-    return decorate
+
+def _bound(reference: Callable[..., None], calls: Callable[..., Calls]) -> Callable[..., Calls]:
+    _, *further = inspect.signature(calls).parameters  # the first is Given
+
+    @wraps(calls)
+    def bound(*args: Any, **kwargs: Any) -> Calls:
+        others = {name: kwargs.pop(name) for name in further if name in kwargs}
+        return calls(fit(reference, _binder(reference)(args, kwargs)), **others)
+
+    return bound
 
 
 class _Binder:

@@ -1,4 +1,4 @@
-"""Files of Hugging Face directories in, tensors and fields out; no file is trusted.
+"""This package reads Hugging Face directories, and gives tensors and fields; it trusts no file.
 
 Only safetensors and JSON are read. Everything that a config asks for and lowlat does not implement is refused by
 name, and so is every key or tensor that nobody knows; all errors are ConfigError.

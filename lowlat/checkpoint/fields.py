@@ -1,4 +1,4 @@
-"""Typed access to the keys of a configuration, and a record of which were used, so that none is ignored unseen.
+"""This module gives typed access to the keys of a configuration, and records which were used.
 
 A JSON null counts as absent everywhere, as it does for transformers.
 """

@@ -1,6 +1,4 @@
-"""Files: small ones from elsewhere, untrusted, read with a limit and without waiting for a pipe's writer; own ones,
-written whole.
-"""
+"""This module reads small untrusted files with a limit and without waiting, and writes own ones whole."""
 
 import json
 import os

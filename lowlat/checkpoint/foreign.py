@@ -1,4 +1,4 @@
-"""Models in forms that lowlat does not read, told by the names of their files: what they are, and what to take instead.
+"""This module tells models in forms that lowlat does not read by the names of their files, and what to take instead.
 
 It opens only the config of an adapter, for the name of the model that it is for.
 """

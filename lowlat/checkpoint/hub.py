@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub by name: their files fetched into its cache, as a directory that loaders read.
+"""This module fetches models of the Hugging Face hub by name into its cache, as a directory that loaders read.
 
 huggingface_hub moves the bytes, and its variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE, and, in
 seconds, HF_HUB_ETAG_TIMEOUT and HF_HUB_DOWNLOAD_TIMEOUT. Only configs, tokenizers, chat templates and safetensors are

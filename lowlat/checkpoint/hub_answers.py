@@ -1,4 +1,4 @@
-"""Checks of what a hub answers, before any of it becomes a path, a size or a name.
+"""This module checks what a hub answers before any of it becomes a path, a size or a name.
 
 huggingface_hub names files of its cache by headers: the blob by the ETag, the snapshot by the commit. A hub, or whoever
 stands between, may write anything there. `checked` refuses what is no hash, in every answer about a file.

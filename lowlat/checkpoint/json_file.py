@@ -1,4 +1,4 @@
-"""JSON files from model directories, read as untrusted input: bounded in size and depth, no duplicate keys."""
+"""This module reads JSON files of model directories as untrusted input: bounded, without duplicate keys."""
 
 import json
 from pathlib import Path

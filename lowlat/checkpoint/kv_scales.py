@@ -1,4 +1,4 @@
-"""Scales of a KV cache of 8 bits, as quantised checkpoints store them next to the weights of attention.
+"""Quantised checkpoints store the scales of a KV cache of 8 bits next to the weights of attention; this reads them.
 
 Names: `self_attn.k_scale` and `self_attn.v_scale` (compressed-tensors), `self_attn.k_proj.k_scale` and
 `self_attn.v_proj.v_scale` (ModelOpt), `self_attn.k_proj.output_scale` and `self_attn.v_proj.output_scale` (older

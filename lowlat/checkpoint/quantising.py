@@ -1,4 +1,4 @@
-"""Plain weights quantised on their way to an executor: linear layers rounded to nearest, all else as it is.
+"""This module quantises plain weights on their way to an executor: it rounds linear layers to nearest.
 
 The matrices of a layer become the parts of their format one at a time; there is never a second copy of all of them.
 """

@@ -1,4 +1,4 @@
-"""From checkpoint tensors to canonical weights: recipes, checked as a whole before the first byte is read.
+"""A recipe says how stored tensors make a canonical weight; all are checked before the first byte is read.
 
 A recipe says which stored tensors make one weight, and how; rows of a stored tensor can be placed without the rest of
 it; the tensors are read by `stored`.

@@ -1,4 +1,4 @@
-"""Weights for an executor: a mapping whose tensors need not be in memory yet, and are streamed one at a time.
+"""A weight source is a mapping whose tensors need not be in memory yet, and are streamed one at a time.
 
 The code that places weights asks `streamed` for them and keeps copies of its own; the original is then freed, so a
 model larger than the host's memory reaches a device.

@@ -1,4 +1,4 @@
-"""Canonical weights that stay in their files: read, arranged and checked at each look-up, and not kept in memory.
+"""Stored weights stay in their files: each look-up reads, arranges and checks them.
 
 A stream reads ahead: a few threads read and arrange pieces of some megabytes each, straight into their place where
 nothing has to be changed, while the caller uses what was ready before. The memory between files and caller is bounded

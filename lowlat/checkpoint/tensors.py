@@ -1,4 +1,4 @@
-"""Safetensors directories, read as untrusted input: one file or shards with an index, headers checked first.
+"""This module reads safetensors directories as untrusted input: one file or shards, headers checked first.
 
 It knows names, dtypes, shapes and bytes, and nothing of models. No other weight format is read: pickles run code.
 """

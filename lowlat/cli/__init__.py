@@ -6,9 +6,12 @@ on stdout as well; `--debug` shows the traceback.
 """
 
 import os
+import signal
 import sys
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from types import FrameType
 from typing import Any
 
 import click
@@ -135,6 +138,8 @@ def main() -> None:
     """Run the command line; the entry point `lowlat`."""
     if sys.stdout is None:  # it was closed; what is opened next would take its place
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
+        signal.signal(signal.SIGINT, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
@@ -147,6 +152,20 @@ def main() -> None:
         raise
     else:
         _flush()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; while torch is imported, whose C code drops what is raised in it, end the process."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        from lowlat.cli.console import print_error_json
+
+        with suppress(Exception):
+            print_error_json("interrupted")
+            sys.stdout.flush()
+            os.write(sys.stderr.fileno(), b"interrupted\n")
+        os._exit(INTERRUPTED)
+    signal.default_int_handler(number, frame)
 
 
 def _flush() -> None:

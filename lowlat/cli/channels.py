@@ -1,4 +1,4 @@
-"""The channels of a model that answers in Harmony, on a terminal: the final one as it is, all others dim.
+"""This module shows the channels of an answer in Harmony on a terminal: the final one plain, all others dim.
 
 A pipe or file gets the answer alone: the final channel, and text that is in no channel.
 """

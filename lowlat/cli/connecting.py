@@ -1,4 +1,4 @@
-"""A client for commands: the options that name a server, a connection, one request on it."""
+"""Commands ask a server by this module: the options that name it, a connection, one request on it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, everything else on stderr; colours and bars on a terminal only.
+"""Commands write by this module: results to stdout, all else to stderr; colours and bars on a terminal only.
 
 rich is imported when a table or a bar is drawn.
 """

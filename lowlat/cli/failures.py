@@ -1,4 +1,4 @@
-"""How a command that fails says so: one line on stderr, a JSON object on stdout under --json, an exit code.
+"""A command that fails says so by this module: a line on stderr, JSON on stdout under --json, an exit code.
 
 The line begins with `error: `, whoever refused: a flag's type, a model's reader, a server, or stdout itself.
 """

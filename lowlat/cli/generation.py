@@ -1,4 +1,4 @@
-"""The outcome of one request, wherever it ran, and how commands show it: as JSON, as a closing line.
+"""This module has the outcome of one request, wherever it ran, and shows it as JSON or as a closing line.
 
 It loads neither torch nor NumPy, so that a client of a server starts at once.
 """

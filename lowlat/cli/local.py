@@ -1,4 +1,4 @@
-"""A model loaded in this process to chat with, the counterpart of a server's in `lowlat.cli.connecting`."""
+"""This module loads a model in this process to chat with, as `lowlat.cli.connecting` reaches a server's."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Models named on the command line: downloaded with a progress bar, or inspected without their weights."""
+"""This module finds models that the command line names: it downloads them, or reads their configs alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Options that commands share: flags made of the declared options, and how they become lowlat's own records.
+"""Commands share these options: flags made of the declared options, and how they become lowlat's own records.
 
 Defaults are the records' own: an option that was not given is not passed on.
 """

@@ -1,4 +1,4 @@
-"""Paths on the command line, checked as they are read: before torch is imported, and before anything is measured.
+"""This module checks paths of the command line as they are read, before torch is imported.
 
 They look at what stands in the file system; what is in a file is its reader's to check.
 """
@@ -24,6 +24,7 @@ __all__ = [
     "NEW_RESULTS",
     "PLACE",
     "check_model",
+    "check_new_folder",
     "check_tokenizer",
 ]
 
@@ -95,7 +96,8 @@ def _check_new_file(path: Path) -> None:
     _check_writable(path if path.exists() else path.parent, path)
 
 
-def _check_new_folder(path: Path) -> None:
+def check_new_folder(path: Path) -> None:
+    """Raise ConfigError for a folder that can be neither made nor written to."""
     above = path
     while not above.exists():
         above = above.parent
@@ -107,7 +109,7 @@ def _check_new_folder(path: Path) -> None:
 def _check_new_results(path: Path) -> None:
     """Check a file of results that goes on, or is made, where the name ends in .json; else their folder."""
     if path.suffix != ".json":
-        return _check_new_folder(path)
+        return check_new_folder(path)
     _check_new_path(path)
     return _check_writable(next(each for each in (path, *path.absolute().parents) if each.exists()), path)
 
@@ -141,5 +143,5 @@ FOLDER = _Checked(_check_folder)
 PLACE = _Checked(_check_place)
 NEW_FILE = _Checked(_check_new_file)
 NEW_PATH = _Checked(_check_new_path)
-NEW_FOLDER = _Checked(_check_new_folder)
+NEW_FOLDER = _Checked(check_new_folder)
 NEW_RESULTS = _Checked(_check_new_results)

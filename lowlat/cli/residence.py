@@ -1,4 +1,4 @@
-"""The answer of `lowlat sleep` and `lowlat wake`: the state that a running server's model then has."""
+"""This module asks a running server to sleep or wake, and says the state that its model then has."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Loading a runtime and running one request in it, with bars on the terminal: what demo, generate and doctor share."""
+"""This module loads a runtime and runs one request in it, with bars on the terminal."""
 
 import sys
 from collections.abc import Callable, Sequence

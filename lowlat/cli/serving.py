@@ -1,4 +1,4 @@
-"""Running a server for `lowlat serve`: load after bars in the decode thread, say how to reach it, serve to the end.
+"""This module runs a server for `lowlat serve`: it loads with bars, says how to reach it, and serves to the end.
 
 torch is imported in that thread, when the endpoint is already this server's: so a taken endpoint is refused at once.
 """

@@ -1,4 +1,4 @@
-"""Running a server of several models for `lowlat serve`: a supervisor, a process for each model, one gateway."""
+"""This module runs a server of several models for `lowlat serve`: a supervisor, a process a model, one gateway."""
 
 import os
 import sys

@@ -1,1 +1,1 @@
-"""The host's side of decoding: the runtime, its scheduler, requests and mailbox, and steps launched ahead."""
+"""This package is the host's side of decoding: the runtime, its scheduler, its requests, and launches ahead."""

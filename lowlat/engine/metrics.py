@@ -1,4 +1,4 @@
-"""Metrics of decoding and speculation: counters, their summaries, and the book that keeps them.
+"""This module has the metrics of decoding and speculation: counters, their summaries, and the book that keeps them.
 
 The names are the field's own (EAGLE and the serving engines); accepted totals exclude the bonus token.
 """

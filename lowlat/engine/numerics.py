@@ -1,4 +1,4 @@
-"""The digest of all that decides the bits of a runtime's results, `Runtime.numerics`.
+"""`Runtime.numerics` is a digest of all that decides the bits of a runtime's results; it is made here.
 
 Two runtimes of one model whose digests are equal give equal tokens for equal prompts, seeds and sampling. Weights are
 not in it: which model it is, its name and files say. What changes no bit is not in it either: buckets, the method and

@@ -1,4 +1,4 @@
-"""The runtime: load once, then ask it for answers, or submit requests and step. Owns weights, buffers, KV pool.
+"""A runtime loads models once, and then answers prompts. It owns weights, buffers and the KV pool.
 
 One thread owns a runtime: the program's own, which submits and steps (`lowlat.engine.stepped`), or
 `lowlat.engine.calls.driver`'s, which answers calls from any thread and event loop.

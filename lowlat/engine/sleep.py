@@ -1,4 +1,4 @@
-"""Sleep and wake of one runtime: its memory leaves the device, its prefixes go to the tiers, and all comes back.
+"""This module lets one runtime sleep: its memory leaves the device, its prefixes go to the tiers, and all comes back.
 
 What stays on the device is small: captured graphs, the libraries' memory, counters and command buffers.
 """
@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from lowlat.engine.change_guard import ChangeGuard
 from lowlat.engine.memory.plan import available_bytes
 from lowlat.engine.steps.steps import Steps
-from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import CapacityError, ConfigError, DeviceError
 from lowlat.executors import Executor
 from lowlat.sequence.kvcache import KVCache
@@ -26,8 +26,8 @@ logger = logging.getLogger("lowlat.engine.sleep")
 class Sleep:
     """Puts a runtime to sleep and wakes it; `asleep` says which it is."""
 
-    def __init__(self, executor: Executor, kvcache: KVCache, steps: Steps, whole: Unbroken) -> None:
-        self._executor, self._kvcache, self._steps, self._whole = executor, kvcache, steps, whole
+    def __init__(self, executor: Executor, kvcache: KVCache, steps: Steps, guard: ChangeGuard) -> None:
+        self._executor, self._kvcache, self._steps, self._guard = executor, kvcache, steps, guard
         self.asleep = False
         self._num_sleeps = 0
         self._times = {"sleep_s": 0.0, "wake_s": 0.0}
@@ -81,17 +81,12 @@ class Sleep:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """A change that is made whole, or refused before it: any other error leaves a runtime that is of no more use.
+        """A change that may be refused, by CapacityError, before it has changed anything.
 
         Turns torch's report of a failed device into a DeviceError.
         """
-        refusal: CapacityError | None = None
-        with self._whole:
+        with self._guard.unless_refused():
             try:
                 yield
-            except CapacityError as error:
-                refusal = error
             except RuntimeError as error:
                 raise DeviceError(f"the device {self._executor.device} failed: {error}") from error
-        if refusal is not None:
-            raise refusal

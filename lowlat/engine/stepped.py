@@ -1,4 +1,4 @@
-"""The part of a runtime that its owner alone runs: requests are submitted, stepped, paused and cancelled.
+"""This is the part of a runtime that its owner alone runs: requests are submitted, stepped, paused and cancelled.
 
 A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
 step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduling` the queue
@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lowlat.engine.calls.driver import Driver, owned
+from lowlat.engine.change_guard import ChangeGuard
 from lowlat.engine.figures.perf import PerfCounters
 from lowlat.engine.figures.summary import kv_summary, paused_summary
 from lowlat.engine.loading.loaded import Loaded
@@ -31,7 +32,6 @@ from lowlat.engine.sessions.session import record_of
 from lowlat.engine.sleep import Sleep
 from lowlat.engine.steps.between_steps import BetweenSteps
 from lowlat.engine.steps.steps import Steps
-from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import ConfigError, LowlatError, RequestError
 from lowlat.executors.devices import make_current
 from lowlat.options.declaration import check_number, plain
@@ -56,12 +56,12 @@ class SteppedRuntime:
         self.model_config, self.rank_config = loaded.target.config, loaded.rank_config
         self.ladder, self.executor, self.geometry = loaded.ladder, loaded.executor, loaded.geometry
         self.device_choice, self.memory = loaded.choice, loaded.memory
-        self.speculation_error = loaded.speculation_error
+        self.speculation_error = loaded.speculation.error
         self.numerics = digest_of(numerics_of(loaded, config))
         self.speculator = loaded.geometry.speculator
         self.draft_config = None if self.speculator is None else self.speculator.draft_config
         self.codec = loaded.codec
-        used = loaded.speculative
+        used = loaded.speculation.used
         self.num_speculative_tokens = depth = 0 if used is None else used.num_speculative_tokens
         self.simulated = self.geometry.simulated_acceptance is not None
         self.speculation_limits = loaded.speculation_limits
@@ -71,11 +71,12 @@ class SteppedRuntime:
         self.kvcache = self.scheduler.kvcache
         self._requests = Requests(loaded, config, self.scheduler, speculates=depth > 0)
         self.checks, self.grammars = self._requests.checks, self._requests.grammars
-        self._whole = Unbroken()
-        self._steps = Steps(loaded, config, self.scheduler, self._requests, self._whole, num_speculative_tokens=depth)
+        self._guard = ChangeGuard()
+        self._steps = Steps(loaded, config, self.scheduler, self._requests, self._guard, num_speculative_tokens=depth)
         self._between = BetweenSteps(self._steps, self.scheduler, self._requests, config.pause_deadline_s)
-        self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._whole)
-        self._draft_directory = None if loaded.speculator is None else loaded.speculator.directory
+        self._sleep = Sleep(self.executor, self.kvcache, self._steps, self._guard)
+        drafts = loaded.speculation.loaded
+        self._draft_directory = None if drafts is None else drafts.directory
         self._content_facts: ContentFacts | None = None
         self._closed = False
         self.driver: Driver | None = None  # the thread that owns it, from the first call that has one
@@ -105,7 +106,7 @@ class SteppedRuntime:
         self._check_takes("submit")
         record, salt = record_of(self, session, cache_salt)
         request, scheduled = self._requests.open(prompt, params, request_id, allow_special, salt, record)
-        with self._whole:
+        with self._guard:
             self._between.submit(request, scheduled)
         return request.request_id
 
@@ -127,9 +128,10 @@ class SteppedRuntime:
         """
         self._check_takes("open_prompt")
         record, salt = record_of(self, session, cache_salt)
-        given = (params, request_id, allow_special, salt, max_prompt_tokens, record)
-        request, scheduled = self._requests.open_prompt(*given)
-        with self._whole:
+        request, scheduled = self._requests.open_prompt(
+            params, request_id, allow_special, salt, max_prompt_tokens, record
+        )
+        with self._guard:
             self._between.submit(request, scheduled)
         return OpenPrompt(self, request.request_id, allow_special=allow_special)
 
@@ -138,7 +140,7 @@ class SteppedRuntime:
         """Add token ids, which no later text can change, to an open prompt: see `OpenPrompt.append`."""
         self._check_usable()
         request = self._requests.find(request_id)
-        with self._whole.unless_refused():
+        with self._guard.unless_refused():
             self._between.grow(request, token_ids)
 
     @owned
@@ -146,7 +148,7 @@ class SteppedRuntime:
         """End an open prompt with these token ids: see `OpenPrompt.finish`."""
         self._check_usable()
         request = self._requests.find(request_id)
-        with self._whole.unless_refused():
+        with self._guard.unless_refused():
             self._between.finish(request, token_ids, speculative=speculative)
 
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
@@ -165,7 +167,7 @@ class SteppedRuntime:
         self._check_by_hand("step")
         self._check_usable()
         depth = self._depth(num_speculative_tokens)
-        with self._whole:
+        with self._guard:
             self._between.end_overdue()
             if self.scheduler.busy and not self._requests.has_confirmed:
                 self._steps.step(num_speculative_tokens, depth)
@@ -209,7 +211,7 @@ class SteppedRuntime:
         """End a request; its last output says "cancelled". Raises RequestError for an unknown or ended one."""
         self._check_usable()
         request = self._requests.find(request_id)
-        with self._whole:
+        with self._guard:
             self._between.cancel(request)
 
     @owned
@@ -229,7 +231,7 @@ class SteppedRuntime:
         if self._requests.has_last_output(request_id):
             return False
         request = self._requests.find(request_id)
-        with self._whole.unless_refused():
+        with self._guard.unless_refused():
             return self._between.pause(request, deadline_s)
 
     @owned
@@ -240,7 +242,7 @@ class SteppedRuntime:
         """
         self._check_usable()
         request = self._requests.find(request_id)
-        with self._whole.unless_refused():
+        with self._guard.unless_refused():
             self._between.resume(request)
 
     @owned
@@ -258,7 +260,7 @@ class SteppedRuntime:
         """Return the figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
         found = self._requests.metrics(request_id)
         is_live = request_id in self._requests
-        return replace(found, finish_reason="error") if is_live and self._whole.failure else found
+        return replace(found, finish_reason="error") if is_live and self._guard.failure else found
 
     @owned
     def perf(self) -> PerfCounters:
@@ -350,7 +352,7 @@ class SteppedRuntime:
     def _check_usable(self) -> None:
         """Raise LowlatError for a closed runtime, DeviceError for one whose step, or other change, was broken off."""
         self._check_open()
-        self._whole.check()
+        self._guard.check()
 
     def _depth(self, asked: int | None) -> int:
         depth = self.num_speculative_tokens if asked is None else plain(asked)

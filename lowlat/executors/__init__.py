@@ -1,4 +1,4 @@
-"""The executors of Programs: their protocol, and the one that a device gets.
+"""An executor runs Programs: this is the protocol of all of them.
 
 The reference executor runs each operation by its torch meaning, on any device; the eager and graph executors are for
 GPUs and lower the same programs to kernels.

@@ -1,4 +1,4 @@
-"""Allocations that every executor makes alike: the state of all programs, constants kept once, blocks cleared."""
+"""Every executor allocates by this module: the state of all programs, constants kept once, blocks cleared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Copies of blocks and rows of the state between a device and host memory, for the tiers of the prefix cache.
+"""This module copies blocks and rows of the state between a device and host memory, for the tiers of the prefix cache.
 
 What a pool's buffers hold of some blocks is one flat content, [n] uint8, in order of the buffers' names.
 

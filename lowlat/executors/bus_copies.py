@@ -1,4 +1,4 @@
-"""Many copies between device and host memory in few calls of the driver, on streams of their own.
+"""This module makes many copies between device and host memory in few calls of the driver, on their own streams.
 
 A content lies in as many places as a model has layers: torch's copies, one by one, would take the host longer than the
 bus. The driver's batch goes to the copy engines, and leaves the SMs alone. Where a driver has no batches the copies are

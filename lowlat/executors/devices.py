@@ -1,4 +1,4 @@
-"""The choice of a runtime's device and executor, with its reason: logged, never made silently."""
+"""This module chooses a runtime's device and executor, and logs the reason."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The eager executor: launches issued one by one, an NVTX range a stage. For debugging and profiling."""
+"""The eager executor issues launches one by one, an NVTX range a stage. It is for debugging and profiling."""
 
 from collections.abc import Callable, Iterable
 from functools import cached_property

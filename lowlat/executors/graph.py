@@ -1,4 +1,4 @@
-"""The graph executor: every program's launches captured into a CUDA graph at the start, replayed each time it runs.
+"""The graph executor captures every program's launches into a CUDA graph at the start, and replays it each time.
 
 Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
 """

@@ -1,4 +1,4 @@
-"""The common part of the eager and the graph executor: buffers, weights, lowered programs, the wait for the ring.
+"""The eager and the graph executor share this: buffers, weights, lowered programs, and the wait for the ring.
 
 Everything that programs touch is allocated here, before the first step: state on the device, the host's commands and
 the publications in pinned memory, one arena of scratch for all programs, workspaces. A library's operations, in
@@ -110,47 +110,59 @@ class KernelExecutor(ABC):
         is_shared = place is not None and place.peers.shares_gpus
         self.launcher = Launcher(device, cache_directory, gpu=gpu, is_shared=is_shared)
         self.stream = torch.cuda.Stream(device)
-        every, largest = list(self._programs.values()), prefills[max(prefills)]
+        every = list(self._programs.values())
         self._is_invariant = sum_in_parts(every)
-        layouts = weight_layouts(every, self.launcher.gpu, fuse=fuse)
         self._weights = DeviceWeights(
-            weights, packed_weights(every), device, layouts, expert_parts(every, weights),
-            place=None if residence is None else residence.keep,
+            weights, packed_weights(every), device, weight_layouts(every, self.launcher.gpu, fuse=fuse),
+            expert_parts(every, weights), place=None if residence is None else residence.keep,
         )  # fmt: skip
         if residence is not None:
             torch.cuda.current_stream(device).synchronize()  # its copies are this stream's, and steps have their own
-        specs = [spec for program in (*programs.values(), largest) for spec in program.specs(*STATE_ROLES)]
         with torch.cuda.stream(self.stream):
-            leader = None if place is None else place.leader
-            self._arguments: ChunkArguments = ChunkArguments(
-                [largest, *(prefills[PASS] for _ in range(PASS in prefills))],
-                device,
-                None if leader is None else leader._arguments,
-            )
-            given = self._arguments.host if place is None or place.given is None else place.given
-            zeros = None if residence is None else residence.zeros
-            self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given, paged=zeros)
-            sizes = [sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in every]
-            if zeros is None:
-                self._arena = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
-            else:
-                self._arena = zeros((max(sizes),), torch.uint8)
-            self.workspace = SharedWorkspace(device, zeros)
-            self._constants = SharedConstants(device)
-            self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
-            # the largest of all programs: none may be a second one later, next to a smaller that some launch has
-            self.workspace.reserve(self._find_workspaces(planned))
-            self._groups = {size: self._lower(size) for size in self._programs}
-            self.launcher.compile_ahead(
-                call for groups in self._groups.values() for group in groups for call in group.calls
-            )
-        lowered = ((self._programs[size].name, groups) for size, groups in self._groups.items())
-        self.counts = count_launches(lowered)
-        self._ring_head = self.state["ring_head"].numpy()
+            self._allocate_buffers([*programs.values(), prefills[max(prefills)]], prefills)
+            self._lower_programs(planned)
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the GPU; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll
         self._synchronize()
+
+    def _allocate_buffers(self, with_state: Sequence[Program], prefills: Mapping[int, Program]) -> None:
+        """Allocate the state, and one arena in which every program has its scratch.
+
+        with_state  programs that have all buffers of the state, of their largest sizes
+        """
+        place, residence, device = self._place, self.residence, self.device
+        leader = None if place is None else place.leader
+        self._arguments: ChunkArguments = ChunkArguments(
+            [prefills[max(prefills)], *(prefills[PASS] for _ in range(PASS in prefills))],
+            device,
+            None if leader is None else leader._arguments,
+        )
+        specs = [spec for program in with_state for spec in program.specs(*STATE_ROLES)]
+        given = self._arguments.host if place is None or place.given is None else place.given
+        zeros = None if residence is None else residence.zeros
+        self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given, paged=zeros)
+        self._ring_head = self.state["ring_head"].numpy()
+        sizes = [
+            sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in self._programs.values()
+        ]
+        if zeros is None:
+            self._arena = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        else:
+            self._arena = zeros((max(sizes),), torch.uint8)
+        self.workspace = SharedWorkspace(device, zeros)
+        self._constants = SharedConstants(device)
+        self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
+
+    def _lower_programs(self, planned: PlannedWorkspaces | None) -> None:
+        """Lower all programs, and compile the kernels that they launch."""
+        # the largest of all programs: none may be a second one later, next to a smaller that some launch has
+        self.workspace.reserve(self._find_workspaces(planned))
+        self._groups = {size: self._lower(size) for size in self._programs}
+        self.launcher.compile_ahead(
+            call for groups in self._groups.values() for group in groups for call in group.calls
+        )
+        self.counts = count_launches((self._programs[size].name, groups) for size, groups in self._groups.items())
 
     def _allocate(self, program: Program) -> BufferSet:
         specs = program.specs(Role.SCRATCH, Role.CONSTANT)

@@ -1,4 +1,4 @@
-"""From kernel calls to launches on one device: compile, load, raise the shared memory limit, lay out the parameters."""
+"""A launcher makes launches of kernel calls on one device: it compiles, loads, and lays out the parameters."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The executor that a runtime really gets: kernels where they cover the model, torch where they do not."""
+"""This module makes the executor that a runtime gets: kernels where they cover the model, torch where they do not."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -162,12 +162,10 @@ class Rank:
 
 def make_executor(
     choice: DeviceChoice,
-    programs: Mapping[Bucket, Program],
-    prefills: Mapping[int, Program],
+    ranks: Sequence[Rank],
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None = None,
     *,
-    ranks: Sequence[Rank] = (),
     devices: Sequence[torch.device] = (),
     device_loop: bool = False,
     fuse: bool = True,
@@ -178,8 +176,8 @@ def make_executor(
 ) -> Executor:
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
-    ranks      where there are several: all, in order; programs and prefills are the first one's, weights whole
-    devices    where there are several ranks: each rank's own
+    ranks      in order; `weights` are whole
+    devices    each rank's own, where there are several ranks
     fuse       False: every operation has launches of its own, on a device
     hooks      False: the reference executor takes none
     watchdog   its factor and min_s, see `lowlat.executors.distributed.watchdog`: for work on a device
@@ -191,31 +189,32 @@ def make_executor(
         raise ConfigError(
             f"device_loop needs executor 'graph', and this runtime has {choice.executor!r}: {choice.reason}"
         )
+    first, device = ranks[0], choice.device
     if choice.executor == "reference":
-        own = StorageResidence(choice.device) if can_sleep else None
+        storages = StorageResidence(device) if can_sleep else None
         if len(ranks) > 1:
             parts, configs = [(rank.programs, rank.prefills) for rank in ranks], [rank.config for rank in ranks]
-            return RankedReferenceExecutor(parts, weights, configs, choice.device, hooks=hooks, residence=own)
-        return ReferenceExecutor(programs, prefills, weights, choice.device, hooks=hooks, residence=own)
+            return RankedReferenceExecutor(parts, weights, configs, device, hooks=hooks, residence=storages)
+        return ReferenceExecutor(first.programs, first.prefills, weights, device, hooks=hooks, residence=storages)
     known: list[dict[str, Any]] = [{"gpu": each.gpu, "planned": each} for each in planned]
-    known = known or [{}] * max(1, len(ranks))
-    if choice.executor == "eager":
-        from lowlat.executors.eager import EagerExecutor
-
-        return EagerExecutor(
-            programs, prefills, weights, choice.device, fuse=fuse, watchdog=watchdog,
-            residence=_mapped(choice.device) if can_sleep else None, **known[0],
-        )  # fmt: skip
-    from lowlat.executors.graph import GraphExecutor
-
+    known = known or [{}] * len(ranks)
     if len(ranks) > 1:
         return _make_parallel(
             ranks, devices, weights, captured, known, can_sleep=can_sleep, looping=device_loop, fuse=fuse,
             watchdog=watchdog,
         )  # fmt: skip
+    mapped = _mapped(device) if can_sleep else None
+    if choice.executor == "eager":
+        from lowlat.executors.eager import EagerExecutor
+
+        return EagerExecutor(
+            first.programs, first.prefills, weights, device, fuse=fuse, watchdog=watchdog, residence=mapped, **known[0]
+        )
+    from lowlat.executors.graph import GraphExecutor
+
     return GraphExecutor(
-        programs, prefills, weights, choice.device, looping=device_loop, progress=captured, fuse=fuse,
-        watchdog=watchdog, residence=_mapped(choice.device) if can_sleep else None, **known[0],
+        first.programs, first.prefills, weights, device, looping=device_loop, progress=captured, fuse=fuse,
+        watchdog=watchdog, residence=mapped, **known[0],
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Copies between a device's buffers and the host that no step waits for, and the host memory that they use."""
+"""This module makes small copies between a device's buffers and the host that no step waits for."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Programs as kernels would run them, onto memory that does not exist: for plans, tables and compilation ahead."""
+"""This module lowers programs onto memory that does not exist, for plans, tables and compilation ahead."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache

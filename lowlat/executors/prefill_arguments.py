@@ -1,4 +1,4 @@
-"""The host's arguments of a chunk of prefill, side by side, so that one copy brings all of it to the device."""
+"""This module keeps the host's arguments of a chunk of prefill side by side, so that one copy brings them all."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Memory that a lowering owns and nobody else knows: partial results, counters, tables of addresses."""
+"""A workspace is memory that a lowering owns and nobody else knows: partial results, counters, address tables."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

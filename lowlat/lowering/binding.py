@@ -1,4 +1,4 @@
-"""The memory that a program is lowered onto, and the kinds of calls that it becomes."""
+"""A binding is the memory that a program is lowered onto; this module also has the kinds of calls that it becomes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Counts of what lowered programs launch."""
+"""This module counts what lowered programs launch."""
 
 from collections.abc import Iterable
 

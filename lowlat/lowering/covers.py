@@ -1,4 +1,4 @@
-"""Refusals of programs that kernels do not compute, by name, before they are lowered or a weight is read.
+"""This module refuses programs that kernels do not compute, by name, before they are lowered or a weight is read.
 
 Each package of kernels has a table of its limits by operation, in its `limits` module; they are joined here. Nothing
 here loads a compiler or a driver.

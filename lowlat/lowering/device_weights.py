@@ -1,4 +1,4 @@
-"""Weights as the kernels read them: matrices packed, vectors as they are, each tensor placed once.
+"""This module keeps weights as kernels read them: matrices packed, vectors as they are, each tensor placed once.
 
 The code that lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form
 for its whole life. Prefill unpacks a matrix at a time, and none of an MoE layer's experts where kernels run.

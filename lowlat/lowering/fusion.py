@@ -1,4 +1,4 @@
-"""Fusions as data, and how a program is cut into groups by them.
+"""A fusion is data: a pattern of operations and the calls that cover it. This module cuts programs into groups by them.
 
 Operations are taken in order. At each, the fusions of the table are tried from the first to the last; the first whose
 pattern matches and whose precondition holds covers its run of operations, and an operation that no fusion takes is

@@ -1,4 +1,4 @@
-"""Fusions of a decode GEMM: the norm of its rows as a prologue, and an epilogue of the operation that reads its output.
+"""These fusions give a decode GEMM the norm of its rows as a prologue, and its output's operation as an epilogue.
 
 Every block norms few rows for itself and holds them (`steps_to_hold`); more rows are normed by a launch of their own.
 Epilogues that want values side by side in a tile rely on permuted weight rows. Logits of which one token is chosen

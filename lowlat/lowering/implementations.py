@@ -1,4 +1,4 @@
-"""Implementations of operations: by which kernels or library an operation is lowered, on which GPUs and in which sizes.
+"""An implementation says by which kernels or library an operation is lowered, on which GPUs and in which sizes.
 
 The table of operations lists an operation's implementations in order; the first that covers it on the GPU at hand
 lowers it. A kernel for another capability is one more entry, before those that it takes the place of.

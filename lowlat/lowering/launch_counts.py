@@ -1,4 +1,4 @@
-"""The counts of what an executor launches: kernels, calls of libraries, waits and copies."""
+"""These counts say what an executor launches: kernels, calls of libraries, waits and copies."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

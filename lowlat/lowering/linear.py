@@ -1,4 +1,4 @@
-"""Lowering of GEMMs by themselves, and of narrow ones with the norm of their rows.
+"""This module lowers GEMMs by themselves, and narrow ones with the norm of their rows.
 
 A narrow weight has too few rows for the blocks of a decode GEMM. A step multiplies by it as by a router's weight, in
 the launch that norms its rows, which other GEMMs read then.

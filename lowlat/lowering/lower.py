@@ -1,4 +1,4 @@
-"""Lowering: a program's operations become groups of calls, by the table of fusions and each operation's own kernel."""
+"""Lowering makes groups of calls of a program's operations, by the table of fusions and each operation's own kernel."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The memory that lowered programs take on a GPU next to their buffers, counted beforehand.
+"""This module counts beforehand what lowered programs take of a GPU's memory next to their buffers.
 
 `workspaces_of` are those that kernels ask for, found by lowering; `temporary_bytes` is an upper bound of the memory
 that torch's operations take in prefill while they run.

@@ -1,4 +1,4 @@
-"""Fusions of an MoE layer: in a step the norm with the router, then everything else; in prefill the norm alone.
+"""These fusions cover an MoE layer: in a step the norm with the router, then all else; in prefill the norm alone.
 
 In a step the router leaves logits in a workspace, where the blocks of the next launch await them word by word: each
 MoE layer fills the workspace of the one after it with sentinels, before that one may begin. All layers of a program,

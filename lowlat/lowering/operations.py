@@ -1,4 +1,4 @@
-"""The table of operations: the implementations by which each operation is lowered alone, in the order of preference.
+"""This table has the implementations by which each operation is lowered alone, in the order of preference.
 
 A kernel takes its operation's buffers, weights and parameters by the names that the reference has. Where more is
 needed (a table that may be packed, workspaces, the GPU), the operation has a function here.

@@ -1,4 +1,4 @@
-"""Attention of a chunk of prefill: keys and values gathered side by side, then flash attention.
+"""This module lowers attention of a chunk of prefill: keys and values are gathered, then flash attention runs.
 
 Flash attention is a kernel of ours on GPUs of capability 9.0; elsewhere, and for a refresh, it is torch's, which takes
 heads of up to 256. Those of 512 have torch's memory-efficient attention there, which is slower.

@@ -1,4 +1,4 @@
-"""Fusions of a prompt's GEMMs: the operation before one leaves its rows as the GEMM reads them.
+"""These fusions have the operation before a prompt's GEMM leave its rows as the GEMM reads them.
 
 That is a norm, with the residual sum before it, attention, or a FFN's GEMM of gates and ups, whose epilogue activates.
 Where a GEMM asks for codes of rows, a norm leaves codes; after anything else a launch makes them.

@@ -1,4 +1,4 @@
-"""GEMMs of a chunk of prefill: by packed weights where the GPU has wgmma, else by torch from an unpacked matrix.
+"""This module lowers GEMMs of a chunk of prefill: by packed weights where the GPU has wgmma, else by torch.
 
 Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
 are exact, as the scales of their rows multiply what comes out.

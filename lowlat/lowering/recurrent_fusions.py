@@ -1,4 +1,4 @@
-"""Lowering of gated delta nets in a step: the rule alone, and its fusion with the convolution and the gated norm."""
+"""This module lowers gated delta nets in a step: the rule alone, or fused with the convolution and the gated norm."""
 
 from collections.abc import Sequence
 

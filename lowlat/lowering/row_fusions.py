@@ -1,4 +1,4 @@
-"""Fusions of row-wise operations: embeddings, sums and rotations with what follows them, a draft model's input."""
+"""These fusions cover row-wise operations: embeddings, sums and rotations with what follows, a draft model's input."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""Fusions of a step's bookkeeping: its beginning, sampling, acceptance to commit, its end."""
+"""These fusions cover a step's bookkeeping: its beginning, sampling, acceptance to commit, its end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

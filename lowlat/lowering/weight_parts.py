@@ -1,4 +1,4 @@
-"""The weights of a program that GEMMs read: matrices, parts of quantised ones, and the experts of an MoE layer."""
+"""This module finds the weights of a program that GEMMs read: matrices, parts of quantised ones, and experts."""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Activations of a prompt's rows in FP8: which matrices are multiplied by codes of rows.
+"""This module says which matrices are multiplied by FP8 codes of a prompt's rows.
 
 FP8 checkpoints of dynamic activations mean that a row of a linear layer's input is rounded to e4m3 by a scale of its
 own. Prefill does so here where it is asked for. Steps multiply rows as they are, whatever they verify: so speculation

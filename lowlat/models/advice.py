@@ -1,4 +1,4 @@
-"""The sampling that a model's authors advise: generation_config.json next to its weights, as fields of SamplingParams.
+"""This module reads the sampling that a model's authors advise, from generation_config.json.
 
 It is a default of the server and the command line, and never of SamplingParams that a program gives. One that wants it
 asks: `SamplingParams(**read_advice(runtime.directory), max_tokens=64)`.

@@ -1,4 +1,4 @@
-"""The target's decoder: its layers' specs walked, one after another, into the operations of a Program."""
+"""This module walks the specs of a target's layers, and emits them as the operations of a Program."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The geometry of targets and draft models: frozen facts that loading establishes and programs are emitted from.
+"""A geometry has the frozen facts of a target or a draft model, from which programs are emitted.
 
 A model is its layers, see `lowlat.models.layer_spec`, and a few facts of the whole.
 """

@@ -1,4 +1,4 @@
-"""Records that describe the layers of a decoder: what mixes tokens, what follows it, and the norms around both.
+"""These records describe the layers of a decoder: what mixes tokens, what follows it, and the norms around both.
 
 A family is data: it maps a config to a tuple of `LayerSpec`s. Everything that may differ between the layers of a model
 stands here; what a model has once stands in `lowlat.models.geometry`. Programs, weights, KV caches and the cuts of

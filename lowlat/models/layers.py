@@ -1,4 +1,4 @@
-"""Layers of decoders and draft models as operations: the rows they run over, and projections around attention.
+"""This module emits operations of decoders and draft models over their rows: GEMMs, norms, attention, caches.
 
 GEMMs give float32; an operation that reads one rounds it once, to the dtype of the buffer it writes.
 """

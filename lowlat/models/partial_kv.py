@@ -1,4 +1,4 @@
-"""SpecPV's sizes: the part of a KV cache that layers without windows attend to, and when it is chosen again.
+"""This module sizes SpecPV: the part of a KV cache that layers without windows attend to.
 
 A slot in the partial state has, for each such layer and key-value head, a list of blocks: the text's first ones
 (sinks), those that the last queries scored best, and all from the last ones (the window) on, to which steps append.

@@ -1,4 +1,4 @@
-"""Published models by name: the shapes of their config.json, and public draft models that go with them.
+"""This module lists published models by name: the shapes of their config.json, and public draft models for them.
 
 A shape has the keys that say a geometry, as the model's own file spells them; weights and tokenizers are elsewhere.
 """

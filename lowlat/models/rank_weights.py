@@ -1,5 +1,4 @@
-"""Canonical weights cut for ranks, as they are streamed: each tensor is read once, and each rank gets its
-own part of it.
+"""This module cuts canonical weights for ranks as they are streamed: each rank gets its own part of each tensor.
 
 It knows names and extents, and neither files nor devices. What no rule names is whole on every rank.
 """

@@ -1,4 +1,4 @@
-"""RoPE tables from a RopeConfig, computed operation by operation as transformers does, so that bits agree.
+"""This module computes RoPE tables operation by operation as transformers does, so that bits agree.
 
 Source: transformers modeling_rope_utils; RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; Llama 3.1 (frequencies by
 wavelength).

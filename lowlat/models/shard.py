@@ -1,4 +1,4 @@
-"""The part of a target that one of several ranks runs: its geometry, and which pieces of weights it has.
+"""A shard is the part of a target that one of several ranks runs: its geometry, and its pieces of weights.
 
 Attention is cut by heads, delta nets by value heads, FFNs and experts by their inner width, the LM head by the
 vocabulary. Embedding, norms and routers are whole on every rank. A draft model is cut alike, or whole on every rank.

@@ -1,4 +1,4 @@
-"""Targets: a Hugging Face directory in, checked geometry and canonical weights out.
+"""This module opens a target: of a Hugging Face directory it gives checked geometry and canonical weights.
 
 Families say how their weights are made of stored tensors, formats how quantised ones are checked.
 """

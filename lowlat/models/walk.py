@@ -1,4 +1,4 @@
-"""One layer of a decoder as operations, by its spec: targets and draft models are made of the same.
+"""This module emits one layer of a decoder by its spec; targets and draft models are made of the same.
 
 Shapes: M rows, H query and G key-value heads of D dimensions, N hidden size, I inner width. Norms and residual sums
 around mixer and FFN belong to who walks the layers.

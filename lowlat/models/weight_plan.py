@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of the canonical weights that a target's geometry implies, without reading anything."""
+"""A weight plan has names, shapes and dtypes of the canonical weights that a geometry implies."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

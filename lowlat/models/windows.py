@@ -1,4 +1,4 @@
-"""How the tables of blocks of layers of a sliding window are called: by its size."""
+"""Layers of a sliding window have tables of blocks whose names have its size; this module names them."""
 
 __all__ = ["window_suffix"]
 

@@ -1,1 +1,1 @@
-"""Options of a runtime, of speculation and of a request, each declared once. Nothing here knows a model."""
+"""This package declares the options of a runtime, of speculation and of a request once. It knows no model."""

@@ -1,4 +1,4 @@
-"""Imposed acceptance: a probability by position, and the tokens a step that it comes to at a draft length."""
+"""This module imposes acceptance: a probability by position, and the tokens a step that it comes to."""
 
 from lowlat.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""The kinds of checks that a step can make on the device."""
+"""These are the kinds of checks that a step can make on the device."""
 
 from lowlat.errors import ConfigError
 

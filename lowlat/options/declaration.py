@@ -1,4 +1,4 @@
-"""The declaration of an option, from which its checks, its flag, its variable and its TOML key come.
+"""An option is declared once; its checks, its flag, its variable and its TOML key come of the declaration.
 
 An option is a field of a frozen dataclass: its annotation says what kind of value it takes, its metadata what it is
 for and within which limits. The records check themselves with `check_options`; `lowlat.cli.options` makes flags of the

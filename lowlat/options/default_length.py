@@ -1,4 +1,4 @@
-"""The draft length of who asks for none: a number, or a target's own where measurements have shown a better one."""
+"""This is the draft length where no one asks for one: a number, or a target's own where one was measured."""
 
 __all__ = ["DEFAULT_LENGTH", "DefaultLength"]
 

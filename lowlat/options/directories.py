@@ -1,4 +1,4 @@
-"""The directories of lowlat on a machine: where it keeps what it fetched, compiled and measured. It creates none."""
+"""This module names the directories where lowlat keeps what it fetched, compiled and measured. It creates none."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The version of lowlat that is installed."""
+"""This module tells the version of lowlat that is installed."""
 
 from importlib import metadata
 

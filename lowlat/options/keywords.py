@@ -1,4 +1,4 @@
-"""The keyword options of Python's calls by name and type, for type checkers and editors.
+"""These types name the keyword options of Python's calls, for type checkers and editors.
 
 Each has the options of one record, in the types that a caller may give: a list where the record keeps a tuple, "auto"
 where it keeps a number. The records check the values.

@@ -1,4 +1,4 @@
-"""How a configuration of speculation lies next to what an engine was loaded with, option by option."""
+"""This module compares a configuration of speculation with what an engine was loaded with, option by option."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The methods of speculation by name, and which options each has."""
+"""This module lists the methods of speculation by name, and which options each has."""
 
 __all__ = ["AUTO_METHOD", "METHOD_OPTIONS", "NEEDS_MODEL"]
 

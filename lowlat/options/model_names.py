@@ -1,4 +1,4 @@
-"""Names of models: a directory of this machine, or a repository of the Hugging Face hub as `ORG/NAME[@REVISION]`.
+"""A model's name is a directory of this machine, or a repository of the Hugging Face hub, `ORG/NAME[@REVISION]`.
 
 A directory that exists wins. It knows paths and names, and fetches nothing.
 """

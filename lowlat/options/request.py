@@ -1,4 +1,4 @@
-"""Sampling parameters of a request and the outputs of a step, checked, model-free.
+"""This module has the sampling parameters of a request and the outputs of a step. It knows no model.
 
 Limits that depend on the model (vocabulary, context) are checked by `Runtime.submit`.
 """
@@ -243,7 +243,8 @@ class SamplingParams:
         texts = value if isinstance(value, tuple) else ("{}",) if name == "json_object" else (value,)
         for text in texts:
             if not isinstance(text, str) or not text:
-                raise RequestError(f"{name} must be text, and not empty, got {shown(text)}")
+                kind = "a dict or JSON text" if name in ("json_schema", "tool_calls") else "text"
+                raise RequestError(f"{name} must be {kind}, and not empty, got {shown(text)}{_schema_of(text)}")
         try:
             num_bytes = sum(len(text.encode()) for text in texts)
         except UnicodeEncodeError as error:
@@ -263,6 +264,11 @@ class SamplingParams:
                     f"unknown sampling parameter {name!r:.80}{meant(name, known)}; known: {', '.join(sorted(known))}"
                 )
         return cls(**options)
+
+
+def _schema_of(value: object) -> str:
+    """The advice for a class of pydantic's, or a model of one."""
+    return "; give its model_json_schema()" if hasattr(value, "model_json_schema") else ""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The options of a runtime: frozen, validated at construction, refused by name.
+"""This module has the options of a runtime: frozen, validated at construction, refused by name.
 
 What depends on the model (context against max_position) is checked at load.
 """

@@ -1,4 +1,4 @@
-"""How many slots and rows a step may have: up to eight slots anything, beyond that chains, whose rows are few.
+"""This module bounds the slots and rows of a step: beyond eight slots there are chains alone, whose rows are few.
 
 What other steps would need beyond eight slots, such as trees' rows or several GPUs' memory, is refused by name.
 """

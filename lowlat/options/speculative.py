@@ -1,4 +1,4 @@
-"""The options of speculation: frozen, validated at construction, refused by name.
+"""This module has the options of speculation: frozen, validated at construction, refused by name.
 
 What depends on the model (boundaries against layers) is checked at load.
 """

@@ -1,4 +1,4 @@
-"""The rules between the options of speculation: which go together, with which method, and within which limits."""
+"""This module checks which options of speculation go together, with which method, and within which limits."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any

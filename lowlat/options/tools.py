@@ -1,4 +1,4 @@
-"""The tools of a chat: what the template shows of them, and what binds the answer to calls."""
+"""This module has the tools of a chat: what the template shows of them, and what binds the answer to calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

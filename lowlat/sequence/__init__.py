@@ -1,1 +1,1 @@
-"""The state that a slot keeps between steps: buffers on the device, and the books that the host keeps of them."""
+"""This package has what a slot keeps between steps: buffers on the device, and the host's books of them."""

@@ -1,4 +1,4 @@
-"""Requests that hold blocks of the first pool, and whether these balance."""
+"""This module has the requests that hold blocks of the first pool, and checks whether these balance."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The blocks of the first pool that nobody holds: free ones, and those that are to be cleared before reuse."""
+"""This pool has the blocks that nobody holds: free ones, and those that are cleared before reuse."""
 
 from collections.abc import Iterable
 

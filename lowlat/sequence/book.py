@@ -1,4 +1,4 @@
-"""The records of the host's books: what a request was given, and what it takes along when it leaves its blocks."""
+"""These records say what a request was given, and what it takes along when it leaves its blocks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Chunks on their way between the device and what is below it: what comes, what goes, and who holds them meanwhile.
+"""This module has the chunks on their way between the device and the tiers, and who holds them meanwhile.
 
 A chunk whose copy runs beside steps has the copy as one of its users, so that its blocks stay as they are.
 """

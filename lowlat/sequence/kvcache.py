@@ -1,4 +1,4 @@
-"""Paged KV bookkeeping on the host: tables, free blocks, prefix reuse, and what must balance.
+"""This module is the host's bookkeeping of paged KV: tables, free blocks, prefix reuse, and what must balance.
 
 One table serves all layers that see everything, the target's and the draft model's: the same block ids index the
 caches of each. Other kinds of state have pools and books of their own, see `PoolBook`. It touches no memory:
@@ -301,7 +301,7 @@ class KVCache:
         num_written: int | None = None,
         poisoned: bool = False,
         owner: Hashable = None,
-        whole: bool = True,
+        completed: bool = True,
     ) -> None:
         """Free a request's blocks; what is listed stays evictable. The device must write to them no more.
 
@@ -311,7 +311,8 @@ class KVCache:
         poisoned      the request failed with NaN: nothing that it wrote or read is shared again, and every
                       block of it is cleared before reuse
         owner         pins the chunks of the sequence from now on, in place of those that it pinned; None: nobody does
-        whole         False: it was broken off, and its owner goes on pinning what it did unless these go on from there
+        completed     False: the request was broken off, and its owner goes on pinning what it did unless the sequence
+                      goes on from there
         Raises RequestError for an unknown id, InvariantError for a sequence that does not continue the
         prompt.
         """
@@ -327,7 +328,7 @@ class KVCache:
             self._register(request_id, token_ids, written)
         if owner is not None and not poisoned and not entry.tainted:
             before = self._chunks.pinned(owner)
-            if whole or entry.digests[: len(before)] == before:
+            if completed or entry.digests[: len(before)] == before:
                 self._chunks.pin(owner, entry.digests)
         self._let_go(request_id)
         for book in self._books:

@@ -1,4 +1,4 @@
-"""Keys and values of attention layers, in blocks of a pool: rewinding a slot is setting back its length."""
+"""Attention layers keep keys and values in blocks of a pool; rewinding a slot is setting back its length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""SpecPV's schedule: when each slot's list of blocks is chosen again, from counts that the host knows for certain.
+"""This module is SpecPV's schedule: it says when each slot's list of blocks is chosen again.
 
 A slot attends to everything until its text reaches the threshold. Then a refresh chooses its blocks, and again when
 its partial steps are used up, or the next step might write past what a refresh can recompute; where partial steps only

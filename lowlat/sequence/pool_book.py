@@ -1,4 +1,4 @@
-"""The interface of a book next to the first pool's: of a kind of state with blocks, and needs at a hit, of its own.
+"""This is the interface of a book next to the first pool's, of a kind of state with blocks of its own.
 
 `lowlat.sequence.kvcache` finds the chunks of a prompt that are there; it asks each of these books whether its state can
 go on after them, and tells it what becomes of chunks. Layers of a sliding window have one (`WindowBook`), and states
@@ -20,6 +20,7 @@ class PoolBook(ABC):
     name  the pool's
     kind  of pools, in figures
     num_places  blocks or rows of a chunk's content
+    num_broken_pins  pinned chunks that went all the same, as there was no other place
     A kind of which a request reserves nothing need not say whether one fits, nor what is moved and cleared.
     """
 
@@ -29,6 +30,7 @@ class PoolBook(ABC):
 
     def __init__(self) -> None:
         self._pins: Counter[bytes] = Counter()
+        self.num_broken_pins = 0
 
     def pin(self, digests: Sequence[bytes]) -> None:
         """Have what is listed here of a chain, and needed to go on after it, stay while others can go."""

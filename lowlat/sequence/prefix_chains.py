@@ -1,4 +1,4 @@
-"""The digests of prompts' chunks, by which the index of prefixes finds them, made once for each prompt."""
+"""This module makes the digests of a prompt's chunks once, by which the index of prefixes finds them."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

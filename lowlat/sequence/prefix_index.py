@@ -1,4 +1,4 @@
-"""The prefix index: which complete chunks of one runtime's KV may be shared, who uses them, and which goes first.
+"""The prefix index knows which chunks of one runtime's KV may be shared, who uses them, and which goes first.
 
 Its unit is the chunk, the unit in which KV may be shared at all: one with a block missing would be of no use
 to anybody. Blocks are handed out to requests by `lowlat.sequence.kvcache`.

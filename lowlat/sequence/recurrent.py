@@ -1,4 +1,4 @@
-"""Recurrent states of gated delta nets, with pending rows: rewinding a slot is setting back its length.
+"""Gated delta nets keep recurrent states with pending rows; rewinding a slot is setting back its length.
 
 What they hold and when: `lowlat.kernels.reference.recurrent.pending`. A prompt's first chunk reads nothing of a slot's
 states; those of a request that failed with NaN are zeroed all the same.

@@ -1,4 +1,4 @@
-"""The chunks that prompts find on the device: listed by digest, pinned by their owners, gone when blocks are needed."""
+"""This module lists the chunks that prompts find on the device, by digest, until their blocks are needed."""
 
 from collections.abc import Hashable, Iterable, Sequence
 

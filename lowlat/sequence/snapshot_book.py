@@ -1,4 +1,4 @@
-"""Which row of the recurrent states holds whose snapshot: the state after a chunk of a prompt, for prompts that go on.
+"""This book knows which row of the recurrent states holds whose snapshot: the state after a chunk of a prompt.
 
 `lowlat.sequence.kvcache` calls it next to its own book. A prompt goes on after the longest prefix of which both the
 keys and values and a snapshot are there. Snapshots are large, so few are kept: at the end of a prompt's last whole
@@ -206,6 +206,7 @@ class SnapshotBook(PoolBook):
             "num_free": len(self._free),
             "num_listed": len(self._listed),
             "num_found": self._num_found,
+            "num_broken_pins": self.num_broken_pins,
         }
 
     def problems(self, requests: Collection[str], index: PrefixIndex) -> Iterator[str]:
@@ -230,6 +231,7 @@ class SnapshotBook(PoolBook):
             unused = next((each for each in free if each.digest not in self._pins), free[0] if free else None)
             if unused is None:
                 return None
+            self.num_broken_pins += unused.digest in self._pins
             self.drop(unused.digest)
         return self._free.pop()
 

@@ -1,4 +1,4 @@
-"""The state that SpecPV keeps next to paged KV: summaries of keys, and the blocks that each slot's layers attend to."""
+"""SpecPV keeps this next to paged KV: summaries of keys, and the blocks that each slot's layers attend to."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The interface of what a slot keeps between steps, as buffers: programs, memory plans and sessions read it.
+"""This is the interface of what a slot keeps between steps; programs, memory plans and sessions read it.
 
 Which request holds which part of them is the host's to know: `lowlat.sequence.kvcache`.
 """

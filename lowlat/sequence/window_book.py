@@ -1,4 +1,4 @@
-"""Which block of a window's pool holds what: tables that forget, and the chunks whose blocks wait for other prompts.
+"""This book knows which block of a window's pool holds what, and which chunks' blocks wait for other prompts.
 
 `lowlat.sequence.kvcache` calls it next to its own book. A prefix is found there; here stand the blocks that rows after
 it would see. A request reserves what it needs at a time. Blocks that no row of it can see any more go to others while
@@ -262,7 +262,8 @@ class WindowBook(PoolBook):
         free, evictable = len(self._free), len(self._unused) * self.per_chunk
         used = self.capacity - free - evictable - len(self._to_clear)
         counts = {"num_free": free, "num_evictable": evictable, "num_to_clear": len(self._to_clear), "num_used": used}
-        return {"window": self.pool.window, "num_blocks": self.capacity, **counts}
+        broken = {"num_broken_pins": self.num_broken_pins * self.per_chunk}
+        return {"window": self.pool.window, "num_blocks": self.capacity, **counts, **broken}
 
     def _need(self, num_blocks: int, num_hits: int) -> tuple[int, bool]:
         """Blocks that a request reserves, and whether it holds all of its table's from its first row on."""
@@ -322,6 +323,7 @@ class WindowBook(PoolBook):
         while len(self._free) < count and self._unused:
             digest = next((each for each in self._unused if each not in self._pins), next(iter(self._unused)))
             part = self._unused.pop(digest)
+            self.num_broken_pins += digest in self._pins
             del self._parts[digest]
             self._give_back(part.blocks)
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]

@@ -1,4 +1,4 @@
-"""The sizes of a window's pool: layers of one sliding window share its blocks and its tables.
+"""This module sizes a window's pool: layers of one sliding window share its blocks and its tables.
 
 A row at position p of such a layer sees positions above p - window, so a request needs few blocks of it at a time,
 however long its text: those that prefill writes and sees, and in decoding a ring, whose blocks return when the text

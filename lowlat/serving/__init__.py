@@ -1,4 +1,4 @@
-"""A Runtime after the server: adapters of engine and text, configuration, logs. Import the modules themselves.
+"""This package connects a Runtime with the server: adapters of engine and text, configuration, logs.
 
 `http` is the HTTP gateway, a process of its own that reaches the Runtime by `lowlat.ipc`.
 """

@@ -1,4 +1,4 @@
-"""A model's text codec as the server's Codec: prompts and chats to token ids."""
+"""This module adapts a model's text codec to the server: prompts and chats become token ids."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The settings of `lowlat serve`: options before the environment before a TOML file before defaults, every name known.
+"""The settings of `lowlat serve` come from options, else the environment, else a TOML file, else defaults.
 
 A setting has one name everywhere: `max_queue` is --max-queue, LOWLAT_MAX_QUEUE, and `max_queue = 256` in the file.
 Checks need no torch: whether a directory or a device can be used is found by the loader.

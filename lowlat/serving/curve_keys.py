@@ -1,4 +1,4 @@
-"""CURVE keys on disk, for tcp:// endpoints: which file is whose, and how a first set is made.
+"""This module keeps CURVE keys on disk, for tcp:// endpoints, and makes a first set.
 
 DIR/server.key_secret   the server's own; stays on its machine
 DIR/server.key          its public key: every client needs a copy

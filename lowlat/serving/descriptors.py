@@ -1,4 +1,4 @@
-"""The number of files that this process may have open: every connection is one."""
+"""This module raises the number of files that this process may have open, as every connection is one."""
 
 import resource
 

@@ -1,4 +1,4 @@
-"""A Runtime as the server's Engine: parameters converted, figures as JSON."""
+"""This module adapts a Runtime to the server's Engine: it converts parameters, and gives figures as JSON."""
 
 import threading
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The HTTP gateway of `lowlat serve`: a process of its own, which ends with the server; the server survives its end."""
+"""This module starts the HTTP gateway of `lowlat serve`: a process of its own, which ends with the server."""
 
 import json
 import logging

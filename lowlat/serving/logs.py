@@ -1,4 +1,4 @@
-"""The server's log on stderr: text or JSON, one line a record, bounded and rate-limited; nobody ever waits for it.
+"""This module writes the server's log to stderr: text or JSON, bounded and rate-limited, and nobody waits for it.
 
 A record is formatted by the thread that logs and written by another, so that an unread pipe stalls only the log: lines
 beyond the queue are dropped and counted. Prompts and tokens are not to be logged by anybody.

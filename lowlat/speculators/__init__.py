@@ -1,3 +1,1 @@
-"""Speculators: the interface (base), the methods by name (methods), EAGLE3, P-EAGLE, DFlash, n-gram drafts, and
-the trees they draft.
-"""
+"""This package has the speculators: their interface (base), the methods by name (methods), and the trees they draft."""

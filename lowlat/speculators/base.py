@@ -1,4 +1,4 @@
-"""The interface of speculators: what drafts tokens for a target, what it keeps, and what it adds to the programs.
+"""A speculator drafts tokens for a target; its interface says what it keeps, and what it adds to the programs.
 
 A speculator proposes and the target's step decides. Acceptance, commit and publication belong to the step and are the
 same for all of them; so is the host, which knows this interface and no implementation. The methods that can be asked

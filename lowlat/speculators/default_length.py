@@ -1,4 +1,4 @@
-"""The draft length of a target whose user asks for none, by what gates have shown of targets of its kind.
+"""This module chooses the draft length where no one asks for one, by what gates have shown of such targets.
 
 Rows of a step of a target with experts read other experts, so that a fixed number of drafts may lose where chosen ones
 gain. `default_lengths.json` says which the gates' results decide for: a number, or auto.

@@ -1,4 +1,4 @@
-"""Draft models made of a family's own layers: how a config's keys are read where its model_type names such a family.
+"""This module reads the configs of draft models whose layers are those of a family, by their model_type.
 
 Other draft models have plain layers, see `lowlat.speculators.eagle3.sizes`.
 """

@@ -1,4 +1,4 @@
-"""Parts that draft models of all methods share: weights of a layer, rows of accepted tokens, drafts put into nodes."""
+"""Draft models of all methods share these parts: a layer's weights, rows of accepted tokens, drafts put into nodes."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -24,6 +24,7 @@ __all__ = [
     "one_piece",
     "own_weight_plan",
     "seen_before",
+    "table_recipes",
     "vocabulary_report",
 ]
 
@@ -42,6 +43,16 @@ PLAIN = {"ffn_norm": "post_attention_layernorm"}
 def one_piece(weight: str, tensor: str, dtype: torch.dtype, *shape: int) -> Recipe:
     """A canonical weight that is one stored tensor."""
     return Recipe(weight, (Piece(tensor, shape),), dtype)
+
+
+def table_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
+    """The embedding and the LM head of a draft model where they are its own; an LM head that is cut is made at load."""
+    made = []
+    if config.own_embedding:
+        made.append(one_piece("head.embed.weight", "embed_tokens.weight", dtype, config.vocab_size, config.hidden_size))
+    if config.own_lm_head and not config.is_cut:
+        made.append(one_piece(LM_HEAD, "lm_head.weight", dtype, config.draft_vocab_size, config.hidden_size))
+    return made
 
 
 def own_weight_plan(config: DraftConfig, recipes: Sequence[Recipe], dtype: torch.dtype) -> WeightPlan:

@@ -1,4 +1,4 @@
-"""The methods of speculation by name, the one that the options ask for, and the one that a draft model is for."""
+"""This module finds the speculator that the options ask for, by the method's name or by what a draft model is for."""
 
 from collections.abc import Mapping
 from dataclasses import replace

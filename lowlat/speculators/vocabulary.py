@@ -1,4 +1,4 @@
-"""A draft vocabulary that the caller chooses: the tokens that occur in a file, or those of them that occur most.
+"""A caller may choose the draft vocabulary: the tokens that occur in a file, or those that occur most.
 
 The LM head of drafts is cut to these tokens' rows, which are gathered at load. A token outside is never drafted, and
 output stays the target's: acceptance pays for the speed.

@@ -1,4 +1,4 @@
-"""The base of speculators that draft with a model: what follows from its geometry alone."""
+"""Speculators that draft with a model share this base: what follows from its geometry alone."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar

@@ -1,1 +1,1 @@
-"""The decode step and prefill as Programs, and the state that outlives a step."""
+"""This package emits the decode step and prefill as Programs, and has the state that outlives a step."""

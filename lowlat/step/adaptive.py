@@ -1,4 +1,4 @@
-"""Steps whose draft length is chosen on the device: an opening that chooses, and a body for each length.
+"""This module emits steps whose draft length the device chooses: an opening that chooses, and a body a length.
 
 A body drafts first, then verifies, accepts, commits and publishes: so a step's length is that of its drafts and of its
 rows, and one choice a step is enough. The draft model runs over the positions committed since it last ran,
@@ -10,7 +10,7 @@ chosen, nothing is drafted.
 import torch
 
 from lowlat.graphs import Bucket
-from lowlat.graphs.program import Program, Stage
+from lowlat.graphs.program import Program, Stage, named
 from lowlat.speculators.base import WaitedRows
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.decode import StepBuilder
@@ -49,13 +49,14 @@ class _Opening(StepBuilder):
         self._apply_commands()
         self._list_slots()
         self.checks.slots()
-        names = ("active", "lengths", "extended", "slot_ints", "length_bounds", "draft_length_costs", "length_expected")
-        written = ("length_last", "length_waited", "draft_length_choice")
         self.builder.emit(
             "choose_draft_length",
             Stage.ACTIVE_SLOTS,
-            reads={name: name for name in names},
-            writes={name: name for name in written},
+            reads=named(
+                *("active", "lengths", "extended", "slot_ints"),
+                *("length_bounds", "draft_length_costs", "length_expected"),
+            ),
+            writes=named("length_last", "length_waited", "draft_length_choice"),
             row=self.batch - 1,
             most_waiting=self.geometry.most_waiting,
         )
@@ -118,7 +119,7 @@ class _Body(StepBuilder):
             "draft_live": self._ints("waited.live", batch, dtype=torch.uint8),
             "draft_lens": self._ints("waited.lens", batch),
         }
-        reads = {name: name for name in ("slots", "lengths", "tokens", "extended")}
+        reads = named("slots", "lengths", "tokens", "extended")
         self.builder.emit("waiting_rows", Stage.DRAFT_FC, reads=reads, writes=outs)
         names = {
             "accepted_tokens": outs["waiting_tokens"],
@@ -131,9 +132,8 @@ class _Body(StepBuilder):
         if waiting_boundaries(geometry):
             kept = self.builder.spec("waiting_features").shape
             features = self.builder.scratch("waited.features", (batch * count, kept[2]), geometry.dtype)
-            reads = {"waiting_features": "waiting_features", "slots": "slots"}
-            reads |= {name: outs[name] for name in ("firsts", "counts")}
-            self.builder.emit("take_features", Stage.DRAFT_FC, reads=reads, writes={"out": features})
+            reads = named("waiting_features", "slots", firsts=outs["firsts"], counts=outs["counts"])
+            self.builder.emit("take_features", Stage.DRAFT_FC, reads=reads, writes=named(out=features))
         return WaitedRows(count, features, names)
 
     def _keep_features(self, boundaries: list[str]) -> None:
@@ -142,24 +142,21 @@ class _Body(StepBuilder):
         if not captured:
             return
         names = [f"prefilled_source.{each}" if prefilled else boundaries[each] for each in captured]
-        reads = {name: name for name in ("accepted_nodes", "commit_lens", "dense_lens", "slots")}
-        reads |= {f"source{number}": name for number, name in enumerate(names)}
-        writes = {"waiting_features": "waiting_features"}
-        self.builder.emit("keep_features", Stage.PUBLISH, reads=reads, writes=writes)
+        sources = {f"source{number}": name for number, name in enumerate(names)}
+        reads = named("accepted_nodes", "commit_lens", "dense_lens", "slots", **sources)
+        self.builder.emit("keep_features", Stage.PUBLISH, reads=reads, writes=named("waiting_features"))
 
     def _learn(self) -> None:
         """Count the fate of this step's drafts, which tells of the next one's."""
-        names = ("slots", "accepted_lens", "num_verified", "verified_source", "dense_lens")
         self.builder.emit(
             "learn_draft_lengths",
             Stage.PUBLISH,
-            reads={name: name for name in names},
-            writes={name: name for name in ("extended", *RECORD)},
+            reads=named("slots", "accepted_lens", "num_verified", "verified_source", "dense_lens"),
+            writes=named("extended", *RECORD),
             extends=bool(self.bucket.num_speculative_tokens) or self.extends,
         )
 
     def _join(self) -> None:
         """The record of a request that begins."""
-        reads = {name: name for name in ("slots", "lengths", "draft_live")}
-        writes = {name: name for name in ("extended", *RECORD, "length_waited")}
+        reads, writes = named("slots", "lengths", "draft_live"), named("extended", *RECORD, "length_waited")
         self.builder.emit("join_lengths", Stage.COMMIT, reads=reads, writes=writes)

@@ -1,4 +1,4 @@
-"""Checks of a step's lengths, KV blocks and masks: the operations that a runtime asks for, and the state they keep.
+"""This module emits the checks of a step's lengths, KV blocks and masks that a runtime asks for.
 
 Without them a step's Program has neither. Between which operations they stand is the step's to say.
 """
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowlat.graphs import Bucket, BufferSpec, Role
-from lowlat.graphs.program import ProgramBuilder, Stage
+from lowlat.graphs.program import ProgramBuilder, Stage, named
 from lowlat.kernels.reference.step.checks import WIDTH
 from lowlat.step.variants import FIRST_TOKEN, WIDE
 
@@ -124,5 +124,4 @@ class CheckEmitter:
     def _emit(
         self, kind: str, stage: Stage, reads: tuple[str, ...], writes: tuple[str, ...], **params: int | bool
     ) -> None:
-        read, written = ({name: name for name in names} for names in (reads, writes))
-        self._builder.emit(kind, stage, reads=read, writes=written, weights=None, **params)
+        self._builder.emit(kind, stage, reads=named(*reads), writes=named(*writes), weights=None, **params)

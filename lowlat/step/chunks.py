@@ -1,4 +1,4 @@
-"""Numbers of a prompt's chunks that run at once: those that have a program, and those that run next."""
+"""This module says how many of a prompt's chunks run at once: the numbers that have a program, and the next one."""
 
 from collections.abc import Sequence
 

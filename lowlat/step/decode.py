@@ -1,4 +1,4 @@
-"""The decode step as a Program, for one bucket: verify, accept, commit, draft, masks, publish.
+"""This module emits the decode step of one bucket: verify, accept, commit, draft, masks, publish.
 
 After a prompt's last chunk the same step runs with one difference (variant FIRST_TOKEN): prefill has run the target
 over the slot's only row. The step also publishes before it drafts. So the first token is a step's, with the same
@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from lowlat.graphs import Bucket
-from lowlat.graphs.program import Program, ProgramBuilder, Stage
+from lowlat.graphs.program import Program, ProgramBuilder, Stage, named
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_decoder, emit_lm_head
@@ -83,7 +83,7 @@ class StepBuilder:
         stage = Stage.ACTIVE_SLOTS
         self._ints("slots", self.batch)
         if self.is_first_token:
-            self.builder.emit("identity", stage, reads={"x": "prefilled_slot"}, writes={"out": "slots"})
+            self.builder.emit("identity", stage, reads=named(x="prefilled_slot"), writes=named(out="slots"))
         self._apply_commands()
         if not self.is_first_token:
             self._list_slots()
@@ -95,13 +95,13 @@ class StepBuilder:
         self.builder.emit(
             "apply_commands",
             Stage.ACTIVE_SLOTS,
-            reads={"command_ring": "command_ring", "command_tail": "command_tail", **staged},
-            writes={name: name for name in updated},
+            reads=named("command_ring", "command_tail", **staged),
+            writes=named(*updated),
         )
 
     def _list_slots(self) -> None:
-        reads, writes = {"active": "active"}, {"slots": self._ints("slots", self.batch)}
-        self.builder.emit("list_active_slots", Stage.ACTIVE_SLOTS, reads=reads, writes=writes)
+        slots = self._ints("slots", self.batch)
+        self.builder.emit("list_active_slots", Stage.ACTIVE_SLOTS, reads=named("active"), writes=named(slots=slots))
 
     def _propose(self) -> None:
         """Append the proposals of the speculator for each slot, which this step verifies."""
@@ -115,8 +115,8 @@ class StepBuilder:
         self.builder.emit(
             "open_proposals",
             Stage.ACTIVE_SLOTS,
-            reads={"slots": "slots", "lengths": "lengths"},
-            writes={**outs, "draft_sources": "draft_sources"},
+            reads=named("slots", "lengths"),
+            writes=named("draft_sources", **outs),
             source=speculator.wide_source,
         )
         scope = replace(self._scope([]), topology=TreeTopology.line(self.width))
@@ -142,35 +142,34 @@ class StepBuilder:
 
         most_drafts  up to so many may be chosen, and then the host is not told of these rows
         """
-        batch, outs = self.batch, self._rows()
-        state = ("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints")
-        reads = {name: name for name in (*state, "grammar_forced", "grammar_decided", "draft_sources")}
-        self.builder.emit("gather_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=outs)
-        asked: tuple[str, ...] = ("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
-        told = ("grammar_tokens", "grammar_paths", "grammar_lengths")
-        asked = (*asked, "draft_length_choice") if most_drafts else asked
-        reads, writes = {name: name for name in asked}, {name: name for name in told}
-        self.builder.emit("publish_rows", Stage.ACTIVE_SLOTS, reads=reads, writes=writes, most_drafts=most_drafts)
+        stage, emit = Stage.ACTIVE_SLOTS, self.builder.emit
+        reads = named(
+            *("slots", "lengths", "tokens", "drafts", "num_drafts", "tree_masks", "tree_paths", "slot_ints"),
+            *("grammar_forced", "grammar_decided", "draft_sources"),
+        )
+        emit("gather_rows", stage, reads=reads, writes=self._rows())
+        reads = named("slots", "lengths", "slot_ints", "row_tokens", "row_masks")
+        if most_drafts:
+            reads |= named("draft_length_choice")
+        writes = named("grammar_tokens", "grammar_paths", "grammar_lengths")
+        emit("publish_rows", stage, reads=reads, writes=writes, most_drafts=most_drafts)
         self.checks.rows()
         if self.partial is not None and not self.is_first_token:
-            reads = {"dense_lens": "dense_lens", "slots": "slots", "shifts": "partial_shifts"}
-            self.builder.emit(
-                "list_lens", Stage.ACTIVE_SLOTS, reads=reads, writes={"out": self._ints("list_lens", batch)}
-            )
+            reads = named("dense_lens", "slots", shifts="partial_shifts")
+            emit("list_lens", stage, reads=reads, writes=named(out=self._ints("list_lens", self.batch)))
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
         offsets = self.builder.constant("node_offsets", torch.arange(self.width, dtype=torch.int32))
-        common = {"slots": "slots", "block_table": "block_table"}
         rows = Rows(
             prefix="",
             count=self.batch * self.width,
             live="row_live",
             positions="row_positions",
-            attention={**common, "dense_lens": "dense_lens", "row_masks": "row_masks"},
-            write={**common, "row_live": "row_live", "write_lens": "dense_lens", "offsets": offsets},
+            attention=named("slots", "block_table", "dense_lens", "row_masks"),
+            write=named("slots", "block_table", "row_live", write_lens="dense_lens", offsets=offsets),
             partial=self.partial,
-            recurrent={name: name for name in ("slots", "dense_lens", "row_live")},
+            recurrent=named("slots", "dense_lens", "row_live"),
             keeps_experts=self.keeps_experts,
         )
         stage, config = Stage.VERIFY, self.geometry.config
@@ -184,72 +183,63 @@ class StepBuilder:
         return boundaries
 
     def _accept(self) -> None:
-        stage, batch, rows = Stage.ACCEPT, self.batch, self.width
-        emit = self.builder.emit
-        logits = {"logits": "target.logits", "row_live": "row_live"}
-        finite = self._ints("finite", batch, rows, dtype=torch.uint8)
-        emit("finite", stage, reads=logits, writes={"finite": finite})
-        state = ("slots", "lengths", "slot_ints", "slot_floats", "prompt_seen", "output_counts")
-        same = (*state, "bias_ids", "bias_values", "stop_ids", "row_tokens", "row_masks")
-        masks = ("grammar_masks", "grammar_ready")
-        targets = self._ints("target_tokens", batch, rows)
-        emit(
-            "sample",
-            stage,
-            reads={**logits, **{name: name for name in (*same, *masks)}},
-            writes={"target_tokens": targets},
+        stage, batch, rows, emit = Stage.ACCEPT, self.batch, self.width, self.builder.emit
+        logits = named("row_live", logits="target.logits")
+        emit("finite", stage, reads=logits, writes=named(finite=self._ints("finite", batch, rows, dtype=torch.uint8)))
+        state = named(
+            *("slots", "lengths", "slot_ints", "slot_floats", "prompt_seen", "output_counts"),
+            *("bias_ids", "bias_values", "stop_ids", "row_tokens", "row_masks", "grammar_masks", "grammar_ready"),
         )
+        targets = named(target_tokens=self._ints("target_tokens", batch, rows))
+        emit("sample", stage, reads={**logits, **state}, writes=targets)
         shape = (batch, rows, MAX_LOGPROBS + 1)
-        outs = {
-            "logprob_values": self.builder.scratch("logprob_values", shape, torch.float32),
-            "logprob_ids": self._ints("logprob_ids", *shape),
-        }
-        reads = {**logits, "target_tokens": targets, "slots": "slots", "slot_ints": "slot_ints"}
-        emit("logprobs", stage, reads=reads, writes=outs)
-        reads = {"target_tokens": targets, "draft_tokens": "row_tokens", "paths": "paths", "slots": "slots"}
-        writes = {
-            "accepted_tokens": self._ints("accepted_tokens", batch, rows),
-            "accepted_nodes": self._ints("accepted_nodes", batch, rows),
-            "accepted_lens": self._ints("accepted_lens", batch),
-            "best_path": self._ints("best_path", batch),
-        }
+        writes = named(
+            logprob_values=self.builder.scratch("logprob_values", shape, torch.float32),
+            logprob_ids=self._ints("logprob_ids", *shape),
+        )
+        emit("logprobs", stage, reads={**logits, **targets, **named("slots", "slot_ints")}, writes=writes)
+        reads = {**targets, **named("paths", "slots", draft_tokens="row_tokens")}
+        writes = named(
+            accepted_tokens=self._ints("accepted_tokens", batch, rows),
+            accepted_nodes=self._ints("accepted_nodes", batch, rows),
+            accepted_lens=self._ints("accepted_lens", batch),
+            best_path=self._ints("best_path", batch),
+        )
         probability = self.geometry.simulated_acceptance
         if probability is None:
             emit("accept", stage, reads=reads, writes=writes)
         else:
-            reads["lengths"] = "lengths"
+            reads |= named("lengths")
             seed = self.geometry.simulated_seed
             emit("accept_simulated", stage, reads=reads, writes=writes, probability=probability, seed=seed)
         self.checks.accepted()
 
     def _commit(self) -> None:
-        stage, batch = Stage.COMMIT, self.batch
-        accepted = {"accepted_tokens": "accepted_tokens", "accepted_nodes": "accepted_nodes"}
-        state = ("accepted_lens", "finite", "slots", "lengths", "slot_ints", "stop_ids")
-        outs = {"commit_lens": self._ints("commit_lens", batch), "finish": self._ints("finish", batch)}
-        reads = {**accepted, **{name: name for name in state}}
-        self.builder.emit("truncate", stage, reads=reads, writes=outs)
+        stage, batch, emit = Stage.COMMIT, self.batch, self.builder.emit
+        reads = named(
+            *("accepted_tokens", "accepted_nodes", "accepted_lens"),
+            *("finite", "slots", "lengths", "slot_ints", "stop_ids"),
+        )
+        writes = named(commit_lens=self._ints("commit_lens", batch), finish=self._ints("finish", batch))
+        emit("truncate", stage, reads=reads, writes=writes)
         if not self.is_first_token and (not self.topology.is_chain or self.geometry.num_paths > 1):
             self._compact(stage)
-        kept = ("accepted_tokens", "commit_lens", "finish", "slots")
-        updated = ("tokens", "lengths", "active", "output_counts", "num_drafts")
-        outs = {
-            **{name: name for name in updated},
-            "draft_live": self._ints("draft_live", batch, dtype=torch.uint8),
-            "draft_lens": self._ints("draft_lens", batch),
-        }
-        self.builder.emit("commit", stage, reads={name: name for name in kept}, writes=outs)
+        writes = named(
+            *("tokens", "lengths", "active", "output_counts", "num_drafts"),
+            draft_live=self._ints("draft_live", batch, dtype=torch.uint8),
+            draft_lens=self._ints("draft_lens", batch),
+        )
+        emit("commit", stage, reads=named("accepted_tokens", "commit_lens", "finish", "slots"), writes=writes)
         self.checks.committed()
 
     def _compact(self, stage: Stage) -> None:
-        names = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slots")
         of_table: dict[str, list[int]] = {}
         for layer, spec in self.geometry.config.caching.items():
             of_table.setdefault(table_of(self.builder, "block_table", spec.window), []).append(layer)
         for table, layers in of_table.items():  # one table's after the other: they are one launch
             for layer in layers:
-                caches = {part: f"{part}.{layer}" for part in ("k_cache", "v_cache")}
-                reads = {name: name for name in names} | {"block_table": table}
+                reads = named("accepted_nodes", "commit_lens", "dense_lens", "slots", block_table=table)
+                caches = named(k_cache=f"k_cache.{layer}", v_cache=f"v_cache.{layer}")
                 self.builder.emit("kv_compact", stage, reads=reads, writes=caches)
 
     def _draft(self, boundaries: list[str]) -> None:
@@ -263,16 +253,24 @@ class StepBuilder:
             self._hand_over(scope, speculator.emit_draft(scope, extended))
 
     def _scope(self, boundaries: list[str], waited: WaitedRows | None = None) -> StepScope:
-        own = (self.geometry.config, boundaries, self.tables, self.geometry.block_size)
-        return StepScope(self.builder, *own, self.bucket, self.topology, waited, self.is_first_token)
+        return StepScope(
+            builder=self.builder,
+            config=self.geometry.config,
+            boundaries=boundaries,
+            tables=self.tables,
+            block_size=self.geometry.block_size,
+            bucket=self.bucket,
+            topology=self.topology,
+            waited=waited,
+            is_first_token=self.is_first_token,
+        )
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
         """The drafts with their masks and paths, for the step that verifies them."""
         topology, constant = scope.topology, self.builder.constant
-        written = {name: name for name in ("drafts", "num_drafts", "tree_masks", "tree_paths")}
+        written = named("drafts", "num_drafts", "tree_masks", "tree_paths")
         if isinstance(topology, DynamicTree):
-            names = ("draft_nodes", "draft_parents", "draft_live", "slots")
-            reads = {name: name for name in names}
+            reads = named("draft_nodes", "draft_parents", "draft_live", "slots")
             self.builder.emit("hand_over_tree", Stage.TREE_MASKS, reads=reads, writes=written)
             return
         width = topology.depth + 1
@@ -286,10 +284,9 @@ class StepBuilder:
         self.builder.emit("tree_masks", Stage.TREE_MASKS, reads=reads, writes=written)
 
     def _publish(self) -> None:
-        names = (
+        reads = named(
             *("slots", "commit_lens", "accepted_lens", "accepted_tokens", "accepted_nodes", "finish"),
             *("num_verified", "verified_depth", "verified_source", "lengths", "logprob_values", "logprob_ids"),
         )
-        rings = ("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
-        writes = {name: name for name in rings}
-        self.builder.emit("publish", Stage.PUBLISH, reads={name: name for name in names}, writes=writes)
+        writes = named("ring_records", "ring_tokens", "ring_logprob_values", "ring_logprob_ids", "ring_head")
+        self.builder.emit("publish", Stage.PUBLISH, reads=reads, writes=writes)

@@ -1,4 +1,4 @@
-"""The costs of steps by draft length, by which the device chooses: bytes that they read, or times that were measured.
+"""This module has the costs by which the device chooses draft lengths: bytes that steps read, or measured times.
 
 They are relative integers, of a step without positions and for each position that its slots attend to. Where the draft
 model reads features, a step of length zero also bears its share of the runs that its positions wait for. Where rows

@@ -1,4 +1,4 @@
-"""The times of captured steps by their draft length, by which the device chooses it: measured at load, or read.
+"""This module measures the times of captured steps by draft length, or reads them, for the device to choose by.
 
 Steps are timed back to back, as they run where the host is ahead, so that launches do not count; with sampling, over
 random tokens; at a short and a long context, between and beyond which times are taken as linear. The experts that

@@ -1,4 +1,4 @@
-"""The experts that a step's rows choose, by how many slots and rows it has: counted in steps that ran, and learnt.
+"""This module learns how many experts a step's rows choose, by its slots and rows, from steps that ran.
 
 Rows that follow one another in a text choose partly the same experts, how many depends on the text; each further row
 pulls those that no row before it chose. Of a step that was looked at, every number of its slots and rows is counted,
@@ -53,7 +53,7 @@ class ExpertCounts:
         self._before = {slots: tuple(each) for slots, each in before.items()}
         self._means: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def see(self, rows: Sequence[Sequence[int]]) -> None:
+    def record(self, rows: Sequence[Sequence[int]]) -> None:
         """Count a layer of a step, by each active slot's rows as bits, see `chosen_rows`."""
         unions = [list(accumulate(each, or_)) for each in rows]
         for num_rows in range(min(map(len, unions), default=0)):

@@ -1,4 +1,4 @@
-"""The buckets of a runtime's steps, and the choice of a step's bucket."""
+"""A ladder has the buckets of a runtime's steps, and chooses one for a step."""
 
 from collections.abc import Iterable, Iterator
 

@@ -1,4 +1,4 @@
-"""Chunks of prefill as Programs: the target over their tokens, and a speculator's operations after it.
+"""This module emits chunks of prefill: the target over their tokens, and a speculator's operations after it.
 
 Chunks start at multiples of their fixed size, and a chunk's bits depend on its prefix alone, so that complete chunks
 can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a
@@ -15,17 +15,18 @@ from types import MappingProxyType
 
 import torch
 
-from lowlat.graphs.program import Program, ProgramBuilder, Stage
+from lowlat.graphs.program import Program, ProgramBuilder, Stage, named
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.models.decoder import emit_decoder, emit_prompt_logits
 from lowlat.models.layers import Rows
+from lowlat.models.walk import Tables
 from lowlat.speculators.base import PrefillScope
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.prompt_logprobs import build_pass
 from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
 from lowlat.step.variants import PASS
 
-__all__ = ["build_prefill", "build_prefills"]
+__all__ = ["build_prefill", "build_prefills", "build_refresh"]
 
 
 # What the host writes of each row; programs of fewer rows read the first of them.
@@ -35,52 +36,86 @@ BY_ROW = ("prefill_tokens", "prefill_live", "prefill_draft_live", "prefill_posit
 def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
     """The Programs of all sizes, ascending, by the positions that they take; a refresh's by its own, negative, and that
     of a pass over what they leave by PASS."""
-    sizes = () if geometry.partial is None else (geometry.refresh_size,)
+    refreshes = {} if geometry.partial is None else {geometry.refresh_size: build_refresh(geometry)}
     passes = {PASS: build_pass(geometry)} if geometry.prompt_logprobs else {}
-    made = {size: build_prefill(geometry, size) for size in sizes}
-    return MappingProxyType(
-        {**made, **passes, **{size: build_prefill(geometry, size) for size in geometry.prefill_sizes}}
-    )
+    prefills = {size: build_prefill(geometry, size) for size in geometry.prefill_sizes}
+    return MappingProxyType({**refreshes, **passes, **prefills})
 
 
 def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
-    """The Program of so many positions, whole chunks or the first part of one, None: one chunk; the host writes
-    `prefill_*` before it runs. Of a negative size: a refresh, of the target alone."""
-    refresh, size = (size or 0) < 0, abs(size or geometry.prefill_chunk)
-    if refresh and geometry.partial is not None and geometry.partial.lossless:
-        return _build_choice(geometry, size)
-    stage = Stage.PREFILL
-    builder = ProgramBuilder("refresh" if refresh else "prefill", OPERATIONS)
-    leaves = "prompt_residual" if geometry.prompt_logprobs and not refresh else ""
-    declare_state(builder, geometry, dict.fromkeys((*BY_ROW, leaves), size))
-    tables = declare_tables(builder, geometry)
-    common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
-    write = {"row_live": "prefill_live", **common}
-    chunk, partial = geometry.prefill_chunk, geometry.partial
-    recurrent = {"slot": "prefill_slot", "chunk": "prefill_chunk"}
-    rows = Rows("prefill.", size, None, "prefill_positions", common, write, chunk, partial, refresh, recurrent)
-    if partial is not None:
-        builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
-    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage, last=leaves)
-    for state in geometry.sequence_states:
-        state.emit_end(builder, rows, stage)
-    if refresh:
-        return builder.build()
-    builder.emit("identity", stage, reads={"x": "prefill_slot"}, writes={"out": "prefilled_slot"})
+    """The Program of so many positions: whole chunks, or the first part of one; None: one chunk.
+
+    The host writes `prefill_*` before it runs.
+    """
+    size, stage = geometry.prefill_chunk if size is None else size, Stage.PREFILL
+    builder = ProgramBuilder("prefill", OPERATIONS)
+    leaves = "prompt_residual" if geometry.prompt_logprobs else ""
+    rows, tables, boundaries = _emit_target(builder, geometry, size, leaves=leaves)
+    builder.emit("identity", stage, reads=named(x="prefill_slot"), writes=named(out="prefilled_slot"))
     for pool in geometry.window_pools:  # steps go on with the last chunk's tables; the first pool's comes as a command
-        tables_read = {"table": f"prefill_table{pool.suffix}", "slot": "prefill_slot"}
-        builder.emit("place_table", stage, reads=tables_read, writes={"block_table": f"block_table{pool.suffix}"})
-    last = {"x": boundaries[-1], "commit_lens": "prefill_count"}
-    builder.emit("take_last", stage, reads=last, writes={"out": "prefilled_residual"})
+        reads = named(table=f"prefill_table{pool.suffix}", slot="prefill_slot")
+        builder.emit("place_table", stage, reads=reads, writes=named(block_table=f"block_table{pool.suffix}"))
+    last = named(x=boundaries[-1], commit_lens="prefill_count")
+    builder.emit("take_last", stage, reads=last, writes=named(out="prefilled_residual"))
     if geometry.prompt_logits:
         emit_prompt_logits(builder, geometry.config, rows, boundaries[-1], "prompt_logits", stage)
     if geometry.speculator is not None:
-        own = (geometry.config, boundaries, tables, geometry.block_size)
-        geometry.speculator.emit_prefill(PrefillScope(builder, *own, size, geometry.prefill_chunk))
+        scope = PrefillScope(
+            builder=builder,
+            config=geometry.config,
+            boundaries=boundaries,
+            tables=tables,
+            block_size=geometry.block_size,
+            size=size,
+            chunk=geometry.prefill_chunk,
+        )
+        geometry.speculator.emit_prefill(scope)
         for boundary in dict.fromkeys(waiting_boundaries(geometry)):
-            last = {"x": boundaries[boundary], "commit_lens": "prefill_count"}
-            builder.emit("take_last", stage, reads=last, writes={"out": f"prefilled_source.{boundary}"})
+            last = named(x=boundaries[boundary], commit_lens="prefill_count")
+            builder.emit("take_last", stage, reads=last, writes=named(out=f"prefilled_source.{boundary}"))
     return builder.build()
+
+
+def build_refresh(geometry: StepGeometry) -> Program:
+    """The Program of a refresh, of the target alone: a slot's last rows run over all of its cache, and choose the
+    blocks of its lists. Of lossless SpecPV it writes no keys and values."""
+    size = abs(geometry.refresh_size)
+    if geometry.partial is not None and geometry.partial.lossless:
+        return _build_choice(geometry, size)
+    builder = ProgramBuilder("refresh", OPERATIONS)
+    _emit_target(builder, geometry, size, refresh=True)
+    return builder.build()
+
+
+def _emit_target(
+    builder: ProgramBuilder, geometry: StepGeometry, size: int, *, leaves: str = "", refresh: bool = False
+) -> tuple[Rows, Tables, list[str]]:
+    """The target over so many positions of a prompt; returns its rows, the RoPE tables and its boundaries.
+
+    leaves  the buffer in which the last boundary stays; "": in none
+    """
+    stage = Stage.PREFILL
+    declare_state(builder, geometry, dict.fromkeys((*BY_ROW, leaves), size))
+    tables = declare_tables(builder, geometry)
+    attention = named(block_table="prefill_table", chunk="prefill_chunk")
+    rows = Rows(
+        prefix="prefill.",
+        count=size,
+        live=None,
+        positions="prefill_positions",
+        attention=attention,
+        write=named(row_live="prefill_live", **attention),
+        chunk=geometry.prefill_chunk,
+        partial=geometry.partial,
+        refresh=refresh,
+        recurrent=named(slot="prefill_slot", chunk="prefill_chunk"),
+    )
+    if geometry.partial is not None:
+        builder.emit("identity", stage, reads=named(x="prefill_shifts"), writes=named(out="partial_shifts"))
+    boundaries = emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage, last=leaves)
+    for state in geometry.sequence_states:
+        state.emit_end(builder, rows, stage)
+    return rows, tables, boundaries
 
 
 def _build_choice(geometry: StepGeometry, size: int) -> Program:
@@ -100,6 +135,6 @@ def _build_choice(geometry: StepGeometry, size: int) -> Program:
         prefix="refresh.", count=size, live="prefill_live", positions="prefill_positions", attention=attention,
         write={}, partial=geometry.partial, refresh=True,
     )  # fmt: skip
-    builder.emit("identity", stage, reads={"x": "prefill_shifts"}, writes={"out": "partial_shifts"})
+    builder.emit("identity", stage, reads=named(x="prefill_shifts"), writes=named(out="partial_shifts"))
     emit_decoder(builder, geometry.config, rows, "prefill_tokens", tables, stage)
     return builder.build()

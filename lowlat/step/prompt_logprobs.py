@@ -1,4 +1,4 @@
-"""The pass over a prompt's positions as a Program: the LM head over the next rows that prefill left, reduced.
+"""This module emits the pass over a prompt's positions: the LM head over the next rows that prefill left.
 
 Prefill of a request that asks leaves the residual stream of its positions. A pass takes PASS_ROWS of them, makes their
 logits as a step does, so that a row has the bits that a step would give it, and keeps for the host, by position, the
@@ -7,7 +7,7 @@ token's logarithmic probability and rank and the likeliest tokens. A cursor on t
 
 import torch
 
-from lowlat.graphs.program import Program, ProgramBuilder, Stage
+from lowlat.graphs.program import Program, ProgramBuilder, Stage, named
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.step.slot_record import MAX_LOGPROBS
 from lowlat.models.decoder import emit_lm_head
@@ -40,11 +40,10 @@ def build_pass(geometry: StepGeometry) -> Program:
     outs = {"logprob_values": values, "logprob_ids": ids}
     builder.emit("logprobs", stage, reads={**logits, "target_tokens": targets, **slot}, writes=outs)
     builder.emit("token_ranks", stage, reads={**logits, "target_tokens": targets}, writes={"ranks": ranks})
-    kept = ("prompt_logprob_values", "prompt_logprob_ids", "prompt_ranks")
     builder.emit(
         "keep_prompt_logprobs",
         stage,
         reads={**outs, "ranks": ranks, "count": "prefill_count"},
-        writes={"cursor": "prompt_cursor", **{name: name for name in kept}},
+        writes=named("prompt_logprob_values", "prompt_logprob_ids", "prompt_ranks", cursor="prompt_cursor"),
     )
     return builder.build()

@@ -1,4 +1,4 @@
-"""The state that outlives a step: one address and the largest strides for all buckets.
+"""This module has the state that outlives a step: one address and the largest strides for all buckets.
 
 It lists buffers; what they mean is told by the operations that read and write them, in `lowlat.kernels.reference`.
 """

@@ -1,4 +1,4 @@
-"""The variants of a step's buckets: names that tell steps of the same sizes apart, and what follows from them.
+"""This module names the variants of a step's buckets, which tell steps of the same sizes apart.
 
 The plain step verifies drafts that an earlier step made and makes the next ones.
 

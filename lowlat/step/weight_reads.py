@@ -1,4 +1,4 @@
-"""The bytes of weights that a step's operation must read: few rows of a table, the experts that rows chose, or all."""
+"""This module counts the bytes of weights that a step's operation must read."""
 
 from collections.abc import Mapping
 

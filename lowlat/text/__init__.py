@@ -1,4 +1,4 @@
-"""Tokenizer, chat template, detokeniser, stop strings, parsed answers."""
+"""This package has the tokenizer, the chat template, the detokeniser, stop strings and parsed answers."""
 
 from lowlat.text.answers import AnswerDelta, AnswerStream, tools_of
 from lowlat.text.codec import TextCodec

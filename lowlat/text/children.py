@@ -1,4 +1,4 @@
-"""Child processes, for work that could not be stopped in a thread, and how they are ended."""
+"""This module runs child processes, for work that could not be stopped in a thread, and ends them."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""A model's tokenizer and chat template, loaded from its directory and bounded; text to token ids and back."""
+"""A text codec has one model's tokenizer and chat template, loaded from its directory; it encodes and decodes text."""
 
 import hashlib
 import json
@@ -61,8 +61,9 @@ class TextCodec:
         self.special_tokens = dict(special_tokens or {})
         self._add_bos = self._edge("bos_token", add_bos)
         self._add_eos = self._edge("eos_token", add_eos)
-        made = isinstance(templates, ChatTemplates)
-        self._chat = templates if made else ChatTemplates(templates) if templates else None
+        if templates is not None and not isinstance(templates, ChatTemplates):
+            templates = ChatTemplates(templates) if templates else None
+        self._chat = templates
         self._probes = None if self._chat is None else TemplateProbes(self._chat, self.special_tokens)
 
     @classmethod
@@ -289,7 +290,8 @@ class TextCodec:
             raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
         least = self._lengths.least_tokens(text, num_bytes)
         if max_context is not None and least + max_tokens > max_context:
-            raise _too_long(f"text of {num_bytes} bytes, at least {least} tokens,", max_context, max_tokens)
+            tokens = f", at least {least} tokens," if least else ""
+            raise _too_long(f"text of {num_bytes} bytes{tokens}", max_context, max_tokens)
 
     def _ids(
         self, text: str, add_special_tokens: bool, allow_special: bool, max_context: int | None, max_tokens: int

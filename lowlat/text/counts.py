@@ -1,4 +1,4 @@
-"""How often tokens occur in a file, in a part to choose by and in a part held out to judge the choice.
+"""This module counts how often tokens occur in a file, in a part to choose by and in a part held out.
 
 Every tenth piece of the file is held out, so that both parts have all that is in it.
 """

@@ -1,4 +1,4 @@
-"""One request's text, step by step: certain text goes out at once, stop strings end it.
+"""A detokenizer makes one request's text step by step: certain text goes out at once, stop strings end it.
 
 It knows the tokenizer only through `TextCodec.open_stream`, and nothing of requests or steps.
 """

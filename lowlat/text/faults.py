@@ -1,4 +1,4 @@
-"""The tokenizer library's own failures, as errors of the request whose text it failed on.
+"""This module turns the tokenizer library's own failures into errors of the request whose text it failed on.
 
 The library is written in Rust, and a part of a model's tokenizer.json, such as an expression that matches nothing but a
 place, can make it panic on some texts. A panic is no `Exception`: what it passes through unnoticed is a thread's end.

@@ -1,4 +1,4 @@
-"""A prompt's text that is still being written: the tokens of it that no later text can change.
+"""This module finds the tokens of a growing text that no later text can change.
 
 Text is cut where no token spans, whatever follows: before a space between a word and a letter, and, where a
 pre-tokenizer separates words from punctuation, before a full stop or comma of Chinese or Japanese between letters. What

@@ -1,4 +1,4 @@
-"""A chat whose last message is still being written: the tokens of it that nothing later can change.
+"""This module finds the tokens of a chat that nothing later can change, while its last message is being written.
 
 The template writes the chat with a mark at the message's end: what comes before the mark is certain as text is, and
 the message's further text follows it. At the end it writes the whole chat, which must begin with what was certain.

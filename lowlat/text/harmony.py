@@ -1,4 +1,4 @@
-"""The answer of a gpt-oss, taken apart into channels as it comes: analysis, commentary, final.
+"""This module takes an answer of gpt-oss apart into channels as it comes: analysis, commentary, final.
 
 The format is Harmony's: `<|start|>role<|channel|>name<|message|>text`, then `<|end|>`, `<|return|>` or `<|call|>`. The
 markers are tokens of their own, so text that merely spells one changes nothing. Any stream of tokens is taken, for a

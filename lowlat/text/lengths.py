@@ -1,4 +1,4 @@
-"""A lower bound of a text's tokens, found without tokenizing it: for tokenizers that lose none of its bytes."""
+"""This module bounds a text's tokens from below without tokenizing it, for tokenizers that lose no bytes."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Spellings of special tokens in text: in a caller's strings they stay text, in a template's they are the tokens.
+"""A text may spell special tokens: in a caller's strings they stay text, in a template's they are the tokens.
 
 It shares the model's tokenizer but for the added tokens: in a second one, made of the same parts, special tokens are
 spelled by placeholders that nobody can guess. So no text of a caller becomes one, and normalizer, pre-tokenizer and

@@ -1,4 +1,4 @@
-"""Stop strings: find the first one in a text that arrives in pieces, and hold back what could begin one.
+"""This module finds the first stop string in a text that arrives in pieces, and holds back what could begin one.
 
 Nothing is built before the text comes: a request with many long stop strings starts as soon as
 one without.

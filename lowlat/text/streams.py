@@ -1,4 +1,4 @@
-"""Token ids one by one to text: each token brings the text that it makes certain.
+"""A token stream makes text of token ids one by one: each token brings the text that it makes certain.
 
 The joined text equals decoding all ids at once, because a stream cuts the ids only where the tokenizer's
 decoder provably does not look across the cut. Two kinds of decoder allow that:

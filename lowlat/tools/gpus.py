@@ -1,4 +1,4 @@
-"""The GPUs that kernels can be planned and compiled for on a machine that has none: their sizes and tuning tables."""
+"""This module describes GPUs that kernels can be planned and compiled for on a machine that has none."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A decode step and a prefill pass as a GPU would run them, planned on a machine that needs none.
+"""This module plans a decode step and a prefill pass as a GPU would run them, on a machine that needs none.
 
 The programs that a runtime of the same options would have are lowered for a described GPU, onto tensors that have no
 memory. Of a model its config.json is read, of a draft model its headers, and no weight.

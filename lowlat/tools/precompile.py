@@ -1,4 +1,4 @@
-"""The kernels of a runtime compiled ahead, on a machine that needs no GPU: nothing is launched, no weight is read.
+"""This module compiles the kernels of a runtime ahead, on a machine that needs no GPU.
 
 The programs that a runtime of the same options would have are lowered for a GPU that is described, onto tensors that
 have no memory.

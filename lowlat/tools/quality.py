@@ -1,4 +1,4 @@
-"""The quality of a target on a text, and how far it lies from another: perplexity, KL divergence, equal choices.
+"""This module measures a target's quality on a text, and how far it lies from another target.
 
 Both targets read the same windows, a chunk of a prompt at a time, as a runtime prefills them; the logits of a chunk are
 compared where they are and then written over, so that a text of any length takes the memory of one chunk.

@@ -1,4 +1,4 @@
-"""A quantised checkpoint of a plain one: linear layers rounded to nearest, written as compressed-tensors has them.
+"""This module writes a quantised checkpoint of a plain one, as compressed-tensors has them.
 
 FP8 becomes `float-quantized` with a scale for each row, INT4 `pack-quantized` in groups of 128, 64 or 32: any engine
 that reads compressed-tensors reads them. Weights are taken and written a file at a time.

@@ -1,4 +1,4 @@
-"""A target as transformers runs it: another implementation, to compare with.
+"""This module runs a target by transformers, as another implementation to compare with.
 
 transformers is optional: it is imported when it is asked for, and its absence is a ConfigError that says how to get it.
 """

@@ -193,6 +193,14 @@ def test_sigterm_lets_answers_end_and_tells_those_that_take_too_long(tmp_path: P
         connection.close()
 
 
+def test_a_gateway_before_its_server_says_so(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/none.sock"
+    with process(f"--endpoint={endpoint}") as (running, _):
+        running.terminate()
+        assert running.wait(10) == 0 and running.stderr is not None
+        assert running.stderr.read() == f"no server is at {endpoint} yet: requests are answered with 503 until one is\n"
+
+
 def test_a_gateway_leaves_sigterm_to_its_server_and_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import socket
 import stat
 import threading
@@ -155,3 +156,11 @@ def test_a_libzmq_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_options_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Client(**options)
+
+
+def test_a_client_says_what_it_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"endpoint 5 must be ipc:///a/path\.sock"):
+        Client(5).generate("a")  # type: ignore[arg-type]
+    for make in (Client, AsyncClient):
+        with pytest.raises(TypeError, match=rf"a {make.__name__} cannot be copied or pickled"):
+            pickle.dumps(make("ipc:///none.sock"))

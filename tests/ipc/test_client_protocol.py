@@ -327,6 +327,8 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
         ([{"content": "a"}], {}, "missing required field `role`"),
         ([{"role": "user"}, 5], {}, "chat messages"),
         ([{"role": "user", "mood": "good"}], {}, "unknown field `mood`"),
+        ("a", {"parse": "all"}, "parse: .*'all'; it is one of 'none', 'reasoning', 'tools'"),
+        ("a", {"max_token": 2}, "unknown option 'max_token'; did you mean 'max_tokens'"),
         ("a", {"beams": 2}, "unknown option 'beams'; known: choice, draft_texts, frequency_penalty"),
         ("a", {"top_p": 1.5}, "top_p: Expected `float` <= 1.0, got 1.5"),
         ("a", {"temperature": float("nan")}, "temperature: .* got nan"),
@@ -348,11 +350,21 @@ def test_what_cannot_be_served_is_refused_by_name(prompt: Any, options: dict[str
         make_request(prompt, options, **rest)
 
 
+def test_content_in_parts_of_text_is_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    contents: tuple[Any, ...] = ("a\nb", parts)
+    whole, several = (make_request([{"role": "user", "content": each}], {}) for each in contents)
+    assert whole.submit == several.submit
+    with pytest.raises(RequestError, match=r"messages\[1\]\.content\[0\] is of the type 'str'; content is text"):
+        make_request([{"role": "user", "content": content} for content in ("a", ["a"])], {})
+
+
 def test_requests_that_have_no_encoding_or_no_room_are_refused() -> None:
     connection = connected(limits=msgspec.structs.replace(LIMITS, max_message_bytes=1000))
     for prompt, options, message in (
         ("x" * 1001, None, "server takes 1000 .max_message_bytes."),
         ([1] * 251, None, "server takes 1000"),
+        ("a\ud800", None, "text is not Unicode: a lone surrogate at character 1"),
         ([{"role": "user"}], {"a": object()}, "no JSON values"),
         ([{"role": "user"}], {"a": 1 << 70}, "no encoding"),
     ):

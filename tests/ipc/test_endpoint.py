@@ -153,6 +153,12 @@ def test_a_shared_endpoint_lets_others_reach_it_and_not_change_it(tmp_path: Path
         EndpointLock(folder / "s.sock", shared=True)
 
 
+def test_a_folder_that_cannot_be_made_is_named_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/a of the endpoint's socket cannot be made: Not a directory .*XDG_RUN"):
+        EndpointLock(tmp_path / "file" / "a" / "s.sock")
+
+
 def test_folders_of_others_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: own + 1)

@@ -217,10 +217,10 @@ class Orders(RuleBasedStateMachine):
                 self.command()
             self.step(1)
         self.what_was_sent_is_sound()
-        requests = self.requests
+        requests, shares = self.requests, self.requests._shares
         assert requests.idle
-        assert (requests.num_running, requests.num_waiting, requests._prompt_bytes) == (0, 0, 0)
-        assert not (requests._inside_of or requests._live_of or requests._bytes_of)
+        assert (requests.num_running, requests.num_waiting, shares.num_prompt_bytes) == (0, 0, 0)
+        assert not (shares.inside or shares.live or shares._bytes)
         assert not self.engine.busy
         ended = {
             (name, message.number)

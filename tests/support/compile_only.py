@@ -166,14 +166,14 @@ class CompileOnly:
 
         make_executor, submit = make.make_executor, runtime.Runtime.submit
 
-        def recorded(choice: Any, programs: Any, prefills: Any, weights: Any, *args: Any, **options: Any) -> Any:
+        def recorded(choice: Any, ranks: Any, weights: Any, *args: Any, **options: Any) -> Any:
             here = replace(choice, device=torch.device("cpu"))
             if choice.has_kernels:
                 devices, places = [here.device] * len(options["devices"]), options["devices"]
                 self._patch.setattr(peers, "_places", lambda _: [("cpu", place.index or 0) for place in places])
-                make_executor(here, programs, prefills, weights, *args, **{**options, "devices": devices})
+                make_executor(here, ranks, weights, *args, **{**options, "devices": devices})
             slow = replace(here, executor="reference")
-            return make_executor(slow, programs, prefills, weights, ranks=options["ranks"])
+            return make_executor(slow, ranks, weights)
 
         def shortened(itself: Any, prompt: Any, params: Any = None, *args: Any, **options: Any) -> Any:
             params = params and replace(params, max_tokens=min(params.max_tokens, MOST_TOKENS), min_tokens=0)

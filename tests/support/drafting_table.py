@@ -28,10 +28,10 @@ FACTORS: Mapping[str, tuple[str, ...]] = {
     "slots": ("few", "many"),  # more than eight
     "grammar": ("free", "bound"),
     "sampling": ("greedy", "logprobs", "penalised"),
-    "prefix": ("cold", "reused"),
+    "prefix": ("cold", "reused", "saved"),  # saved: in a session's file
     "prompt": ("whole", "growing"),
     "device": ("steps", "queued", "loop"),
-    "event": ("none", "cancel", "limit", "full"),
+    "event": ("none", "cancel", "limit", "full", "pause"),
 }
 SIMPLEST: Case = {name: values[0] for name, values in FACTORS.items()}
 MODELS = (

@@ -151,7 +151,8 @@ def gateway_at(endpoint: str, **options: Any) -> Iterator[Address]:
     )
     thread.start()
     try:
-        assert opened.wait(30)
+        while not opened.wait(0.1):  # as long as a test may take: a busy machine is no fault of the gateway's
+            assert thread.is_alive(), "the gateway ended before it took connections"
         yield addresses[0]
     finally:
         os.close(writing)

@@ -9,6 +9,7 @@ from benches import bench
 
 from lowlat.errors import ConfigError
 from lowlat.kernels.toolchain.kernel import H200
+from lowlat.kernels.tuning.table import SHIPPED, read_table
 from lowlat.tools.tune.times import PlanTimes, TimedPlan, read_times
 
 FILES = ("h200", "h100")
@@ -25,6 +26,20 @@ def test_derived_plans_lie_within_a_tenth_of_the_fastest(name: str, repository: 
         assert found["median"] < 1.01 and found["total"] < 1.02, (kind, found)
         assert found["most"] < most and found["timed"] > 0.85 * found["launches"], (kind, found)
         assert found["beyond_limit"] < 0.03 * found["launches"], (kind, found)
+
+
+def test_derived_plans_of_shared_rows_are_cut_as_the_fastest() -> None:
+    """In weight tiles of a block and steps of a stage, of every launch of 64 and 128 rows that was timed on an H200."""
+    plans_of_key, entries = bench("plan_times").plans_of_key, read_table(SHIPPED / "nvidia-h200.json").entries
+    timed = {key: entry for key, entry in entries["decode_gemm"].items() if key.startswith("shared_rows=")}
+    assert len(timed) >= 14
+    for key, entry in timed.items():
+        plans = plans_of_key("decode_gemm", key, H200)
+        assert any(dict(plan.knobs) == dict(entry.knobs) for plan in plans), key
+        derived = plans[0].knobs
+        assert (derived["weight_tiles"], derived.get("span", 1)) == (
+            entry.knobs["weight_tiles"], entry.knobs.get("span", 1),
+        ), key  # fmt: skip
 
 
 def made_up(launches: dict[str, dict[str, tuple[TimedPlan, ...]]]) -> PlanTimes:

@@ -439,7 +439,7 @@ def calls_of(loaded: Loaded, bucket: Bucket, loop: LoopControl | None) -> list[K
     executor, cpu = loaded.executor, torch.device("cpu")
     program = executor.program(bucket)
     matrices = {op.weights["weight"] for op in program.ops if op.kind == "linear"}
-    weights = {**loaded.target.weights, **(loaded.speculator.weights if loaded.speculator else {})}
+    weights = {**loaded.target.weights, **loaded.speculation.weights}
     buffers = {**executor.state, **executor.scratch(bucket)}
     held = DeviceWeights(weights, matrices, cpu)
     binding = Binding(program, buffers, held, H200, SharedWorkspace(cpu), loop)

@@ -3,6 +3,8 @@
 import math
 from collections import defaultdict
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -133,6 +135,9 @@ class Run:
         self.growing: list[tuple[OpenPrompt, list[list[int]]]] = []
         if case["prefix"] == "reused":
             self._run([submit(runtime, case, PROMPTS[0][:20], 9, max_tokens=2)])
+        elif case["prefix"] == "saved":
+            self._run([runtime.submit(PROMPTS[0][:20], SamplingParams(max_tokens=2), session="saved")])
+            self._restore()
         slots = SLOTS[case["slots"]]
         extra = slots - len(PROMPTS) + (3 if case["event"] == "full" else 0)  # more than there are slots
         enter = self._open if case["prompt"] == "growing" else partial(submit, runtime, case)
@@ -141,6 +146,15 @@ class Run:
         others = [submit(runtime, case, PROMPTS[1], 5 + n, **brief) for n in range(extra)]
         self._run([*others, *self.names])
         check_invariants(runtime)
+
+    def _restore(self) -> None:
+        """Write the session to a file, forget what the device shares, and bring it back."""
+        session = self.runtime.session("saved")
+        with TemporaryDirectory() as folder:
+            session.save(Path(folder) / "session")
+            session.close()
+            self.runtime.kvcache.forget_all()
+            self.runtime.load_session(Path(folder) / "session")
 
     def _open(self, prompt: list[int], number: int) -> str:
         """The request of a prompt that comes step by step."""
@@ -173,6 +187,8 @@ class Run:
                 self.runtime.cancel(disturbed)
             elif begun and self.case["event"] == "limit":
                 self.runtime.set_draft_limit(disturbed, (0, 1, None)[number % 3])
+            elif begun and self.case["event"] == "pause" and self.runtime.pause(disturbed):
+                self.runtime.resume(disturbed)
             for output in self.runtime.step():
                 tokens, logprobs = self.answers[output.request_id]
                 tokens += output.token_ids
@@ -226,7 +242,7 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
         assert run.last[name].error_code is None
     cached = runtime.metrics(run.names[0]).cached_prompt_tokens
     states = case["prompt"] == "growing" and bool(runtime.geometry.config.deltas)  # snapshots lie after the first piece
-    assert (cached > 0) == (case["prefix"] == "reused" and not states)
+    assert (cached > 0) == (case["prefix"] != "cold" and not states)
     if case["method"] != "none":
         # a draft length that is chosen is often 0; P-EAGLE's random drafts, and those for random experts, are right by
         # chance alone

@@ -53,7 +53,7 @@ def test_every_number_of_slots_and_rows_of_a_step_is_counted(sets: list[list[set
             ids[slot, row, : len(each)] = torch.tensor(sorted(each))
     found = chosen_rows(ids.view(-1, 21), len(sets) + 1, [*range(len(sets)), -1])
     assert [len(each) for each in found] == [len(each) for each in sets]
-    counts.see(found)
+    counts.record(found)
     for slots in BATCHES:
         expected = counts.expected(slots)
         for num_rows in range(1, min(map(len, sets)) + 1):
@@ -68,7 +68,7 @@ def test_steps_that_were_seen_tell_of_longer_and_larger_ones(near: float, slots:
     """Better than what was known before, which holds of a router that spreads rows evenly."""
     source, counts = random.Random(7), ExpertCounts(UNIFORM)
     for _ in range(200):
-        counts.see(step(source, slots, rows, near))
+        counts.record(step(source, slots, rows, near))
     for batch in (1, 4):
         true = [0.0] * (LENGTHS + 1)
         for _ in range(100):

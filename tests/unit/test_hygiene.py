@@ -39,7 +39,7 @@ LAYERS = (
 )
 # the engine's, alike, from what is kept of requests and devices up to the runtime; names for type checkers do not count
 ENGINE = (
-    *("metrics", "unbroken", "memory", "loading", "numerics", "mailbox", "scheduling", "sessions", "requests"),
+    *("metrics", "change_guard", "memory", "loading", "numerics", "mailbox", "scheduling", "sessions", "requests"),
     *("launches", "drafting", "figures", "steps", "sleep", "calls", "stepped", "runtime"),
 )
 BENCH_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `bench`; may be absent where tests run

@@ -128,8 +128,9 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
     speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=2)
     found: set[str] = set()
 
-    def lowered(_: Any, programs: Any, prefills: Any, weights: Any, *args: Any, **others: Any) -> Any:
-        executor: Any = EagerExecutor(programs, prefills, weights, CPU)
+    def lowered(_: Any, ranks: Any, weights: Any, *args: Any, **others: Any) -> Any:
+        programs = ranks[0].programs
+        executor: Any = EagerExecutor(programs, ranks[0].prefills, weights, CPU)
         monkeypatch.setattr(executor, "switches", True, raising=False)
         loop = LoopControl(0, executor.state["active"], torch.zeros(1), torch.zeros(1))
         sizes: list[tuple[Any, ...]] = [(size, None) for size in executor._programs]

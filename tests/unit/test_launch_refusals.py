@@ -70,7 +70,8 @@ class Watched:
             if event == "call" and code in MAKERS and code not in self.given:
                 given = dict(frame.f_locals)
                 if isinstance(fitted := given.get("given"), Given):
-                    given = {**fitted.arrays, **fitted.params}
+                    del given["given"]
+                    given = {**given, **fitted.arrays, **fitted.params}
                 if code.co_flags & inspect.CO_VARKEYWORDS:
                     given |= given.pop(code.co_varnames[code.co_argcount + code.co_kwonlyargcount])
                 self.given[code] = given

@@ -44,7 +44,7 @@ from lowlat.models.weight_plan import weight_plan
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.decode import build_step
-from lowlat.step.prefill import build_prefill
+from lowlat.step.prefill import build_prefill, build_refresh
 from lowlat.step.variants import PROPOSED, WIDE, first_token_bucket
 
 BATCHES = (1, 2, 4, 8)
@@ -453,15 +453,15 @@ def test_checks_are_lowered_too(name: str, lowered: LoweredPairs) -> None:
 
 def test_what_prefill_does_for_specpv_is_lowered(lowered: LoweredPairs) -> None:
     pair = lowered.pair("llama", **SPECPV)
-    for size in (32, pair.geometry.refresh_size):
-        made = pair.lower_program(build_prefill(pair.geometry, size))
+    for program in (build_prefill(pair.geometry, 32), build_refresh(pair.geometry)):
+        made = pair.lower_program(program)
         check_cover(made)
         names = kinds_of(made, Stage.PREFILL)
         assert [names.count(name) for name in ("summarise_blocks", "block_scores", "choose_blocks")] == [2, 2, 2]
     lossless = lowered.pair("llama", **SPECPV, specpv_lossless=True, specpv_n_spec_tokens_buf=31)
     geometry = lossless.geometry
     verifier = build_step(geometry, Bucket(8, geometry.max_rows, 7, WIDE), TreeTopology.chain(7))
-    for program in (verifier, build_prefill(geometry, geometry.refresh_size)):
+    for program in (verifier, build_refresh(geometry)):
         check_cover(lossless.lower_program(program))
     assert geometry.max_rows == 32 and not any(op.kind == "partial_attention" for op in verifier.ops)
     assert not any(op.kind in ("kv_write", "prefill_kv_write") for op in program.ops)  # a refresh's

@@ -267,8 +267,10 @@ def test_text_is_read_up_to_the_last_word(pairs: dict[str, PairPaths], tmp_path:
 def test_refusals(pairs: dict[str, PairPaths]) -> None:
     with Runtime.load(pairs["llama"].target, pause_deadline_s=0.05, **OPTIONS) as runtime:
         handle = runtime.open_prompt(SAMPLED, max_prompt_tokens=20)
-        with pytest.raises(RequestError, match="needs 1 at least, and 20 at most"):
+        with pytest.raises(RequestError, match="needs 1 at least"):
             handle.finish()
+        with pytest.raises(RequestError, match="21 tokens exceeds the 20 that max_context, kv_blocks and max_prompt_t"):
+            runtime.finish_prompt(handle.request_id, [1] * 21)
         with pytest.raises(RequestError, match="needs tokenizer"):
             handle.append("text")
         with pytest.raises(RequestError, match="open prompt: finish it, or cancel it"):

@@ -175,27 +175,29 @@ GOOD = SlotPublication(
 
 
 @pytest.mark.parametrize(
-    ("changes", "room", "problem"),
+    ("changes", "num_remaining", "problem"),
     [
         ({}, 9, None),
         ({"accepted": 4}, 9, "accepted 4 of 3 drafts, 3 deep, and 3 can be verified"),
         ({"verified": 4}, 9, "accepted 2 of 4 drafts"),
-        ({"token_ids": (4, 5, 6, 7), "length": 24}, 9, "gave 4 tokens, having accepted 2 and room for 9"),
-        ({}, 2, "gave 3 tokens, having accepted 2 and room for 2"),
+        ({"token_ids": (4, 5, 6, 7), "length": 24}, 9, "gave 4 tokens, having accepted 2 with 9 to go"),
+        ({}, 2, "gave 3 tokens, having accepted 2 with 2 to go"),
         ({"length": 24}, 9, "ended at length 24, and 20 and 3 tokens were committed"),
         ({"token_ids": (4, -1, 6)}, 9, "gave tokens [4, -1, 6], of a vocabulary of 97"),
         ({"verified": 0, "verified_depth": 0, "accepted": 0, "token_ids": (4,), "length": 21}, 9, "verified no draft"),
         ({"verified": 0, "verified_depth": 0, "accepted": 0, "token_ids": (4,), "length": 21}, 1, None),
     ],
 )  # fmt: skip
-def test_a_step_that_does_not_add_up_is_an_error(changes: dict[str, Any], room: int, problem: str | None) -> None:
+def test_a_step_that_does_not_add_up_is_an_error(
+    changes: dict[str, Any], num_remaining: int, problem: str | None
+) -> None:
     checks = StepChecks(max_drafts=3, vocab_size=97, must_draft=True)
     publication = GOOD._replace(**changes)
     if problem is None:
-        checks.check(publication, 20, first=False, room=room)
+        checks.check(publication, 20, first=False, num_remaining=num_remaining)
         return
     with pytest.raises(DeviceError, match=re.escape(problem)):
-        checks.check(publication, 20, first=False, room=room)
+        checks.check(publication, 20, first=False, num_remaining=num_remaining)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from lowered import CPU, Pair, pretend_gpu
 from prefill_cases import make_named
 from stages import wide
-from tiny_models import make_pair
+from tiny_models import make_pair, make_target
 
 from lowlat.engine.loading import loading
 from lowlat.engine.loading.geometry import make_geometry
@@ -50,6 +50,11 @@ from lowlat.tools.tune.pairs import LoweredPrograms, random_pair, weight_shapes
 
 AMPERE = Gpu(108, 163 * 1024, (8, 0))
 RANK_BUCKETS = (Bucket(2, 1, 0), Bucket(8, 1, 0), first_token_bucket(0))
+# inner widths of 13 steps, of which two ranks have 7 and 6
+CUT_SIZES: dict[str, Any] = {
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 256, "intermediate_size": 832,
+    "vocab_size": 512,
+}  # fmt: skip
 GEOMETRIES = (
     "llama-8b", "gpt-oss-20b", "qwen3-30b-a3b", "qwen3.5-9b", "qwen3.6-35b-a3b", "gemma-3-27b", "gemma-4-26b-a4b",
     "gemma-4-e4b",
@@ -181,7 +186,9 @@ def test_ranks_hold_the_workspaces_that_are_planned(
 ) -> None:
     """Each its own, on GPUs of their own and on a shared one; another rank's plan is not taken."""
     pretend_gpu(monkeypatch, H200)
-    pair: Pair = make_named("llama", tmp_path)
+    make_target(tmp_path, "llama", num_hidden_layers=4, **CUT_SIZES)
+    pair = Pair(tmp_path)
+    pair.geometry = replace(pair.geometry, prefill_chunk=64)
     configs = rank_configs(pair.geometry.config, 2, invariant=invariant)
     topology, lowerings = pair.topologies[0], Lowerings(monkeypatch)
     for places in ([CPU, torch.device("cpu", 1)], [CPU, CPU]):

@@ -110,7 +110,7 @@ def test_a_local_chat_has_room_and_reserves_some(talker: Path, monkeypatch: pyte
         def asked(prompt: Any, options: dict[str, Any]) -> SamplingParams:
             stream: Any = model.ask(prompt, options)._chunks
             stream.close()
-            params: SamplingParams = stream._ticket.params
+            params: SamplingParams = stream._ticket.prepared.params
             return params
 
         params = [asked(said, {}), asked(said, {"max_tokens": 7, "temperature": 0.0}), asked("Hi", {"max_tokens": 9})]

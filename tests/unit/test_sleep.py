@@ -117,7 +117,7 @@ def test_refusals_leave_it_as_it_was(targets: dict[str, Path], monkeypatch: pyte
         monkeypatch.setattr(runtime.executor.residence, "leave", lambda: (_ for _ in ()).throw(RuntimeError("lost")))
         with pytest.raises(DeviceError, match="failed: lost"):
             runtime.sleep()
-        with pytest.raises(DeviceError, match="of no more use"):
+        with pytest.raises(DeviceError, match="cannot be used any more"):
             runtime.submit(prompt_of(50))
 
 

@@ -82,11 +82,20 @@ def test_intervals_go_first_and_without_rows_nothing_is_found() -> None:
     cache, device = make(3, interval=2 * CHUNK), Device()
     device.run(cache, "a", text(*range(20)))
     cache.release("a")
-    assert cache.pool_stats()["snapshots"] == [{"num_snapshots": 3, "num_free": 0, "num_listed": 3, "num_found": 0}]
+    counts = {"num_snapshots": 3, "num_free": 0, "num_listed": 3, "num_found": 0, "num_broken_pins": 0}
+    assert cache.pool_stats()["snapshots"] == [counts]
     assert device.run(cache, "b", text(*range(21))) == 20 * CHUNK
     none = make(0)
     device.run(none, "a", text(*range(5)))
     assert device.run(none, "b", text(*range(5))) == 0
+
+
+def test_a_pinned_snapshot_that_goes_is_counted() -> None:
+    cache, device = make(2), Device()
+    for number in range(3):
+        device.run(cache, str(number), text(number, more=2))
+        cache.release(str(number), owner=number)  # each pins its own; there are rows for two
+    assert cache.pool_stats()["snapshots"][0]["num_broken_pins"] == 1
 
 
 def test_a_failed_request_leaves_no_snapshot() -> None:

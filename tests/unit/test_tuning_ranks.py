@@ -169,8 +169,9 @@ class Standing(KernelExecutor):
         """There is no loop."""
 
 
-def stand_in(choice: Any, programs: Any, prefills: Any, weights: Any, *_: Any, ranks: Any, **__: Any) -> Any:
+def stand_in(choice: Any, ranks: Any, weights: Any, *_: Any, **__: Any) -> Any:
     """As `make_executor` makes one for GPUs of their own, of executors that launch nothing."""
+    programs, prefills = ranks[0].programs, ranks[0].prefills
     if len(ranks) == 1:
         return Standing(programs, prefills, weights, CPU)
     devices = [torch.device("cpu", number) for number in range(len(ranks))]

@@ -69,6 +69,17 @@ def test_a_long_request_holds_few_blocks_and_shares_its_prefix() -> None:
     assert found[first : 20 * 2] == table[first : 20 * 2] and not any(found[:first])
 
 
+def test_pinned_chunks_of_a_window_that_go_are_counted() -> None:
+    cache = make(301, pool(40, 21))
+    for number in range(12):  # of a chunk each, which is two blocks
+        prompt = text(number)
+        assert cache.admit(str(number), prompt, len(prompt) + 4, AHEAD) is not None
+        prefill(cache, str(number), prompt)
+        cache.release(str(number), owner=number)
+    stats = cache.pool_stats()["windows"][0]
+    assert stats["num_evictable"] + stats["num_broken_pins"] == 12 * 2 and stats["num_broken_pins"] > 0
+
+
 def test_a_hit_needs_the_window_s_last_chunks_alone() -> None:
     sizes = pool(40, 41)
     cache, prompt = make(401, sizes), text(*range(20))

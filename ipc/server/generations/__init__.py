@@ -1,1 +1,1 @@
-"""The requests of a server: how text becomes token ids, who waits, what streams, when each one ends."""
+"""This package has a server's requests: how text becomes token ids, who waits, what streams, when each one ends."""

@@ -1,4 +1,4 @@
-"""Prompts to token ids, and conversions: answers that are made of a prompt alone, without the engine."""
+"""This module answers requests that are made of a prompt alone, such as its token ids, without the engine."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -1,4 +1,4 @@
-"""Items that wait for their turn: each client's in order, a user's clients by turns, and the users by turns."""
+"""A fair queue takes each client's items in order, a user's clients by turns, and the users by turns."""
 
 from collections import deque
 from collections.abc import Hashable, Mapping

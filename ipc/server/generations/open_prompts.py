@@ -1,4 +1,4 @@
-"""Prompts that come in pieces: their credit, their order, and how far the engine has them."""
+"""This module takes prompts that come in pieces: their credit, their order, and how far the engine has them."""
 
 import time
 from collections.abc import Callable, Iterator

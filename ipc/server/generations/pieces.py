@@ -1,4 +1,4 @@
-"""Pieces of an open prompt that wait to become token ids: they take memory by their bytes, however they are cut."""
+"""This module keeps pieces of an open prompt that wait to become token ids, and counts memory by their bytes."""
 
 import threading
 from collections import deque

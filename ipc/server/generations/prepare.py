@@ -1,4 +1,4 @@
-"""Requests become token ids and are checked: in a text thread, or at once where that takes microseconds."""
+"""This module turns requests into token ids and checks them: in a text thread, or at once where that is quick."""
 
 import logging
 import threading

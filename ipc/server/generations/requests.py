@@ -1,8 +1,7 @@
-"""The requests of a server, from SUBMIT to END: admission, fairness, credit, deadlines, and how each one ends."""
+"""This module has the requests of a server, from SUBMIT to END: admission, fairness, credit, deadlines, ends."""
 
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,9 +11,11 @@ from lowlat.ipc.server.generations.fair_queue import RankedQueue
 from lowlat.ipc.server.generations.open_prompts import OpenPrompts
 from lowlat.ipc.server.generations.prepare import MAX_INLINE_BYTES, TextThreads, prepare
 from lowlat.ipc.server.generations.residence import Keeper, Residence
+from lowlat.ipc.server.generations.sender import Sender
 from lowlat.ipc.server.generations.statistics import Statistics
 from lowlat.ipc.server.generations.streams import Phase, Stream
 from lowlat.ipc.server.generations.timers import Timers
+from lowlat.ipc.server.generations.user_shares import UserShares
 from lowlat.ipc.server.peer import Peer
 from lowlat.ipc.server.peers import Peers
 from lowlat.ipc.server.threads.events import (
@@ -31,10 +32,9 @@ from lowlat.ipc.server.threads.events import (
 from lowlat.ipc.server.threads.watchdog import StepClock
 from lowlat.ipc.wire import Error, FinishReason, Paused, Submit
 
-__all__ = ["FREE_SHARE", "Requests"]
+__all__ = ["Requests"]
 
 MAX_PROMPTS = 16  # prompts of max_message_bytes that may lie before the engine, in bytes
-FREE_SHARE = 3  # a user may take so many times the places that it leaves to others
 MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 
 
@@ -77,20 +77,18 @@ class Requests:
         self._log = log
         self._decode = decode
         self._text_threads = text_threads
-        self._shared = shared
         self._prefix = epoch[:12]
         self._num_ids = 0
         self._num_preparing = 0
-        self._prompt_bytes = 0
         self._queue: RankedQueue[Stream] = RankedQueue()
         self._inside: dict[str, Stream] = {}
-        self._inside_of: defaultdict[str, int] = defaultdict(int)  # by user
-        self._live_of: defaultdict[str, int] = defaultdict(int)
-        self._bytes_of: defaultdict[str, int] = defaultdict(int)
+        self._shares = UserShares(MAX_PROMPTS * limits.max_message_bytes, shared=shared)
         self._num_paused = 0  # of those inside
         self._dirty: list[Stream] = []
-        self._live = 0
         self._peers = peers
+        self._sender = Sender(
+            peers, statistics, timers, limits.slow_consumer_s, finish=self._end_decoded, starve=self._starved
+        )
         peers.tell(self)
         self.engine_figures: Mapping[str, Any] = {}
         self.draining = False
@@ -117,7 +115,7 @@ class Requests:
     @property
     def idle(self) -> bool:
         """Whether no request is under way."""
-        return not self._live
+        return not self._shares.num_live
 
     def submit(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
         """Take a request, or refuse it at once; size is that of its message, in bytes."""
@@ -135,11 +133,13 @@ class Requests:
         elif num_free <= 0:
             message = f"{self.num_waiting} requests wait for a slot (max_queue {limits.max_queue})"
             self.refuse(peer, submit.number, "busy", message)
-        elif self._shared and self._live_of.get(peer.user.account, 0) >= FREE_SHARE * num_free:
-            message = f"this user has {self._live_of[peer.user.account]} requests under way, and {num_free} places are "
+        elif self._shares.is_full(peer.user.account, num_free):
+            num_own = self._shares.live[peer.user.account]
+            message = f"this user has {num_own} requests under way, and {num_free} places are "
             self.refuse(peer, submit.number, "busy", message + f"left for others (max_queue {limits.max_queue})")
-        elif self._prompt_bytes and size > self._room_for_prompts(peer.user.account):
-            message = f"the prompts that wait have {self._prompt_bytes} bytes ({MAX_PROMPTS} times max_message_bytes)"
+        elif not self._shares.has_space(peer.user.account, size):
+            num_bytes = self._shares.num_prompt_bytes
+            message = f"the prompts that wait have {num_bytes} bytes ({MAX_PROMPTS} times max_message_bytes)"
             self.refuse(peer, submit.number, "busy", message)
         else:
             self._take(peer, submit, body, size)
@@ -203,9 +203,9 @@ class Requests:
     def credit(self, stream: Stream, tokens: int) -> None:
         """Add tokens that the client grants, and send what may be sent."""
         stream.balance += tokens
-        self._fed(stream)
+        self._sender.feed(stream)
         if stream.waiting and not stream.peer.unsent:
-            self._pump(stream)
+            self._sender.send(stream)
 
     def peer_gone(self, peer: Peer) -> None:
         """Give up the requests of a peer that is gone."""
@@ -219,7 +219,7 @@ class Requests:
             if peer.unsent or peer.gone:
                 return
             if stream.waiting or stream.phase is Phase.DECODED:
-                self._pump(stream)
+                self._sender.send(stream)
 
     def prepared(self, event: Prepared) -> None:
         """Take a request that was prepared: it has its token ids, or the reason why it cannot be served."""
@@ -250,7 +250,7 @@ class Requests:
         stream.waiting.extend(output for output in outputs if output.token_ids or output.text)
         stream.final = outputs[-1]
         if not stream.peer.unsent:
-            self._pump(stream)
+            self._sender.send(stream)
 
     def refused(self, event: Refused) -> None:
         """End a request that the engine has refused."""
@@ -300,7 +300,7 @@ class Requests:
         dirty = self._dirty
         for stream in dirty:
             if not stream.over and not stream.peer.unsent:
-                self._pump(stream)
+                self._sender.send(stream)
         dirty.clear()
 
     def end_all(self, code: str, message: str) -> None:
@@ -324,13 +324,6 @@ class Requests:
             "engine": dict(self.engine_figures),
         }
 
-    def _room_for_prompts(self, account: str) -> int:
-        """Bytes of prompts that a user may still send."""
-        num_free = MAX_PROMPTS * self._limits.max_message_bytes - self._prompt_bytes
-        if not self._shared:
-            return num_free
-        return min(num_free, FREE_SHARE * num_free - self._bytes_of.get(account, 0))
-
     def _take(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
         self._num_ids += 1
         account = peer.user.account
@@ -338,11 +331,9 @@ class Requests:
         stream = Stream(peer, submit.number, request_id, submit.sampling, size, balance=submit.credit, cache_salt=salt)
         stream.session = submit.session
         peer.streams[submit.number] = stream
-        self._live += 1
-        self._live_of[account] += 1
         self._num_preparing += 1
-        self._prompt_bytes += size
-        self._bytes_of[account] += size
+        self._shares.begin(account)
+        self._shares.hold_bytes(account, size)
         if submit.open:
             self.open_prompts.open(stream, submit)
         else:
@@ -368,17 +359,14 @@ class Requests:
 
     def hold_bytes(self, stream: Stream, num_bytes: int) -> bool:
         """Count bytes of a prompt that wait; False where there is no space for them."""
-        account = stream.peer.user.account
-        if self._prompt_bytes and num_bytes > self._room_for_prompts(account):
-            return False
-        self._prompt_bytes += num_bytes
-        self._bytes_of[account] += num_bytes
-        return True
+        has_space = self._shares.has_space(stream.peer.user.account, num_bytes)
+        if has_space:
+            self._shares.hold_bytes(stream.peer.user.account, num_bytes)
+        return has_space
 
     def release_bytes(self, stream: Stream, num_bytes: int) -> None:
         """Count bytes of a prompt that waited as free."""
-        self._prompt_bytes -= num_bytes
-        _count_down(self._bytes_of, stream.peer.user.account, num_bytes)
+        self._shares.release_bytes(stream.peer.user.account, num_bytes)
 
     def break_off(self, stream: Stream, code: str, message: str) -> None:
         """End a request that brought nothing yet by an ERROR, wherever it is."""
@@ -393,7 +381,7 @@ class Requests:
         """Hand over to the engine while it has slots, the highest priority first: of equals by turns, first those of
         users who have fewest slots."""
         while self._queue.num_items and self._may_enter(self._queue.priority):
-            self._hand_over(self._queue.pop(self._inside_of))
+            self._hand_over(self._queue.pop(self._shares.inside))
 
     def _may_enter(self, priority: int) -> bool:
         """Whether the engine has a slot, or would take one from a request of lower priority.
@@ -413,7 +401,7 @@ class Requests:
     def refuse_waiting(self, message: str) -> None:
         """End every request that waits for a slot, as one that may be sent again later."""
         while self._queue.num_items:
-            stream = self._queue.pop(self._inside_of)
+            stream = self._queue.pop(self._shares.inside)
             self._let_go(stream)
             self._fail_early(stream, "busy", message)
 
@@ -427,7 +415,7 @@ class Requests:
         self._let_go(stream)
         stream.phase = Phase.RUNNING
         self._inside[stream.request_id] = stream
-        self._inside_of[stream.peer.user.account] += 1
+        self._shares.enter(stream.peer.user.account)
         stream.handed = time.monotonic()
         if stream.paused:
             self._num_paused += 1
@@ -443,41 +431,16 @@ class Requests:
         stream = self._inside.pop(request_id, None)
         if stream is not None:
             self._num_paused -= stream.paused
-            _count_down(self._inside_of, stream.peer.user.account)
+            self._shares.come_out(stream.peer.user.account)
         return stream
 
-    def _pump(self, stream: Stream) -> None:
-        """Send what may be sent; then its END, if that was all."""
-        peers, statistics = self._peers, self._statistics
-        while (sendable := stream.next_message()) is not None:
-            message, num_tokens = sendable
-            if not peers.send(stream.peer, message):
-                return  # gone: peer_gone has ended it
-            now = time.monotonic()
-            if num_tokens and not stream.converted:
-                if not stream.first:
-                    stream.first = now
-                    statistics.queued.record(stream.handed - stream.arrived)
-                    statistics.time_to_first_token.record(now - stream.arrived)
-                else:
-                    statistics.inter_token.record((now - stream.last) / num_tokens, num_tokens)
-                stream.last = now
-                statistics.tokens(num_tokens, now)
-            if stream.peer.unsent:
-                return
-        if stream.waiting:
-            if stream.starving is None:
-                stream.starving = self._timers.after(self._limits.slow_consumer_s, self._starved, stream)
-            return
-        self._fed(stream)
-        if stream.final is not None:
-            self._end_decoded(stream, stream.final)
-
-    def _end_decoded(self, stream: Stream, final: EngineOutput) -> None:
-        reason = final.finish_reason
-        if reason == "error":
+    def _end_decoded(self, stream: Stream) -> None:
+        """End a request as the engine has ended it."""
+        final = stream.final
+        reason = None if final is None else final.finish_reason
+        if final is not None and reason == "error":
             self._end(stream, "error", code=final.error_code or "internal", message=final.error)
-        elif reason == "stop":
+        elif final is not None and reason == "stop":
             self._end(stream, "stop", stop_reason=final.stop_reason)
         elif reason == "length":
             self._end(stream, "length")
@@ -486,10 +449,6 @@ class Requests:
         else:
             self._log.error("the engine gave an unknown finish reason", extra={"reason": reason})
             self._end(stream, "error", code="internal", message="the engine ended it for an unknown reason")
-
-    def _fed(self, stream: Stream) -> None:
-        self._timers.cancel(stream.starving)
-        stream.starving = None
 
     def _starved(self, stream: Stream) -> None:
         message = f"{sum(len(one.token_ids) for one in stream.waiting)} tokens waited for credit for "
@@ -508,7 +467,7 @@ class Requests:
         code: str | None = None,
         message: str | None = None,
     ) -> None:
-        """Send END, whatever still waits, and let go of it everywhere."""
+        """Send END, whatever still waits, and let go of a request everywhere."""
         if stream.over:
             return
         end = stream.end_message(reason, stop_reason=stop_reason, code=code, message=message)
@@ -544,19 +503,12 @@ class Requests:
         if stream.opening is not None:
             self.open_prompts.leave(stream, stream.opening)
         self._timers.cancel(stream.deadline)
-        self._fed(stream)
+        self._sender.feed(stream)
         del stream.peer.streams[stream.number]
-        self._live -= 1
-        _count_down(self._live_of, stream.peer.user.account)
+        self._shares.end(stream.peer.user.account)
 
     def _retry_after_ms(self) -> int:
         """When a slot may be free for one more: what waits, at the rate of the requests that have ended."""
         usual_s = self._statistics.duration.percentile(0.5)
         turns = (self.num_waiting + 1) / self._info.max_running
         return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * (usual_s * turns + self.residence.retry_s))))
-
-
-def _count_down(counts: defaultdict[str, int], name: str, count: int = 1) -> None:
-    counts[name] -= count
-    if not counts[name]:
-        del counts[name]  # else every key that was ever used would stay

@@ -1,4 +1,4 @@
-"""Whether the engine has its device's memory: who waits for it, and what happens meanwhile.
+"""This module knows whether the engine has its device's memory, and who waits for it.
 
 Requests that come while it sleeps wait in their queue and wake it. A server whose device's memory is shared with
 others has a keeper, which says when it may wake and when it must sleep; one without wakes at once.

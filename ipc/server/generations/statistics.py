@@ -1,4 +1,4 @@
-"""The server's counters: times in small fixed histograms, tokens a second, how requests ended; prompts never."""
+"""This module counts for the server: times in small histograms, tokens a second, ends of requests; prompts never."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""A request under way: its options, its credit, and its outputs that wait to be sent."""
+"""A stream is a request under way: its options, its credit, and its outputs that wait to be sent."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Timers of the I/O thread: calls to make at a later time."""
+"""The I/O thread's timers make calls at a later time."""
 
 import heapq
 import math

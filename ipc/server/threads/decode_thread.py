@@ -1,4 +1,4 @@
-"""The thread that owns the engine: it makes it, steps it while there is work, and never waits on a socket."""
+"""The decode thread owns the engine: it makes it, steps it while there is work, and never waits on a socket."""
 
 import logging
 import threading

@@ -1,4 +1,4 @@
-"""Events that the threads of a server send one another, in structs because these cost next to nothing to make."""
+"""The threads of a server send one another these events, in structs because these cost next to nothing to make."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The thread that owns the sockets: it never waits on anything but its router, and nobody waits for it.
+"""The I/O thread owns the sockets: it waits on its router alone, and nobody waits for it.
 
 Waking it takes long. So while it sleeps, other threads do the work that a first token waits for, under a lock that the
 I/O thread holds unless it sleeps: a text thread hands a request over, the decode thread sends a request's first tokens

@@ -1,4 +1,4 @@
-"""Polling by the I/O thread for a moment before it sleeps, because a thread that sleeps takes long to wake."""
+"""The I/O thread polls by this module for a moment before it sleeps, as a thread that sleeps takes long to wake."""
 
 import math
 import os

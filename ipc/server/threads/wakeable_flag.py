@@ -1,4 +1,4 @@
-"""A flag that any thread raises, and that the main thread waits for, together with signals."""
+"""Any thread may raise this flag, and the main thread waits for it, together with signals."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""The durations of steps, and the thread that notices a step that never ends."""
+"""This module times steps, and has the thread that notices a step that never ends."""
 
 import faulthandler
 import sys

@@ -13,10 +13,9 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.attention.limits import LISTED_HEAD_DIM
 from lowlat.kernels.common.memory import divide, int_at, set_int, wide_count
 from lowlat.kernels.reference.attention import partial as reference
-from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
-from lowlat.kernels.toolchain.launches import fit
+from lowlat.kernels.toolchain.launches import Given, launches, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 
 __all__ = ["choose_blocks", "examples", "list_lens", "scores_workspace"]
@@ -28,14 +27,14 @@ FULL_WARP = 0xFFFFFFFF
 MAX_BATCH = 32
 
 
-def choose_blocks(*, workspace: Workspace, gpu: Gpu = H200, **arguments: Any) -> list[KernelCall]:
-    """`choose_blocks` of the reference, whose arguments these are; q and summaries are bf16, heads of 64 or 128.
+@launches_with(reference.choose_blocks)
+def choose_blocks(given: Given, *, workspace: Workspace, gpu: Gpu = H200) -> list[KernelCall]:
+    """`choose_blocks` of the reference; q and summaries are bf16, heads of 64 or 128.
 
     workspace  see `scores_workspace`
     Time: a read of the summaries, and a few thousand steps of a block for each head. Captured: yes. Raises ShapeError
     for arguments that do not fit.
     """
-    given = fit(reference.choose_blocks, arguments)
     rows, heads, dim, kv_heads, parts, table_width, width = given.sizes("c", "H", "D", "G", "parts", "blocks", "n")
     if given["q"].dtype != torch.bfloat16 or not LISTED_HEAD_DIM.takes(dim) or heads % kv_heads:
         raise ShapeError(f"choose_blocks takes bfloat16 and heads of {LISTED_HEAD_DIM}, got {given['q'].dtype}, {dim}")
@@ -256,16 +255,13 @@ def _choose(kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved
     return Kernel(name, choose_blocks_kernel, (types.int64,) * 7, CHOOSERS)
 
 
-def list_lens(
-    dense_lens: torch.Tensor, slots: torch.Tensor, shifts: torch.Tensor, *, out: torch.Tensor
-) -> list[KernelCall]:
-    """`list_lens` of the reference, whose arguments these are. Raises ShapeError for shapes that do not fit."""
-    batch = slots.shape[0]
-    check_shape("dense_lens", dense_lens, batch)
-    check_shape("out", out, batch)
+@launches(reference.list_lens)
+def list_lens(given: Given) -> list[KernelCall]:
+    """`list_lens` of the reference. Raises ShapeError for arguments that do not fit, and more than MAX_BATCH slots."""
+    (batch,) = given.sizes("B")
     if batch > MAX_BATCH:
         raise ShapeError(f"list_lens takes at most {MAX_BATCH} slots, got {batch}")
-    return [KernelCall(_lens(), (1, 1, 1), (dense_lens, slots, shifts, out, batch))]
+    return [KernelCall(_lens(), (1, 1, 1), (*given.take("dense_lens", "slots", "shifts", "out"), batch))]
 
 
 @cache

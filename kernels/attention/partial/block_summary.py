@@ -9,9 +9,10 @@ from lowlat.errors import ShapeError
 from lowlat.kernels.common.kv_codes import decode_in_order, load_multiplier
 from lowlat.kernels.common.memory import divide, int_at, wide_count
 from lowlat.kernels.common.norm_math import high_value, low_value
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.attention import partial as reference
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["examples", "summarise_blocks"]
@@ -20,45 +21,28 @@ THREADS = 256
 BLOCKS = 2  # an SM
 
 
-def summarise_blocks(
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    span: torch.Tensor,
-    kv_scales: torch.Tensor | None = None,
-    *,
-    key_summary: torch.Tensor,
-    gpu: Gpu = H200,
-) -> list[KernelCall]:
+@launches_with(reference.summarise_blocks)
+def summarise_blocks(given: Given, *, gpu: Gpu = H200) -> list[KernelCall]:
     """`summarise_blocks` of the reference, in one launch; a thread takes 8 dimensions of a block's keys at a time.
 
-    k_cache      [P, G, block, D]     bf16, or with kv_scales uint8; rows of whole multiples of 16 bytes
-    block_table  [1, C / block]       int32
-    span         [2]                  int32  positions [first, end) are new
-    kv_scales    [2, G]               float32: the cache holds codes; or None
-    key_summary  [P, G, parts, 2, D]  bf16, updated
-    Time: a read of the new blocks' keys over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes or
-    dtypes that do not fit.
+    Keys are bf16, or with kv_scales codes, in rows of whole multiples of 16 bytes; summaries are bf16.
+    Time: a read of the new blocks' keys over the memory's bandwidth. Captured: yes. Raises ShapeError for arguments
+    that do not fit.
     """
-    pages, num_heads, block, dim = k_cache.shape
-    parts = key_summary.shape[2]
-    check_shape("key_summary", key_summary, pages, num_heads, parts, 2, dim)
-    check_shape("block_table", block_table, 1, block_table.shape[-1])
-    check_shape("span", span, 2)
+    k_cache, key_summary, kv_scales = given["k_cache"], given["key_summary"], given.arrays.get("kv_scales")
+    num_heads, block, parts, table_width = given.sizes("G", "block", "parts", "blocks")
     held = torch.bfloat16 if kv_scales is None else torch.uint8
     if (k_cache.dtype, key_summary.dtype) != (held, torch.bfloat16) or parts < 1 or block % parts:
         raise ShapeError(
             f"summarise_blocks takes bfloat16, or codes with kv_scales, and whole parts of a block of {block}, got "
             f"{k_cache.dtype}, {parts} parts"
         )
-    if kv_scales is not None:
-        check_shape("kv_scales", kv_scales, 2, num_heads)
     wide_count("k_cache", k_cache)
     pieces = wide_count("key_summary", key_summary)
-    most = -(-block_table.shape[-1] * parts * num_heads * pieces // THREADS)
+    most = -(-table_width * parts * num_heads * pieces // THREADS)
     grid = (min(most, BLOCKS * gpu.num_multiprocessors), 1, 1)
     kernel = _make(num_heads, block, parts, pieces, kv_scales is not None)
-    arguments = (k_cache, block_table, span, key_summary, 0 if kv_scales is None else kv_scales)
-    return [KernelCall(kernel, grid, arguments)]
+    return [KernelCall(kernel, grid, given.take("k_cache", "block_table", "span", "key_summary", "kv_scales"))]
 
 
 @device_function

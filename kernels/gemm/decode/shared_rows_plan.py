@@ -22,7 +22,7 @@ MOST_OWN_ROW_TILES, MOST_OF_GROUPS = 8, 4  # of a warp: sums are in registers, o
 LEAST_STAGES, MOST_STAGES = 2, 8
 SPANS = (4, 2, 1)
 # us on an H200: of a stage whatever it has, and of each of its steps; of a stage next to products, and of 128 tiles of
-# weights by rows; and bytes that an SM copies in one while all do
+# weights by rows; and bytes that an SM copies in one, however many others do
 STAGE_US, STEP_US, WAIT_US, PRODUCTS_US, COPIED_BYTES = 0.4, 0.1, 0.1, 1.0, 42_000
 
 
@@ -113,15 +113,14 @@ def _plans(row_tiles: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRows
                 <= gpu.shared_bytes
             ]
             num_stages = -(-groups // sms) * WARPS * -(-shape.steps // (WARPS * span))
-            plans += [(rank, num_stages * _stage_us(plan, sms), -tiles, plan) for rank, plan in enumerate(fitting)]
+            plans += [(rank, num_stages * _stage_us(plan), -tiles, plan) for rank, plan in enumerate(fitting)]
     return tuple(plan for *_, plan in sorted(plans, key=lambda each: each[:3]))
 
 
-def _stage_us(plan: SharedRowsPlan, sms: int) -> float:
+def _stage_us(plan: SharedRowsPlan) -> float:
     """About the time from one wait of a block for its warps to the next: theirs, that of products, or of copies."""
     products = plan.span * PRODUCTS_US * plan.weight_tiles * plan.row_tiles / 128
-    copies = plan.stage_bytes * plan.num_blocks / (COPIED_BYTES * sms)
-    return max(STAGE_US + STEP_US * plan.span, WAIT_US + products, copies)
+    return max(STAGE_US + STEP_US * plan.span, WAIT_US + products, plan.stage_bytes / COPIED_BYTES)
 
 
 def _cut(

@@ -32,7 +32,7 @@ from lowlat.kernels.sampling.select import (
     words_broken,
 )
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall, Workspace
-from lowlat.kernels.toolchain.launches import fit
+from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int32, int64, types, uint32
 from lowlat.kernels.toolchain.ptx import (
     add_rn,
@@ -58,14 +58,13 @@ LONGS_2D = types.Array(types.int64, 2, "C")
 FLOATS_2D = types.Array(types.float32, 2, "C")
 
 
-def logprobs(*, workspace: Workspace, **arguments: Any) -> list[KernelCall]:
+@launches_with(reference.logprobs)
+def logprobs(given: Given, *, workspace: Workspace) -> list[KernelCall]:
     """Log-softmax of the drawn token and of the NUM_LOGPROBS likeliest, for the slots that ask.
 
-    The reference's `logprobs`, whose arguments these are, by name.
     Time: rows that ask for nothing cost their fill. Raises ShapeError for arguments that do not fit and for V above
     327680.
     """
-    given = fit(reference.logprobs, arguments)
     batch, rows, width = given.sizes("B", "T", "V")
     count, chunks = batch * rows, count_chunks("logits", width)
     calls = (

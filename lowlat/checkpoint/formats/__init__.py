@@ -1,4 +1,4 @@
-"""Weight formats in files: names of stored tensors, keys of quantization_config, checks of values.
+"""This package has weight formats in files: names of tensors, keys of quantization_config, checks of values.
 
 `STORED_FORMATS` is the table of experts' formats, whose other side, packed and decoded in kernels, is in
 `lowlat.kernels.formats` under the same name. Linear layers are stored in the layouts of `linear`; `methods` reads from

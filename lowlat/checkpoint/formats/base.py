@@ -1,4 +1,4 @@
-"""The interface of a weight format, file side: the stored tensors that hold a matrix, and the checks when it is read.
+"""This is the interface of a weight format, file side: the stored tensors of a matrix, and checks as it is read.
 
 How the canonical parts are packed, decoded and counted is the kernels' side of the same format, in
 `lowlat.kernels.formats`.

@@ -1,4 +1,4 @@
-"""Plain numbers in files: one floating-point tensor, converted to the compute dtype as it is read."""
+"""A plain weight is one floating-point tensor, which is converted to the compute dtype as it is read."""
 
 from collections.abc import Mapping
 

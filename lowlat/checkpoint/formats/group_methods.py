@@ -1,4 +1,4 @@
-"""AutoAWQ's, GPTQ's and AutoRound's keys in quantization_config: four bits in groups of inputs, a plain LM head.
+"""This module reads AutoAWQ's, GPTQ's and AutoRound's keys in quantization_config.
 
 AutoRound stores tensors as one of the other two does, which `packing_format` says. It also exports files under their
 names, with its own keys next to theirs.

@@ -1,4 +1,4 @@
-"""Layouts of quantised linear layers in files: which tensors a layer has, and how these become the parts of a format.
+"""A layout says which tensors a quantised linear layer has in files, and how these become the parts of a format.
 
 One class for each public layout. Sources: compressed-tensors' compressors, transformers' integrations, AutoAWQ's and
 GPTQModel's packing, TensorRT Model Optimizer's exports.

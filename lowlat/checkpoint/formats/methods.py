@@ -1,4 +1,4 @@
-"""Spellings of quantisation in configs, by quant_method: keys that are read, refused by name, or of no effect.
+"""This module reads how configs spell quantisation, by quant_method, and refuses by name what it does not know.
 
 Only weights are quantised here: a config's keys for activations, which stay bfloat16, have no effect, nor those for
 the KV cache, which the option kv_cache_dtype decides. GPTQ's, AutoAWQ's and AutoRound's keys are in `group_methods`.

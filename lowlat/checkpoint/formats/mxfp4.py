@@ -1,4 +1,4 @@
-"""MXFP4 in files, as gpt-oss has it: blocks and scales, two uint8 tensors of each weight.
+"""gpt-oss has MXFP4 in files as blocks and scales, two uint8 tensors of each weight.
 
 Source: transformers integrations/mxfp4.
 """

@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint are quantised, and how: the rules of its config, applied to plain recipes.
+"""This module says which layers of a checkpoint are quantised, and how, by the rules of its config.
 
 Recipes are written for plain weights; those of layers that a rule names become recipes of its format's parts.
 """

@@ -1,7 +1,7 @@
 """`lowlat bench run|gates|compare|report`: measured scenarios, the gates before them, and what is made of results."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,14 +18,18 @@ from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
 
 if TYPE_CHECKING:
-    from lowlat.tools.bench.results import Failure, Result, Row
+    from lowlat.tools.bench.gates import Verdict
+    from lowlat.tools.bench.results import Environment, Failure, Result, Row
     from lowlat.tools.bench.scenarios import Level, Scenario
     from lowlat.tools.bench.subject import Subject
 
 __all__ = ["command", "compare", "gates", "report", "run"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-STEPS = ("S = 0, ms over its floor", "drafted")
+VERDICT_COLUMNS = (
+    *("gate", "state", "speed-up", "asked for", "bound", "accept length", "asked for", "drafted"),
+    *("S = 0, ms over its floor", "drafted", ""),
+)
 ROW_COLUMNS = ("case", "ms p50", "ms p99", "first token, ms", "tokens/s", "accept length", "of the wall")
 # -S gives draft lengths and whether they are chosen; an acceptance that is the same at all of them is a probability
 SPECULATION = tuple(
@@ -214,54 +218,35 @@ def gates(
             asked, subject, out, times=times, only_missing=missing, imposes=imposes, commit=values["commit"],
             forced=forced, report=_tell, progress=update,
         )  # fmt: skip
-    rows = [
-        (
-            gate.name,
-            "green" if gate.green else "RED",
-            _number(gate.speed_up, ".2f"),
-            f"{gate.required_speed_up:.2f}",
-            _number(gate.bound, ".2f"),
-            _number(gate.accept_length, ".2f"),
-            f"{gate.required_accept_length:.2f}" if gate.accept_tested else "not tested",
-            _number(gate.drafted_share, ".1%"),
-            _over_floor(gate.baseline_ms, gate.baseline_over_floor),
-            _over_floor(gate.drafted_ms, gate.drafted_over_floor),
-            gate.error or "",
-        )
-        for each in rounds
-        for gate in each.gates
-    ]
-    columns = ("gate", "state", "speed-up", "asked for", "bound", "accept length", "asked for", "drafted", *STEPS, "")
-    print_table(f"{level} gates of {environment.model}", columns, rows)
+    verdicts = [verdict for each in rounds for verdict in each.gates]
+    _show_verdicts(f"{level} gates of {environment.model}", verdicts)
+    _show_simulated(environment)
     state = read_state(out)
-    stand = [standing(state, environment, gate) for gate in asked]
-    for simulated in environment.simulated:
-        click.echo(f"simulated: {simulated}")
-    for each in stand:
+    standings = [standing(state, environment, gate) for gate in asked]
+    for each in standings:
         click.echo(f"{each.gate.name}: green {each.in_a_row} times in a row, {each.gate.needed} needed")
-    verdicts = [gate for each in rounds for gate in each.gates]
-    greens = {
-        gate.name: all(each.green for each in verdicts if each.name == gate.name)
-        and (not missing or standing(state, environment, gate).green)
-        for gate in asked
-    }
-    green = all(greens.values())
     decided = {}
     if {each.policy for each in asked} == {"fixed", "auto"}:
         decided = {"default_length": default_length(state, environment, asked)}
         click.echo(f"draft length where none is asked for, by these gates: {decided['default_length']}")
+    greens = {
+        each.gate.name: all(verdict.green for verdict in verdicts if verdict.name == each.gate.name)
+        and (not missing or each.green)
+        for each in standings
+    }
     summary = {
-        "green": green,
+        "green": all(greens.values()),
         "level": level,
         **decided,
-        "in_a_row": {each.gate.name: each.in_a_row for each in stand},
-        "needed": {each.gate.name: each.gate.needed for each in stand},
-        "accept_length_tested": all(gate.accept_tested for gate in verdicts),
+        "in_a_row": {each.gate.name: each.in_a_row for each in standings},
+        "needed": {each.gate.name: each.gate.needed for each in standings},
+        "accept_length_tested": all(verdict.accept_tested for verdict in verdicts),
         "forced": forced,
         "simulated": list(environment.simulated),
+        "gates": greens,
     }
-    print_json({**summary, "gates": greens})
-    raise click.exceptions.Exit(0 if green else 1)
+    print_json(summary)
+    raise click.exceptions.Exit(0 if summary["green"] else 1)
 
 
 @command.command("compare")
@@ -393,6 +378,31 @@ def _tell(found: "Row | Failure") -> None:
         )
 
 
+def _show_verdicts(title: str, verdicts: "Sequence[Verdict]") -> None:
+    rows = [
+        (
+            verdict.name,
+            "green" if verdict.green else "RED",
+            _number(verdict.speed_up, ".2f"),
+            f"{verdict.required_speed_up:.2f}",
+            _number(verdict.bound, ".2f"),
+            _number(verdict.accept_length, ".2f"),
+            f"{verdict.required_accept_length:.2f}" if verdict.accept_tested else "not tested",
+            _number(verdict.drafted_share, ".1%"),
+            _over_floor(verdict.baseline_ms, verdict.baseline_over_floor),
+            _over_floor(verdict.drafted_ms, verdict.drafted_over_floor),
+            verdict.error or "",
+        )
+        for verdict in verdicts
+    ]
+    print_table(title, VERDICT_COLUMNS, rows)
+
+
+def _show_simulated(environment: "Environment") -> None:
+    for simulated in environment.simulated:
+        click.echo(f"simulated: {simulated}")
+
+
 def _show(result: "Result") -> None:
     rows = [
         (
@@ -407,8 +417,7 @@ def _show(result: "Result") -> None:
         for row in result.rows
     ]
     print_table(f"{result.name}: {result.environment.model}", ROW_COLUMNS, rows)
-    for simulated in result.environment.simulated:
-        click.echo(f"simulated: {simulated}")
+    _show_simulated(result.environment)
 
 
 def _summary(result: "Result", path: Path) -> dict[str, Any]:

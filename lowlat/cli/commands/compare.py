@@ -110,8 +110,8 @@ def command(
     """
     from lowlat.cli.models import local_draft_model, local_target
     from lowlat.executors.devices import leave_a_core
-    from lowlat.tools.compare.recording import load_recording, save_recording
-    from lowlat.tools.compare.stages import check_same_shape, record
+    from lowlat.tools.compare.recording import save_recording
+    from lowlat.tools.compare.stages import record
 
     leave_a_core()
     if prompt is not None and token_ids is not None:
@@ -119,13 +119,7 @@ def command(
     limits = _tolerances(tolerances)
     directory = local_target(target)
     draft = None if head is None else local_draft_model(head, directory)
-    saved, original = None, directory
-    if against is not None and against != "transformers":
-        if find_repository(against) is not None or Path(against).is_dir():
-            original = local_target(Path(against))
-            check_same_shape(directory, original)
-        else:
-            saved = load_recording(against)
+    saved, original = _counterpart(against, directory)
     start = _prompt(directory, saved) if prompt is None and token_ids is None else prompt or token_ids or ()
     options |= _lengths(saved, num_tokens, num_speculative_tokens)
     with loading_bar(f"loading {target.name}") as update:
@@ -135,10 +129,7 @@ def command(
         click.echo(f"saved {len(found.stages)} stages of {len(found.tokens)} tokens to {save}", err=True)
         if against is None:
             return
-    for stage, _ in limits:
-        if not any(_has_part(name, stage) for name in found.stages):
-            names = ", ".join(found.stages)
-            raise click.BadParameter(f"{stage!r:.80} is part of no stage of {names}", param_hint="--tolerance")
+    _check_limits(limits, found)
     report = _compare(found, saved, original, draft, options["dtype"], [(None, min_cosine), *limits])
     if original != directory:
         report["against"] = f"{against} by transformers"
@@ -159,6 +150,29 @@ def _tolerances(entries: Sequence[str]) -> list[tuple[str, float]]:
             raise click.BadParameter(f"{entry!r:.80} is not STAGE=COSINE", param_hint="--tolerance")
         limits.append((stage, COSINE(cosine)))
     return limits
+
+
+def _counterpart(against: str | None, target: Path) -> tuple[Recording | None, Path]:
+    """What a target is compared with: a recording, or the model that transformers runs, which may be another."""
+    if against is None or against == "transformers":
+        return None, target
+    from lowlat.cli.models import local_target
+    from lowlat.tools.compare.recording import load_recording
+    from lowlat.tools.compare.stages import check_same_shape
+
+    if find_repository(against) is None and not Path(against).is_dir():
+        return load_recording(against), target
+    original = local_target(Path(against))
+    check_same_shape(target, original)
+    return None, original
+
+
+def _check_limits(limits: Sequence[tuple[str, float]], found: Recording) -> None:
+    """Refuse a tolerance of a stage that there is not."""
+    for stage, _ in limits:
+        if not any(_has_part(name, stage) for name in found.stages):
+            names = ", ".join(found.stages)
+            raise click.BadParameter(f"{stage!r:.80} is part of no stage of {names}", param_hint="--tolerance")
 
 
 def _has_part(stage: str, part: str) -> bool:

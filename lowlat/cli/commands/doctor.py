@@ -1,6 +1,6 @@
 """`lowlat doctor`: the environment, a draft model's capture boundaries, and the proof of exactness and fidelity."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from lowlat.options.limits import LimitCheck
 
 __all__ = ["command"]
+
+NO_PAIR = (
+    "no pair was checked: --target names none, and the demo models are not installed (`pip install "
+    "lowlat-demo-models`, or from a checkout ./lowlat/demo)"
+)
 
 
 @click.command("doctor")
@@ -81,58 +86,74 @@ def command(
     report["peers"] = _peers()
     if not json_output:
         _print_environment(report)
-    healthy = True
+    report["healthy"] = True
     if target is None and not proves and not has_bundled("target"):
-        environment_only = True
-        report["unchecked"] = (
-            "no pair was checked: --target names none, and the demo models are not installed "
-            "(`pip install lowlat-demo-models`, or from a checkout ./lowlat/demo)"
-        )
-    if not environment_only:
+        report["unchecked"] = NO_PAIR
+    elif not environment_only:
+        options = {"max_tokens": max_tokens, "chat": chat, "device": device}
+        pair = _Pair.open(target, head, prompts, num_prompts, options)
+        if proves:
+            from lowlat.cli.reports.exactness import Proof
+
+            proof = Proof(pair.target, pair.draft_model, pair.prompts, depth, out=out, **pair.options)
+            if exactness:
+                proof.check_exactness(shown=not json_output)
+            if fidelity:
+                proof.check_fidelity(shown=not json_output)
+            report |= {**proof.to_dict(), "healthy": proof.holds}
+            proof.write(report)
+        else:
+            report |= _check_boundaries(pair, shown=not json_output)
+    if json_output:
+        print_json(report)
+    elif "unchecked" in report:
+        click.echo(report["unchecked"])
+    if not report["healthy"]:
+        raise click.exceptions.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A target's directory and its draft model's, and the prompts that they are checked with.
+
+    options  max_tokens, chat and device
+    """
+
+    target: Path
+    draft_model: Path | None
+    prompts: "list[Any]"
+    options: dict[str, Any]
+
+    @classmethod
+    def open(
+        cls, target: Path | None, head: Path | None, prompts: Path | None, num_prompts: int, options: dict[str, Any]
+    ) -> "_Pair":
+        """The pair that is named, or the bundled one. Raises ConfigError."""
         from lowlat.cli.models import local_draft_model, local_target
         from lowlat.cli.reports.shifts import read_prompts
 
         directory = local_target(target or bundled("target"))
         head = bundled("head") if target is None else head
         draft_model = None if head is None else local_draft_model(head, directory)
-        taken = read_prompts(prompts or bundled("prompts.json"), num_prompts)
-    if proves and not environment_only:
-        from lowlat.cli.reports.exactness import Proof
+        return cls(directory, draft_model, read_prompts(prompts or bundled("prompts.json"), num_prompts), options)
 
-        options: dict[str, Any] = {"max_tokens": max_tokens, "chat": chat, "device": device, "out": out}
-        proof = Proof(directory, draft_model, taken, depth, **options)
-        if exactness:
-            proof.check_exactness(shown=not json_output)
-        if fidelity:
-            proof.check_fidelity(shown=not json_output)
-        report |= proof.to_dict()
-        healthy = proof.holds
-        proof.write(report)
-    elif not environment_only:
-        from lowlat.cli.reports.shifts import measure_shifts, unshifted_is_best
 
-        results, checks = measure_shifts(
-            directory,
-            draft_model,
-            taken,
-            max_tokens=max_tokens,
-            chat=chat,
-            device=device,
-        )
-        healthy = unshifted_is_best(results)
-        report["capture_shifts"] = [result.to_dict() for result in results]
-        report["limits"] = [asdict(check) for check in checks]
-        report["verdict"] = _verdict(results, healthy)
-        if not json_output:
-            _print_shifts(results, report["verdict"])
-            _print_limits(checks)
-    report["healthy"] = healthy
-    if "unchecked" in report and not json_output:
-        click.echo(report["unchecked"])
-    if json_output:
-        print_json(report)
-    if not healthy:
-        raise click.exceptions.Exit(1)
+def _check_boundaries(pair: _Pair, *, shown: bool) -> dict[str, Any]:
+    """What the report says of capture boundaries, and of options next to what was loaded."""
+    from lowlat.cli.reports.shifts import measure_shifts, unshifted_is_best
+
+    results, checks = measure_shifts(pair.target, pair.draft_model, pair.prompts, **pair.options)
+    healthy = unshifted_is_best(results)
+    verdict = _verdict(results, healthy)
+    if shown:
+        _print_shifts(results, verdict)
+        _print_limits(checks)
+    return {
+        "capture_shifts": [result.to_dict() for result in results],
+        "limits": [asdict(check) for check in checks],
+        "verdict": verdict,
+        "healthy": healthy,
+    }
 
 
 def _print_environment(report: dict[str, Any]) -> None:

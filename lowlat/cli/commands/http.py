@@ -57,6 +57,7 @@ def command(
 
     check_gateway(address, http_origins)
     from lowlat.ipc.client import AsyncClient
+    from lowlat.ipc.endpoint import parse_endpoint
     from lowlat.serving.http.auth import KEY_VARIABLE, key_of, origins_of
     from lowlat.serving.http.gateway import OneModel, SeveralModels
     from lowlat.serving.http.server import parse_address, run
@@ -88,6 +89,9 @@ def command(
     client = AsyncClient(endpoint or None, name="lowlat http", curve=curve)
     if roster is None:
         roster = roster_of(client.endpoint)
+    path = parse_endpoint(client.endpoint).path
+    if parent is None and path is not None and not path.exists():
+        click.echo(f"no server is at {client.endpoint} yet: requests are answered with 503 until one is", err=True)
     gateways = OneModel(client) if roster is None else SeveralModels(roster)
     origins = origins_of(http_origins)
     run(gateways, wanted, key=key, hosts=hosts, origins=origins, opened=opened, parent=parent, drain_s=drain_s)

@@ -1,4 +1,4 @@
-"""`lowlat serve`: a model after an endpoint, until somebody ends it; settings by options, environment or a file."""
+"""`lowlat serve`: a model is served at an endpoint until somebody ends it; options, environment or a file set it."""
 
 import logging
 import os

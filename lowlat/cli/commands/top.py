@@ -1,6 +1,7 @@
 """`lowlat top`: a running server's figures, once a second: slots, queue, speed, times, acceptance, KV use."""
 
 import json
+import os
 import sys
 import time
 from contextlib import ExitStack
@@ -59,10 +60,15 @@ def command(
             shown = stack.enter_context(SeveralServers(roster))
         if json_output:
             _print_lines(shown, interval, once)
-        elif once or not sys.stdout.isatty():
+        elif once or not can_redraw():
             _print_once(shown)
         else:
             _watch(shown, interval)
+
+
+def can_redraw() -> bool:
+    """Whether stdout is a terminal that can show a snapshot in place of the one before."""
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def _print_lines(shown: Shown, interval: float, once: bool) -> None:
@@ -201,7 +207,9 @@ def _below(kv: dict[str, Any]) -> "list[RenderableType]":
             f"{format_bytes(tiers['bytes_out'])} from it; {tiers['copies_under_way']} copies under way"
         ))  # fmt: skip
     if sessions := kv.get("sessions"):
-        lost = f", {kv['num_broken_pins']} gone" if kv.get("num_broken_pins") else ""
+        pools = [kv, *kv.get("windows", ()), *kv.get("snapshots", ())]
+        broken = sum(pool.get("num_broken_pins", 0) for pool in pools)
+        lost = f", {broken} gone" if broken else ""
         lines.append(Text(
             f"sessions  {sessions['num_sessions']} live, {sessions['num_running']} with requests; "
             f"{kv.get('num_pinned', 0)} blocks pinned{lost}"

@@ -1,1 +1,1 @@
-"""The reports of commands, as JSON values: sizes, geometry, comparisons. Nothing here prints."""
+"""This package makes the reports of commands, as JSON values: sizes, geometry, comparisons. Nothing here prints."""

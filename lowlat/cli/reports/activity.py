@@ -1,4 +1,4 @@
-"""Whether speculation is active for a pair: a few prompts decoded, acceptance, and the reasons where it is not.
+"""This module tells whether speculation is active for a pair, and the reasons where it is not.
 
 Active means that drafts are verified and accepted more often than guessing would be: then a step gives several tokens.
 """

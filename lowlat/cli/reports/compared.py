@@ -1,4 +1,4 @@
-"""The same prompts with speculation and without it, in two runtimes, one request at a time: what the demo shows."""
+"""This module decodes the same prompts with speculation and without it, which the demo shows."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Facts of this machine: versions, the GPU and why it is used or not, threads, memory, the cache. Loads no model."""
+"""This module lists facts of this machine: versions, the GPU, threads, memory, the cache. It loads no model."""
 
 import os
 import platform

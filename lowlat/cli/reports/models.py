@@ -1,4 +1,4 @@
-"""The reports of `lowlat inspect model` and `inspect draft-model`, as JSON values."""
+"""This module makes the reports of `lowlat inspect model` and `inspect draft-model`, as JSON values."""
 
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The check of capture boundaries: acceptance of a draft model's first draft where they are shifted by one.
+"""This module checks capture boundaries: it measures acceptance of the first draft where they are shifted by one.
 
 Being off by one layer is this field's commonest silent failure: the draft model works, and accepts little.
 """

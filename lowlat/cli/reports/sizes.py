@@ -1,4 +1,4 @@
-"""Sizes of a model, a speculator and a runtime of them, by part, from their configs alone: no weight is read."""
+"""This module sums up a model, a speculator and a runtime of them by part, from their configs alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

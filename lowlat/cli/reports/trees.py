@@ -1,4 +1,4 @@
-"""A tree's nodes, levels, paths, masks and buffers, and the best tree for a budget, as `lowlat inspect tree` shows."""
+"""This module reports a tree's nodes, levels, paths, masks and buffers, and the best tree for a budget."""
 
 import json
 from collections.abc import Mapping

@@ -1,1 +1,1 @@
-"""Calls of a program in whose process the runtime is: a thread that steps it, streams of chunks, whole answers."""
+"""This package answers calls in the runtime's own process: a thread steps it, and callers read streams or answers."""

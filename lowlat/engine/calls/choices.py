@@ -1,4 +1,4 @@
-"""Several answers to one prompt, in process: its chunks are read once, for all of them."""
+"""This module makes several answers to one prompt, whose chunks are read once for all of them."""
 
 import secrets
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""The thread that owns a runtime once it answers calls: it takes requests, steps, and hands callers their outputs.
+"""A driver is the thread that owns a runtime once it answers calls: it takes requests, steps, and delivers outputs.
 
-Callers put orders in its inbox and never wait for a step to do so; it obeys them between two steps. What a step brings
+Callers put jobs in its inbox and never wait for a step to do so; it runs them between two steps. What a step brings
 goes into the mailbox of each request, and a loop of asyncio is told once a step, however many of its tasks wait.
 """
 
@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar, cast
 
-from lowlat.engine.calls.mailboxes import Brought, LoopBell, LoopMailbox, ThreadMailbox
+from lowlat.engine.calls.mailboxes import Brought, LoopMailbox, LoopWaker, ThreadMailbox
+from lowlat.engine.calls.prompts import Prepared
 from lowlat.errors import CapacityError, DeviceError, LowlatError, RequestError, StreamError
 from lowlat.ipc.wake import Inbox
-from lowlat.options.keywords import NamedSession
-from lowlat.options.request import SamplingParams, StepOutput
+from lowlat.options.request import StepOutput
 
 if TYPE_CHECKING:
     from lowlat.engine.stepped import SteppedRuntime
@@ -50,50 +50,40 @@ def owned(
 class Ticket:
     """One caller's request, from the call to its end.
 
-    grammar     its compiled grammar, which stays compiled while it is held here
+    prepared    what is submitted; its grammar stays compiled while it is held here
+    mailbox     where its caller waits for what comes of it
     request_id  its name in the runtime; "" before it was submitted
     over        nothing more comes of it, or its caller wants nothing more
-    session     that it belongs to, or its name; None: to none
     """
 
-    __slots__ = ("cache_salt", "grammar", "mailbox", "over", "params", "prompt", "request_id", "session")
+    __slots__ = ("mailbox", "over", "prepared", "request_id")
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        cache_salt: str,
-        grammar: object,
-        mailbox: ThreadMailbox | LoopMailbox,
-        session: NamedSession | str | None = None,
-    ) -> None:
-        self.session = session
-        self.prompt, self.params, self.cache_salt = prompt, params, cache_salt
-        self.grammar, self.mailbox = grammar, mailbox
+    def __init__(self, prepared: Prepared, mailbox: ThreadMailbox | LoopMailbox) -> None:
+        self.prepared, self.mailbox = prepared, mailbox
         self.request_id = ""
         self.over = False
 
 
 @dataclass(frozen=True)
-class _Order:
-    """Something for the driver's thread to do between two steps.
+class _Job:
+    """A job for the driver's thread, between two steps.
 
-    give_back  called, with the reason, where the thread ends and has not done it; None: nobody waits for it
+    abandon  called, with the reason, where the thread ends and has not done it; None: nobody waits for it
     """
 
-    obey: Callable[["SteppedRuntime"], object]
-    give_back: Callable[[Callable[[], LowlatError]], object] | None = None
+    run: Callable[["SteppedRuntime"], object]
+    abandon: Callable[[Callable[[], LowlatError]], object] | None = None
 
 
 class Driver:
-    """Steps a runtime in a thread of its own, from the first order to `stop` or the runtime's end.
+    """Steps a runtime in a thread of its own, from the first job to `stop` or the runtime's end.
 
     The runtime is held weakly while nothing is to be done: one that its program lets go of ends the thread.
     """
 
     def __init__(self, runtime: "SteppedRuntime") -> None:
         self._runtime = weakref.ref(runtime)
-        self._inbox: Inbox[_Order] = Inbox()
+        self._inbox: Inbox[_Job] = Inbox()
         self._lock = threading.RLock()  # re-entered where memory is collected amid a put
         self._ended: Callable[[], LowlatError] | None = None
         self._stopping = False
@@ -115,18 +105,18 @@ class Driver:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request. Raises LowlatError after the end, and in a fork of the process."""
-        if not self._put(_Order(partial(self._open, ticket), partial(self._give_back, ticket))):
+        if not self._put(_Job(partial(self._open, ticket), partial(self._abandon, ticket))):
             raise LowlatError("the runtime is closed") if self._ended is None else self._ended()
 
     def cancel(self, ticket: Ticket, *, drop: bool) -> None:
         """End a request; drop: nothing that it has brought is wanted, otherwise its last output still comes."""
-        self._put(_Order(partial(self._cancel, ticket, drop)))
+        self._put(_Job(partial(self._cancel, ticket, drop)))
 
     def call(self, what: Callable[[], T]) -> T:
         """Have something done by the runtime's owner, between two steps, and return what that returns."""
         done: Future[T] = Future()
 
-        def obey(_: "SteppedRuntime") -> None:
+        def run(_: "SteppedRuntime") -> None:
             try:
                 done.set_result(what())
             except Exception as error:  # the caller's, who gets it
@@ -134,7 +124,7 @@ class Driver:
                 if isinstance(error, DeviceError):
                     raise
 
-        if not self.is_current and self._put(_Order(obey, lambda _: done.cancel())):
+        if not self.is_current and self._put(_Job(run, lambda _: done.cancel())):
             try:
                 return done.result()
             except CancelledError:
@@ -146,21 +136,21 @@ class Driver:
         self._stop(None)
 
     def _stop(self, patience_s: float | None) -> None:
-        def obey(_: "SteppedRuntime") -> None:
+        def run(_: "SteppedRuntime") -> None:
             self._stopping = True
 
-        self._put(_Order(obey))
+        self._put(_Job(run))
         if not self.is_current:
             self._thread.join(patience_s)
 
-    def _put(self, order: _Order) -> bool:
-        """Queue an order; False where there is no thread that would obey it."""
+    def _put(self, job: _Job) -> bool:
+        """Queue a job; False where there is no thread that would run it."""
         if not self._thread.is_alive():  # it has ended, or stayed behind at a fork
             return False
         with self._lock:
             if self._ended is not None:
                 return False
-            self._inbox.put(order)
+            self._inbox.put(job)
             return True
 
     def _run(self) -> None:
@@ -171,7 +161,7 @@ class Driver:
                 runtime.adopt_thread()
             del runtime
             while not self._stopping:
-                self._obey(self._inbox.take() if self._is_busy() else self._inbox.wait(self._patience_s()))
+                self._run_jobs(self._inbox.take() if self._is_busy() else self._inbox.wait(self._patience_s()))
                 self._step()
         except BaseException as error:  # whatever it is, nobody steps from here on
             failure = error
@@ -188,14 +178,14 @@ class Driver:
         deadline = None if runtime is None else runtime.deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-    def _obey(self, order: _Order | None) -> None:
+    def _run_jobs(self, job: _Job | None) -> None:
         runtime = self._runtime()
-        while order is not None:
+        while job is not None:
             if runtime is None:
                 self._stopping = True
                 return
-            order.obey(runtime)
-            order = self._inbox.take()
+            job.run(runtime)
+            job = self._inbox.take()
 
     def _step(self) -> None:
         runtime = self._runtime()
@@ -214,8 +204,9 @@ class Driver:
             self._waiting.append(ticket)
             return
         try:
+            asked = ticket.prepared
             ticket.request_id = runtime.submit(
-                ticket.prompt, ticket.params, cache_salt=ticket.cache_salt, session=ticket.session
+                asked.prompt, asked.params, cache_salt=asked.cache_salt, session=asked.session
             )
         except DeviceError:
             self._tickets[""] = ticket  # it is among those whom the failure reaches
@@ -243,7 +234,7 @@ class Driver:
             return  # it was refused, or has ended meanwhile
 
     def _deliver(self, runtime: "SteppedRuntime", outputs: Sequence[StepOutput]) -> None:
-        bells: dict[LoopBell, list[Ticket]] = {}
+        wakers: dict[LoopWaker, list[Ticket]] = {}
         for output in outputs:
             ticket = self._tickets.get(output.request_id)
             if ticket is None:
@@ -255,9 +246,9 @@ class Driver:
                 del self._tickets[output.request_id]
                 ticket.over = True
             if isinstance(mailbox, LoopMailbox) and mailbox.due:
-                bells.setdefault(mailbox.bell, []).append(ticket)
-        for bell, tickets in bells.items():
-            if not _ring(bell, tickets):
+                wakers.setdefault(mailbox.waker, []).append(ticket)
+        for waker, tickets in wakers.items():
+            if not _wake(waker, tickets):
                 for ticket in tickets:  # its loop has ended, and with it whoever waited
                     self._cancel(ticket, True, runtime)
 
@@ -266,37 +257,37 @@ class Driver:
         ticket.over = True
         ticket.mailbox.put(item, last=True)
         if isinstance(ticket.mailbox, LoopMailbox):
-            _ring(ticket.mailbox.bell, [ticket])
+            _wake(ticket.mailbox.waker, [ticket])
 
     def _finish(self, why: Callable[[], LowlatError]) -> None:
-        """Let nobody wait for ever: callers get the reason, orders that nobody obeyed are given back."""
+        """Let nobody wait for ever: callers get the reason, jobs that nobody ran are abandoned."""
         with self._lock:
             self._ended = why
             left = []
-            while (order := self._inbox.take()) is not None:
-                left.append(order)
+            while (job := self._inbox.take()) is not None:
+                left.append(job)
             self._inbox.close()
-        for order in left:
-            if order.give_back is not None:
-                order.give_back(why)
+        for job in left:
+            if job.abandon is not None:
+                job.abandon(why)
         for ticket in (*self._tickets.values(), *self._waiting):
             if not ticket.over:
                 self._end(ticket, why())
         self._tickets.clear()
         self._waiting.clear()
 
-    def _give_back(self, ticket: Ticket, why: Callable[[], LowlatError]) -> None:
+    def _abandon(self, ticket: Ticket, why: Callable[[], LowlatError]) -> None:
         """A request that was never submitted."""
         if not ticket.over:
             self._end(ticket, why())
 
 
-def _ring(bell: LoopBell, tickets: Sequence[Ticket]) -> bool:
+def _wake(waker: LoopWaker, tickets: Sequence[Ticket]) -> bool:
     """Wake the tasks that wait for these; False where their loop has ended."""
     mailboxes = [ticket.mailbox for ticket in tickets if isinstance(ticket.mailbox, LoopMailbox)]
     for mailbox in mailboxes:
         mailbox.due = False
-    return bell.ring(mailboxes)
+    return waker.wake(mailboxes)
 
 
 def _closed() -> LowlatError:

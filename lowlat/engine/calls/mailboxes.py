@@ -1,4 +1,4 @@
-"""Mailboxes: what the driver's thread puts for one request, and its caller takes, in a thread or an event loop."""
+"""A mailbox takes what the driver brings for one request; its caller waits for it in a thread or an event loop."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from lowlat.engine.metrics import RequestMetrics
 from lowlat.ipc.wake import Inbox
 from lowlat.options.request import StepOutput
 
-__all__ = ["Brought", "LoopBell", "LoopMailbox", "ThreadMailbox"]
+__all__ = ["Brought", "LoopMailbox", "LoopWaker", "ThreadMailbox"]
 
 
 class Brought(NamedTuple):
@@ -58,8 +58,8 @@ class ThreadMailbox:
         return self._inbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
-class LoopBell:
-    """The one way into an event loop: a step rings it once, and the tasks that wait go on within the loop's callback.
+class LoopWaker:
+    """Wakes the tasks of an event loop, once a step: those that wait go on within the loop's callback.
 
     It is a descriptor that the loop watches. `call_soon_threadsafe` would write to a socket, which the loop empties
     with two calls, and a future's waiter would run in the loop's next round: 85 us to a task in place of 55, at the
@@ -68,48 +68,48 @@ class LoopBell:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
-        self._rung: deque[LoopMailbox] = deque()
+        self._waiting: deque[LoopMailbox] = deque()
         self._descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        loop.add_reader(self._descriptor, self._answer)
+        loop.add_reader(self._descriptor, self._wake_tasks)
 
     def __del__(self) -> None:
         if hasattr(self, "_descriptor"):
             os.close(self._descriptor)
 
     @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> "LoopBell":
-        """The bell of a loop, hung up by the loop's own thread with its first mailbox."""
-        with _hanging:
-            bell = _bells.get(loop)
-            if bell is None:
-                bell = _bells[loop] = cls(loop)
-            return bell
+    def of(cls, loop: asyncio.AbstractEventLoop) -> "LoopWaker":
+        """The waker of a loop, made by the loop's own thread with its first mailbox."""
+        with _making:
+            waker = _wakers.get(loop)
+            if waker is None:
+                waker = _wakers[loop] = cls(loop)
+            return waker
 
-    def ring(self, mailboxes: "Iterable[LoopMailbox]") -> bool:
+    def wake(self, mailboxes: "Iterable[LoopMailbox]") -> bool:
         """Wake the tasks that wait for these, from any thread; False where the loop has ended."""
         loop = self._loop()
         if loop is None or loop.is_closed():
             return False
-        self._rung.extend(mailboxes)
+        self._waiting.extend(mailboxes)
         os.eventfd_write(self._descriptor, 1)
         return True
 
-    def _answer(self) -> None:
+    def _wake_tasks(self) -> None:
         """In the loop: let those go on who wait."""
         try:
             os.eventfd_read(self._descriptor)
-        except BlockingIOError:  # answered with an earlier ring
+        except BlockingIOError:  # an earlier read has taken this one
             return
-        while self._rung:
-            self._rung.popleft().wake()
+        while self._waiting:
+            self._waiting.popleft().wake()
 
 
-_hanging = threading.Lock()
-_bells: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell]" = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+_wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker]" = weakref.WeakKeyDictionary()
 
 
-class _Turn(asyncio.Future[None]):
-    """The future that a task waits for: its one waiter goes on as soon as it is given, not in the next round."""
+class _ImmediateFuture(asyncio.Future[None]):
+    """A future whose one waiter goes on as soon as it is resolved, not in the loop's next round."""
 
     _waiter: Callable[[Any], object] | None = None
     _context: Context | None = None
@@ -118,7 +118,7 @@ class _Turn(asyncio.Future[None]):
         """Take the task's own way on; there is no other."""
         self._waiter, self._context = fn, context
 
-    def give(self) -> None:
+    def resolve(self) -> None:
         """In the loop, between two callbacks: let the task go on now."""
         if not self.done():
             self.set_result(None)
@@ -136,18 +136,18 @@ class _Turn(asyncio.Future[None]):
 
 
 class LoopMailbox:
-    """For a task of an event loop; `due` says whether the loop's bell is to be rung for it.
+    """For a task of an event loop; `due` says whether its task is to be woken.
 
     each  as in ThreadMailbox
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, each: bool) -> None:
-        self.bell = LoopBell.of(loop)
+        self.waker = LoopWaker.of(loop)
         self.due = False
         self._loop = loop
         self._each = each
         self._items: deque[Item] = deque()
-        self._turn: _Turn | None = None
+        self._future: _ImmediateFuture | None = None
 
     def put(self, item: Item, *, last: bool) -> None:
         """Append; the loop is told later, once for all of its mailboxes."""
@@ -156,8 +156,8 @@ class LoopMailbox:
 
     def wake(self) -> None:
         """In the loop: let the task go on that waits."""
-        if self._turn is not None:
-            self._turn.give()
+        if self._future is not None:
+            self._future.resolve()
 
     def take(self) -> Item | None:
         """The next item, where there is one."""
@@ -166,10 +166,10 @@ class LoopMailbox:
     async def wait(self) -> Item:
         """The next item."""
         while (item := self.take()) is None:
-            self._turn = _Turn(loop=self._loop)
+            self._future = _ImmediateFuture(loop=self._loop)
             try:
                 if not self._items:
-                    await self._turn
+                    await self._future
             finally:
-                self._turn = None
+                self._future = None
         return item

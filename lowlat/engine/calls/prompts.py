@@ -1,4 +1,4 @@
-"""From a caller's prompt and options to token ids and parameters, in the caller's own thread."""
+"""This module turns a caller's prompt and options into token ids and parameters, in the caller's own thread."""
 
 import json
 from collections.abc import Mapping, Sequence, Sized
@@ -102,8 +102,10 @@ def _fitted(runtime: "Runtime", ids: Any, settled: SamplingParams) -> SamplingPa
     """The usual max_tokens, or what a prompt leaves of the context where that is less."""
     if not isinstance(ids, Sized):
         return settled
-    room = min(runtime.checks.max_context, runtime.checks.max_total_tokens) - len(ids)
-    return settled if room >= settled.max_tokens else replace(settled, max_tokens=max(1, settled.min_tokens, room))
+    available = min(runtime.checks.max_context, runtime.checks.max_total_tokens) - len(ids)
+    if available >= settled.max_tokens:
+        return settled
+    return replace(settled, max_tokens=max(1, settled.min_tokens, available))
 
 
 def _with(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
@@ -122,7 +124,7 @@ def _chat(
     how: Mapping[str, Any],
     allow_special: bool,
 ) -> tuple[Sequence[int], SamplingParams]:
-    """Token ids of a chat and its parameters: parsed, and as long as there is room for, where nothing is said."""
+    """Token ids of a chat and its parameters: parsed, and as long as the context allows, where nothing is said."""
     codec = runtime.codec
     if codec is None:
         raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
@@ -147,8 +149,8 @@ def _chat(
         codec, messages, template, allow_special=allow_special, max_context=max_context, max_tokens=most
     )
     if fit:
-        room = max(1, max_context - len(ids))
-        settled = replace(settled, max_tokens=min(room, max(Limits.default_max_tokens, settled.min_tokens)))
+        available = max(1, max_context - len(ids))
+        settled = replace(settled, max_tokens=min(available, max(Limits.default_max_tokens, settled.min_tokens)))
     return ids, settled
 
 

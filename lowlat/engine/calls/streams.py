@@ -1,4 +1,4 @@
-"""The chunks of one request in process, in a thread and in an event loop, and the answer that they make."""
+"""A stream yields the chunks of one request, in a thread or an event loop, and makes an answer of them."""
 
 import asyncio
 import time
@@ -44,7 +44,7 @@ class _Reading(Generic[Box]):
     @property
     def prompt_token_ids(self) -> Sequence[int]:
         """The prompt's token ids; () until the runtime has taken it."""
-        return () if self._ticket is None else self._ticket.prompt
+        return () if self._ticket is None else self._ticket.prepared.prompt
 
     def __repr__(self) -> str:
         state = "ended" if self._done else "under way"
@@ -56,9 +56,7 @@ class _Reading(Generic[Box]):
             self._driver.cancel(self._ticket, drop=False)
 
     def _submit(self, prepared: Prepared) -> None:
-        own = (prepared.prompt, prepared.params, prepared.cache_salt, prepared.grammar)
-        ticket = Ticket(*own, self._mailbox, prepared.session)
-        self._ticket = ticket
+        self._ticket = ticket = Ticket(prepared, self._mailbox)
         if self._left:
             return
         try:

@@ -1,1 +1,1 @@
-"""The choice of a step's bucket by what is drafted, forced or proposed, and the learning of draft lengths' costs."""
+"""This package chooses a step's bucket by what is drafted, forced or proposed, and learns what draft lengths cost."""

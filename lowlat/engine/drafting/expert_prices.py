@@ -1,4 +1,4 @@
-"""Draft lengths priced by the experts that their rows are expected to choose, learnt from the steps that run.
+"""This module prices draft lengths by the experts that their rows are expected to choose, learnt from steps.
 
 Now and then the choices of one MoE layer, another each time, are copied after a step that was launched, and counted
 when they are there: no step waits for it. Where drafts are not made, rows of steps that follow one another stand for
@@ -89,7 +89,7 @@ class ExpertPrices:
             choice, slots, *ids = found
             rows = chosen_rows(ids[int(choice)], bucket.batch, slots.tolist())
             self._drafts = 0 < int(choice) <= bucket.num_speculative_tokens
-            self._counts.see(self._in_a_row(number, slots.tolist(), rows))
+            self._counts.record(self._in_a_row(number, slots.tolist(), rows))
         self._tell()
 
     def _in_a_row(self, number: int, slots: list[int], rows: Rows) -> Rows:

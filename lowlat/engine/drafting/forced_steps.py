@@ -1,4 +1,4 @@
-"""Wide steps that verify a long text which a request's grammar forces, whatever else proposes, and where nothing does.
+"""This module proposes wide steps where a request's grammar forces a long text, whatever else proposes.
 
 Where a grammar allows one text alone, as between two values of JSON, its tokens are the slot's drafts. A step of the
 usual draft length verifies the first of them; a wide one verifies 15 or 31. What a step brings decides what is forced
@@ -44,7 +44,7 @@ class ForcedSteps(Proposer):
         self._forget(request.slot)
         self._other.prefill(request, start, count)
 
-    def look(self, entry: Entry) -> None:
+    def observe(self, entry: Entry) -> None:
         """Learn how long the texts of slots are, and what was accepted of what was forced."""
         bucket = self.parts.launches.in_flight.bucket
         is_wide = bucket is not None and bucket.variant in (WIDE, PROPOSED)
@@ -67,7 +67,7 @@ class ForcedSteps(Proposer):
             self._tokens += (accepted + 1) * is_wide
         self._slot_steps += found
         self._steps += found > 0
-        self._other.look(entry)
+        self._other.observe(entry)
 
     def bucket(self, depth: int, num_active: int) -> Bucket:
         """The widest whose rows pay for what is forced; else the other's."""
@@ -91,9 +91,9 @@ class ForcedSteps(Proposer):
                 return 0
         return self._other.num_certain(depth, num_unread)
 
-    def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
+    def committed(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
         """As the other does."""
-        return self._other.judge(request, publication)
+        return self._other.committed(request, publication)
 
     def leave(self, request: Request) -> object:
         """Return what the other keeps; its steps since a long text was forced are counted again."""

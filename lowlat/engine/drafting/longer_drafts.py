@@ -1,4 +1,4 @@
-"""Steps of a longer draft length, while the drafts of the last steps were all accepted.
+"""This module proposes steps of a longer draft length while the drafts of the last steps were all accepted.
 
 A speculator that fills a block in one pass makes more drafts for little more. Verifying them costs rows, so a step of
 the usual draft length is the rule, and one of the longer is taken while many steps accept all that a usual one could.
@@ -41,7 +41,7 @@ class LongerDrafts(Proposer):
         """A request begins in a slot, of which nothing is known."""
         self.end(request)
 
-    def look(self, entry: Entry) -> None:
+    def observe(self, entry: Entry) -> None:
         """Learn from what a step accepted, of the slots whose requests it was about."""
         found = 0
         for record in self.parts.outcomes(entry):

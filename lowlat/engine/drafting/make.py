@@ -1,4 +1,4 @@
-"""Chooses what proposes a runtime's drafts, and what learns from its steps."""
+"""This module chooses what proposes a runtime's drafts, and what learns from its steps."""
 
 from lowlat.engine.drafting.expert_prices import ExpertPrices
 from lowlat.engine.drafting.forced_steps import ForcedSteps
@@ -14,7 +14,7 @@ __all__ = ["make_learner", "make_proposer"]
 
 def make_proposer(loaded: Loaded, parts: StepParts) -> Proposer:
     """The source of proposals of a runtime's wide steps, or of none; and of longer blocks of drafts."""
-    partial, speculator, used = loaded.geometry.partial, loaded.geometry.speculator, loaded.speculative
+    partial, speculator, used = loaded.geometry.partial, loaded.geometry.speculator, loaded.speculation.used
     if partial is not None:
         return Refreshes(parts, partial)
     own = Proposer(parts)

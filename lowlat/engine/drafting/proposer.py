@@ -1,4 +1,4 @@
-"""The interface of wide verification's sources: what proposes tokens that buckets of more rows verify.
+"""This is the interface of proposers, and the proposer of runtimes that verify drafts of the usual length alone.
 
 A proposer chooses the bucket of the next step, says how far steps may run ahead of what it decides, and keeps back
 tokens that are only proposed. `Steps` knows this interface alone; a loaded runtime hands its proposer over.
@@ -47,11 +47,11 @@ class Proposer:
     def prefill(self, request: Request, start: int, count: int) -> None:
         """Write what prefill of a prompt's positions [start, start + count) needs next to the chunk itself."""
 
-    def look(self, entry: Entry) -> None:
-        """Look at what a step has published, before the step after it is chosen; once for each, in order."""
+    def observe(self, entry: Entry) -> None:
+        """Learn from what a step has published, before the step after it is chosen; once for each, in order."""
 
     def bucket(self, depth: int, num_active: int) -> Bucket:
-        """The bucket of the step that is wanted next, of so many slots, by what was looked at so far."""
+        """The bucket of the step that is wanted next, of so many slots, by what was observed so far."""
         return self.parts.scheduler.ladder.choose(num_active, depth)
 
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
@@ -69,7 +69,7 @@ class Proposer:
         """
         return None
 
-    def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
+    def committed(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
         """A publication as its request takes it; None where its tokens are proposals, yet to be verified.
 
         Called once for each publication of a live request, before the request takes it.

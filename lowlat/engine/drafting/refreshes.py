@@ -1,4 +1,4 @@
-"""SpecPV as a proposer: refreshes where they are due, and verification of what steps over a part of the cache propose.
+"""This module is SpecPV's proposer: it says when a slot is refreshed, and what partial steps have proposed.
 
 A refresh runs a slot's last tokens over all of its cache. When it is due `lowlat.sequence.partial` says. Lossy SpecPV
 proposes nothing: tokens of its partial steps are final.
@@ -82,7 +82,7 @@ class Refreshes(Proposer):
                 self._verifying.add(slot)
         return True
 
-    def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
+    def committed(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
         """Count a step, keep its tokens back where they are proposals, and record what a verification has accepted."""
         slot = request.slot
         if not request.has_begun:

@@ -1,4 +1,4 @@
-"""Wide steps whose proposals are the speculator's own: when a step of many rows follows, by what was accepted so far.
+"""This module proposes wide steps of a speculator's own proposals, by what was accepted of them so far.
 
 Drafts of a cheap source that were all right, step after step, say that what comes next is right as well, further than a
 step of the usual draft length reaches. A wide step makes its proposals when it opens, verifies them, and leaves out the
@@ -43,7 +43,7 @@ class WideSteps(Proposer):
         """A request begins in a slot, of which nothing is known."""
         self._held.pop(request.slot, None)
 
-    def look(self, entry: Entry) -> None:
+    def observe(self, entry: Entry) -> None:
         """Learn from what a step accepted, of the slots whose requests it was about."""
         bucket = self.parts.launches.in_flight.bucket
         is_wide = bucket is not None and bucket.variant == PROPOSED

@@ -1,1 +1,1 @@
-"""Figures of steps: counters, checks of strict mode, tiles of attention, debug traces, blocks of the summary."""
+"""This package has the figures of steps: counters, strict mode's checks, attention's tiles, traces, the summary."""

@@ -1,4 +1,4 @@
-"""Counters of a runtime's launches, waits and copies, and of steps without drafts."""
+"""This module counts a runtime's launches, waits and copies, and its steps without drafts."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class PerfCounters:
     synchronisations  waits for all of the device's work since the load
     copies            between host and device since the load, prompts' excepted
     undrafted_steps   a slot's steps without drafts where the runtime speculates, by reason: `max_draft_tokens` (the
-                      request wants none), `last_token` (there is room for one token), `no_drafts` (the speculator had
+                      request wants none), `last_token` (one token is to come), `no_drafts` (the speculator had
                       none, or the step before was asked for without), `chosen_width` (the step chose none)
     """
 

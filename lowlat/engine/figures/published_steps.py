@@ -1,4 +1,4 @@
-"""Counts the publications of steps, and checks them in strict mode."""
+"""This module counts the publications of steps, and checks them in strict mode."""
 
 from collections import Counter
 from typing import Any
@@ -23,12 +23,12 @@ class StepChecks:
     def __init__(self, max_drafts: int, vocab_size: int, *, must_draft: bool) -> None:
         self._max_drafts, self._vocab_size, self._must_draft = max_drafts, vocab_size, must_draft
 
-    def check(self, publication: SlotPublication, num_committed: int, *, first: bool, room: int) -> None:
-        """Raise DeviceError where it does not add up, or has no drafts though there was room for some.
+    def check(self, publication: SlotPublication, num_committed: int, *, first: bool, num_remaining: int) -> None:
+        """Raise DeviceError where it does not add up, or has no drafts though more than one token was to come.
 
         num_committed  tokens of prompt and completion before the step
         first          it is a prompt's first token, which verifies nothing
-        room           tokens that the request may still get
+        num_remaining  tokens that the request may still get
         """
         tokens, p = publication.token_ids, publication
         problem = None
@@ -37,14 +37,14 @@ class StepChecks:
                 f"accepted {p.accepted} of {p.verified} drafts, {p.verified_depth} deep, "
                 f"and {self._max_drafts} can be verified"
             )
-        elif len(tokens) > min(p.accepted + 1, room):
-            problem = f"gave {len(tokens)} tokens, having accepted {p.accepted} and room for {room}"
+        elif len(tokens) > min(p.accepted + 1, num_remaining):
+            problem = f"gave {len(tokens)} tokens, having accepted {p.accepted} with {num_remaining} to go"
         elif p.length != num_committed + len(tokens):
             problem = f"ended at length {p.length}, and {num_committed} and {len(tokens)} tokens were committed"
         elif any(not 0 <= token < self._vocab_size for token in tokens):
             problem = f"gave tokens {list(tokens)}, of a vocabulary of {self._vocab_size}"
-        elif self._must_draft and not first and p.verified == 0 and room > 1:
-            problem = f"verified no draft with room for {room} tokens"
+        elif self._must_draft and not first and p.verified == 0 and num_remaining > 1:
+            problem = f"verified no draft with {num_remaining} tokens to go"
         if problem is not None:
             raise DeviceError(f"perf_mode 'strict': a step of slot {p.slot} {problem}")
 
@@ -88,7 +88,7 @@ class PublishedSteps:
         self._adaptive = adaptive
         self._checks = checks
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Return the active slots, and why speculation was off, as a line for a log."""
         active = self.active
         mean = active.total / max(active.num_steps, 1)
@@ -101,20 +101,24 @@ class PublishedSteps:
         disabled = {"disabled_slots": dict(self.undrafted)} if self.speculating else {}
         return {"active_slots": self.active.to_dict(), **disabled}
 
-    def see(self, request: Request, publication: SlotPublication) -> None:
+    def record(self, request: Request, publication: SlotPublication) -> None:
         """Count and check one publication, before its request takes it. Raises DeviceError in strict mode."""
         if self.speculating and request.has_begun and not publication.verified:
             limit = request.params.max_draft_tokens
-            self.undrafted[_reason_for_no_drafts(limit, request.room, adaptive=self._adaptive)] += 1
+            self.undrafted[_reason_for_no_drafts(limit, request.num_remaining, adaptive=self._adaptive)] += 1
         if self._checks is not None:
-            begun, room = request.has_begun, request.room
-            self._checks.check(publication, len(request.committed), first=not begun, room=room)
+            self._checks.check(
+                publication,
+                len(request.committed),
+                first=not request.has_begun,
+                num_remaining=request.num_remaining,
+            )
 
 
-def _reason_for_no_drafts(max_draft_tokens: int | None, room: int, *, adaptive: bool) -> str:
-    """Why a step verified no draft: the request's limit, or no room for any next to the token of the step itself."""
+def _reason_for_no_drafts(max_draft_tokens: int | None, num_remaining: int, *, adaptive: bool) -> str:
+    """Why a step verified no draft: the request's limit, or no token to come but the step's own."""
     if max_draft_tokens == 0:
         return REQUEST_LIMIT
-    if room <= 1:
+    if num_remaining <= 1:
         return LAST_TOKEN
     return CHOSEN if adaptive else NO_DRAFTS

@@ -1,4 +1,4 @@
-"""Blocks of `Runtime.summary`: what the KV cache holds, and what paused requests take."""
+"""This module makes blocks of `Runtime.summary`: what the KV cache holds, and what paused requests take."""
 
 from dataclasses import asdict
 from typing import Any

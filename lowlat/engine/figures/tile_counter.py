@@ -1,4 +1,4 @@
-"""Counts, on the host, the tiles that the target's attention walks in the decode steps of a run.
+"""This module counts, on the host, the tiles that the target's attention walks in the decode steps of a run.
 
 A tile is 64 positions of a slot's keys and values for a block's query rows, see `lowlat.kernels.attention.tile_counts`.
 What a step walks follows from its slots' lengths and what they verified, which is published.
@@ -29,20 +29,20 @@ class VerifiedRows(NamedTuple):
 
     dense   positions that all rows see: the committed tokens but the last
     drafts  live drafted nodes
-    room    tokens that the request might still get
+    num_remaining  tokens that the request might still get
     forced  the drafts are a chain that a grammar forced
     """
 
     dense: int
     drafts: int
-    room: int
+    num_remaining: int
     forced: bool
 
     @classmethod
     def of(cls, request: Request, publication: SlotPublication) -> "VerifiedRows":
         """Those of a publication, before its request takes it."""
         forced = publication.verified_source == FORCED_DRAFTS
-        return cls(len(request.committed) - 1, publication.verified, request.room, forced)
+        return cls(len(request.committed) - 1, publication.verified, request.num_remaining, forced)
 
 
 class _Heads(NamedTuple):
@@ -73,7 +73,7 @@ class TileCounter:
         self._steps = 0
         self._counts: dict[str, Counter[str]] = {heads.kind: Counter() for heads in self._layers}
 
-    def see(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
+    def record(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
         """Count a decode step at a depth, before its requests take what was published of it.
 
         First tokens come of no such step, and slots that were dropped tell nothing.
@@ -105,7 +105,7 @@ class TileCounter:
         known = self._masks.get(depth, ()) if not slot.forced else ()
         chain = [(2 << row) - 1 for row in range(rows)]
         every = list(known[:rows]) if len(known) >= rows else chain
-        deepest = max(slot.room - 1, 0)
+        deepest = max(slot.num_remaining - 1, 0)
         live = [row for row, mask in enumerate(every) if mask.bit_count() - 1 <= deepest][: slot.drafts + 1]
         return [mask if row in live else 0 for row, mask in enumerate(every)]
 

@@ -1,4 +1,4 @@
-"""Debug traces of steps, acceptance, KV and trees, on the logger `lowlat.trace`; made only when asked for."""
+"""This module logs steps, acceptance, KV and trees on the logger `lowlat.trace`, where a user asks for it."""
 
 import logging
 from collections.abc import Sequence

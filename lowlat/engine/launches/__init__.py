@@ -1,1 +1,1 @@
-"""Launches of steps, loops and prefill ahead of the host: what may be queued, what is waited for, and how."""
+"""This package launches steps, loops and prefill ahead of the host, and waits for what they publish."""

@@ -1,4 +1,4 @@
-"""The state machine of launches under way: how many there are, what may be queued after them, and what to wait for.
+"""This module is the state machine of launches under way: how many there are, and what may follow them.
 
 It counts entries of the ring, of which every step publishes one. What it decides is carried out by
 `lowlat.engine.launches.launches`. All launches run on one stream, one after the other.
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from lowlat.errors import DeviceError, LowlatError
 
-__all__ = ["MAX_LAUNCHES", "Action", "InFlight", "may_go_on"]
+__all__ = ["MAX_LAUNCHES", "Action", "InFlight", "is_step_certain"]
 
 Kind = TypeVar("Kind", bound=Hashable)
 MAX_LAUNCHES = 2  # under way: with one more queued after the step that runs, the device never waits for the host
@@ -25,15 +25,15 @@ class Action(Enum):
     DRAIN = "drain"  # end a loop, and wait for every entry
 
 
-def may_go_on(rooms: Sequence[int], *, queued: bool) -> bool:
-    """Whether a step is wanted after all that is under way, whatever that brings.
+def is_step_certain(num_remaining: Sequence[int], *, queued: bool) -> bool:
+    """Whether another step follows all that is under way, whatever that brings.
 
-    rooms   tokens that each request in a slot may still get when all that is under way has brought the most it can
-    queued  whether other requests wait for a slot
-    It is not wanted where all requests may have ended by their length then, or one has and another waits for its slot.
+    num_remaining  tokens that each request in a slot may still get if all that is under way brings the most it can
+    queued         whether other requests wait for a slot
+    No step follows where all requests may have ended by their length, or where one has and another waits for its slot.
     A stop id or string cannot be foreseen: where it ends the last request, one step runs for no request.
     """
-    return max(rooms) > 0 and (min(rooms) > 0 or not queued)
+    return max(num_remaining) > 0 and (min(num_remaining) > 0 or not queued)
 
 
 class InFlight(Generic[Kind]):

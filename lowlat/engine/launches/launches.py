@@ -1,4 +1,4 @@
-"""Carries out the launches of steps, loops and prefill, and waits for what they publish.
+"""This module carries out the launches of steps, loops and prefill, and waits for what they publish.
 
 `lowlat.engine.launches.in_flight` decides what may be launched, and counts. What is under way may still end, or publish
 for, a slot that the host has given up meanwhile: the caller drops such publications.
@@ -7,11 +7,11 @@ for, a slot that the host has given up meanwhile: the caller drops such publicat
 import time
 from collections.abc import Callable, Sequence
 
+from lowlat.engine.change_guard import ChangeGuard
 from lowlat.engine.launches.in_flight import InFlight
 from lowlat.engine.launches.pace import Pace
 from lowlat.engine.mailbox.mailbox import Mailbox
 from lowlat.engine.mailbox.publications import Entry
-from lowlat.engine.unbroken import Unbroken
 from lowlat.errors import ConfigError
 from lowlat.executors import Executor, LoopingExecutor
 from lowlat.graphs import Bucket
@@ -32,13 +32,13 @@ class Launches:
     """Launches steps and waits for their entries of the ring; `in_flight` is the state of what is under way.
 
     loop   the same executor, if it repeats steps by itself; None: every step is launched
-    whole  records that a wait may be broken off, and be waited again
+    guard  says whether a wait that was broken off may be repeated
     """
 
     def __init__(
-        self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None, *, whole: Unbroken
+        self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None, *, guard: ChangeGuard
     ) -> None:
-        self._executor, self._mailbox, self._loop, self._whole = executor, mailbox, loop, whole
+        self._executor, self._mailbox, self._loop, self._guard = executor, mailbox, loop, guard
         self._pace = Pace() if executor.device.type == "cuda" else None  # others work in the host's time
         self.in_flight = InFlight[Bucket](mailbox.num_entries)
 
@@ -96,7 +96,7 @@ class Launches:
         bucket = self.in_flight.bucket
         if self._pace is None:
             return self._wait(every=False)
-        with self._whole.waiting():
+        with self._guard.repeatable_wait():
             self._pace.nap(bucket)
         entries = self._wait(every=False)
         self._pace.saw(bucket, time.monotonic())
@@ -109,7 +109,7 @@ class Launches:
 
     def _wait(self, *, every: bool) -> Sequence[Entry]:
         in_flight, count = self.in_flight, self.in_flight.awaited(every=every)
-        with self._whole.waiting():
+        with self._guard.repeatable_wait():
             if self._loop is not None and in_flight.in_loop:
                 ended = not self._loop.wait_loop(count)
             else:

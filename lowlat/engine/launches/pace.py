@@ -1,4 +1,4 @@
-"""The pace of steps, by which a host sleeps through the first part of a step rather than poll for its end.
+"""This module learns the pace of steps, so that the host sleeps through the first part of one rather than polls.
 
 A thread that polls for whole steps has used up its share of a core where other programs want it, and then loses the
 core for milliseconds at a time: among processes that spin on every core, the end of a step of 3.7 ms was seen 5.8 ms

@@ -1,1 +1,1 @@
-"""From options to a ready executor: the target, the speculator, shapes, programs, strict mode's refusals."""
+"""This package makes a ready executor from options: target, speculator, shapes, programs, strict mode's refusals."""

@@ -1,4 +1,4 @@
-"""The shapes of a runtime's programs, of all ranks, from its options; refused where its parts do not fit."""
+"""This module settles the shapes of a runtime's programs, of all ranks, and refuses options that do not fit."""
 
 import logging
 from collections.abc import Mapping
@@ -8,9 +8,9 @@ from math import prod
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.step.slots import MAX_PATH_NODES
 from lowlat.models.geometry import ModelConfig
-from lowlat.models.partial_kv import partial_kv
+from lowlat.models.partial_kv import PartialKV, partial_kv
 from lowlat.models.shard import rank_configs, rank_drafts
-from lowlat.models.weight_plan import weight_plan
+from lowlat.models.weight_plan import WeightPlan, weight_plan
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.options.speculative_checks import WIDE_ROWS
@@ -41,19 +41,18 @@ def make_geometry(
     _check_layers(config, topologies, speculative)
     max_rows = max(topology.num_nodes for topology in topologies.values())
     num_drafted_rows = max(topology.num_drafted_rows for topology in topologies.values())
-    simulated = speculative if speculator is not None else None
-    forced_rows = _forced_rows(options, simulated)
-    plans = [weight_plan(config), {} if speculator is None else speculator.weight_plan(config.dtype)]
-    own = [float(sum(prod(shape) * dtype.itemsize for shape, dtype in plan.values())) for plan in plans]
-    partial = None if simulated is None else partial_kv(simulated, options, config, max_rows, *own)
+    used = speculative if speculator is not None else None
+    forced_rows = _forced_rows(options, used)
+    partial = None
+    if used is not None and speculator is not None:
+        target_bytes = _num_bytes(weight_plan(config))
+        draft_bytes = _num_bytes(speculator.weight_plan(config.dtype))
+        partial = partial_kv(used, options, config, max_rows, target_bytes, draft_bytes)
     path_width = max(topology.path_width for topology in topologies.values())
-    if partial is not None and partial.lossless:
-        max_rows = path_width = max(max_rows, partial.buffer + 1)
-        logger.info("SpecPV is lossless: from %d tokens on steps over a part of the KV cache propose, and steps over "
-                    "all of it verify", partial.threshold)  # fmt: skip
-    elif partial is not None:
-        logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
-                       "tokens may differ from the target's", partial.threshold)  # fmt: skip
+    if partial is not None:
+        _log_partial(partial)
+        if partial.lossless:
+            max_rows = path_width = max(max_rows, partial.buffer + 1)
     if speculator is not None and speculator.wide_rows:
         max_rows = path_width = max(max_rows, *speculator.wide_rows)
     if forced_rows:
@@ -73,8 +72,8 @@ def make_geometry(
         num_blocks=num_blocks,
         prefill_chunk=options.prefill_chunk,
         max_prefill_chunks=_chunks_at_once(options),
-        simulated_acceptance=None if simulated is None else simulated.imposed_acceptance,
-        simulated_seed=0 if simulated is None else simulated.simulated_seed,
+        simulated_acceptance=None if used is None else used.imposed_acceptance,
+        simulated_seed=0 if used is None else used.simulated_seed,
         num_drafted_rows=num_drafted_rows,
         partial=partial,
         max_draft_length=_max_draft_length(speculator, speculative),
@@ -86,6 +85,21 @@ def make_geometry(
     per_chunk, num_requests = options.prefill_chunk // options.block_size, max(options.max_batch, num_blocks // worst)
     pools = [pool.default_blocks(worst, per_chunk, num_requests) for pool in geometry.window_pools]
     return replace(geometry, window_blocks=tuple(pools), num_snapshots=_num_snapshots(geometry, options))
+
+
+def _num_bytes(plan: WeightPlan) -> float:
+    """The bytes of all weights of a plan."""
+    return float(sum(prod(shape) * dtype.itemsize for shape, dtype in plan.values()))
+
+
+def _log_partial(partial: PartialKV) -> None:
+    """Log what SpecPV does to tokens, as a warning where they may differ from the target's."""
+    if partial.lossless:
+        logger.info("SpecPV is lossless: from %d tokens on steps over a part of the KV cache propose, and steps over "
+                    "all of it verify", partial.threshold)  # fmt: skip
+    else:
+        logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
+                       "tokens may differ from the target's", partial.threshold)  # fmt: skip
 
 
 def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:

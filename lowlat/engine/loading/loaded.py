@@ -1,17 +1,15 @@
-"""The result of a load: everything that a runtime drives."""
+"""`Loaded` is the result of a load: everything that a runtime drives."""
 
 from dataclasses import dataclass
 from typing import Any
 
+from lowlat.engine.loading.speculation import Speculation
 from lowlat.engine.memory.held import HeldMemory
 from lowlat.executors import Executor
 from lowlat.executors.devices import DeviceChoice
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.target import OpenedTarget
-from lowlat.options.speculative import SpeculativeConfig
-from lowlat.speculators.base import LoadedSpeculator
-from lowlat.speculators.tree.dynamic import Topology
 from lowlat.step.draft_length_costs import Costs
 from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry
@@ -22,10 +20,9 @@ __all__ = ["Loaded", "gpu_of"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that a Runtime drives; `speculation_error` says why speculation that was asked for is not in use.
+    """Everything that a Runtime drives.
 
     codec        the tokenizer; None where the directory has none
-    speculative  the options of the speculator, their method settled; None: there is none
     rank_config  the geometry of the first rank's part; the target's own where there is one rank
     memory       of each device
     costs        by which the device chooses draft lengths; None: it chooses none
@@ -33,14 +30,11 @@ class Loaded:
 
     target: OpenedTarget
     codec: TextCodec | None
-    speculator: LoadedSpeculator | None
-    speculative: SpeculativeConfig | None
+    speculation: Speculation
     geometry: StepGeometry
     ladder: StepLadder
-    topologies: dict[int, Topology]
     executor: Executor
     choice: DeviceChoice
-    speculation_error: str | None
     rank_config: ModelConfig
     memory: tuple[HeldMemory, ...]
     costs: Costs | None = None
@@ -68,12 +62,12 @@ class Loaded:
     @property
     def speculation_limits(self) -> dict[str, Any]:
         """The sizes of speculation, by option; empty where there is none."""
-        used = self.speculative
+        used = self.speculation.used
         if used is None:
             return {}
         draft = None if self.geometry.speculator is None else self.geometry.speculator.draft_config
         boundaries = None if draft is None else draft.capture_boundaries
-        limits = self.topologies[max(self.ladder.rows_of)].limits
+        limits = self.speculation.topologies[max(self.ladder.rows_of)].limits
         return {"method": used.method, **limits, "capture_layers": boundaries}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""From options to a ready executor: checkpoint, tokenizer, speculator, ladder, programs, buffers.
+"""This module goes from options to a ready executor: checkpoint, tokenizer, speculator, programs, buffers.
 
 Quick things are read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
 their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged
@@ -16,7 +16,7 @@ from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.loading.geometry import check_countable, make_geometry, rank_geometries
 from lowlat.engine.loading.loaded import Loaded, gpu_of
 from lowlat.engine.loading.programs import build_rank, make_ladder
-from lowlat.engine.loading.speculation import load_speculation, say_where_drafts_fail
+from lowlat.engine.loading.speculation import load_speculation
 from lowlat.engine.loading.strict import check_device, check_launches
 from lowlat.engine.loading.target import load_target
 from lowlat.engine.memory.held import held_memory
@@ -24,6 +24,7 @@ from lowlat.engine.memory.plan import DeviceNeed, check_ranks
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import (
+    Rank,
     check_positions,
     make_executor,
     refuse_codes,
@@ -33,10 +34,9 @@ from lowlat.executors.make import (
 )
 from lowlat.models.target import OpenedTarget
 from lowlat.options.runtime import RuntimeConfig
-from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import SpeculativeConfig
-from lowlat.speculators.default_length import with_plain_length
 from lowlat.step.draft_length_times import set_costs
+from lowlat.step.state import StepGeometry
 from lowlat.text import TextCodec
 
 __all__ = ["load"]
@@ -68,60 +68,74 @@ def load(
     """
     _check_call(model, speculative, progress, captured, downloaded, reserve)
     choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
-    _say(choice)
+    _log_choice(choice)
     target = load_target(model, options, progress, downloaded)
     codec = TextCodec.load(target.directory)
-    speculative, loaded, topologies, error = load_speculation(
-        target, fit_slots(speculative, options.max_batch), options.max_batch, downloaded, must_fit=options.is_strict,
-        may_choose=not options.forced_rows,
-    )  # fmt: skip
-    speculative = with_plain_length(speculative)
-    speculator = None if loaded is None else loaded.speculator
-    say_where_drafts_fail(speculator, options.max_context)
-    geometry = make_geometry(target.config, speculator, topologies, options, speculative)
-    ladder = make_ladder(geometry, topologies, speculative)
-    geometries = rank_geometries(geometry, options, speculative)
+    speculation = load_speculation(target, speculative, options, downloaded)
+    asked, topologies = speculation.asked, speculation.topologies
+    geometry = make_geometry(target.config, speculation.speculator, topologies, options, asked)
+    ladder = make_ladder(geometry, topologies, asked)
+    geometries = rank_geometries(geometry, options, asked)
     ranks = [build_rank(each, ladder, topologies) for each in geometries]
-    programs, prefills = ranks[0].programs, ranks[0].prefills
-    own: Mapping[str, torch.Tensor] = {} if loaded is None else loaded.weights
-    weights = JoinedWeights(target.weights, own)
-    settled = settle_executor(choice, options.executor, (*programs.values(), *prefills.values()), weights.shapes())
-    if settled is not choice:
-        _say(settled)
-    choice = settled
-    refuse_ranks(options, choice)
-    refuse_codes(choice, ranks, geometry.prefill_chunk)
-    check_device(options, choice)
-    if choice.has_kernels:
-        check_positions(geometry, invariant=options.tp_invariant)
+    weights = JoinedWeights(target.weights, speculation.weights)
+    choice = _settled_choice(choice, options, ranks[0], weights.shapes())
+    _refuse_unfit(choice, options, geometries, ranks)
     if options.count_tiles:
         check_countable(geometry, topologies)
-    own_speculator = geometries[0].speculator
-    refuse_parts(choice, geometries[0].config, None if own_speculator is None else own_speculator.draft_config)
     devices = rank_devices(choice, len(ranks), options.devices)
     plans = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
-    planned = [plan.workspaces for plan in plans if plan.workspaces is not None]
-    used = None if loaded is None else speculative
-    watchdog = options.watchdog_factor, options.watchdog_min_s
     executor = make_executor(
-        choice, programs, prefills, weights, captured, ranks=ranks, devices=devices, device_loop=options.device_loop,
-        fuse=options.fuse, hooks=not options.is_strict, watchdog=watchdog, can_sleep=options.can_sleep, planned=planned,
+        choice, ranks, weights, captured, devices=devices, device_loop=options.device_loop, fuse=options.fuse,
+        hooks=not options.is_strict, watchdog=(options.watchdog_factor, options.watchdog_min_s),
+        can_sleep=options.can_sleep, planned=[plan.workspaces for plan in plans if plan.workspaces is not None],
     )  # fmt: skip
     try:
-        check_launches(options, executor.counts, used)
+        check_launches(options, executor.counts, speculation.used)
         costs = None
         if geometry.max_draft_length is not None:
             costs = set_costs(
-                executor, ladder, geometries[0], programs, weights.shapes(), fuse=options.fuse,
+                executor, ladder, geometries[0], ranks[0].programs, weights.shapes(), fuse=options.fuse,
                 read_gb_s=gpu_of(executor).read_gb_s,
             )  # fmt: skip
     except LowlatError:
         executor.close()
         raise
-    rank_config, memory = ranks[0].config, held_memory([plan.need for plan in plans], devices)
     return Loaded(
-        target, codec, loaded, used, geometry, ladder, topologies, executor, choice, error, rank_config, memory, costs
+        target=target,
+        codec=codec,
+        speculation=speculation,
+        geometry=geometry,
+        ladder=ladder,
+        executor=executor,
+        choice=choice,
+        rank_config=ranks[0].config,
+        memory=held_memory([plan.need for plan in plans], devices),
+        costs=costs,
     )
+
+
+def _settled_choice(
+    choice: DeviceChoice, options: RuntimeConfig, rank: Rank, weights: Mapping[str, torch.Tensor]
+) -> DeviceChoice:
+    """The choice for these programs, see `settle_executor`; logged where it is another one."""
+    programs = (*rank.programs.values(), *rank.prefills.values())
+    settled = settle_executor(choice, options.executor, programs, weights)
+    if settled is not choice:
+        _log_choice(settled)
+    return settled
+
+
+def _refuse_unfit(
+    choice: DeviceChoice, options: RuntimeConfig, geometries: Sequence[StepGeometry], ranks: Sequence[Rank]
+) -> None:
+    """Raise ConfigError for options and shapes that the chosen executor does not run."""
+    first = geometries[0]
+    refuse_ranks(options, choice)
+    refuse_codes(choice, ranks, first.prefill_chunk)
+    check_device(options, choice)
+    if choice.has_kernels:
+        check_positions(first, invariant=options.tp_invariant)
+    refuse_parts(choice, first.config, None if first.speculator is None else first.speculator.draft_config)
 
 
 def _check_call(model: object, speculative: object, *told: object) -> None:
@@ -135,7 +149,7 @@ def _check_call(model: object, speculative: object, *told: object) -> None:
             raise ConfigError(f"{name} must be a function or None, got {type(function).__name__}")
 
 
-def _say(choice: DeviceChoice) -> None:
+def _log_choice(choice: DeviceChoice) -> None:
     """Log where the runtime runs, as a warning where that is not what a user would expect."""
     level = logging.WARNING if choice.loud else logging.INFO
     logger.log(level, "running on %s: %s", choice.device, choice.reason)

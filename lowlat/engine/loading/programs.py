@@ -1,4 +1,4 @@
-"""The buckets of a runtime, and the programs of a rank for each."""
+"""This module makes the buckets of a runtime, and a rank's programs for each."""
 
 from collections.abc import Mapping
 

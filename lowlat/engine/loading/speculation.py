@@ -1,52 +1,90 @@
-"""Loads and checks the speculator of a target, and settles what it drafts by draft length."""
+"""This module loads and checks the speculator of a target, and settles what it drafts by draft length."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
 
 from lowlat.errors import ConfigError
 from lowlat.models.target import OpenedTarget
-from lowlat.options.runtime import FEW_SLOTS
+from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
+from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, Speculator
-from lowlat.speculators.default_length import with_default_length
+from lowlat.speculators.default_length import with_default_length, with_plain_length
 from lowlat.speculators.methods import fetch_speculator, load_speculator, settled
 from lowlat.speculators.tree.dynamic import DEFAULT_DRAFT_TOKENS, DynamicTree, Topology
 from lowlat.speculators.tree.topology import TreeTopology
 
-__all__ = ["load_speculation", "make_topologies", "say_where_drafts_fail"]
+__all__ = ["Speculation", "load_speculation", "make_topologies"]
 
 logger = logging.getLogger("lowlat")
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """The speculation of a runtime: what was asked for, and what came of it.
+
+    asked       the options, their method and their draft length settled; None: there are none
+    loaded      the speculator with its weights; None: there is none
+    topologies  what is drafted, by draft length
+    error       why speculation that was asked for is not in use; None: it is, or was not asked for
+    """
+
+    asked: SpeculativeConfig | None
+    loaded: LoadedSpeculator | None
+    topologies: dict[int, Topology]
+    error: str | None = None
+
+    @property
+    def used(self) -> SpeculativeConfig | None:
+        """The options of the speculator; None where there is none."""
+        return None if self.loaded is None else self.asked
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """The speculator; None where there is none."""
+        return None if self.loaded is None else self.loaded.speculator
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """The speculator's own weights, by canonical name."""
+        return {} if self.loaded is None else self.loaded.weights
+
+
 def load_speculation(
     target: OpenedTarget,
     speculative: SpeculativeConfig | None,
-    max_batch: int,
-    downloaded: Progress | None,
-    *,
-    must_fit: bool,
-    may_choose: bool,
-) -> tuple[SpeculativeConfig | None, LoadedSpeculator | None, dict[int, Topology], str | None]:
-    """The options with their method settled, the speculator, what it drafts by draft length, and why there is none."""
+    options: RuntimeConfig,
+    downloaded: Progress | None = None,
+) -> Speculation:
+    """Load a target's speculator, and settle what it drafts.
+
+    Raises ConfigError for one that cannot be used if `speculative.strict` or perf_mode is strict.
+    """
+    asked, max_batch = fit_slots(speculative, options.max_batch), options.max_batch
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
-    if speculative is None or not speculative.enabled:
-        return speculative, None, baseline, None
-    topologies = make_topologies(speculative, max_batch)
+    if asked is None or not asked.enabled:
+        return Speculation(with_plain_length(asked), None, baseline)
+    topologies = make_topologies(asked, max_batch)
     try:
-        speculative = settled(speculative, target.directory)
-        loaded = load_speculator(fetch_speculator(speculative, target.config, downloaded), target.config, target)
+        asked = settled(asked, target.directory)
+        loaded = load_speculator(fetch_speculator(asked, target.config, downloaded), target.config, target)
     except ConfigError as error:
-        if speculative.strict or must_fit:
+        if asked.strict or options.is_strict:
             raise
         logger.warning("speculation is off, decoding goes on without it: %s", error)
-        return speculative, None, baseline, str(error)
+        return Speculation(with_plain_length(asked), None, baseline, str(error))
     for note in loaded.notes:
         logger.info("draft model %s: %s", loaded.directory, note)
-    chosen = with_default_length(speculative, target.config, loaded.speculator, max_batch, may_choose=may_choose)
-    if chosen is not speculative:
-        speculative, topologies = chosen, make_topologies(chosen, max_batch)
-    return speculative, loaded, topologies, None
+    may_choose = not options.forced_rows
+    chosen = with_default_length(asked, target.config, loaded.speculator, max_batch, may_choose=may_choose)
+    if chosen is not asked:
+        topologies = make_topologies(chosen, max_batch)
+    _warn_of_positions(loaded.speculator, options.max_context)
+    return Speculation(with_plain_length(chosen), loaded, topologies)
 
 
 def make_topologies(speculative: SpeculativeConfig, max_batch: int = 1) -> dict[int, Topology]:
@@ -77,15 +115,10 @@ def make_topologies(speculative: SpeculativeConfig, max_batch: int = 1) -> dict[
     return {0: TreeTopology.chain(0), tree.depth: tree}
 
 
-def say_where_drafts_fail(speculator: Speculator | None, max_context: int) -> None:
+def _warn_of_positions(speculator: Speculator, max_context: int) -> None:
     """Warn of a draft model that attends to more positions than it has: tokens stay right, and drafts are wrong."""
-    draft = None if speculator is None else speculator.draft_config
-    if (
-        draft is not None
-        and speculator is not None
-        and speculator.attends_everything
-        and max_context > draft.max_position
-    ):
+    draft = speculator.draft_config
+    if draft is not None and speculator.attends_everything and max_context > draft.max_position:
         logger.warning(
             "the draft model has %d positions (max_position_embeddings) and max_context is %d: beyond them few of its "
             "drafts are accepted; draft_window (--draft-window), say 512, keeps an EAGLE3 or P-EAGLE draft model's "

@@ -1,4 +1,4 @@
-"""Performance counters of a runtime, and the checks of `perf_mode="strict"`.
+"""This module has the checks by which `perf_mode="strict"` refuses a device and launches, and says which are elsewhere.
 
 Strict mode refuses, each in its place: debugging (`RuntimeConfig`), a draft model that cannot be used (`load`), torch's
 operations in place of kernels and plans that no tuning table has (`check_device`, `check_launches`),

@@ -1,4 +1,4 @@
-"""Opens the target that the options ask for: fetched, with weights, activations and KV in the formats that it gets."""
+"""This module opens the target that the options ask for, with weights, activations and KV in their formats."""
 
 import logging
 from collections.abc import Callable

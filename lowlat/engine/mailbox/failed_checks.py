@@ -1,4 +1,4 @@
-"""Checks of a step that failed on the device: what each says, and how many there were.
+"""This module says what each check of a step means that failed on the device, and counts them.
 
 A device tells a code and numbers; the texts stand here. It knows requests by their names alone.
 """
@@ -84,7 +84,7 @@ class FailedChecks:
         self._failed: Counter[str] = Counter()
         self._num_ended = self._num_single = 0
 
-    def see(self, failure: FailedCheck, request_id: str | None) -> str:
+    def record(self, failure: FailedCheck, request_id: str | None) -> str:
         """Count and log a failure, and return its text; `request_id` is None where no request is hurt."""
         self._failed[failure.kind] += 1
         hurt = "an entry without a request" if request_id is None else f"request {request_id!r} in slot {failure.slot}"

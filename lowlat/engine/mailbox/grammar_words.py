@@ -1,4 +1,4 @@
-"""The words of host and device about requests with grammars: a step's rows, their masks, and forced drafts."""
+"""Host and device share these words about requests with grammars: a step's rows, their masks, forced drafts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Host memory that a device reads and writes, as numpy arrays, whose scalars cost a tenth of torch's."""
+"""A host view shows memory that host and device share as numpy arrays, whose scalars cost a tenth of torch's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The host's side of a step's two rings: it writes commands, with records of slots, and reads publications."""
+"""A mailbox is the host's side of a step's two rings: it writes commands, and reads publications."""
 
 from collections.abc import Mapping, Sequence
 

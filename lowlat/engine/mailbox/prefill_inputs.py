@@ -1,4 +1,4 @@
-"""The inputs of prefill, and the logprobs of prompts that its passes leave."""
+"""This module writes what prefill reads, and reads the logprobs of prompts that its passes leave."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Publications of steps, as the host reads them: an entry of the ring, and the outcome for each of its slots."""
+"""A publication is what a step tells the host: an entry of the ring, with the outcome for each slot."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -1,1 +1,1 @@
-"""The memory of a runtime: its plan, what it holds of the device, and what requests without a slot take of the host."""
+"""This package plans a runtime's memory, says what it holds, and keeps requests without a slot in host memory."""

@@ -1,4 +1,4 @@
-"""The memory that a runtime holds, by device: planned parts of its ranks there, and free memory after the load.
+"""This module says what memory a runtime holds, by device: its ranks' planned parts, and what is free after a load.
 
 Nothing is allocated once a runtime is loaded, so one look is enough.
 """

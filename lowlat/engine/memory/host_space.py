@@ -1,4 +1,4 @@
-"""The host memory for requests that have left their slot: what one takes there, and whether it fits."""
+"""This module bounds the host memory of requests that have left their slot."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The states of requests that have left their slot, kept in host memory bit for bit: rows of the slot, and blocks.
+"""This module keeps the states of requests that have left their slot in host memory, bit for bit.
 
 All ranks' states are read. Which blocks, and whether they fit, `lowlat.engine.scheduling` says.
 """

@@ -1,4 +1,4 @@
-"""The memory plan of a runtime, by part, and whether it fits: refused at start, with the numbers and the knobs."""
+"""This module plans a runtime's memory by part, and refuses at start what does not fit, with the options to change."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

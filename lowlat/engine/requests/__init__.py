@@ -1,1 +1,1 @@
-"""Requests: what each asks for and has got so far, the checks of what may be asked, and prompts that grow."""
+"""This package has requests: what each asks for and has got, checks of what may be asked, and growing prompts."""

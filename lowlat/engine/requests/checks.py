@@ -1,4 +1,4 @@
-"""Checks of a runtime's calls: types, and limits of the loaded model.
+"""This module checks the calls of a runtime: types, and limits of the loaded model.
 
 Those of a request any thread may ask, for its limits do not change. The scheduler makes the checks that depend on the
 moment: a full queue, an id in use.

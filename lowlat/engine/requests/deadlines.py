@@ -1,4 +1,4 @@
-"""Until when requests wait for their caller: for more of their prompt, or to be resumed."""
+"""This module keeps the times until which requests wait for more of their prompt, or to be resumed."""
 
 import time
 

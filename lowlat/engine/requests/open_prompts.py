@@ -1,4 +1,4 @@
-"""Prompts that are read while they are still being written: text or token ids come, and the last call finishes them."""
+"""An open prompt is read while it is still being written: text or token ids come, and `finish` ends it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

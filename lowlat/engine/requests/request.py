@@ -1,4 +1,4 @@
-"""One request as the runtime sees it: what it asked for, where it lies, what it has got so far.
+"""A request is what its caller asked for, where it lies, and what it has got so far.
 
 It turns a step's publication into the caller's output: text, stop strings, ends.
 """
@@ -12,6 +12,8 @@ from typing import Any
 
 from lowlat.engine.mailbox.publications import SlotPublication
 from lowlat.engine.metrics import RequestMetrics, SpeculativeDecodingStats
+from lowlat.engine.requests.prompt_logprobs import PromptLogprobsSoFar
+from lowlat.engine.requests.times import RequestTimes
 from lowlat.engine.scheduling.records import ScheduledRequest
 from lowlat.engine.sessions.book import SessionRecord
 from lowlat.errors import RequestError
@@ -96,13 +98,8 @@ class Request:
         self._num_reasoning = 0
         self._most_cached: int | None = None  # where what was read of its prompt before was its own
         self._stats = SpeculativeDecodingStats(simulated=simulated)
-        self._submitted = time.monotonic()
-        self._placed: float | None = None
-        self._prefilled: float | None = None
-        self._first: float | None = None
-        self._last: float | None = None
-        self._prompt_parts: list[PromptLogprobs] = []
-        self._prompt_texts: dict[int, bytes] = {}
+        self._times = RequestTimes()
+        self._prompt_logprobs = PromptLogprobsSoFar(codec)
         self._codec = codec
         self._text: AnswerStream | None = None
         if codec is not None:
@@ -119,50 +116,39 @@ class Request:
         """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
         self.slot, self.table = slot, table
         self._num_cached = num_cached if self._most_cached is None else min(num_cached, self._most_cached)
-        self._placed = time.monotonic()
+        self._times.placed = time.monotonic()
 
-    def continues(self, other: "Request") -> None:
+    def take_over_from(self, other: "Request") -> None:
         """Take the slot, and what was read of the prompt, of the request that was open in its place."""
         self.slot, self.table, self._num_cached = other.slot, other.table, other._num_cached
-        self._placed = None if other._placed is None else self._submitted
-        self._prompt_parts, self._prompt_texts = other._prompt_parts, other._prompt_texts
+        self._times.placed = None if other._times.placed is None else self._times.submitted
+        self._prompt_logprobs = other._prompt_logprobs
         self.commands = other.commands
 
-    def takes_back(self, other: "Request") -> None:
+    def undo_trial(self, other: "Request") -> None:
         """Take the place of a request that was finished on trial: of what that has read nothing counts as cached."""
-        self._most_cached = other._most_cached if other._placed is None else other._num_cached
+        self._most_cached = other._most_cached if other._times.placed is None else other._num_cached
 
     def displace(self, *, decoded: bool) -> None:
         """It has no slot any more; one that did not decode reads its prompt again."""
         self.slot, self.table = -1, ()
         if not decoded:
-            self._prompt_parts.clear()
+            self._prompt_logprobs.clear()
 
     def add_prompt(self, part: PromptLogprobs | int, start: int) -> str | None:
         """Take the logprobs of the prompt's next tokens; returns why it cannot go on, of a position without any."""
         if isinstance(part, int):
             return f"logits at position {start + part + 1} are not finite"
-        if not self._prompt_parts:
-            self._prompt_parts.append(PromptLogprobs.first(self.prompt[0], part.num_top))
-        self._prompt_parts.append(part)
-        if self._codec is not None:
-            new = (part.tokens() | {self.prompt[0]}) - self._prompt_texts.keys()
-            self._prompt_texts.update((token, self._codec.token_bytes(token)) for token in new)
+        self._prompt_logprobs.add(part, self.prompt[0])
         return None
-
-    def _take_prompt(self) -> PromptLogprobs | None:
-        """All of the prompt's logprobs, once."""
-        parts, self._prompt_parts = self._prompt_parts, []
-        texts = None if self._codec is None else self._prompt_texts
-        return PromptLogprobs.joined(parts, texts) if parts else None
 
     @property
     def has_begun(self) -> bool:
         """Whether its first token has come: what comes next is a decode step's."""
-        return self._prefilled is not None
+        return self._times.prefilled is not None
 
     @property
-    def room(self) -> int:
+    def num_remaining(self) -> int:
         """Tokens that it may still get."""
         return len(self.prompt) + self.params.max_tokens - len(self.committed)
 
@@ -171,12 +157,12 @@ class Request:
         """Drafts that its steps may verify, as in SamplingParams."""
         return self.params.max_draft_tokens if self.drafts else 0
 
-    def room_after(self, num_steps: int, depth: int) -> int:
+    def num_remaining_after(self, num_steps: int, depth: int) -> int:
         """Tokens that it may still get when so many steps of a depth have brought it as many as they can."""
         limit = self.draft_limit
         most = 1 + (depth if limit is None else min(depth, limit))
-        room = 1 if self.grammar is not None and self.grammar.terminated else self.room
-        return room - most * num_steps
+        remaining = 1 if self.grammar is not None and self.grammar.terminated else self.num_remaining
+        return remaining - most * num_steps
 
     def describe(self, phase: str) -> dict[str, Any]:
         """Its slot, phase, tokens of prompt and completion, and their bound, as JSON."""
@@ -191,17 +177,13 @@ class Request:
 
     def metrics(self) -> RequestMetrics:
         """Its figures as they stand now; one that was finished on trial has not ended, whatever its answer did."""
-        start = self._submitted
         return RequestMetrics(
             request_id=self.request_id,
             prompt_tokens=len(self.prompt),
             completion_tokens=len(self.committed) - len(self.prompt),
             reasoning_tokens=self._num_reasoning,
             cached_prompt_tokens=self._num_cached,
-            queued_s=_between(start, self._placed),
-            prefill_s=_between(self._placed, self._prefilled),
-            time_to_first_token_s=_between(start, self._first),
-            decode_s=_between(self._prefilled, self._last),
+            **self._times.durations(),
             num_steps=self._num_steps,
             finish_reason=self.finish_reason if self.opening is None else None,
             seed=self.seed,
@@ -266,8 +248,8 @@ class Request:
     def _count(self, publication: SlotPublication, num_tokens: int) -> int:
         """Count a step, or a first token; returns how many of its tokens were accepted drafts."""
         now = time.monotonic()
-        if self._prefilled is None:
-            self._prefilled = now  # what comes first comes out of prefill, not of a step
+        if not self.has_begun:
+            self._times.prefilled = now  # what comes first comes out of prefill, not of a step
         else:
             self._num_steps += 1
         # drafts after a stop string were dropped with their tokens: they count as rewound
@@ -275,9 +257,7 @@ class Request:
         depth, source = publication.verified_depth, self._sources.get(publication.verified_source)
         self._stats.record(publication.verified, accepted, drafted_depth=depth, source=source)
         if num_tokens:
-            self._last = now
-            if self._first is None:
-                self._first = now
+            self._times.saw_tokens(now)
         return accepted
 
     def output(
@@ -313,9 +293,5 @@ class Request:
             num_accepted=num_accepted,
             reasoning="".join(delta.reasoning for delta in deltas),
             tool_calls=tool_calls,
-            prompt_logprobs=self._take_prompt() if self.has_begun else None,
+            prompt_logprobs=self._prompt_logprobs.take() if self.has_begun else None,
         )
-
-
-def _between(start: float | None, end: float | None) -> float | None:
-    return None if start is None or end is None else end - start

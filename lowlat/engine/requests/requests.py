@@ -1,4 +1,4 @@
-"""The requests of one runtime: what may be submitted, which requests are live, their outputs and their figures."""
+"""This module has the requests of one runtime: those that are live, their outputs and their figures."""
 
 import itertools
 import secrets
@@ -172,7 +172,7 @@ class Requests(Mapping[str, Request]):
         begun.grammar = self.grammars.open(begun.params, tuple(begun.prompt), begun.stop_ids)
         begun.opening = request.opening if speculative else None
         begun.draft_texts = self._joined(begun.params, begun.prompt, begun.session)
-        begun.continues(request)
+        begun.take_over_from(request)
         self._replace(begun)
         return begun
 
@@ -181,7 +181,7 @@ class Requests(Mapping[str, Request]):
         again = self._made(request.request_id, ids, request.params, request.session, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
-        again.takes_back(request)
+        again.undo_trial(request)
         self._live[again.request_id] = again
         return scheduled
 
@@ -190,7 +190,7 @@ class Requests(Mapping[str, Request]):
         if request.slot >= 0:
             self.slots[request.slot] = request
 
-    def give(self, request: Request, output: StepOutput) -> None:
+    def deliver(self, request: Request, output: StepOutput) -> None:
         """Add an output, or keep it back while the request's prompt may still go on."""
         if request.opening is not None and request.opening.is_speculative:
             request.withheld.append(output)
@@ -235,9 +235,9 @@ class Requests(Mapping[str, Request]):
         request = self.slots.get(slot)
         return request is not None and entry >= request.first_entry
 
-    def rooms(self, num_steps: int, depth: int) -> list[int]:
+    def num_remaining_after(self, num_steps: int, depth: int) -> list[int]:
         """Tokens that each request in a slot may still get, after so many steps that bring it the most they can."""
-        return [request.room_after(num_steps, depth) for request in self.slots.values()]
+        return [request.num_remaining_after(num_steps, depth) for request in self.slots.values()]
 
     def end(self, request: Request) -> None:
         """Let a request that has left its slot be live no more; its figures stay.

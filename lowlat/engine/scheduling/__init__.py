@@ -1,1 +1,1 @@
-"""The schedule: who has a slot, which chunk of a prompt runs next, and which blocks of the KV cache are whose."""
+"""This package schedules: who has a slot, which chunk of a prompt is next, and whose the blocks of the KV cache are."""

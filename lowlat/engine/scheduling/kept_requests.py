@@ -1,4 +1,4 @@
-"""The requests that decoded and have no slot: whose blocks are their own still, and which have left the device."""
+"""This module lists requests that decoded and have no slot, and says whether their KV has left the device."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Makes the scheduler of a runtime, with the KV cache that it reserves from."""
+"""This module makes the scheduler of a runtime, with the KV cache that it reserves from."""
 
 from lowlat.engine.memory.host_space import HostSpace
 from lowlat.engine.scheduling.scheduler import Scheduler

@@ -1,4 +1,4 @@
-"""The pace of prefill: how many chunks of a prompt fit in the time that decoding requests may be held up."""
+"""This module says how many chunks of a prompt fit in the time that decoding requests may be held up."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Gives slots and blocks to the head of the queue, and takes them from requests of lower priority."""
+"""This module gives slots and blocks to the head of the queue, and takes them from requests of lower priority."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +29,7 @@ class Placement:
 
     def __init__(
         self,
+        *,
         kvcache: "KVCache",
         queue: RequestQueue,
         slots: list[Slot | None],

@@ -1,4 +1,4 @@
-"""The order of prefill: which slot's chunks run next, and how many at once.
+"""This module says which slot's chunks are prefilled next, and how many at once.
 
 Among the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
 one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves; or as many times

@@ -1,4 +1,4 @@
-"""The requests of a scheduler without a slot: queued by priority and arrival, paused, or open and too short for one."""
+"""This module has a scheduler's requests without a slot: queued by priority and arrival, paused, or open."""
 
 from bisect import insort
 

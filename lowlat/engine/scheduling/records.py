@@ -1,4 +1,4 @@
-"""The records of scheduling: what it needs to know of a request, and what it decides."""
+"""These records are what scheduling needs to know of a request, and what it decides."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field

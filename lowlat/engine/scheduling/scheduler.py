@@ -1,4 +1,4 @@
-"""The queue and the slots of one runtime, without a device: what each request is at, and what is done before a step.
+"""A scheduler has the queue and the slots of one runtime, without a device, and plans what precedes each step.
 
 A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
 among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
@@ -81,8 +81,13 @@ class Scheduler:
         self._order = PrefillOrder(self._slots, self._queue.open, self.pace, prefill_chunk, max_prefill_chunks)
         self._requests: dict[str, Slot | None] = {}  # None: without a slot
         self._placement = Placement(
-            *(kvcache, self._queue, self._slots, self._requests, self.space, self.num_overprovision),
-            lambda request_id: self.num_written(request_id),
+            kvcache=kvcache,
+            queue=self._queue,
+            slots=self._slots,
+            requests=self._requests,
+            space=self.space,
+            num_overprovision=self.num_overprovision,
+            num_written=lambda request_id: self.num_written(request_id),
         )
         self._kept = self._placement.kept
         self._pending: PrefillChunk | None = None
@@ -260,7 +265,7 @@ class Scheduler:
         *,
         num_written: int | None = None,
         poisoned: bool = False,
-        whole: bool = True,
+        completed: bool = True,
     ) -> Phase:
         """Take a request out wherever it is, ended or not; return its phase.
 
@@ -279,7 +284,7 @@ class Scheduler:
             self._queue.take(request_id)
         if request_id in self.kvcache:
             self.kvcache.release(
-                request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner, whole=whole
+                request_id, token_ids, num_written=num_written, poisoned=poisoned, owner=owner, completed=completed
             )
         self._placement.forget(request_id)
         del self._requests[request_id]

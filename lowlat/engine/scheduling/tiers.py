@@ -1,4 +1,4 @@
-"""The tiers of the prefix cache of one runtime: their sizes, and who may read what they keep."""
+"""This module makes the tiers of a runtime's prefix cache: their sizes, and who may read what they keep."""
 
 import hashlib
 from collections import Counter
@@ -46,7 +46,7 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
         return key.digest in pins
 
     if config.cache_dir is not None:
-        size, draft = int(config.cache_gib * GIB), loaded.speculator
+        size, draft = int(config.cache_gib * GIB), loaded.speculation.loaded
         facts = content_facts(loaded.target.directory, None if draft is None else draft.directory, mover.states)
         fingerprint = digest_of({"numerics": numerics, "model": facts.model, "layout": facts.layout})
         disk = DiskTier(Path(config.cache_dir), size, fingerprint, is_pinned)

@@ -1,1 +1,1 @@
-"""Sessions: conversations whose prefixes stay while they live, and outlive the process in files."""
+"""A session is a conversation whose prefix stays while it lives, and outlives the process in a file."""

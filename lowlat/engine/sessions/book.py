@@ -1,4 +1,4 @@
-"""The sessions of one runtime: what each has said, how long it lives, and the chunks that it pins."""
+"""This book has the sessions of one runtime: what each has said, how long it lives, and the chunks that it pins."""
 
 import time
 from array import array

@@ -1,4 +1,4 @@
-"""A session as one file: tokens, and the state after them, for the model and the numerics that made it.
+"""This module writes a session to one file: tokens, and the state after them, for one model and its numerics.
 
 A line of JSON says whose it is and what follows: the tokens as packed int32, then contents of chunks, one for each pool
 (`lowlat.executors.block_moves`), then a digest of all before. A file is read to its digest before anything of it is

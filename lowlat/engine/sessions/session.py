@@ -1,4 +1,4 @@
-"""A session as its program holds it: it forks, is written to a file, and goes on from one."""
+"""A program holds a session as this object: it forks, is written to a file, and goes on from one."""
 
 import itertools
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""The steps of a runtime: admission, prefill, launches, grammars' masks, and the outputs of what was published."""
+"""This package runs the steps of a runtime: admission, prefill, launches, grammars' masks, and outputs."""

@@ -1,4 +1,4 @@
-"""Changes of live requests between two steps, as callers want them: pauses, ends, and prompts that grow."""
+"""This module changes live requests between two steps: pauses, ends, and prompts that grow."""
 
 from collections.abc import Sequence
 from typing import cast
@@ -67,11 +67,7 @@ class BetweenSteps:
         Raises RequestError for a prompt that is not open, or would become too long.
         """
         opening = _opening_of(request)
-        if opening.num_certain + len(ids) > opening.max_prompt:
-            raise RequestError(
-                f"prompt of {opening.num_certain + len(ids)} tokens exceeds the {opening.max_prompt} that max_context, "
-                "kv_blocks and max_prompt_tokens leave next to max_tokens"
-            )
+        _check_length(opening, len(ids))
         if not opening.is_speculative:
             cast(list[int], request.prompt).extend(ids)
             opening.num_certain += len(ids)
@@ -96,8 +92,9 @@ class BetweenSteps:
                 self._requests.confirm(request)
             return
         count = opening.num_certain + len(ids)
-        if not 1 <= count <= opening.max_prompt:
-            raise RequestError(f"a prompt of {count} tokens; it needs 1 at least, and {opening.max_prompt} at most")
+        if not count:
+            raise RequestError("a prompt of 0 tokens; it needs 1 at least")
+        _check_length(opening, len(ids))
         prompt = cast(list[int], request.prompt)
         prompt.extend(ids)
         try:
@@ -121,3 +118,13 @@ def _opening_of(request: Request) -> Opening:
     if request.opening is None:
         raise RequestError(f"request {request.request_id} has no open prompt: it was finished")
     return request.opening
+
+
+def _check_length(opening: Opening, num_more: int) -> None:
+    """Raise RequestError for a prompt that would become too long."""
+    count = opening.num_certain + num_more
+    if count > opening.max_prompt:
+        raise RequestError(
+            f"prompt of {count} tokens exceeds the {opening.max_prompt} that max_context, kv_blocks and "
+            "max_prompt_tokens leave next to max_tokens"
+        )

@@ -1,4 +1,4 @@
-"""Contents of the prefix cache between blocks and tiers, and zeroes where a failed request has been."""
+"""This module moves contents of the prefix cache between blocks and tiers, and zeroes failed requests' blocks."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The host's part of a step whose requests have grammars: the masks of the rows that the step verifies.
+"""This module fills the masks of the rows that a step verifies, for requests that have grammars.
 
 The device tells the rows when a step begins, the host fills their masks while the target runs, and the draw of each
 slot waits for its own. A step may be launched before the host has read the one ahead of it. If it verifies drafts, it
@@ -155,7 +155,7 @@ class GrammarMasks:
         self.stats.num_forced_drafts += len(tokens)
         self._forced[slot] = tokens
 
-    def judge(self, publication: SlotPublication) -> tuple[SlotPublication, str | None]:
+    def with_grammar_end(self, publication: SlotPublication) -> tuple[SlotPublication, str | None]:
         """A publication with the end that its grammar gives it, and the grammar's error, if there is one.
 
         Where no token may follow a complete grammar, the request ends by a stop, not by an error.

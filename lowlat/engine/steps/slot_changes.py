@@ -1,4 +1,4 @@
-"""Requests come into slots, leave them for a while or for good, with all that the engine knows of a slot meanwhile."""
+"""This module changes a slot's request: one comes, leaves for a while, or ends, and all that follows it is told."""
 
 from lowlat.engine.drafting.proposer import Proposer
 from lowlat.engine.launches.launches import Launches
@@ -24,6 +24,7 @@ class SlotChanges:
 
     def __init__(
         self,
+        *,
         scheduler: Scheduler,
         requests: Requests,
         mailbox: Mailbox,
@@ -41,9 +42,16 @@ class SlotChanges:
 
     def join(self, request: Request) -> None:
         """Let a request decode in its slot, from its first token on, which prefill is about to bring."""
-        max_length = len(request.prompt) + request.params.max_tokens
-        own = (request.table, max_length, request.params, request.seed, request.stop_ids)
-        self._mailbox.join(request.slot, request.prompt, *own, has_grammar=request.grammar is not None)
+        self._mailbox.join(
+            request.slot,
+            request.prompt,
+            request.table,
+            len(request.prompt) + request.params.max_tokens,
+            request.params,
+            request.seed,
+            request.stop_ids,
+            has_grammar=request.grammar is not None,
+        )
         self._mailbox.name_texts(request.slot, request.draft_texts)
         request.first_entry = self._mailbox.num_seen
 
@@ -98,7 +106,7 @@ class SlotChanges:
             request.opening = None  # nothing that was begun on trial goes on
         if not request.has_left:  # else its outputs are kept back: none of them is wanted
             self.withdraw(request, poisoned=code == "not_finite")
-        self._requests.give(request, request.output((), reason, error=error, error_code=code))
+        self._requests.deliver(request, request.output((), reason, error=error, error_code=code))
         self._requests.end(request)
 
     def withdraw(self, request: Request, *, poisoned: bool = False, shares: bool = True) -> None:
@@ -115,9 +123,9 @@ class SlotChanges:
         # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
         # these run on one stream, one after the other; what is shared lies before the positions that are written.
         committed, written = request.committed if shares else None, request.num_written
-        whole = request.finish_reason in ("stop", "length")
+        completed = request.finish_reason in ("stop", "length")
         phase = self._scheduler.cancel(
-            request.request_id, committed, num_written=written, poisoned=poisoned, whole=whole
+            request.request_id, committed, num_written=written, poisoned=poisoned, completed=completed
         )
         if phase in (Phase.PREFILLING, Phase.DECODING):
             del self._requests.slots[request.slot]

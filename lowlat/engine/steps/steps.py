@@ -1,4 +1,4 @@
-"""Steps of one runtime: it admits, prefills, launches ahead and takes what was published, for the requests' outputs.
+"""This module runs the steps of one runtime: it admits, prefills, launches ahead, and makes outputs of publications.
 
 While nobody joins or leaves, a step is launched before the one ahead of it has ended, or the device repeats steps by
 itself. That changes no token: what a step does to a slot depends on nothing that the host does in between, and what is
@@ -11,12 +11,13 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from lowlat.engine.change_guard import ChangeGuard
 from lowlat.engine.drafting.make import make_learner, make_proposer
 from lowlat.engine.drafting.proposer import StepParts
 from lowlat.engine.figures.perf import steps_by_width
 from lowlat.engine.figures.published_steps import PublishedSteps, StepChecks
 from lowlat.engine.figures.trace import Tracer
-from lowlat.engine.launches.in_flight import Action, may_go_on
+from lowlat.engine.launches.in_flight import Action, is_step_certain
 from lowlat.engine.launches.launches import Launches, loop_of
 from lowlat.engine.loading.loaded import Loaded
 from lowlat.engine.mailbox.failed_checks import FailedCheck, FailedChecks
@@ -31,9 +32,9 @@ from lowlat.engine.scheduling.scheduler import Scheduler
 from lowlat.engine.steps.cache_moves import CacheMoves
 from lowlat.engine.steps.grammar_masks import GrammarMasks
 from lowlat.engine.steps.slot_changes import SlotChanges
-from lowlat.engine.unbroken import Unbroken
 from lowlat.graphs import Bucket
 from lowlat.options.runtime import RuntimeConfig
+from lowlat.speculators.base import Speculator
 from lowlat.step.variants import may_repeat
 
 if TYPE_CHECKING:
@@ -62,23 +63,22 @@ class Steps:
         config: RuntimeConfig,
         scheduler: Scheduler,
         requests: Requests,
-        whole: Unbroken,
+        guard: ChangeGuard,
         *,
         num_speculative_tokens: int,
     ) -> None:
         geometry, vocab_size = loaded.geometry, loaded.target.config.vocab_size
         self._geometry, self._ladder, self._executor = geometry, loaded.ladder, loaded.executor
-        self._scheduler, self._kvcache, self._requests, self._whole = scheduler, scheduler.kvcache, requests, whole
+        self._scheduler, self._kvcache, self._requests, self._guard = scheduler, scheduler.kvcache, requests, guard
         self.mailbox = Mailbox(loaded.executor.state, geometry.max_rows - 1)
         self.masks = GrammarMasks(self.mailbox, loaded.executor, vocab_size)
         loop = loop_of(loaded.executor, wanted=config.device_loop)
-        self.launches = Launches(loaded.executor, self.mailbox, loop, whole=whole)
+        self.launches = Launches(loaded.executor, self.mailbox, loop, guard=guard)
         self._in_flight = self.launches.in_flight
         parts = StepParts(geometry, scheduler, self.mailbox, self.launches, requests.slots)
         self.proposer = make_proposer(loaded, parts)
-        speculator, adaptive, speculates = geometry.speculator, loaded.ladder.adaptive, num_speculative_tokens > 0
-        must_draft = speculates and speculator is not None and speculator.draft_config is not None and not adaptive
-        must_draft = must_draft and not (speculator is not None and speculator.wide_rows)  # wide steps make no drafts
+        adaptive, speculates = loaded.ladder.adaptive, num_speculative_tokens > 0
+        must_draft = speculates and not adaptive and _always_drafts(geometry.speculator)
         checks = StepChecks(geometry.max_rows - 1, vocab_size, must_draft=must_draft)
         self.published = PublishedSteps(checks if config.is_strict else None, adaptive=adaptive, speculating=speculates)
         self._failed_checks = FailedChecks(config.checked_kinds)
@@ -87,8 +87,14 @@ class Steps:
         self._tracer = Tracer.from_config(config.traces)
         self.moves = CacheMoves(loaded.executor, geometry, scheduler.kvcache, self.launches)
         self.changes = SlotChanges(
-            *(scheduler, requests, self.mailbox, self.masks, self.launches, self.proposer, self.moves),
-            KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size),
+            scheduler=scheduler,
+            requests=requests,
+            mailbox=self.mailbox,
+            masks=self.masks,
+            launches=self.launches,
+            proposer=self.proposer,
+            moves=self.moves,
+            kept=KeptStates(loaded.executor, geometry.prefill_chunk // geometry.block_size),
         )
         num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
         scheduler.num_written = lambda request_id: len(requests[request_id].committed) + num_ahead
@@ -143,7 +149,7 @@ class Steps:
     def close(self) -> None:
         """Let nothing wait for the host any more, and launch nothing; the steps' figures are logged."""
         if self.published.active.num_steps:
-            logger.info("%s", self.published.told())
+            logger.info("%s", self.published.describe())
         self.launches.close()
         self.masks.release()
         if self._kvcache.tiers is not None:
@@ -153,7 +159,9 @@ class Steps:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         tiers = self._kvcache.tiers
         if tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
-            with self._whole.waiting():  # for a chunk to come from a file, for a moment: nobody decodes meanwhile
+            with (
+                self._guard.repeatable_wait()
+            ):  # for a chunk to come from a file, for a moment: nobody decodes meanwhile
                 tiers.wait(TIERS_WAIT_S)
         plan = self._scheduler.plan()
         for departure in plan.departed:
@@ -181,13 +189,15 @@ class Steps:
         self._scheduler.prefill_done(chunk)
         first = self._ladder.first_token(depth) if chunk.last else None
         size = self._geometry.prefill_size(chunk.num_tokens)
-        own = (request.prompt, chunk.start, chunk.num_tokens, request.params.prompt_logprobs)
-        passes = self.mailbox.prefill.ask_prompt(*own)
+        num_top = request.params.prompt_logprobs
+        passes = self.mailbox.prefill.ask_prompt(request.prompt, chunk.start, chunk.num_tokens, num_top)
         with self._scheduler.pace.timed(size / self._geometry.prefill_chunk):
             entries = self.launches.prefill(size, first, passes)
         self.moves.keep()
-        if passes and (problem := request.add_prompt(self.mailbox.prefill.read_prompt(*own), chunk.start)) is not None:
-            self.changes.end(request, "error", error=problem, code="not_finite")
+        if passes:
+            found = self.mailbox.prefill.read_prompt(request.prompt, chunk.start, chunk.num_tokens, num_top)
+            if (problem := request.add_prompt(found, chunk.start)) is not None:
+                self.changes.end(request, "error", error=problem, code="not_finite")
         return entries
 
     def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
@@ -203,7 +213,7 @@ class Steps:
     def _fill_masks(self, bucket: Bucket | None, *, amid: bool = False) -> None:
         """The host's part of a step that runs in a bucket, or that it is amid: masks that slots' draws wait for."""
         if self.masks and bucket is not None:
-            with nullcontext() if amid else self._whole.waiting():
+            with nullcontext() if amid else self._guard.repeatable_wait():
                 failures = self.masks.fill(bucket.rows)
             for request, problem in failures:
                 self.changes.end(request, "error", error=problem, code="grammar")
@@ -227,8 +237,8 @@ class Steps:
         """Steps that are wanted after all that is under way, whatever that brings; None: any number."""
         bucket = self._in_flight.bucket
         longest = depth if bucket is None else max(depth, bucket.num_speculative_tokens)
-        rooms = self._requests.rooms(self._in_flight.num_steps, longest)
-        if not may_go_on(rooms, queued=self._scheduler.num_queued > 0):
+        num_remaining = self._requests.num_remaining_after(self._in_flight.num_steps, longest)
+        if not is_step_certain(num_remaining, queued=self._scheduler.num_queued > 0):
             return 0
         return self.proposer.num_certain(depth)
 
@@ -243,7 +253,7 @@ class Steps:
         """Make the outputs of entries; where the step after them is certain, it is launched first."""
         requests, in_flight = self._requests, self._in_flight
         for entry in entries:
-            self.proposer.look(entry)
+            self.proposer.observe(entry)
         published: Iterable[list[SlotPublication]] = map(self.mailbox.read, entries)
         if self.masks:  # a launch waits for grammars, or a step that was launched: outputs are made after it
             published = list(published)
@@ -258,12 +268,12 @@ class Steps:
             if self._tracer is not None and bucket is not None:
                 self._tracer.step(bucket, publications, self._executor, self._kvcache)
             if self._tiles is not None:
-                self._tiles.see(depth, [(requests.slots[each.slot], each) for each in publications])
+                self._tiles.record(depth, [(requests.slots[each.slot], each) for each in publications])
             for publication in publications:
                 self._apply(publication)
             for failure in entry.failed:
                 if failure.slot < 0:
-                    self._failed_checks.see(failure, None)
+                    self._failed_checks.record(failure, None)
         if in_flight.under_way:
             self._fill_masks(in_flight.bucket)
         self.moves.clear()
@@ -286,20 +296,20 @@ class Steps:
         if published.failed is not None:
             self._drop(request, published.failed)
             return
-        if (publication := self.proposer.judge(request, published)) is None:
+        if (publication := self.proposer.committed(request, published)) is None:
             return
-        self.published.see(request, publication)
-        output = request.take(*self.masks.judge(publication))
+        self.published.record(request, publication)
+        output = request.take(*self.masks.with_grammar_end(publication))
         if output.finish_reason is not None:
             if publication.finish_reason is None:
                 self.mailbox.cancel(request.slot)  # a stop string: the device does not know yet
             self.changes.leave(request, poisoned=output.finish_reason == "error" and output.error_code == "not_finite")
             self._requests.end(request)
-        self._requests.give(request, output)
+        self._requests.deliver(request, output)
 
     def _drop(self, request: Request, failure: FailedCheck) -> None:
         """End a request of which a step gave nothing but a failed check, or let it go on without drafts."""
-        text = self._failed_checks.see(failure, request.request_id)
+        text = self._failed_checks.record(failure, request.request_id)
         request.failed_checks += (failure.kind,)
         if not failure.ends:
             request.drafts = False
@@ -308,11 +318,16 @@ class Steps:
         output = request.output((), "error", error=text, error_code="check")
         self.changes.leave(request, poisoned=True)
         self._requests.end(request)
-        self._requests.give(request, output)
+        self._requests.deliver(request, output)
+
+
+def _always_drafts(speculator: Speculator | None) -> bool:
+    """Whether each step brings drafts: a draft model's does, but for wide steps, and a text may have none."""
+    return speculator is not None and speculator.draft_config is not None and not speculator.wide_rows
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":
     """The counter of attention's tiles: it loads the kernels, which others may do without."""
     from lowlat.engine.figures.tile_counter import TileCounter
 
-    return TileCounter(loaded.geometry, loaded.topologies, loaded.ladder, loaded.gpu)
+    return TileCounter(loaded.geometry, loaded.speculation.topologies, loaded.ladder, loaded.gpu)

@@ -1,1 +1,1 @@
-"""GPUs as such: a watchdog of their work, and several of one host that reach each other's memory."""
+"""This package has several GPUs of one host that reach each other's memory, and a watchdog of a GPU's work."""

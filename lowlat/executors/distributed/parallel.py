@@ -1,4 +1,4 @@
-"""Several graph executors, one for each rank, run as one executor by one thread, which starts graphs back to back.
+"""A parallel executor runs one graph executor a rank, by one thread that starts their graphs back to back.
 
 Every rank has a device of its own, its part of the weights, and control state of its own, which is the same on all:
 the host writes and reads the first one's, whose commands the others read as rank 0 forwards them.

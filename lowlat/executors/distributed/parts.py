@@ -1,4 +1,4 @@
-"""Weights on their way to several GPUs: every tensor is read once, and each GPU is sent its rank's part of it.
+"""This module takes weights to several GPUs: it reads every tensor once, and sends each GPU its rank's part.
 
 It knows extents by `rank_weights` alone, and packs nothing.
 """

@@ -1,4 +1,4 @@
-"""Peer memory of ranks: access between GPUs, and the memory that all-reduces take on each.
+"""This module has the peer memory of ranks: access between GPUs, and the memory of all-reduces on each.
 
 Ranks may share a GPU, as in tests, or have no GPU at all.
 """

@@ -1,4 +1,4 @@
-"""The place of an executor among the ranks of a step: its peer memory, and the commands that ranks share.
+"""A place is what an executor has as one rank of several: its peer memory, and the commands that ranks share.
 
 A runtime of one rank has no place.
 """

@@ -1,4 +1,4 @@
-"""Copies of blocks between the devices of several ranks and host memory, as if they were one.
+"""This module copies blocks between the devices of several ranks and host memory, as if they were one device.
 
 A content of some blocks is that of every rank, end to end, in order: each has its own part of the heads. Ranks' copies
 are started in turns, so that all buses work at once.

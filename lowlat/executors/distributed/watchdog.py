@@ -1,4 +1,4 @@
-"""The watchdog of a device: it tells work that hangs from work that is slow, by how long such work took before.
+"""A watchdog tells a device's work that hangs from work that is slow, by how long such work took before.
 
 It is not asked, so costs nothing, where work ends within a millisecond.
 """

@@ -1,4 +1,4 @@
-"""The reference executor: of one rank, and of several that one device runs in turn."""
+"""The reference executor runs one rank, or several that one device runs in turn."""
 
 from lowlat.executors.reference.executor import ReferenceExecutor, bind, meaning_of
 

@@ -1,4 +1,4 @@
-"""The reference executor: every operation by its torch meaning, one after the other, on any device.
+"""The reference executor runs every operation by its torch meaning, one after the other, on any device.
 
 It is the executable specification, the default where there is no GPU, and what the others are compared with.
 On a CPU, bf16 weights are expanded to float32 once: every GEMM accumulates in float32, and a row's bits do not

@@ -1,4 +1,4 @@
-"""Several ranks of a target on one device: every operation of all ranks in turn, and all-reduces between them.
+"""This module runs several ranks of a target on one device: every operation of all ranks in turn, and all-reduces.
 
 It says what ranks on devices of their own must give, bit for bit. Ranks read the first one's commands, and the host
 reads what the first one publishes; all else each has for itself.

@@ -1,1 +1,1 @@
-"""Memory of an executor that can leave the device and come back: weights, KV, scratch."""
+"""This package has memory of an executor that can leave the device and come back: weights, KV, scratch."""

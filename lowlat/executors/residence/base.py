@@ -1,4 +1,4 @@
-"""The interface of memory that leaves the device and comes back, and what tensors need to lie in it."""
+"""A residence is memory that leaves the device and comes back; this is its interface."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

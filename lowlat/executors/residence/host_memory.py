@@ -1,4 +1,4 @@
-"""Host memory that a device copies from and to at the full speed of the bus: of huge pages, pinned."""
+"""This module allocates pinned host memory of huge pages, which a device copies from and to at the bus's full speed."""
 
 import mmap
 from contextlib import suppress

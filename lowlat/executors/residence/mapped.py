@@ -1,4 +1,4 @@
-"""Device memory whose addresses stay while the memory itself goes: reserved once, mapped, unmapped and mapped again.
+"""This module has device memory that keeps its addresses while the memory goes: reserved once, mapped and unmapped.
 
 Captured graphs hold addresses. CUDA's virtual memory management gives memory under an address back, and maps other
 memory there later, so that graphs can be replayed as they are.

@@ -1,4 +1,4 @@
-"""The memory of several ranks, which leaves their devices and comes back together."""
+"""This module has the memory of several ranks, which leaves their devices and comes back together."""
 
 from collections import Counter
 from collections.abc import Sequence

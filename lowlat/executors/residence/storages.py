@@ -1,4 +1,4 @@
-"""Memory that leaves as torch's own storages: tensors stay, and their addresses may change."""
+"""This module has memory that leaves as torch's own storages: tensors stay, and their addresses may change."""
 
 import torch
 

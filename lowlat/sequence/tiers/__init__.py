@@ -1,1 +1,1 @@
-"""Tiers of the prefix cache below the device's memory: host memory, and files."""
+"""The prefix cache has two tiers below the device's memory: host memory, and files."""

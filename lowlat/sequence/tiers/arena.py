@@ -1,4 +1,4 @@
-"""The host memory of the host tier: allocated once, whole, and handed out in pieces of the sizes that contents have.
+"""The arena is the host tier's memory: allocated once, and handed out in pieces of the sizes that contents have.
 
 Memory from which a device copies is slow to allocate, and its driver takes a lock meanwhile that launches wait for: so
 nothing is allocated while steps run, and the tier takes what it was given and no more.

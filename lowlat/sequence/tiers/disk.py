@@ -1,4 +1,4 @@
-"""The disk tier: contents of chunks in files, which outlive the process and may be shared by several.
+"""The disk tier keeps contents of chunks in files, which outlive the process and may be shared by several.
 
 A file holds one content: a line of JSON with the fingerprint of what may read it, its key and its size, then the
 content, then a digest of all before. It is written under another name and renamed, so that none is ever seen in part;

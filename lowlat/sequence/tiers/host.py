@@ -1,4 +1,4 @@
-"""The host tier: contents of chunks in the process's memory, those used longest ago gone first."""
+"""The host tier keeps contents of chunks in the process's memory; those used longest ago go first."""
 
 from collections import OrderedDict
 from collections.abc import Callable

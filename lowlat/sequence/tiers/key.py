@@ -1,4 +1,4 @@
-"""The names of chunks' contents in the tiers, their ways to the device and back, and who copies them."""
+"""This module names chunks' contents in the tiers, their ways to the device and back, and who copies them."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum

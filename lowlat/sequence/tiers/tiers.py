@@ -1,4 +1,4 @@
-"""The tiers below the device's memory, as the book of blocks and the steps know them.
+"""This module shows the tiers below the device's memory to the book of blocks and to the steps.
 
 Threads of their own copy from and to the device, read files and write them. Whoever steps puts orders here, and takes
 what has been done.

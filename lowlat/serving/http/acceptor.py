@@ -1,4 +1,4 @@
-"""Taking connections from a listener as there is room for them, also when no file descriptors are left.
+"""This module takes connections from a listener up to a capacity, also when no file descriptors are left.
 
 asyncio's own way logs a traceback for every attempt then, and tries again at once.
 """

@@ -1,4 +1,4 @@
-"""The gateway as an ASGI application: its routes, its guard, its page."""
+"""The gateway is an ASGI application: this module has its routes, its guard and its page."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager

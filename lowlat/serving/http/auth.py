@@ -1,4 +1,4 @@
-"""Access control: a Host header that names this machine, and the key; checked before anything of a request is read.
+"""This module guards access by a Host header that names this machine, and by the key, before a request is read.
 
 The Host is checked because a page of another site can have its own name resolve to this machine (DNS rebinding): its
 requests then carry that name. An address in digits cannot be rebound, nor can names of the loopback; and what sends no

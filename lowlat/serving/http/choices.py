@@ -1,4 +1,4 @@
-"""Several generations of the server as the choices of one answer."""
+"""This module has several generations of the server be the choices of one answer."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""The gateway's connections: who may hold one and for how long.
+"""This module decides who may hold a connection to the gateway, and for how long.
 
 A connection is a stranger's until a request with the key came on it, and then a caller's. Strangers and callers have
 bounds of their own, so that whoever lacks the key cannot keep those out who have it: of too many strangers the oldest

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them, and how lowlat's own become them."""
+"""This module words errors as OpenAI's clients expect them, and makes lowlat's own into such."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""A request's connection, as far as the application deals with it; servers other than the gateway's own have none."""
+"""An exchange is a request's connection, as far as the application deals with it; other servers have none."""
 
 from collections.abc import Awaitable
 from typing import Protocol

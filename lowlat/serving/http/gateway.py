@@ -1,4 +1,4 @@
-"""The gateway's own state: its connections to servers, one for each model, and what it remembers of them."""
+"""This module has the gateway's state: its connections to servers, one for each model, and what it remembers."""
 
 import asyncio
 import time

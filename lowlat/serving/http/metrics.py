@@ -1,4 +1,4 @@
-"""The server's figures in Prometheus' format: vLLM's names with the prefix `lowlat:`, and acceptance besides.
+"""This module shows the server's figures in Prometheus' format: vLLM's names with the prefix `lowlat:`, and more.
 
 They are the server's own, of all its clients, whichever gateway they came through.
 """

@@ -1,4 +1,4 @@
-"""Paths as clients mean them: base URLs are put before them in more than one way."""
+"""This module finds what clients mean by a path, as base URLs are put before it in more than one way."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The gateway's process: uvicorn before the application, one line that says where it is, and its end."""
+"""This module runs the gateway's process: uvicorn before the application, a line that says where it is, and its end."""
 
 import asyncio
 import logging

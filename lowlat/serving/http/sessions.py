@@ -1,4 +1,4 @@
-"""The header x-session-id: the session that a request belongs to, by a name of its caller's."""
+"""The header x-session-id names the session that a request belongs to, as its caller calls it."""
 
 import re
 

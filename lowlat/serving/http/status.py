@@ -1,4 +1,4 @@
-"""Models, health, figures and version: /v1/models, /health, /ready, /metrics, /lowlat/stats, /version."""
+"""This module answers /v1/models, /health, /ready, /metrics, /lowlat/stats and /version."""
 
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Reading a request's body, watching whether its caller disconnects, and answers as server-sent events."""
+"""This module reads a request's body, watches whether its caller disconnects, and sends server-sent events."""
 
 import asyncio
 from collections.abc import Awaitable

@@ -1,4 +1,4 @@
-"""Bodies of lines that come while they are written: a request first, then the pieces of its prompt, in JSON.
+"""This module takes bodies of lines that are still being written: a request, then pieces of its prompt, in JSON.
 
     {"model": "...", "stream": true}      the request, as it is sent at once; its prompt, or a chat's last message, may
                                           hold a beginning

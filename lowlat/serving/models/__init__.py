@@ -1,4 +1,4 @@
-"""Several models of one server: a process each, one supervisor, which shares the devices' memory among them.
+"""This package serves several models: a process each, and a supervisor that shares the devices' memory among them.
 
 tables      [[models]] of the server's file as settings of each
 places      who holds memory, who is woken, and who sleeps for it

@@ -1,4 +1,4 @@
-"""Lines of JSON between the supervisor and a model's process, over a pair of sockets."""
+"""The supervisor and a model's process send each other lines of JSON over a pair of sockets."""
 
 import json
 import socket

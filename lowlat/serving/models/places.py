@@ -1,4 +1,4 @@
-"""The holders of the devices' memory: which model is woken or loaded next, and which ones sleep for it.
+"""This module decides which model is woken or loaded next, and which ones sleep for it.
 
 Models that nobody asked for longest go first, and those with requests only after one that waits has waited for a while:
 they finish what runs, and what comes meanwhile waits. Wakes are served in the order in which they were asked for, and

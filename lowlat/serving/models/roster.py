@@ -1,4 +1,4 @@
-"""The models of a supervisor in a file next to its endpoint: names, endpoints and states, for gateways and commands.
+"""A roster lists a supervisor's models in a file next to its endpoint, for gateways and commands.
 
 The file is replaced whole, so that a reader never sees half of it. It names the supervisor's process: one that was
 killed leaves a file that nobody believes.

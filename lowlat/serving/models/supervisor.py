@@ -1,4 +1,4 @@
-"""The supervisor: one process for each model, restarted where it ends, and the devices' memory shared among them.
+"""The supervisor runs one process for each model, restarts it where it ends, and shares the devices' memory.
 
 It loads no model itself. Processes ask it for memory before they load, and tell when a request waits for a model that
 sleeps; it puts others to sleep, as `lowlat.serving.models.places` decides, and gives the memory on.
@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from lowlat.errors import ConfigError
+from lowlat.ipc.endpoint import make_folder
 from lowlat.serving.models.channel import Channel
 from lowlat.serving.models.places import Decision, Place, Presence, decide
 from lowlat.serving.models.roster import Listed, Roster, roster_path
@@ -111,7 +112,7 @@ class Supervisor:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Handle signals, and end all processes and the roster with the context."""
-        self.roster.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(self.roster.parent)
         lock = self._locked()
         before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
         self._write()

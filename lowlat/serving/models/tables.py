@@ -1,4 +1,4 @@
-"""`[[models]]` of the server's file: the settings of each model, checked before anything is started."""
+"""This module reads `[[models]]` of the server's file, and checks each model's settings before anything is started."""
 
 import re
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""A model's process as the supervisor sees it: it asks for memory, sleeps and wakes as it is told, and tells its state.
+"""A worker is a model's process as the supervisor sees it: it asks for memory, sleeps and wakes, and tells its state.
 
 The process ends when the supervisor does.
 """

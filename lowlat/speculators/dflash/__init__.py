@@ -1,4 +1,4 @@
-"""DFlash: draft models that fill a block of masks in one pass, over keys and values of the target's features.
+"""DFlash's draft models fill a block of masks in one pass, over keys and values of the target's features.
 
 It shares the reading of draft models with `lowlat.speculators.eagle3`.
 """

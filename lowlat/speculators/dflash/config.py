@@ -1,4 +1,4 @@
-"""Draft models that fill a block: config.json and tensor headers to geometry; DFlash's two layouts, and what is common.
+"""This module reads draft models that fill a block: DFlash's two layouts, and what other methods share with them.
 
     layout       told by                          ids of layers                            sizes in
     z-lab        DFlashDraftModel, dflash_config  dflash_config.target_layer_ids: id k is  the top level

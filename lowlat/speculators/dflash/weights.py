@@ -1,4 +1,4 @@
-"""DFlash draft models: canonical weights. It knows names and shapes, and no layout of configs.
+"""This module makes the canonical weights of DFlash draft models. It knows names and shapes, and no configs.
 
 A layer's keys and values are made of two kinds of rows: of the block's they are made with the queries, of the target's
 features for all layers at once. So each layer's projection of them is kept twice.
@@ -14,7 +14,7 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.geometry import DflashConfig
-from lowlat.speculators.draft_parts import layer_recipes, one_piece, own_weight_plan
+from lowlat.speculators.draft_parts import layer_recipes, one_piece, own_weight_plan, table_recipes
 from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_tensors
 
 __all__ = ["dflash_recipes", "dflash_weight_plan", "load_dflash"]
@@ -42,10 +42,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
         _context(config, dtype, "weight", hidden),
         *([_context(config, dtype, "bias")] if config.attention.qkv_bias else []),
     ]
-    if config.own_embedding:
-        made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
-    if config.own_lm_head and not config.is_cut:
-        made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
+    made += table_recipes(config, dtype)
     return made if config.quantisation is None else config.quantisation.apply(made)
 
 

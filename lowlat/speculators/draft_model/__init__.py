@@ -1,1 +1,1 @@
-"""Method "draft_model": drafts with a whole model of the target's vocabulary, which has layers and a KV of its own."""
+"""Method "draft_model" drafts with a whole model of the target's vocabulary, which has layers and a KV of its own."""

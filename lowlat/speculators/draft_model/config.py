@@ -1,4 +1,4 @@
-"""The directory of a whole model that drafts for another: its geometry, and whether it fits the target."""
+"""This module reads a whole model that drafts for another: its geometry, and whether it fits the target."""
 
 from pathlib import Path
 

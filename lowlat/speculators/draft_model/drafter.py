@@ -1,4 +1,4 @@
-"""A whole model's rows as operations: those of a prompt, those of accepted tokens, and one more for each next draft.
+"""This module emits a whole model's rows: a prompt's, those of accepted tokens, and one more for each next draft.
 
 A row is a token at its own position, stored at its own index of the slot's blocks. Rows of accepted tokens run over
 all layers and leave exact keys and values, whatever wrote there before; the last one drafts. What drafted rows wrote

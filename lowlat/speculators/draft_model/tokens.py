@@ -1,4 +1,4 @@
-"""Whether the tokens of a draft model are the target's: by their tokenizers where both are at hand, else by size."""
+"""This module tells whether a draft model's tokens are the target's, by their tokenizers, else by size."""
 
 import hashlib
 from pathlib import Path

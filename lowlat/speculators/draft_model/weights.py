@@ -1,4 +1,4 @@
-"""The canonical weights of a whole model that drafts: a target's by other names, its tables cut to the vocabulary."""
+"""This module makes the canonical weights of a whole model that drafts: a target's, cut to the vocabulary."""
 
 from pathlib import Path
 from types import MappingProxyType

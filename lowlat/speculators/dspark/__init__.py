@@ -1,4 +1,4 @@
-"""DSpark: DFlash's block, whose first row (the last known token's) drafts, too, and a bias by each drafted token.
+"""DSpark adds to DFlash's block a draft by its first row, and a bias by each drafted token.
 
 It builds on `lowlat.speculators.dflash`.
 """

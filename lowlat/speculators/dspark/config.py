@@ -1,4 +1,4 @@
-"""DSpark draft models: config.json and tensor headers to geometry, in DeepSpec's layout and in speculators'.
+"""This module reads the configs of DSpark draft models, in DeepSpec's layout and in speculators'.
 
     layout       told by                 what is DSpark's own
     deepspec     an architecture of it   the top level; each row drafts the token after its own

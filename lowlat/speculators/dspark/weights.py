@@ -1,4 +1,4 @@
-"""DSpark draft models: canonical weights. It knows names and shapes, and no layout of configs.
+"""This module makes the canonical weights of DSpark draft models. It knows names and shapes, and no configs.
 
 A gate's projection reads a row's state next to a token's vector; it is kept in two, since the state's part is known for
 all rows before the first token is drafted.

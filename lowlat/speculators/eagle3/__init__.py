@@ -1,1 +1,1 @@
-"""EAGLE3: draft models from their checkpoints, and their operations in prefill and in a step."""
+"""This package reads EAGLE3 draft models, and emits their operations in prefill and in a step."""

@@ -1,4 +1,4 @@
-"""Which of the target's residual streams an EAGLE3 draft model reads: every convention turned into boundaries.
+"""This module finds the boundaries whose residual streams an EAGLE3 draft model reads, in every convention.
 
 Boundary b is the residual stream entering layer b; b = N, the number of the target's layers, is the stream after
 the last layer, before the final norm. It knows ids and conventions, and no tensors.

@@ -1,4 +1,4 @@
-"""EAGLE3 draft models: config.json and tensor headers to geometry and flags, in the public layouts.
+"""This module reads the geometry and flags of EAGLE3 draft models from config.json and tensor headers.
 
 Where config and tensors could disagree, the tensors are trusted for sizes and presence and a contradiction is
 refused. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.

@@ -1,4 +1,4 @@
-"""Drafting inside the step: the draft model over the accepted rows, then over one level of the tree after another.
+"""This module emits drafting: the draft model over the accepted rows, then over one level of the tree after another.
 
 Source: EAGLE-3, arXiv 2503.01840, section 3. The rows of accepted tokens use the target's true features and leave
 keys and values for all; the last layer's attention and FFN, and the LM head, run on each slot's last row alone. The

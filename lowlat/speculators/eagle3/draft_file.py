@@ -1,4 +1,4 @@
-"""The config.json of an EAGLE3 draft model: its producer's layout, the places where keys may stand, notes for its user.
+"""This module finds the layout of an EAGLE3 draft model's config.json, and the places where its keys may stand.
 
     layout        told by                                        names          layers' sizes in
     speculators   speculators_model_type                         layers.0.      transformer_layer_config

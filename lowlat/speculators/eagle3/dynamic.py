@@ -1,4 +1,4 @@
-"""Drafting of a dynamic tree inside the step: the draft model over the root, then over the best drafts of each level.
+"""This module emits drafting of a dynamic tree: over the root, then over the best drafts of each level.
 
 Source: EAGLE-2, arXiv 2406.16858, section 4. A level's rows see their own ancestors. Their keys and values stand after
 the committed ones, level after level, and are overwritten by the next step.

@@ -1,4 +1,4 @@
-"""The draft model's rows in prefill: keys and values from the target's features, shifted by one position."""
+"""This module emits the draft model's rows in prefill: the target's features, shifted by one position."""
 
 from lowlat.graphs.program import Stage
 from lowlat.models.layers import Emitter, Rows

@@ -1,4 +1,4 @@
-"""Sizes of a draft model, and its vocabulary, from config and headers against the target: of EAGLE3's and DFlash's."""
+"""This module reads the sizes and the vocabulary of EAGLE3's and DFlash's draft models, against the target."""
 
 from dataclasses import replace
 from typing import Any

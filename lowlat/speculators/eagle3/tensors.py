@@ -1,4 +1,4 @@
-"""The tensors of EAGLE3 draft models under one set of names, whatever their producer called them, and the layout.
+"""This module gives the tensors of EAGLE3 draft models one set of names, whatever their producer called them.
 
 Names lose a leading `model.`; `midlayer.` becomes `layers.0.`, `midlayer.N.` `layers.N.` (ModelOpt's of several
 layers), where the norm before the attention of a later layer is its `input_layernorm`, whatever its producer calls it.

@@ -1,4 +1,4 @@
-"""EAGLE3 draft models: canonical weights, and the map from draft ids to target ids, checked.
+"""This module makes the canonical weights of EAGLE3 draft models, and checks the map of draft ids to target ids.
 
 It knows the normalised names of head tensors; `config` and `draft_file` read configs and layouts.
 """
@@ -11,12 +11,12 @@ from typing import Generic, TypeVar
 import torch
 
 from lowlat.checkpoint.formats import narrowed
-from lowlat.checkpoint.recipes import Piece, Progress, Recipe, check_recipes, renamed_recipe
+from lowlat.checkpoint.recipes import Progress, Recipe, check_recipes, renamed_recipe
 from lowlat.checkpoint.stored import Group, StoredWeights
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
-from lowlat.speculators.draft_parts import DRAFT_MAP, layer_recipes, own_weight_plan
+from lowlat.speculators.draft_parts import DRAFT_MAP, layer_recipes, one_piece, own_weight_plan, table_recipes
 from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, parse_draft
 from lowlat.speculators.eagle3.emitter import layer_name
 from lowlat.speculators.eagle3.geometry import Eagle3Config
@@ -45,7 +45,7 @@ def draft_recipes(config: Eagle3Config, dtype: torch.dtype) -> list[Recipe]:
     hidden, width, features = config.hidden_size, config.target_hidden_size, len(config.capture_boundaries)
 
     def one(weight: str, name: str, *shape: int) -> Recipe:
-        return Recipe(f"head.{weight}", (Piece(name, shape),), dtype)
+        return one_piece(f"head.{weight}", name, dtype, *shape)
 
     made = [] if config.final_hidden else [one("fc.weight", "fc.weight", hidden, features * width)]
     for layer in range(config.num_layers):
@@ -55,10 +55,7 @@ def draft_recipes(config: Eagle3Config, dtype: torch.dtype) -> list[Recipe]:
         made.append(one("input_norm.weight", "input_norm.weight", features * width))
     if config.fc_norm:
         made += [one(f"fc_norm.{k}.weight", f"fc_norm.{k}.weight", width) for k in range(features)]
-    if config.own_embedding:
-        made.append(one("embed.weight", "embed_tokens.weight", config.vocab_size, hidden))
-    if config.own_lm_head and not config.is_cut:
-        made.append(one("lm_head.weight", "lm_head.weight", config.draft_vocab_size, hidden))
+    made += table_recipes(config, dtype)
     return made if config.quantisation is None else config.quantisation.apply(made)
 
 

@@ -1,4 +1,4 @@
-"""Sliding windows of a draft model's layers, from its config, and what `draft_window` makes of them.
+"""This module reads the sliding windows of a draft model's layers, and applies `draft_window` to them.
 
 A row at position p of a layer with a window of W sees positions above p - W, its own included, drafted ones too. Which
 layers have one is told by, in this order:

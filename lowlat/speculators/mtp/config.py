@@ -1,4 +1,4 @@
-"""The MTP layer in a target's files: which tensors it has, how they are stored, and the geometry that follows.
+"""This module finds the MTP layer in a target's files: its tensors, how they are stored, and its geometry.
 
 Tensors decide, and config.json must agree with them: `mtp_num_hidden_layers`, or `num_nextn_predict_layers`. Names
 begin with `mtp.` whatever wraps the model.

@@ -1,4 +1,4 @@
-"""The MTP layer as operations: EAGLE3's, but for the way in.
+"""This module emits the MTP layer: as EAGLE3's, but for its input.
 
 A row takes the embedding of x_{t+1} and the target's normed state h_t; where the target has not run, the layer's own
 normed output stands for h_t. Both are normed, laid side by side, embedding first, and fc makes the layer's input of

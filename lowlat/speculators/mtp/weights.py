@@ -1,4 +1,4 @@
-"""The MTP layer's canonical weights, made as the target's family makes those of its layers, under other names."""
+"""This module makes the MTP layer's canonical weights as the target's family makes those of its layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,1 +1,1 @@
-"""P-EAGLE: an EAGLE3 draft model that drafts all positions in one pass. It builds on `lowlat.speculators.eagle3`."""
+"""A P-EAGLE draft model is EAGLE3's, and drafts all positions in one pass."""

@@ -1,4 +1,4 @@
-"""Drafting of all positions in one pass: the accepted rows, and after them a row for each deeper draft.
+"""This module emits drafting in one pass: the accepted rows, and after them a row for each deeper draft.
 
 The last accepted row drafts the next token. The row after it takes the mask's token and the mask's state in place of
 a token and a feature that nobody knows yet, stands at the position where they would be, and drafts the token after; so

@@ -1,4 +1,4 @@
-"""P-EAGLE draft models: written as EAGLE3's are, with a token and a state for rows of which nothing is known."""
+"""This module reads P-EAGLE draft models: EAGLE3's, with a token and a state for rows of which nothing is known."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""The hidden state of P-EAGLE's rows without a feature: `mask_hidden` through the norms before fc, and fc.
+"""This module makes the hidden state of P-EAGLE's rows without a feature: `mask_hidden` through norms and fc.
 
 It is the same for every row, so it is made once, at load.
 """

@@ -1,1 +1,1 @@
-"""Suffix drafts: the most frequent continuations of a text's endings in a request's own text, without a checkpoint."""
+"""Suffix drafts are the most frequent continuations of a text's endings in a request's own text."""

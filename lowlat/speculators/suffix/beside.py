@@ -1,4 +1,4 @@
-"""A speculator with drafts from text next to it: whichever of the two is expected to have more accepted is verified.
+"""This speculator is another with drafts from text next to it: the one expected to have more accepted is verified.
 
 It knows the model's speculator by the interface alone. A proposal of each is made in every step, for every slot.
 """

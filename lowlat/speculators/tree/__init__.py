@@ -1,4 +1,1 @@
-"""Speculation trees: choices read from files, topology with paths and masks, and plans for other trees; the
-shape and growth of dynamic trees.
-
-"""
+"""This package has speculation trees: choices read from files, topology with paths and masks, plans, dynamic trees."""

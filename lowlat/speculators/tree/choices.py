@@ -1,4 +1,4 @@
-"""Choices tables of speculation trees: read from YAML, TOML, JSON or a list, and checked for their form.
+"""A choices table describes a speculation tree; this module reads it from YAML, TOML, JSON or a list.
 
 A choices table lists every drafted node as its path of child ranks from the root: `[[0], [1], [0, 0]]` drafts
 the likeliest and the second likeliest token, and the likeliest one after the former. A file holds the bare

@@ -1,4 +1,4 @@
-"""The dynamic tree: a shape that is fixed, with contents that are chosen in each step, on the device.
+"""A dynamic tree has a shape that is fixed, and contents that are chosen in each step, on the device.
 
 From the root and from each of the K best drafts of a level, the K likeliest tokens are looked at; after the last level
 the T - 1 best of all are verified. `lowlat.kernels.reference.speculation.grow` says what is best.

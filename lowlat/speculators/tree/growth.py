@@ -1,4 +1,4 @@
-"""The operations that grow a dynamic tree, level by level or from the lists of a block, appended to a step."""
+"""This module emits the operations that grow a dynamic tree, level by level or from the lists of a block."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The planner of trees: the best choices for a budget of rows, from measured acceptance by rank.
+"""This module plans trees: the best choices for a budget of rows, from measured acceptance by rank.
 
 It takes acceptance at a depth and rank to be the same under every parent, which is what the statistics of a
 run know of it; the length that a tree then reaches is a forecast, to be measured before it is believed.

@@ -1,4 +1,4 @@
-"""The speculation tree: from a table of choices to nodes, levels, paths and packed masks.
+"""A topology is a speculation tree's nodes, levels, paths and packed masks, made of a table of choices.
 
 A topology is static: which token a node drafts is known in each step only, where it hangs is known here. The arrays
 that the step needs are built from it in `lowlat.step.decode`.

@@ -1,6 +1,7 @@
-"""The parts of an answer, and the interface of the formats that find them."""
+"""This module has the parts of an answer, and the interface of the formats that find them."""
 
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,31 +73,28 @@ class Calls:
             parts.tool_calls.append(ToolCallDelta(self._num - 1, text))
 
 
-class CallBody(Protocol):
-    """A call, or several, in an answer's text: its parts once it is certain to be one, its text as long as it is not.
+class CallBody(ABC):
+    """A call, or several, in an answer's text: it reads the text, and gives the call's parts once it is certain.
 
-    Once it has begun, what is certain of it goes to the parts. A text that is no call fails, and so does one that does
-    not go on as a call.
+    raw     the text that belongs to it, as far as it was taken; "" once it has begun
+    begun   it is certain to be a call: what is certain of it goes to the parts
+    done    it has ended
+    failed  what came is no call, or does not go on as one
     """
 
-    @property
-    def raw(self) -> str:
-        """The text that belongs to it, as far as it was taken; "" once it has begun."""
+    def __init__(self, raw: str) -> None:
+        self.raw = raw
+        self.begun = self.done = self.failed = False
 
-    @property
-    def begun(self) -> bool:
-        """Whether it is certain to be a call."""
-
-    @property
-    def done(self) -> bool:
-        """Whether it has ended."""
-
-    @property
-    def failed(self) -> bool:
-        """Whether what came is no call, or does not go on as one."""
-
+    @abstractmethod
     def push(self, text: str, calls: Calls, parts: Parts) -> str:
         """Take more text; returns what was not taken, which is needed again unless it is done or failed."""
+
+    def begin(self, name: str, calls: Calls, parts: Parts) -> None:
+        """Record that it is a call of the function of this name; harmless when repeated."""
+        if not self.begun:
+            self.begun, self.raw = True, ""
+            calls.begin(name, parts)
 
 
 class TrimmedText:

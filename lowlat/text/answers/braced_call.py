@@ -1,4 +1,4 @@
-"""Gemma 4's tool calls: `call:name{key:value,...}`, keys bare, strings between marks of their own, the rest as in JSON.
+"""Gemma 4 writes tool calls as `call:name{key:value,...}`: keys bare, strings between marks, the rest as in JSON.
 
 Arguments go out as JSON while they come. A string is literal: nothing in it is escaped.
 """
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
-from lowlat.text.answers.base import Calls, Parts, Tools, held_suffix
+from lowlat.text.answers.base import CallBody, Calls, Parts, Tools, held_suffix
 from lowlat.text.answers.json_call import MAX_NAME
 from lowlat.text.answers.values import is_string
 from lowlat.text.templates.tags import CALL_HEAD, STRING_MARK
@@ -29,14 +29,14 @@ class _At(Enum):
     AFTER = auto()
 
 
-class BracedCall:
-    """The CallBody of one call; what stands before its first brace is held, which is short.
+class BracedCall(CallBody):
+    """One call; what stands before its first brace is held, which is short.
 
     raw  text before it that belongs to it
     """
 
     def __init__(self, raw: str, tools: Tools) -> None:
-        self._raw = raw
+        super().__init__(raw)
         self._tools = tools
         self._schema: Mapping[str, Any] = {}
         self._at = _At.HEAD
@@ -44,12 +44,6 @@ class BracedCall:
         self._counts: list[int] = []  # of values in each
         self._wants_string = False
         self._escaped = False
-        self.begun = self.done = self.failed = False
-
-    @property
-    def raw(self) -> str:
-        """See CallBody."""
-        return "" if self.begun else self._raw
 
     def push(self, text: str, calls: Calls, parts: Parts) -> str:
         """See CallBody."""
@@ -81,9 +75,8 @@ class BracedCall:
             return text
         if not brace:
             return None
-        self.begun = True
+        self.begin(name, calls, parts)
         self._schema = self._tools.functions.get(name, {})
-        calls.begin(name, parts)
         self._enter("{", calls, parts)
         return rest
 

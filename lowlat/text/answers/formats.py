@@ -1,4 +1,4 @@
-"""The formats of tool calls and of reasoning, and which of them a model has: by its chat template, or its tokens.
+"""This module has the formats of tool calls and of reasoning, and finds a model's by its chat template or tokens.
 
 A template that takes tools says in its own text how calls are marked. One that takes none gets them in a prompt of
 lowlat's own (`templates.generic_tools`), which asks for Hermes' format. Without a template the vocabulary decides.

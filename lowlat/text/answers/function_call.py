@@ -1,4 +1,4 @@
-"""Tool calls written as tags: `<function=name>`, then parameters as tags of their own, or an object of arguments.
+"""Some models write tool calls as tags: `<function=name>`, then parameters as tags, or an object of arguments.
 
 Qwen3-Coder and Qwen3.5 write `<parameter=key>`, the value on lines of its own, and `</parameter>`, then `</function>`;
 Llama 3 writes `{...}` and `</function>`. A value is text: what it means in JSON the function's schema says. A value
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum, auto
 from typing import Any
 
-from lowlat.text.answers.base import Calls, Parts, Tools, held_suffix
+from lowlat.text.answers.base import CallBody, Calls, Parts, Tools, held_suffix
 from lowlat.text.answers.json_call import MAX_NAME, ObjectText
 from lowlat.text.answers.values import is_string, typed_value
 from lowlat.text.templates.tags import END_CALL, END_FUNCTION, END_PARAMETER, PARAMETER, SEED_END_CALL
@@ -32,14 +32,14 @@ class _At(Enum):
     CLOSING = auto()
 
 
-class FunctionCall:
-    """The CallBody of one call, from what follows `<function=` on.
+class FunctionCall(CallBody):
+    """One call, from what follows `<function=` on.
 
     raw  text before it that belongs to it
     """
 
     def __init__(self, raw: str, tools: Tools) -> None:
-        self._raw = raw
+        super().__init__(raw)
         self._tools = tools
         self._at = _At.NAME
         self._name = self._key = ""
@@ -48,12 +48,6 @@ class FunctionCall:
         self._value: list[str] = []  # of one that is no string
         self._num_values = 0
         self._object = ObjectText()
-        self.begun = self.done = self.failed = False
-
-    @property
-    def raw(self) -> str:
-        """See CallBody."""
-        return "" if self.begun else self._raw
 
     def push(self, text: str, calls: Calls, parts: Parts) -> str:
         """See CallBody."""
@@ -73,7 +67,7 @@ class FunctionCall:
             if rest is None:
                 break
             if not self.begun:
-                self._raw += text[: len(text) - len(rest)]
+                self.raw += text[: len(text) - len(rest)]
             text = rest
         return text
 
@@ -97,25 +91,20 @@ class FunctionCall:
         if any(tag.startswith(found) and tag != found for tag in (PARAMETER, END_FUNCTION)):
             return None
         if found.startswith(PARAMETER):
-            self._begin(calls, parts)
+            self.begin(self._name, calls, parts)
             self._key, self._at = "", _At.KEY
             return found[len(PARAMETER) :]
         if found.startswith("{") and not self._num_values:
-            self._begin(calls, parts)
+            self.begin(self._name, calls, parts)
             self._at = _At.OBJECT
             return found
         if found.startswith(END_FUNCTION) or self.begun:  # some models leave out the tag
-            self._begin(calls, parts)
+            self.begin(self._name, calls, parts)
             calls.arguments("}" if self._num_values else "{}", parts)
             self.done = True
         else:
             self.failed = True
         return found.removeprefix(END_FUNCTION)
-
-    def _begin(self, calls: Calls, parts: Parts) -> None:
-        if not self.begun:
-            self.begun = True
-            calls.begin(self._name, parts)
 
     def _read_key(self, text: str, calls: Calls, parts: Parts) -> str | None:
         key, end, rest = text.partition(">")

@@ -1,4 +1,4 @@
-"""Harmony's channels as the parts of an answer: analysis is reasoning, a message to a function is a call."""
+"""This module finds the parts of an answer in Harmony's channels: analysis is reasoning, and messages are calls."""
 
 from collections.abc import Sequence
 

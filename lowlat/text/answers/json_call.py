@@ -1,4 +1,4 @@
-"""A tool call written as one JSON object, {"name": ..., "arguments": {...}}, read as it comes.
+"""Some models write a tool call as one JSON object, {"name": ..., "arguments": {...}}; it is read as it comes.
 
 Its arguments are handed on as they were written, before the object has ended. Text that is no such object fails;
 nothing is built of nested values, so their depth does not matter.
@@ -8,7 +8,7 @@ import json
 from collections.abc import Collection
 from enum import Enum, auto
 
-from lowlat.text.answers.base import Calls, Parts
+from lowlat.text.answers.base import CallBody, Calls, Parts
 
 __all__ = ["CallReader", "ListedCalls", "ObjectText", "PendingCall"]
 
@@ -208,67 +208,47 @@ class CallReader:
         return value if isinstance(value, str) else None
 
 
-class PendingCall:
-    """The CallBody of one object.
+class PendingCall(CallBody):
+    """One object.
 
     raw    text before it that belongs to it
     names  of the functions, if an object that names another one is no call
     """
 
     def __init__(self, raw: str, *, arguments_needed: bool, names: Collection[str] = ()) -> None:
-        self.raw = raw
+        super().__init__(raw)
         self._names = names
         self._reader = CallReader(arguments_needed=arguments_needed)
-        self._is_other = False
-
-    @property
-    def begun(self) -> bool:
-        """See CallBody."""
-        return self._reader.begun and not self._is_other
-
-    @property
-    def done(self) -> bool:
-        """See CallBody."""
-        return self._reader.done
-
-    @property
-    def failed(self) -> bool:
-        """See CallBody."""
-        return self._reader.failed or self._is_other
 
     def push(self, text: str, calls: Calls, parts: Parts) -> str:
         """See CallBody."""
-        reader, was_begun = self._reader, self._reader.begun
+        reader = self._reader
         taken = reader.push(text)
-        if not was_begun:
+        if not self.begun:
             self.raw += text[:taken]
-        self._is_other = bool(self._names and reader.name is not None and reader.name not in self._names)
-        if reader.begun and not self._is_other:
-            if not was_begun:
-                self.raw = ""
-                calls.begin(reader.name or "", parts)
+        is_other = bool(self._names and reader.name is not None and reader.name not in self._names)
+        self.done, self.failed = reader.done, reader.failed or is_other
+        if reader.begun and not is_other:
+            self.begin(reader.name or "", calls, parts)
             calls.arguments(reader.take_arguments(), parts)
         return text[taken:]
 
 
-class ListedCalls:
-    """The CallBody of a list of such objects; the options are those of `PendingCall`."""
+class ListedCalls(CallBody):
+    """A list of such objects; the options are those of `PendingCall`."""
 
     def __init__(self, raw: str, *, arguments_needed: bool = False, names: Collection[str] = ()) -> None:
-        self._raw = raw
+        super().__init__(raw)
         self._arguments_needed, self._names = arguments_needed, names
         self._call: PendingCall | None = None
-        self._opened = self.begun = self.done = self.failed = False
-
-    @property
-    def raw(self) -> str:
-        """See CallBody."""
-        return "" if self.begun else self._raw + ("" if self._call is None else self._call.raw)
+        self._opened = False
 
     def push(self, text: str, calls: Calls, parts: Parts) -> str:
         """See CallBody."""
+        before = text
         while text and not self.done and not self.failed:
             text = self._between(text) if self._call is None else self._in_call(self._call, text, calls, parts)
+        self.raw = "" if self.begun else self.raw + before[: len(before) - len(text)]
         return text
 
     def _between(self, text: str) -> str:
@@ -282,7 +262,6 @@ class ListedCalls:
         elif text[0] not in SPACE and (text[0] != "," or not self.begun):
             self.failed = True
             return text
-        self._raw += text[0]
         return text[1:]
 
     def _in_call(self, call: PendingCall, text: str, calls: Calls, parts: Parts) -> str:

@@ -1,4 +1,4 @@
-"""The functions that a request's answer may call, from its options."""
+"""This module lists the functions that a request's answer may call, from its options."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""One request's answer, step by step: text with its stop strings, and what its model's format makes of it."""
+"""An answer stream makes one request's answer of its token ids: text, stop strings, and the parts of the answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

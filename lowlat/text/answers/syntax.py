@@ -1,4 +1,4 @@
-"""The ways in which models mark tool calls in their text, as data that one reader of answers works by."""
+"""This module describes, as data, the ways in which models mark tool calls in their text."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,44 +53,23 @@ class CallSyntax:
         return (*self.openings, *self.inner, *self.closings)
 
 
-class Undecided:
-    """A CallBody whose first character, white space aside, says which kind it is.
+class Undecided(CallBody):
+    """A call whose first character, white space aside, says which kind it is.
 
     raw    text before it that belongs to it
     kinds  what makes a body, of the text before it, by the character; "": of any other
     """
 
     def __init__(self, raw: str, kinds: dict[str, Callable[[str], CallBody]]) -> None:
-        self._raw = raw
+        super().__init__(raw)
         self._kinds = kinds
         self._body: CallBody | None = None
-        self._failed = False
-
-    @property
-    def raw(self) -> str:
-        """See CallBody."""
-        return self._raw if self._body is None else self._body.raw
-
-    @property
-    def begun(self) -> bool:
-        """See CallBody."""
-        return self._body is not None and self._body.begun
-
-    @property
-    def done(self) -> bool:
-        """See CallBody."""
-        return self._body is not None and self._body.done
-
-    @property
-    def failed(self) -> bool:
-        """See CallBody."""
-        return self._failed or (self._body is not None and self._body.failed)
 
     def push(self, text: str, calls: Calls, parts: Parts) -> str:
         """See CallBody."""
         if self._body is None:
             found = text.lstrip()
-            self._raw += text[: len(text) - len(found)]
+            self.raw += text[: len(text) - len(found)]
             if not found:
                 return ""
             if FUNCTION.startswith(found) and found != FUNCTION and FUNCTION in self._kinds:
@@ -98,13 +77,16 @@ class Undecided:
             key = next((key for key in self._kinds if key and found.startswith(key)), "")
             make = self._kinds.get(key)
             if make is None:
-                self._failed = True
+                self.failed = True
                 return found
             if key == FUNCTION:
-                self._raw, found = self._raw + FUNCTION, found[len(FUNCTION) :]
-            self._body = make(self._raw)
+                self.raw, found = self.raw + FUNCTION, found[len(FUNCTION) :]
+            self._body = make(self.raw)
             text = found
-        return self._body.push(text, calls, parts)
+        body = self._body
+        rest = body.push(text, calls, parts)
+        self.raw, self.begun, self.done, self.failed = body.raw, body.begun, body.done, body.failed
+        return rest
 
 
 def _object(raw: str) -> CallBody:

@@ -1,4 +1,4 @@
-"""Answers whose parts are marked by tags: a thought, `<think>...</think>` or the like, then content and tool calls.
+"""This module reads answers whose parts are marked by tags: a thought, then content and tool calls.
 
 A tag is text, whether the tokenizer has a token for it or not. White space next to tags belongs to no part. How calls
 are marked a `CallSyntax` says.

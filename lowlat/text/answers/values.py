@@ -1,4 +1,4 @@
-"""The JSON value that a text stands for, where a format writes a call's arguments as text: the schema's types say."""
+"""This module finds the JSON value that a text stands for, by the types of a function's schema."""
 
 import json
 from collections.abc import Mapping

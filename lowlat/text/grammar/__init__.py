@@ -1,1 +1,1 @@
-"""Structured output: the grammar of a request, and the tokens that it allows next for each row of a step."""
+"""This package has structured output: a request's grammar, and the tokens that it allows for each row of a step."""

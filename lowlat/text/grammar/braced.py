@@ -1,4 +1,4 @@
-"""The grammar of a function's arguments as Gemma 4 writes them: `{key:value,...}`, strings between marks.
+"""This module writes the grammar of a function's arguments as Gemma 4 has them: `{key:value,...}`.
 
 A string is any text up to its mark; numbers, lists and objects are as in JSON, without spaces. Keys come sorted, as the
 family's template writes them.

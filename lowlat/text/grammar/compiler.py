@@ -1,4 +1,4 @@
-"""Compiled grammars of one model: tried first in an isolated process, cached, opened for each request."""
+"""This module compiles the grammars of one model: it tries them in an isolated process, and caches them."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""A request's second matcher, which follows drafted paths and rolls back in time proportional to the tokens taken.
+"""A request's second matcher follows drafted paths, and rolls back in time proportional to the tokens taken.
 
 A copy of a matcher has all of its document, so that copies for each step would cost ever more. A rollback costs what it
 takes back, but the library has two faults there, which are worked around here:

@@ -1,4 +1,4 @@
-"""JSON schemas made exact where the library enforces them too loosely; those that cannot be made so are refused.
+"""This module makes JSON schemas exact where the library enforces them too loosely, or refuses them.
 
 - Formats: it allows the 29th of February in every year, the second 60 in every minute, labels of host names that are no
   Punycode, and host names of any length. Next to the format stands what forbids these; for leap seconds and Punycode,

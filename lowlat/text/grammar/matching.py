@@ -1,4 +1,4 @@
-"""The position of a request in a compiled grammar: masks for the rows of a chain or tree, committed tokens, ends.
+"""This module keeps a request's position in a compiled grammar, and fills masks for the rows of a chain or tree.
 
 The library knows the grammar of the document alone. What lies around it is here: the reasoning before it, and the
 request's own end tokens, which may follow where the document may end.

@@ -1,4 +1,4 @@
-"""The grammar of a function's arguments as tags: `<parameter=key>`, the value on lines of its own, `</parameter>`.
+"""This module writes the grammar of a function's arguments as tags: `<parameter=key>`, value, `</parameter>`.
 
 A string is any text up to its closing tag; other values are JSON. Parameters come in the order of the schema.
 """

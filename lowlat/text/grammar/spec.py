@@ -1,4 +1,4 @@
-"""The grammar that a request asks for, apart from all else that it asks: equal specs share a compiled grammar."""
+"""A spec is the grammar that a request asks for; equal specs share a compiled grammar."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The position of one request in its grammar, as the host's pipeline uses it."""
+"""This protocol is the position of one request in its grammar, as the host's pipeline uses it."""
 
 from collections.abc import Sequence
 from typing import Protocol

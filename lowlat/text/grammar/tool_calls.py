@@ -1,4 +1,4 @@
-"""The grammar of an answer whose tool calls fit their functions' schemas, in the format that the model's family has.
+"""This module writes the grammar of an answer whose tool calls fit their functions' schemas, in the model's format.
 
 Written in the library's own language. Formats are those that `lowlat.text.answers` takes apart.
 """

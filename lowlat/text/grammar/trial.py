@@ -1,4 +1,4 @@
-"""Trials of grammars in a process of their own (`worker.py` says why), several at once."""
+"""This module tries grammars in processes of their own (`worker.py` says why), several at once."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A model's tokens as the library of grammars wants them; the one module that imports the library."""
+"""This module gives the library of grammars a model's tokens; it alone imports that library."""
 
 import time
 from collections.abc import Sequence

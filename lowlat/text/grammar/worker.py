@@ -1,4 +1,4 @@
-"""The process in which grammars are tried: a script, not a module to import from.
+"""This script is the process in which grammars are tried; it is not imported.
 
 A grammar comes from a caller, so it is hostile until proven otherwise, and no thread can interrupt a library's work on
 it. So each is tried in a child of this process, where the kernel bounds memory (RLIMIT_AS) and time (ITIMER_REAL), and

@@ -1,1 +1,1 @@
-"""Chat templates: rendered apart, looked at, and helped where they take no tools; the tags that they write."""
+"""This package renders chat templates in a process apart, probes them, and helps those that take no tools."""

@@ -1,4 +1,4 @@
-"""A model's chat templates, rendered in a process of their own (`chat_worker.py` says why).
+"""This module renders a model's chat templates in a process of its own (`chat_worker.py` says why).
 
 The worker starts when templates are loaded, holds no lock or socket of its
 parent, ends with it, and is started again after a template killed it.

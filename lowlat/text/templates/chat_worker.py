@@ -1,4 +1,4 @@
-"""The process in which chat templates run: a script, not a module to import from.
+"""This script is the process in which chat templates run; it is not imported.
 
 A template comes from the model directory, so it is hostile until proven otherwise. Jinja2's sandbox keeps it
 from the interpreter's insides, but not from `'a' * 10**10`, which no thread can interrupt. So it runs here,

@@ -1,4 +1,4 @@
-"""Tools in a chat whose template takes none: a prompt that lists the functions, and calls and results as plain text.
+"""This module lists tools in a prompt of its own, for chats whose template takes none.
 
 The prompt asks for Hermes' format, which is parsed and can be forced. It stands in the system's message, or before the
 first user's where the template writes no system's message.

@@ -1,4 +1,4 @@
-"""Chat messages as a model's template reads them, and their token ids."""
+"""This module reads chat messages as a model's template does, and gives their token ids."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The properties of chat templates that their text does not say for certain: found by rendering a probe, once."""
+"""This module finds properties of a chat template that its text does not say, by rendering a probe once."""
 
 import re
 from collections.abc import Mapping

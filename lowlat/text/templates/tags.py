@@ -1,4 +1,4 @@
-"""The texts by which models mark the parts of their answers; some tokenizers have a token for each."""
+"""Models mark the parts of their answers by these texts; some tokenizers have a token for each."""
 
 __all__ = [
     "ARGUMENTS_MARK",

@@ -1,4 +1,4 @@
-"""Scenarios, gates, comparisons and reports of decoding speed, as result files that name their conditions.
+"""This package measures decoding speed by scenarios and gates, compares results, and makes reports of them.
 
 Runtimes are driven through what every caller has: submit, step, metrics.
 """

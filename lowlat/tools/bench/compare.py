@@ -1,4 +1,4 @@
-"""Two results of the same scenarios, row by row: what became worse by more than noise and tolerance.
+"""This module compares two results of the same scenarios: what became worse by more than noise and tolerance.
 
 Noise is told from the repeats: a difference counts where it exceeds three standard errors of the repeats' means, and
 the tolerance. With a single repeat nothing is known of noise, and the tolerance alone decides.

@@ -1,4 +1,4 @@
-"""Gates: measurements that large scenarios ask for first, judged by thresholds and remembered next to the results.
+"""A gate is a measurement that large scenarios ask for first; it is judged by thresholds and remembered.
 
 A gate counts by its whole definition and under the same conditions: another threshold, scenario, commit or imposed
 acceptance is another gate. Full gates are measured only when the micro gates before them are green.

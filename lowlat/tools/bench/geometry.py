@@ -1,4 +1,4 @@
-"""Named geometries with random weights: a target that is filled while it is loaded, and draft models in files.
+"""This module makes targets and draft models of named geometries with random weights.
 
 A step's time does not depend on the weights' values, but for an MoE layer's choice of experts: random routers spread
 it. A target's weights lie in no file, so that a model larger than the disk can be measured.

@@ -1,4 +1,4 @@
-"""The machine and the code that a measurement stands for: processor, driver, commit."""
+"""This module describes the machine and the code that a measurement stands for: processor, driver, commit."""
 
 import platform
 import re

@@ -1,4 +1,4 @@
-"""One case on a loaded runtime: requests submitted, steps timed by the host's clock, figures summed up in a row.
+"""This module measures one case on a loaded runtime: it submits requests, times steps, and sums them up in a row.
 
 Steps are run as any caller runs them, by `Runtime.step`.
 """

@@ -1,4 +1,4 @@
-"""Prompts of an exact length, cut from a text's tokens or drawn at random; the same for every depth of speculation."""
+"""This module makes prompts of an exact length, cut from a text's tokens or drawn at random."""
 
 import json
 import zlib

@@ -1,4 +1,4 @@
-"""The schema of result files: the measurement, its subject and its machine. Reading one checks it."""
+"""This is the schema of result files: the measurement, its subject and its machine. Reading one checks it."""
 
 import os
 from collections.abc import Sequence

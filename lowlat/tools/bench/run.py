@@ -1,4 +1,4 @@
-"""A scenario, run case by case into one result file: written after every row, resumed under the same conditions."""
+"""This module runs a scenario case by case into one result file, and resumes it under the same conditions."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The runtimes that cases are measured with: one at a time, made for as many cases ahead as there is memory for."""
+"""This module loads the runtimes that cases are measured with, one at a time, each for several cases."""
 
 import gc
 import math

@@ -1,4 +1,4 @@
-"""Scenarios and gates: measurements as TOML declares them, and the cases that they make."""
+"""Scenarios and gates are measurements that TOML declares; this module reads them, and makes their cases."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The bytes that a decode step must read, from its Program: what any executor would have to move.
+"""This module counts, from its Program, the bytes that a decode step must read.
 
 Every weight counts once each time that an operation uses it, in the format that the checkpoint has; of an MoE layer the
 experts that rows chose; keys and values before the last token; recurrent states, read and written. Left out, because

@@ -1,4 +1,4 @@
-"""The subject of a measurement: a target, how it speculates, and on what; and the environment of result files."""
+"""The subject of a measurement is a target, how it speculates, and on what it runs."""
 
 import os
 import platform

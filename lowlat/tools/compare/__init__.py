@@ -1,1 +1,1 @@
-"""Comparison, stage by stage, of lowlat's values with another implementation's."""
+"""This package compares lowlat's values with another implementation's, stage by stage."""

@@ -1,4 +1,4 @@
-"""EAGLE3's and P-EAGLE's draft models in plain torch, for comparison alone: no kernel, no cache, no program.
+"""This module has EAGLE3's and P-EAGLE's draft models in plain torch, for comparison alone.
 
 It reads the checkpoint's own tensors and computes the whole sequence afresh at each call, from the equations of
 EAGLE-3 (arXiv 2503.01840, section 3) and the draft model's flags. It shares with the runtime the reading of the config,

@@ -1,4 +1,4 @@
-"""A recording of one request's stages, and its file: safetensors, which any engine can write.
+"""A recording has one request's stages; its file is safetensors, which any engine can write.
 
 lowlat/README.md, "Checking a pair", has the tensors with their names, shapes and rows.
 """

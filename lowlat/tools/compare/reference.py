@@ -1,4 +1,4 @@
-"""The other implementation of a comparison: transformers for the target, plain torch for the draft model.
+"""This module runs the other implementation: transformers for the target, plain torch for the draft model.
 
 transformers runs the recorded tokens in one pass without a cache, on the CPU.
 """

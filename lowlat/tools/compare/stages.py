@@ -1,4 +1,4 @@
-"""Stage by stage against another implementation: lowlat's values, and their distance from the expected ones.
+"""This module records lowlat's values stage by stage, and tells their distance from expected ones.
 
 A recording is taken from a real runtime by a hook, so it says what decoding did.
 """

@@ -1,4 +1,4 @@
-"""Tools that make one EAGLE3 draft model of another, or random ones for a geometry.
+"""This package makes one EAGLE3 draft model of another, or random ones for a geometry.
 
 They know checkpoints and text, and no steps.
 """

@@ -1,4 +1,4 @@
-"""A draft model with a smaller vocabulary, made of one with a larger: fewer rows of its LM head, which a draft reads.
+"""This module makes a draft model of a smaller vocabulary of one with a larger: its LM head has fewer rows.
 
 A token outside the draft vocabulary is never drafted, and output stays the target's; acceptance pays for the speed. The
 new directory keeps the layout's names, so that whatever reads the old head reads the new one.

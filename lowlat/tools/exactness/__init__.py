@@ -1,4 +1,4 @@
-"""The proof on a user's own pair and device: answers are those of plain decoding, and as close to FP32 as can be asked.
+"""This package proves on a user's own pair that answers are those of plain decoding, and how close to FP32 they are.
 
 `measure_exactness` compares answers token for token, `measure_fidelity` distributions with those of transformers.
 """

@@ -1,4 +1,4 @@
-"""Decoding of a group of requests, and what is done to them meanwhile: some are cancelled, or all are paused."""
+"""This module decodes a group of requests, some of which are cancelled, or all paused, meanwhile."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""The fidelity of a target: how far its distributions lie from FP32, next to how far transformers' in bfloat16 do.
+"""This module measures how far a target's distributions lie from FP32, next to transformers' in bfloat16.
 
 Rows come from the runtime's own work: of prompts, every position that prefill computes, over the whole vocabulary; of
 answers, every step of a runtime that speculates, over the likeliest tokens and the sum of the rest. transformers reads

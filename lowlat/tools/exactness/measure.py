@@ -1,4 +1,4 @@
-"""The check of losslessness on a user's own pair: every answer next to the same request decoded alone without drafts.
+"""This module checks every answer of a user's own pair against the same request decoded alone without drafts.
 
 A plain runtime (one slot, no speculation, no shared prefixes) answers each request first. Then a runtime that
 speculates answers the same requests at every draft length, next to neighbours, paused between steps, after a shared

@@ -1,4 +1,4 @@
-"""The report of a check of exactness: sweeps, the first difference of each, and a verdict."""
+"""This is the report of a check of exactness: sweeps, the first difference of each, and a verdict."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

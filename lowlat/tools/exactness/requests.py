@@ -1,4 +1,4 @@
-"""The requests of a check: prompts in all settings, under grammars, after shared prefixes, and turns of sessions."""
+"""This module makes the requests of a check: all settings, grammars, shared prefixes, turns of sessions."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""Profiles of a decode step on a GPU: recording, times, the memory wall, traces."""
+"""This package profiles a decode step on a GPU: recording, times, the memory wall, traces."""

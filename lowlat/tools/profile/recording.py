@@ -1,4 +1,4 @@
-"""Where a decode step's time goes on a GPU: requests brought to decoding, steps recorded, kernels given to stages.
+"""This module records where a decode step's time goes on a GPU, and gives kernels to stages.
 
 Steps are run as a caller's are, through `Runtime.step`, and the kernels inside a replayed graph are recorded by
 torch's profiler (CUPTI). It knows executors; what each launch is for is in `sites`, the arithmetic in `times` and

@@ -1,4 +1,4 @@
-"""The report of a profile: recorded steps summed up by stage and by kernel, next to the bytes that must move.
+"""This module sums recorded steps up by stage and by kernel, next to the bytes that must move.
 
 All times are means over the recorded steps, so that stages add up to the step.
 """

@@ -1,4 +1,4 @@
-"""The launches of a step as a profile sees them: their stage, the bytes that they must read, their all-reduces.
+"""This module lists the launches of a step as a profile sees them: stage, bytes, all-reduces.
 
 It learns that from the groups that a step was lowered to.
 """

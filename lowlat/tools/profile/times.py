@@ -1,4 +1,4 @@
-"""The time of every call, stage and step, from the starts and ends of recorded kernels.
+"""This module finds the time of every call, stage and step from the starts and ends of recorded kernels.
 
 Kernels overlap: a dependent launch starts early and waits for the one before it, so durations do not add up. A call's
 time is how far it moves the latest end so far, so that the times of calls add up to the step. Time in which a call

@@ -1,4 +1,4 @@
-"""Recorded steps as a trace for ui.perfetto.dev or chrome://tracing: tracks of steps, of stages and of kernels.
+"""This module writes recorded steps as a trace for ui.perfetto.dev or chrome://tracing.
 
 Slices of one track must not cross, and kernels overlap: as many tracks of kernels are made as run at once. Stages are
 drawn by the times that count for them (see `times`), so that they neither overlap nor leave anything out.

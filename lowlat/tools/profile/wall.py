@@ -1,4 +1,4 @@
-"""The memory wall: the bandwidth at which this GPU's memory can be read by a kernel, GB/s.
+"""The memory wall is the bandwidth at which this GPU's memory can be read by a kernel, GB/s; it is measured here.
 
 Random data is read in several ways and the fastest counts; what was read is checked by its exclusive or. The figure
 is the denominator of every share of the wall, and is measured in the run that uses it.

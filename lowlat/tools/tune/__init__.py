@@ -1,4 +1,4 @@
-"""Tuning: the launches of a pair whose plan depends on the GPU, the sweep of plans, and the table of the results.
+"""This package tunes: it finds launches whose plan depends on the GPU, sweeps plans, and writes the table.
 
 `pairs` has the programs of a pair, `shapes` collects launches by lowering them, `arguments` gives launches memory,
 `sweep` compiles and times plans within a budget, `estimates` says what fits into it, `results` makes a table of it, as

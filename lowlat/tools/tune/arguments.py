@@ -1,4 +1,4 @@
-"""Memory for calls whose arguments have none: aliases kept, filled so that a launch does the work of a step's.
+"""This module allocates memory for calls whose arguments have none, so that a launch does a step's work.
 
 Weights are given several places, which are used in turn, so that a launch finds none of them in the L2 that would not
 be there in a step either. What a kind of launch wants in its arguments beyond numbers is in `cases`.

@@ -1,4 +1,4 @@
-"""Times of launches on a GPU: graphs of several launches, in turns, so that all plans see the same clocks."""
+"""This module times launches on a GPU in turns, so that all plans see the same clocks."""
 
 import logging
 import math

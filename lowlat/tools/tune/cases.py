@@ -1,4 +1,4 @@
-"""The states of a launch's arguments in which its plans are timed: contexts of attention, routings of an MoE layer.
+"""This module sets a launch's arguments to the states in which its plans are timed.
 
 A plan is chosen once for a bucket, whose contexts and routings change while it is replayed. So its time is the
 geometric mean over cases. Launches that follow each other in a graph read other blocks of the cache, or other experts,

@@ -1,4 +1,4 @@
-"""The seconds that launches are thought to take, by which a budget is spent on those that still fit into it."""
+"""This module estimates the seconds that launches take, so that a budget is spent on those that fit into it."""
 
 import os
 from collections.abc import Sequence

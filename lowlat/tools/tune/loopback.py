@@ -1,4 +1,4 @@
-"""Peer memory of one rank on a GPU of its own: its own messages arrive in the place of a peer's.
+"""This module gives one rank peer memory of its own, where its own messages arrive in the place of a peer's.
 
 A launch that adds up rows over ranks (`PeerRows`) leaves its numbers in every peer's memory, and takes those that the
 peers leave in its own. Here a peer's memory is the rank's own, moved so far that a number that was sent to a peer lies

@@ -1,4 +1,4 @@
-"""The pairs whose launches are tuned: programs of all buckets over tensors that have shapes and no memory.
+"""This module makes the pairs whose launches are tuned: programs over tensors without memory.
 
 Layers of a model are alike, so a pair has few of them: every kind of attention window, and as many as the draft model
 reads. Where a pair is cut for several GPUs, the programs are one rank's, on one GPU: see `loopback`. No weight is

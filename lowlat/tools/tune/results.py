@@ -1,4 +1,4 @@
-"""Tables of a sweep's results, in the file of a GPU; and the schema that every table keeps to."""
+"""This module reads and writes tables of a sweep's results, and has the schema that every table keeps to."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""A run of `lowlat tune`: launches collected, plans compiled and timed within a budget, the table written."""
+"""This module runs `lowlat tune`: it collects launches, times plans within a budget, and writes the table."""
 
 import itertools
 import time

@@ -1,4 +1,4 @@
-"""Launches whose plan depends on the GPU, collected by lowering programs; and the calls of each under any plan.
+"""This module collects launches whose plan depends on the GPU, by lowering programs.
 
 A launch is timed with the calls that its plan brings along: those of its group, as a GEMM whose segments are added up
 by another kernel. Where a group has several such launches, each is timed with the calls after it alone, unless they

@@ -1,4 +1,4 @@
-"""The sweep within a budget: the plans of a few launches at a time are compiled and timed, those used most first."""
+"""This module sweeps within a budget: it compiles and times plans of a few launches at a time."""
 
 import logging
 import math

@@ -1,4 +1,4 @@
-"""Times of all plans that a run timed, not the fastest ones alone: what derived plans are held to."""
+"""This module keeps the times of all plans that a run timed, which derived plans are held to."""
 
 from collections.abc import Iterable
 from pathlib import Path

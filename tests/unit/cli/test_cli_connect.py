@@ -304,3 +304,13 @@ def test_commands_that_ask_a_server_load_neither_torch_nor_numpy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_figures_are_redrawn_where_a_terminal_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowlat.cli.commands import top
+
+    assert not top.can_redraw()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    for term, redrawn in (("xterm", True), ("dumb", False)):
+        monkeypatch.setenv("TERM", term)
+        assert top.can_redraw() is redrawn

@@ -163,6 +163,11 @@ def test_a_chat_is_parsed_and_its_answer_goes_into_the_next_turn(runtime: Runtim
         (PROMPT, {"params": {"max_tokens": 3}}, "params must be SamplingParams"),
         ([], {}, "the prompt is empty"),
         (5, {}, "the prompt must be text or a sequence of token ids, got int"),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            {},
+            r"messages\[0\].content\[0\] is of the type 'image_",
+        ),
         ([{"content": "x"}], {}, "chat messages: Object missing required field `role`"),
         ([{"role": "user", "content": "x"}], {"tools": [{}]}, r"tools\[0\] must be"),
         (

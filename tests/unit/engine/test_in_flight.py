@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lowlat.engine.launches.in_flight import MAX_LAUNCHES, Action, InFlight, may_go_on
+from lowlat.engine.launches.in_flight import MAX_LAUNCHES, Action, InFlight, is_step_certain
 from lowlat.errors import DeviceError, LowlatError
 
 NUM_ENTRIES = 16
@@ -212,8 +212,10 @@ def test_a_loop_gets_half_of_the_ring_and_no_unread_entry(num_unread: int, most:
 
 
 @pytest.mark.parametrize(
-    ("rooms", "queued", "wanted"),
+    ("num_remaining", "queued", "wanted"),
     [([5], False, True), ([0], False, False), ([5, 0], False, True), ([5, 0], True, False), ([5, 1], True, True)],
 )
-def test_a_step_is_wanted_only_for_slots_that_cannot_have_ended(rooms: list[int], queued: bool, wanted: bool) -> None:
-    assert may_go_on(rooms, queued=queued) == wanted
+def test_a_step_is_wanted_only_for_slots_that_cannot_have_ended(
+    num_remaining: list[int], queued: bool, wanted: bool
+) -> None:
+    assert is_step_certain(num_remaining, queued=queued) == wanted

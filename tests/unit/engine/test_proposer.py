@@ -44,7 +44,7 @@ class Counting(Proposer):
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
         return 0
 
-    def judge(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
+    def committed(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
         assert self.parts.slots[publication.slot] is request
         self.judged[request.request_id] += 1
         return publication

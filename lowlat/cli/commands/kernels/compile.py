@@ -17,7 +17,7 @@ from lowlat.cli.options import (
     speculation_options,
     speculative_config,
 )
-from lowlat.cli.paths import MODEL, NEW_FOLDER
+from lowlat.cli.paths import MODEL, NEW_FOLDER, check_new_folder
 from lowlat.options.runtime import RuntimeConfig
 
 __all__ = ["command"]
@@ -67,6 +67,9 @@ def command(
     from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.precompile import compile_all, kernels_of
 
+    directory = default_cache_directory() if out is None else out
+    if not only_list:
+        check_new_folder(directory)
     described = describe_gpu(gpu, tuning_directory())
     speculative = speculative_config(values, bundled("head") if model is None else None)
     target = bundled("target") if model is None else local_target(model)
@@ -81,7 +84,6 @@ def command(
         else:
             click.echo("\n".join(sorted(kernels)))
         return
-    directory = default_cache_directory() if out is None else out
     with progress_bar("compiling") as update:
         lacking = compile_all(kernels, described.facts, directory, workers, update)
     if json_output:

@@ -1,3 +1,3 @@
-"""OpenAI's interface: what its requests hold, and answers in its shapes."""
+"""This package is OpenAI's interface: what its requests hold, and answers in its shapes."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Answers in choices, as chats and completions have them: as a stream, and as a whole."""
+"""This module makes answers in choices, as chats and completions have them: as a stream, and as a whole."""
 
 import time
 import uuid

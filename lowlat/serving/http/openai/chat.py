@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages in, choices of content, reasoning and tool calls out."""
+"""/v1/chat/completions takes messages, and answers with choices of content, reasoning and tool calls."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""/v1/completions: prompts of text or token ids in, their continuations out."""
+"""/v1/completions takes prompts of text or token ids, and answers with their continuations."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Logarithmic probabilities in the two shapes that OpenAI has for them, and those of prompts in vLLM's."""
+"""This module shows logprobs in the two shapes that OpenAI has for them, and those of prompts in vLLM's."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The header x-request-id of every answer: the caller's own where it is plain, else a new one."""
+"""Every answer has a header x-request-id: the caller's own where it is plain, else a new one."""
 
 import re
 import uuid

@@ -1,4 +1,4 @@
-"""/v1/responses: messages, reasoning and calls of functions in and out; nothing is stored."""
+"""/v1/responses takes and gives messages, reasoning and calls of functions; it stores nothing."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The answer of /v1/responses, as typed events and as a whole: items of reasoning, text and calls, in their order."""
+"""This module makes the answer of /v1/responses, as typed events and as a whole: reasoning, text and calls."""
 
 import time
 import uuid

@@ -1,4 +1,4 @@
-"""The input of /v1/responses as messages of a chat: items that belong to one answer become one message."""
+"""This module makes chat messages of the input of /v1/responses: items of one answer become one message."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The bodies of chats and completions: every field of OpenAI's that has a meaning here, and lowlat's own.
+"""These are the bodies of chats and completions: OpenAI's fields that have a meaning here, and lowlat's own.
 
 A field of the type None is one that is not served: null says nothing and is taken, any value is refused by name. All
 unknown fields are refused, too.

@@ -1,4 +1,4 @@
-"""The fields of OpenAI and vLLM that bind an answer to a grammar, as sampling options; misfits are refused by name."""
+"""This module makes sampling options of the fields of OpenAI and vLLM that bind an answer to a grammar."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shapes: text or messages to token ids, and ids to text."""
+"""/tokenize and /detokenize, in vLLM's shapes, turn text or messages into token ids, and ids into text."""
 
 from typing import Annotated, Any
 

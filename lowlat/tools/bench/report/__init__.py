@@ -1,1 +1,1 @@
-"""The report of a directory of results: pages and their plots. It reads result files alone and measures nothing."""
+"""This package makes the report of a directory of results: pages and their plots. It measures nothing."""

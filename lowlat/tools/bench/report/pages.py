@@ -1,4 +1,4 @@
-"""The report of a directory of results: one HTML page that needs no other host, and the same tables in Markdown."""
+"""This module writes the report of a directory of results: one HTML page, and the same tables in Markdown."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Plots of result files as SVG that stands in a page by itself: no script, no font and no address of another host."""
+"""This module plots result files as SVG that stands in a page by itself."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Whether an earlier call was broken off amid a change, after which a runtime is of no more use."""
+"""A change guard refuses a runtime after a change of its state that an exception interrupted."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,11 +6,11 @@ from types import TracebackType
 
 from lowlat.errors import CapacityError, DeviceError, LowlatError, RequestError
 
-__all__ = ["Unbroken"]
+__all__ = ["ChangeGuard"]
 
 
-class Unbroken:
-    """A context in which a change is made whole: an exception that leaves it is remembered, and `check` raises then.
+class ChangeGuard:
+    """The context of one change. It remembers an exception that leaves it, and `check` raises from then on.
 
     A step that Ctrl-C ends may have committed tokens that its caller never gets, or have moved a part of the KV cache.
     """
@@ -26,12 +26,12 @@ class Unbroken:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and error is not self._harmless:
-            self.failure = f"{kind.__name__} broke it off amid a change"
+            self.failure = f"{kind.__name__} interrupted a change"
         self._harmless = None
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A part of a change that may be left as it is, and gone on with by the next: Ctrl-C there is harmless."""
+    def repeatable_wait(self) -> Iterator[None]:
+        """A wait within a change. Ctrl-C here is harmless: the next call waits again and goes on with the change."""
         try:
             yield
         except LowlatError:
@@ -42,7 +42,7 @@ class Unbroken:
 
     @contextmanager
     def unless_refused(self) -> Iterator[None]:
-        """A change that is made whole, or refused before it begins."""
+        """A change that may be refused, by RequestError or CapacityError, before it has changed anything."""
         refused: LowlatError | None = None
         with self:
             try:
@@ -53,9 +53,9 @@ class Unbroken:
             raise refused
 
     def check(self) -> None:
-        """Raise DeviceError where a change was broken off."""
+        """Raise DeviceError if a change was interrupted."""
         if self.failure:
             raise DeviceError(
-                f"the runtime is of no more use: {self.failure}, so that tokens of its requests may be lost; load it "
+                f"the runtime cannot be used any more: {self.failure}, so tokens of its requests may be lost; load it "
                 "again"
             )
