@@ -90,7 +90,7 @@ def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
 
 
 def _without_idle(kind: type[Struct], data: bytes, message: str) -> bytes | None:
-    """The body without unknown fields that change nothing; None where a message is of something else, or without any."""
+    """The body without unknown fields that change nothing; None where there are none, or for another message."""
     if "unknown field" not in message or _AT.search(message) is not None:
         return None
     body: dict[str, Any] = msgspec.json.decode(data)
