@@ -34,6 +34,7 @@ __all__ = [
     "examples",
     "rms_norm",
     "split_norms",
+    "two_norms",
 ]
 
 PARTS = 4  # parts of a row that one launch norms
@@ -118,6 +119,32 @@ def _make_norms(width: int, parts: int, eps: float, wide_weights: bool = False, 
 
 
 @cache
+def _make_two(width: int, eps: float, wide_weights: bool = False, triggers_first: bool = False) -> Kernel:
+    """Norms of two arrays, each with a weight: grid (M, 2)."""
+    functions = make_norm_functions(wide_weights)
+    load_first_weights, finish_norm = functions.load_first, functions.finish
+
+    def two_norms(x0: Any, x1: Any, w0: Any, w1: Any, row_live: Any, out0: Any, out1: Any) -> None:
+        if triggers_first:
+            ptx.let_next_kernel_start()
+        sums = cuda.shared.array(shape=WARPS, dtype=float32)
+        row, x, weight, out = int64(cuda.blockIdx.x), x0, w0, out0
+        if cuda.blockIdx.y > 0:
+            x, weight, out = x1, w1, out1
+        weights = load_first_weights(weight, width)
+        ptx.wait_for_previous_kernel()
+        if not triggers_first:
+            ptx.let_next_kernel_start()
+        offset = row * int64(width * 2)
+        words = load_first(x + offset, width, False)
+        live = is_live(row_live, row)
+        finish_norm(words, weights, x + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
+
+    name = f"two_norms_n{width}_eps{eps!r}{weights_label(wide_weights)}{'_first' * triggers_first}"
+    return Kernel(name, two_norms, (types.int64,) * 7, THREADS, waits_before_trigger=not triggers_first)
+
+
+@cache
 def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = False) -> Kernel:
     """A residual sum and its norm: grid (M,)."""
     functions = make_norm_functions(wide_weights)
@@ -158,35 +185,38 @@ def rms_norm(
     triggers_first  the next launch may start before this one waits for the one before it
     One launch. Raises ShapeError for shapes that do not fit, or N outside of ROW_WIDTH.
     """
-    return split_norms(x, row_live, out=out, eps=eps, triggers_first=triggers_first, weight0=weight)
+    return _split_norms(x, row_live, out, eps, [weight], triggers_first)
 
 
 def split_norms(
-    x: torch.Tensor,
-    row_live: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    eps: float,
-    triggers_first: bool = False,
-    **weights: torch.Tensor,
+    x: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float, **weights: torch.Tensor
 ) -> list[KernelCall]:
     """RMS norm of each of the F parts of every row on its own, as `rms_norm` of that part gives it.
 
     x, out     [M, F * Ht]  bf16
     weight0..  [Ht]         bf16, or all float32
-    triggers_first  as `rms_norm` has it
     One launch for every PARTS parts. Raises ShapeError as `rms_norm` does.
     """
-    rows, parts = x.shape[0], len(weights)
-    if not parts:
+    if not weights:
         raise ShapeError("split_norms needs a weight for each part")
+    return _split_norms(x, row_live, out, eps, [weights[f"weight{part}"] for part in range(len(weights))])
+
+
+def _split_norms(
+    x: torch.Tensor,
+    row_live: torch.Tensor | None,
+    out: torch.Tensor,
+    eps: float,
+    ordered: list[torch.Tensor],
+    triggers_first: bool = False,
+) -> list[KernelCall]:
+    rows, parts = x.shape[0], len(ordered)
     width = x.shape[1] // parts
     check_width(width)
     check_row_live(row_live, rows)
     check_shape("x", x, rows, parts * width)
     check_shape("out", out, rows, parts * width)
     check_dtype(torch.bfloat16, x=x, out=out)
-    ordered = [weights[f"weight{part}"] for part in range(parts)]
     for part, weight in enumerate(ordered):
         check_shape(f"weight{part}", weight, width)
     kernel = _make_norms(width, parts, eps, are_wide(*ordered), triggers_first)
@@ -197,6 +227,37 @@ def split_norms(
         addresses: list[Argument] = [*here, *[0] * (PARTS - len(here))]
         calls.append(KernelCall(kernel, (rows, len(here), 1), (x, live, out, start, *addresses)))
     return calls
+
+
+def two_norms(
+    xs: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, torch.Tensor],
+    row_live: torch.Tensor | None = None,
+    *,
+    outs: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    triggers_first: bool = False,
+) -> list[KernelCall]:
+    """`rms_norm` of two arrays, each with a weight of its own, in one launch; the same bits.
+
+    xs        two [M, N]  bf16
+    weights   two [N]     bf16, or both float32
+    row_live  [M]         uint8; None: all rows are live
+    outs      two [M, N]  bf16  out; neither is one of xs
+    triggers_first  as `rms_norm` has it
+    Raises ShapeError as `rms_norm` does.
+    """
+    rows, width = xs[0].shape
+    check_width(width)
+    check_row_live(row_live, rows)
+    for x, weight, out in zip(xs, weights, outs, strict=True):
+        check_shape("x", x, rows, width)
+        check_shape("out", out, rows, width)
+        check_shape("weight", weight, width)
+        check_dtype(torch.bfloat16, x=x, out=out)
+    kernel = _make_two(width, eps, are_wide(*weights), triggers_first)
+    live = 0 if row_live is None else row_live
+    return [KernelCall(kernel, (rows, 2, 1), (*xs, *weights, live, *outs))]
 
 
 def add_norm(
@@ -239,5 +300,6 @@ def examples() -> list[Kernel]:
         _make_add_norm(12288, 1e-5, True),
         _make_norms(8192, 1, 1e-6, True),
         _make_norms(2816, 1, 1e-6, False, True),
+        _make_two(2816, 1e-6, False, True),
         _make_add_norm(5120, 1e-6, True, True),
     ]

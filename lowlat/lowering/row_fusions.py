@@ -9,7 +9,7 @@ from lowlat.graphs.program import Op
 from lowlat.kernels.collectives.all_reduce import all_reduce, all_reduce_add, all_reduce_add_norm
 from lowlat.kernels.collectives.shares import share_add, share_add_norm
 from lowlat.kernels.elementwise.embed import embed_norm
-from lowlat.kernels.elementwise.norm import add_norm
+from lowlat.kernels.elementwise.norm import add_norm, two_norms
 from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.elementwise.rotate import LayerKV, rotate, rotate_layers
 from lowlat.kernels.gemm.decode.gemm import steps_to_hold
@@ -88,6 +88,26 @@ def _add_norm(binding: Binding, run: Run) -> Sequence[Call]:
     )  # fmt: skip
 
 
+def _norms_both(run: Run, gpu: Gpu) -> bool:
+    """Whether two norms of a step do not read each other's rows, and the second is not left to what comes after it."""
+    first, second = run.ops
+    same = first.params["eps"] == second.params["eps"] and first.stage is second.stage
+    same = same and first.reads.get("row_live") == second.reads.get("row_live")
+    apart = {first.writes["out"], second.writes["out"]}.isdisjoint((first.reads["x"], second.reads["x"]))
+    taken = run.following is not None and second.writes["out"] in run.following.reads.values()
+    sizes = [run.shape(op.reads["x"]) for op in run.ops]
+    return decodes(first) and same and apart and not taken and sizes[0] == sizes[1]
+
+
+def _two_norms(binding: Binding, run: Run) -> Sequence[Call]:
+    first, second = (binding.arguments(op) for op in run.ops)
+    weights = tuple(binding.vectors(op)["weight"] for op in run.ops)
+    return two_norms(
+        (first["x"], second["x"]), (weights[0], weights[1]), first.get("row_live"), outs=(first["out"], second["out"]),
+        eps=first["eps"], triggers_first=triggers_first(run.ops[0]),
+    )  # fmt: skip
+
+
 def added_rows(run: Run) -> tuple[str, str] | None:
     """The summand of a run's residual sum, as it comes to the norm before it or to the sum, and the stream that it is
     added to; None unless each operation of the run reads what those before it made.
@@ -151,6 +171,53 @@ def add_normed(binding: Binding, run: Run, arranged: torch.Tensor | None = None)
     x, residual = (binding.buffers[name] for name in rows)
     return norm_add(
         x, residual=residual, arranged=arranged is not None, triggers_first=triggers_first(added), **given
+    )  # fmt: skip
+
+
+def _two_sums(run: Run) -> tuple[Run, Run]:
+    """The first norm and sum, with the norm of that sum; and the sum that this is added by, with what follows it."""
+    count = run.ops.index(run.op("add")) + 2
+    return Run(run.program, run.start, count), Run(run.program, run.start + count, run.count - count)
+
+
+def _sums_twice(run: Run, gpu: Gpu) -> bool:
+    """Whether in a step a sum's norm is added to the residual stream, and all norms have the same dead rows."""
+    head, tail = _two_sums(run)
+    rows, normed = added_rows(tail), head.ops[-1].writes["out"]
+    if not decodes(run.ops[0]) or added_rows(head) is None or rows is None or rows.count(normed) != 1:
+        return False
+    stream = rows[rows[0] == normed]
+    norms = run.all("rms_norm")
+    alike = all(norm.reads.get("row_live") == norms[0].reads.get("row_live") for norm in norms)
+    return alike and run.program.buffers[stream].dtype == torch.bfloat16
+
+
+def _hides_sums(run: Run) -> list[str]:
+    head, tail = _two_sums(run)
+    return [*(op.writes["out"] for op in head.ops), *added_hides(tail)]
+
+
+def _add_twice(binding: Binding, run: Run) -> Sequence[Call]:
+    head, tail = _two_sums(run)
+    first, rows = added_rows(head), added_rows(tail)
+    if first is None or rows is None:
+        raise ValueError("the run's operations do not read each other's results")
+    norm, between = head.all("rms_norm")
+    scaled, following = tail.find("scale"), tail.find("rms_norm")
+    stream = rows[rows[0] == between.writes["out"]]
+    given: dict[str, Any] = {"total": binding.buffers[(scaled or tail.op("add")).writes["out"]]}
+    for op, names in ((norm, ("weight", "eps")), (between, ("sum_weight", "sum_eps"))):
+        given |= {names[0]: binding.vectors(op)["weight"], names[1]: binding.arguments(op)["eps"]}
+    if following is not None:
+        own = binding.arguments(following)
+        given |= {"next_weight": binding.vectors(following)["weight"], "next_eps": own["eps"], "out": own["out"]}
+    if scaled is not None:
+        given["scalar"] = binding.vectors(scaled)["scalar"]
+    x, residual = (binding.buffers[name] for name in first)
+    live = binding.arguments(norm).get("row_live")
+    return norm_add(
+        x, residual=residual, row_live=live, stream=binding.buffers[stream], triggers_first=triggers_first(norm),
+        **given,
     )  # fmt: skip
 
 
@@ -436,9 +503,13 @@ ROW_FUSIONS = (
     Fusion("parents+embed", "parent_tokens embed", 1, _parent_vectors, _embeds_parents),
     Fusion("mask_rows+embed+norm", "mask_rows embed rms_norm", 2, _mask_input, _embeds_block),
     Fusion("embed+norm", "embed rms_norm", 1, _embed_norm, _norms_result),
+    Fusion(
+        "norm+add twice", "cast? rms_norm add rms_norm add scale? rms_norm?", 3, _add_twice, _sums_twice, _hides_sums
+    ),
     Fusion("norm+add", "cast? rms_norm add scale? rms_norm?", 1, add_normed, _adds_normed, added_hides),
     Fusion("add+scale", "add scale rms_norm?", 1, add_normed, _adds_normed, added_hides),
     Fusion("add+norm", "add rms_norm", 1, _add_norm, _norms_result),
+    Fusion("norm+norm", "rms_norm rms_norm", 1, _two_norms, _norms_both),
     Fusion(
         "layers+rope", f"take_columns take_columns|qk_norm|rope|{'|'.join(KV_WRITES)}*", 2, _rotate_layers,
         _rotates_layers, _layers_hide,

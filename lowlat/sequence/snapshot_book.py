@@ -125,7 +125,7 @@ class SnapshotBook(PoolBook):
         begins = holding.begins
         row = OWN_ROW if begins is None else begins.row
         for position in [each for each in holding.wanted if start < each <= stop][:MAX_KEPT]:
-            kept = self._take()
+            kept = self._take(breaks_pins=position not in holding.often)
             if kept is not None:
                 holding.pending[position // self._chunk - 1] = kept
         if begins is not None:  # what is launched later may write to its row
@@ -224,12 +224,13 @@ class SnapshotBook(PoolBook):
             if snapshot.num_users != (count := users.count(id(snapshot))):
                 yield f"snapshot of row {snapshot.row} has {count} users, and counts {snapshot.num_users}"
 
-    def _take(self) -> int | None:
-        """A row: a free one, or that of the snapshot used longest ago; None where all are about to be read."""
+    def _take(self, *, breaks_pins: bool = True) -> int | None:
+        """A row: a free one, or that of the snapshot used longest ago, of a session's last; None where all are about to
+        be read, or are sessions' and may not be taken."""
         if not self._free:
             free = [each for each in self._listed.values() if not each.num_users]
             unused = next((each for each in free if each.digest not in self._pins), free[0] if free else None)
-            if unused is None:
+            if unused is None or (unused.digest in self._pins and not breaks_pins):
                 return None
             self.num_broken_pins += unused.digest in self._pins
             self.drop(unused.digest)

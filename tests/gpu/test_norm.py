@@ -1,5 +1,7 @@
 """Norms on a GPU: the reference's values, the promised order bit for bit, and a row's bits in any company."""
 
+from typing import Any
+
 import pytest
 import torch
 from rowwise_cases import (
@@ -7,6 +9,7 @@ from rowwise_cases import (
     Lab,
     check_add_norm,
     check_norm_add,
+    check_norm_add_twice,
     check_norms,
     check_permutation,
     check_split_norms,
@@ -19,7 +22,7 @@ from rowwise_cases import (
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.elementwise.arranged_norm import arranged_add_norm, arranged_rms_norm
 from lowlat.kernels.elementwise.limits import MAX_WIDTH
-from lowlat.kernels.elementwise.norm import add_norm, rms_norm, split_norms
+from lowlat.kernels.elementwise.norm import add_norm, rms_norm, split_norms, two_norms
 from lowlat.kernels.elementwise.norm_add import norm_add
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -76,6 +79,23 @@ def test_a_part_has_the_bits_of_a_row(lab: Lab) -> None:
     assert same_bits(split.reshape(9, 2880), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [72, 2816, 5376])
+def test_two_norms_have_the_bits_of_each_alone(lab: Lab, width: int, dtype: torch.dtype) -> None:
+    xs, scales = [torch.randn(5, width).bfloat16() for _ in range(2)], [weights(width, dtype) for _ in range(2)]
+
+    def both(x0: Any, x1: Any, w0: Any, w1: Any, live: Any, out0: Any, out1: Any, first: bool) -> list[KernelCall]:
+        return two_norms((x0, x1), (w0, w1), live, outs=(out0, out1), eps=EPS, triggers_first=first)
+
+    for live, first in ((None, False), (flags(5), True)):
+        given = {"x0": xs[0], "x1": xs[1], "w0": scales[0], "w1": scales[1], "live": live, "first": first}
+        found = lab.launch(both, {"out0": poison(5, width), "out1": poison(5, width)}, **given)
+        for number, (x, weight) in enumerate(zip(xs, scales, strict=True)):
+            own = {"x": x, "weight": weight, "row_live": live, "eps": EPS}
+            alone = lab.launch(rms_norm, {"out": poison(5, width)}, **own)["out"]
+            assert same_bits(found[f"out{number}"], alone)
+
+
 def test_zeros_infinities_and_nan_stay_in_their_rows(lab: Lab) -> None:
     x = torch.randn(4, 4096).bfloat16()
     x[0], x[1, 5], x[2, 7] = 0, torch.inf, torch.nan
@@ -112,6 +132,13 @@ def test_norm_sum_scale_and_norm_in_one_launch(lab: Lab, width: int, dtype: torc
     check_norm_add(lab, 1, width, dtype, torch.float32, arranges=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 2560, 2816, 5376, 16384])
+def test_two_sums_in_one_launch(lab: Lab, width: int, dtype: torch.dtype) -> None:
+    check_norm_add_twice(lab, 4, width, dtype)
+    check_norm_add_twice(lab, 1, width, dtype, torch.float32)
+
+
 @pytest.mark.parametrize("width", [2560, 2816, 5376])
 def test_launches_that_start_before_the_one_before_ends_have_its_results(launcher: Launcher, width: int) -> None:
     """Sums of sums, 64 launches of which each reads what the one before it wrote, several at once on the device."""
@@ -121,8 +148,8 @@ def test_launches_that_start_before_the_one_before_ends_have_its_results(launche
         rows, calls = [x, *(poison(3, width).cuda() for _ in range(65))], list[KernelCall]()
         normed = [x, *(poison(3, width).cuda() for _ in range(64))]
         for number in range(64):
-            given = {"weight": weight[0], "eps": EPS, "next_weight": weight[1], "next_eps": EPS}
-            outs = {"total": rows[number + 1], "out": normed[number + 1]}
+            given: dict[str, Any] = {"weight": weight[0], "eps": EPS, "next_weight": weight[1], "next_eps": EPS}
+            outs: dict[str, Any] = {"total": rows[number + 1], "out": normed[number + 1]}
             calls += norm_add(normed[number], residual=rows[number], **given, **outs, triggers_first=early)
         calls += rms_norm(rows[64], weight[2], out=rows[65], eps=EPS, triggers_first=early)
         for _ in range(5):

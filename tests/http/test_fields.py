@@ -188,8 +188,11 @@ def test_a_refusal_says_what_is_served(
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_null_says_nothing_under_any_name(gateway: RunningGateway, path: str) -> None:
-    assert gateway.ask(f"/v1/{path}", {"gone": None} | BODIES[path] | {"user": None, "mm_kwargs": None})[0] == 200
+def test_null_and_what_is_so_here_anyway_say_nothing(gateway: RunningGateway, path: str) -> None:
+    idle = {"user": None, "mm_kwargs": None, "skip_special_tokens": True, "length_penalty": 1}
+    assert gateway.ask(f"/v1/{path}", {"gone": None} | BODIES[path] | idle)[0] == 200
+    status, answer, _ = gateway.ask(f"/v1/{path}", BODIES[path] | {"skip_special_tokens": False})
+    assert status == 400 and answer["error"]["param"] == "skip_special_tokens"
 
 
 def test_a_top_k_of_minus_one_takes_all_tokens(tmp_path: Path) -> None:

@@ -194,6 +194,24 @@ def check_norm_add(
             assert same_bits(found["total"], want["total"]) and same_bits(found["out"], arranged)
 
 
+def check_norm_add_twice(lab: Lab, rows: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype = BF16) -> None:
+    """Compare two sums, of which the first is normed, with one launch for each sum, bit for bit."""
+    x, residual, stream = (torch.randn(rows, width) * 3 for _ in range(3))
+    given: dict[str, Any] = {"x": x.to(dtype), "residual": residual.to(BF16), "eps": EPS}
+    own, between, following = (weights(width, weight_dtype) for _ in range(3))
+    after: dict[str, Any] = {"scalar": torch.tensor([0.7]), "next_weight": following, "next_eps": 2 * EPS}
+    for live in (None, flags(rows)):
+        room = {"total": poison(rows, width), "out": poison(rows, width)}
+        norms = {"weight": own, "next_weight": between, "next_eps": 3 * EPS, "row_live": live}
+        first = lab.launch(norm_add.norm_add, room, **given, **norms)
+        added = {"x": first["out"], "weight": None, "residual": stream.to(BF16), "row_live": live}
+        want = lab.launch(norm_add.norm_add, room, **added, **after)
+        twice = {"weight": own, "sum_weight": between, "sum_eps": 3 * EPS, "stream": stream.to(BF16), "row_live": live}
+        for early in (False, True):
+            found = lab.launch(norm_add.norm_add, room, **given, **twice, **after, triggers_first=early)
+            assert same_bits(found["total"], want["total"]) and same_bits(found["out"], want["out"])
+
+
 def check_per_layer(lab: Lab, rows: int, layers: int, size: int, dtype: torch.dtype = BF16) -> None:
     """The inputs of all layers, and the gate of one."""
     width = layers * size

@@ -34,8 +34,8 @@ DENSE = ["linear", "qk_norm+rope", "attention", "gemm+cast", "norm+add", "gemm+s
 STEP: dict[str, list[str]] = {
     "dense": DENSE,
     "moe": [
-        *(*DENSE[:-1], "rms_norm", "rms_norm", "norm+router", "experts_gate_up", "experts_down"),
-        *("norm+add", "add+scale"),
+        *(*DENSE[:-1], "norm+norm", "norm+router", "experts_gate_up", "experts_down"),
+        "norm+add twice",
     ],
     "per-layer": [*DENSE, "gemm+per_layer_gate", "gemm+cast", "norm+add"],
 }

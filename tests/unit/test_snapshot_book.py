@@ -98,6 +98,16 @@ def test_a_pinned_snapshot_that_goes_is_counted() -> None:
     assert cache.pool_stats()["snapshots"][0]["num_broken_pins"] == 1
 
 
+def test_snapshots_of_intervals_break_no_pin() -> None:
+    cache, device = make(2, interval=CHUNK), Device()
+    for number in range(2):
+        device.run(cache, str(number), text(number, more=2))
+        cache.release(str(number), owner=number)
+    device.run(cache, "long", text(*range(10, 30), more=2))  # of its last chunk alone it keeps a snapshot
+    cache.release("long")
+    assert cache.pool_stats()["snapshots"][0]["num_broken_pins"] == 1
+
+
 def test_a_failed_request_leaves_no_snapshot() -> None:
     cache, device, prompt = make(4), Device(), text(*range(9))
     device.run(cache, "a", prompt)

@@ -139,6 +139,8 @@ def main() -> None:
     cases.check_add_norm(lab, 2, 24, torch.bfloat16)
     cases.check_norm_add(lab, 2, 24, torch.float32, scalar=0.75)
     cases.check_norm_add(lab, 1, 4096 + 72, torch.bfloat16)
+    cases.check_norm_add_twice(lab, 2, 72, torch.float32)
+    cases.check_norm_add_twice(lab, 2, 4096 + 72, torch.bfloat16, torch.float32)
     cases.check_per_layer(lab, 3, 5, 24)
     cases.check_per_layer(lab, 1, 1, 264)
     cases.check_router(lab, 3, 264, 6)

@@ -34,6 +34,20 @@ def test_a_chain_of_launches_that_start_at_once_has_the_bits_of_one_after_the_ot
     assert same_bits(made[True][1], made[True][2]) and bool(made[True][3].isfinite().all())
 
 
+@pytest.mark.parametrize(("rows", "width", "with_dead"), [(3, 72, True), wide(2, 4096 + 264, False)])
+def test_two_norms_have_the_bits_of_each_alone(rows: int, width: int, with_dead: bool) -> None:
+    xs, live = [torch.randn(rows, width).bfloat16() * 3 for _ in range(2)], flags(rows) if with_dead else None
+    scales = weights(width), weights(width)
+    alone, found = ([poison(rows, width) for _ in range(2)] for _ in range(2))
+    with walkable(walker := Walker(), *NAMES) as (norm, _):
+        for x, weight, out in zip(xs, scales, alone, strict=True):
+            walker.run(*norm.rms_norm(x, weight, live, out=out, eps=EPS))
+        calls = norm.two_norms((xs[0], xs[1]), scales, live, outs=(found[0], found[1]), eps=EPS, triggers_first=True)
+        assert len(calls) == 1
+        walker.run(*calls)
+    assert all(same_bits(*pair) for pair in zip(found, alone, strict=True)) and not same_bits(*found)
+
+
 @pytest.mark.parametrize("width", [40, 264, 520])
 def test_blocks_of_few_warps_sum_in_the_promised_order(width: int) -> None:
     """A block has as many warps as the row has chunks for: the order of all of them, whose others add zeros."""

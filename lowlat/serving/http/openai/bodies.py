@@ -1,7 +1,7 @@
 """Bodies of JSON read as the records of `schema.py` and `responses_schema.py`, and what is wrong with one in words.
 
-A field that is unknown is refused with the name that this interface has for it, where another has one; null is taken
-under any name, for it says nothing.
+A field that is unknown is refused with the name that this interface has for it, where another has one. Null is taken
+under any name, and other servers' fields with the value that they have there by default and always here.
 """
 
 import codecs
@@ -47,6 +47,17 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "thinking": ("reasoning_effort", "reasoning.effort"),
     "tools": ("the chat to /v1/chat/completions",),
 }
+# fields of vLLM's and their only value here, which is their default there
+ALWAYS: Mapping[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "early_stopping": False,
+    "include_stop_str_in_output": False,
+    "length_penalty": 1.0,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "use_beam_search": False,
+}
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
 _NAMED = re.compile(r"(unknown|required) field `([^`]{1,64})`")
 _PLACE = re.compile(r"\[[^]]*\]")
@@ -65,7 +76,7 @@ def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
         try:
             return decoder.decode(data)
         except msgspec.ValidationError as error:
-            if (said := _without_nulls(decoder.type, data, str(error))) is None:
+            if (said := _without_idle(decoder.type, data, str(error))) is None:
                 raise
             return decoder.decode(said)
     except RecursionError:
@@ -78,12 +89,14 @@ def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
         raise ApiError(400, f"the body is no JSON: {error!s:.200}", code="json") from None
 
 
-def _without_nulls(kind: type[Struct], data: bytes, message: str) -> bytes | None:
-    """The body without unknown fields that are null; None where a message is of something else, or there are none."""
+def _without_idle(kind: type[Struct], data: bytes, message: str) -> bytes | None:
+    """The body without unknown fields that change nothing; None where there are none, or for another message."""
     if "unknown field" not in message or _AT.search(message) is not None:
         return None
     body: dict[str, Any] = msgspec.json.decode(data)
-    kept = {name: value for name, value in body.items() if value is not None or name in kind.__struct_encode_fields__}
+    known = kind.__struct_encode_fields__
+    idle = {name for name, value in body.items() if name not in known and value in (None, ALWAYS.get(name))}
+    kept = {name: value for name, value in body.items() if name not in idle}
     return msgspec.json.encode(kept) if len(kept) < len(body) else None
 
 
