@@ -45,7 +45,8 @@ __all__ = ["Prompts", "main"]
 WARM_UP = 2
 LLAMA, QWEN3_MOE = "llama-8b", "qwen3-30b-a3b"
 MODELS = {"120b": Model("gpt-oss-120b"), "20b": Model("gpt-oss-20b"), LLAMA: Model(LLAMA), QWEN3_MOE: Model(QWEN3_MOE)}
-MODELS |= {name: Model(name) for name in ("qwen3.6-35b-a3b", "qwen3.5-27b")}
+HYBRIDS, GEMMAS = ("qwen3.6-35b-a3b", "qwen3.5-27b"), ("gemma-4-31b", "gemma-4-26b-a4b", "gemma-4-e4b")
+MODELS |= {name: Model(name) for name in (*HYBRIDS, *GEMMAS)}
 MODELS |= {f"{name}-{kind}": Model(name, kind) for name in (LLAMA, QWEN3_MOE) for kind in ("fp8", "int4")}
 MODELS[f"{LLAMA}-fp8-rows"] = Model(LLAMA, "fp8", activations="fp8")
 
