@@ -53,7 +53,9 @@ class Placement:
         head = self._queue.queued[0]
         if None not in self._slots:
             return self._victim(head) is not None and self._may_fit(head)
-        return self._refused != (head, self._kvcache.generation) or any(map(self._has_blocks, self._queue.queued))
+        if self._refused != (head, self._kvcache.generation):
+            return True
+        return bool(self.kept) and any(map(self._has_blocks, self._queue.queued))
 
     def take_moves(self) -> tuple[tuple[Departure, ...], tuple[tuple[str, MovedOut], ...]]:
         """Requests that gave their slots to others, and those whose blocks are others', since this was called last."""
