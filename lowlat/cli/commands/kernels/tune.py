@@ -57,7 +57,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     type=IntegerList(),
     default=(8,),
     metavar="N,N",
-    help="Slots of runtimes (max_batch), whose steps of fewer are meant, too.  [default: 8]",
+    help="Slots of runtimes (max_batch), and fewer.  [default: 8]",
 )
 @click.option(
     "-S",
