@@ -455,7 +455,7 @@ def test_server_and_gateway_may_go_and_come_back(shown: Shown, tmp_path: Path) -
             shown.ask("Twice", 4000)
             page.until(f"{TOKENS} > 256 + 5")
         shown.answered(3)
-        assert "The connection broke" in shown.text(".error")
+        assert "the gateway ends" in shown.text(".error")
         shown.ask("Are you there?", 3)
         shown.answered(4)
         assert "Nothing answers at 127.0.0.1" in shown.text(".error") and page.evaluate(BOX) == "Are you there?"

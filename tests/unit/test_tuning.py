@@ -51,6 +51,7 @@ KNOBS = {
 OF_CODES = {"span", "density"}  # and of decode GEMMs over weights of 8 and 4 bits
 NOT_COVERED = "tiny"  # heads of 16 dimensions
 TUNED_HYBRIDS = {"qwen3.6-35b-a3b": [Sizes((1, 2, 4), (0,))], "qwen3.5-27b": [Sizes((1,), (0,))]}
+ROUNDED = (("qwen3.5-27b", "fp8"), ("qwen3.5-27b", "int4"), ("gemma-4-31b", "fp8"))
 WITHOUT_ENTRIES = (
     NOT_COVERED,
     "tiny-experts",
@@ -416,6 +417,12 @@ def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
     pairs["llama-8b in FP8"] = rounded_pair(pairs["llama-8b"], eight, "fp8")
     pairs["llama-8b in INT4"] = rounded_pair(pairs["llama-8b"], RuntimeConfig(quantize="int4"))
     sizes = dict(TUNED_HYBRIDS)  # of pairs that are known for few slots alone
+    for whole, kind in ROUNDED:
+        name = f"{whole} in {kind}"
+        pairs[name] = rounded_pair(pairs[whole], RuntimeConfig(quantize=kind))
+        sizes[name] = [Sizes((1,), (0,))]
+    pairs["with its MTP layer"] = random_pair("qwen3.6-35b-a3b", directory / "mtp", "mtp")
+    sizes["with its MTP layer"] = [Sizes((1,), (0, 1))]
     for (size, invariant), cut in CUT.items():
         for whole in cut:
             name = f"{whole} of {size} GPUs{', invariant' * invariant}"
