@@ -265,6 +265,9 @@ def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_ar
     forced, texts = RuntimeConfig(forced_rows=16), SpeculativeConfig(model="head", text_drafts="suffix", wide_rows=32)
     assert tune_command(forced) == "lowlat tune all --model DIR --forced-rows 16 --missing"
     assert tune_command(forced, texts).endswith("--forced-rows 32 --missing")
+    suffix = tune_command(RuntimeConfig(), SpeculativeConfig(method="suffix"))
+    assert suffix == "lowlat tune all --model DIR --method suffix --missing"
+    assert "--method mtp" in tune_command(RuntimeConfig(), SpeculativeConfig(method="auto"))
     drafts = SpeculativeConfig(model="head", draft_tensor_parallel_size=1, draft_quantize="fp8")
     found = tune_command(options, drafts)
     for flag in (
@@ -274,6 +277,21 @@ def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_ar
         assert flag in found
     given = found.replace("--model DIR --draft-model DIR", "--list").removesuffix(" --missing").split()[1:]
     assert "cannot be cut" in refusal(*given, "--geometry", "smollm2-135m")
+
+
+def test_steps_that_verify_drafts_from_text_are_listed(paths: PairPaths) -> None:
+    """Without a draft model, and with the rows that they have with one."""
+    pairs = (
+        open_pair(paths.target, None, "bfloat16"),
+        open_pair(paths.target, None, "bfloat16", method="suffix"),
+        open_pair(paths.target, paths.head, "bfloat16"),
+    )
+    found = [listed([pair], "gemm", [Sizes((1,), (0, 3))]) for pair in pairs]
+    plain, texts, drafts = ({each.key for each in shapes if "BASE_O" in each.stages} for shapes in found)
+    assert plain < texts == drafts
+    assert "tells its own" in refusal(
+        *("tune", "--list", "--model", paths.target, "--draft-model", paths.head, "--method", "ngram")
+    )
 
 
 def test_the_command_lists_launches_of_ranks() -> None:

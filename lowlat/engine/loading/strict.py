@@ -19,6 +19,7 @@ from lowlat.errors import ConfigError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
 from lowlat.options.declaration import options_of
+from lowlat.options.method_options import AUTO_METHOD
 from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
 
@@ -51,6 +52,8 @@ def tune_command(config: RuntimeConfig, speculative: SpeculativeConfig | None = 
     words = ["lowlat tune all --model DIR"]
     if speculative is not None and speculative.model is not None:
         words.append("--draft-model DIR")
+    elif speculative is not None:
+        words.append(f"--method {'mtp' if speculative.method == AUTO_METHOD else speculative.method}")
     at_once = min(config.max_prefill_chunks, -(-config.max_context // config.prefill_chunk))
     wide = max(config.forced_rows, 0 if speculative is None else speculative.wide_rows)  # with the same launches
     words += _flags(replace(config, max_prefill_chunks=at_once, forced_rows=wide), TUNED_BY)

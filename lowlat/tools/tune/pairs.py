@@ -66,6 +66,7 @@ __all__ = [
 ]
 
 LONG_CONTEXT = 65536  # of a slot
+TEXT_METHODS = ("ngram", "suffix")  # whose drafts come from text
 LEAST_LAYERS = 2  # so that a layer stands next to another
 
 
@@ -145,22 +146,28 @@ def sizes_of(max_batches: Iterable[int], sizes: Sizes) -> list[Sizes]:
     return [replace(sizes, batches=batches) for batches in (tuple(sorted(few)), *many) if batches]
 
 
-def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto") -> Pair:
-    """The pair of two directories, no weight read. Raises ConfigError."""
+def open_pair(target: Path, draft_model: Path | None, dtype: str = "auto", method: str | None = None) -> Pair:
+    """The pair of two directories, or a target that drafts by a method of its own, no weight read.
+
+    method  of drafts without a draft model's directory; None: no drafts. Raises ConfigError.
+    """
     config = read_model_config(target, dtype=dtype)
     speculator = None
     if draft_model is not None:
         speculator = plan_speculator(
             SpeculativeConfig(model=draft_model, method=draft_method(draft_model), num_speculative_tokens=1), config
         )
+    elif method is not None:
+        speculator = plan_speculator(SpeculativeConfig(method=method, num_speculative_tokens=1), config, target)
     return Pair(target.resolve().name, config, speculator)
 
 
 def random_pair(name: str, directory: Path, method: str = "eagle3", *, whole: bool = False) -> Pair:
     """A named geometry, with its draft model of a method; its target's config.json is written into a directory.
 
-    whole  the draft model drafts all of the target's ids
-    A geometry that has no draft models at all is alone.
+    method  of TEXT_METHODS, too, which have none
+    whole   the draft model drafts all of the target's ids
+    A geometry that has no draft models at all is alone, but for drafts from text.
 
     Raises ConfigError for another name, or where the geometry has no such draft model.
     """
@@ -172,6 +179,8 @@ def random_pair(name: str, directory: Path, method: str = "eagle3", *, whole: bo
         raise ConfigError(f"geometry {name!r} is not known; there are {', '.join(sorted(known))}")
     geometry = known[name].with_whole_vocabulary() if whole else known[name]
     config = random_target(geometry, directory).config
+    if method in TEXT_METHODS:
+        return Pair(name, config, plan_speculator(SpeculativeConfig(method=method, num_speculative_tokens=1), config))
     speculator = random_speculator(geometry, config, method) if geometry.has_draft_models else None
     return Pair(name, config, speculator)
 

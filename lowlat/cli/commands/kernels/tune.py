@@ -27,7 +27,7 @@ __all__ = ["command"]
 
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
-METHODS = ("eagle3", "mtp", "peagle", "dflash", "dspark")  # of draft models
+METHODS = ("eagle3", "mtp", "peagle", "dflash", "dspark", "ngram", "suffix")
 OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks", "forced_rows")
 
 
@@ -42,7 +42,7 @@ OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "ma
     help="Published shapes, as `lowlat bench run` knows them; `bundled`: the bundled pair.  [default: bundled, without "
     "--model]",
 )
-@click.option("--method", type=click.Choice(METHODS), help="Of a published shape's draft model.  [default: eagle3]")
+@click.option("--method", type=click.Choice(METHODS), help="Of a published shape's drafts, or of a target's own.")
 @click.option(
     "--draft-vocabulary",
     type=click.Choice(["cut", "whole", "both"]),
@@ -133,8 +133,10 @@ def command(
         raise click.UsageError("--draft-model needs --model")
     if values["draft_quantize"] and model is not None and head is None and not geometries:
         raise click.UsageError("--draft-quantize needs a draft model to round: --draft-model")
-    if method is not None and not geometries:
-        raise click.UsageError("--method is of a published shape (--geometry); a draft model's directory tells its own")
+    if method is not None and head is not None:
+        raise click.UsageError("a draft model's directory tells its own method; leave --method out")
+    if method is not None and model is None and not geometries:
+        raise click.UsageError("--method needs --model or --geometry")
     if tiles and not only_list:
         raise click.UsageError("--tiles needs --list")
     if only_list and only_compile:
@@ -155,7 +157,7 @@ def command(
             cut_pair(
                 rounded_pair(pair, options, values["draft_quantize"]), options, values["draft_tensor_parallel_size"]
             )
-            for pair in _pairs(model, head, geometries, method or "eagle3", values["draft_vocabulary"], Path(scratch))
+            for pair in _pairs(model, head, geometries, method, values["draft_vocabulary"], Path(scratch))
         ]
         if only_list:
             _list(what, pairs, sizes, values, tiles=tiles, json_output=json_output)
@@ -166,7 +168,7 @@ def command(
 
 
 def _pairs(
-    model: Path | None, head: Path | None, geometries: str | None, method: str, vocabulary: str, scratch: Path
+    model: Path | None, head: Path | None, geometries: str | None, method: str | None, vocabulary: str, scratch: Path
 ) -> list["Pair"]:
     from lowlat.cli.models import local_draft_model, local_target
     from lowlat.tools.tune.pairs import open_pair, random_pair
@@ -174,13 +176,13 @@ def _pairs(
     pairs = []
     if model is not None:
         target = local_target(model)
-        pairs.append(open_pair(target, None if head is None else local_draft_model(head, target)))
+        pairs.append(open_pair(target, None if head is None else local_draft_model(head, target), method=method))
     for name in (geometries or ("" if pairs else BUNDLED)).replace(",", " ").split():
         if name == BUNDLED:
             pairs.append(open_pair(bundled("target"), bundled("head")))
         else:
             wanted = ("cut", "whole") if vocabulary == "both" else (vocabulary,)
-            pairs += [random_pair(name, scratch / name, method, whole=each == "whole") for each in wanted]
+            pairs += [random_pair(name, scratch / name, method or "eagle3", whole=each == "whole") for each in wanted]
     return pairs
 
 
