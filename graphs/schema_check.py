@@ -23,7 +23,7 @@ FLOATS = (torch.bfloat16, torch.float32)
 
 
 class Fit(NamedTuple):
-    """What fits an operation's schema.
+    """Arguments that fit an operation's schema.
 
     symbols  what the symbols of the schema stand for
     arrays   the names of the arrays that are given, in the order of the schema

@@ -32,6 +32,7 @@ __all__ = [
     "StreamError",
     "is_panic",
     "meant",
+    "not_unicode",
 ]
 
 NEAR = 0.7  # how much alike two names are, of which one is taken for the other misspelt
@@ -99,6 +100,11 @@ class DeviceError(LowlatError):
 def is_panic(error: BaseException) -> bool:
     """Whether an error is a panic of a library in Rust, which is an error of one call and yet no `Exception`."""
     return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
+
+
+def not_unicode(error: UnicodeEncodeError) -> RequestError:
+    """The refusal of a text that has no encoding."""
+    return RequestError(f"text is not Unicode: a lone surrogate at character {error.start}")
 
 
 def meant(name: object, known: Iterable[str], forms: Mapping[str, str] | None = None) -> str:

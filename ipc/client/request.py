@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct
 
-from lowlat.errors import RequestError, meant
+from lowlat.errors import RequestError, meant, not_unicode
 from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Parse, Result, Sampling, Submit
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
@@ -38,7 +38,7 @@ class Request(Struct, frozen=True):
         except WireError as error:
             raise RequestError(f"the request is too long: {error}") from error
         except UnicodeEncodeError as error:
-            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
+            raise not_unicode(error) from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request has no encoding: {error}") from error
         frames = (header,) if self.body is None else (header, self.body)
@@ -139,7 +139,7 @@ def pieces_of(piece: str | Sequence[int]) -> Iterator[str | bytes]:
         try:
             piece.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
+            raise not_unicode(error) from error
         whole: str | bytes = piece
         step = _PIECE
     else:

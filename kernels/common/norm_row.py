@@ -267,28 +267,24 @@ def make_norm_functions(wide: bool) -> NormFunctions:
     return NormFunctions(size, load_weights, load_ahead, no_weights, held, scale, load_first_weights, finish_norm)
 
 
-@device_function
-def _load_narrow(weight: Any, chunk: Any) -> Any:
-    return load_global_nc_128(weight + int64(chunk) * int64(16))
+def _make_loaders(load_128: Any) -> tuple[Any, Any]:
+    """The loads of a chunk's weights, of bf16 and of float32, by an instruction of 16 bytes."""
+
+    @device_function
+    def load_narrow(weight: Any, chunk: Any) -> Any:
+        return load_128(weight + int64(chunk) * int64(16))
+
+    @device_function
+    def load_wide(weight: Any, chunk: Any) -> Any:
+        a, b, c, d = load_128(weight + int64(chunk) * int64(32))
+        e, f, g, h = load_128(weight + int64(chunk) * int64(32) + int64(16))
+        return a, b, c, d, e, f, g, h
+
+    return load_narrow, load_wide
 
 
-@device_function
-def _load_wide(weight: Any, chunk: Any) -> Any:
-    a, b, c, d = load_global_nc_128(weight + int64(chunk) * int64(32))
-    e, f, g, h = load_global_nc_128(weight + int64(chunk) * int64(32) + int64(16))
-    return a, b, c, d, e, f, g, h
-
-
-@device_function
-def _load_narrow_ahead(weight: Any, chunk: Any) -> Any:
-    return load_ahead_128(weight + int64(chunk) * int64(16))
-
-
-@device_function
-def _load_wide_ahead(weight: Any, chunk: Any) -> Any:
-    a, b, c, d = load_ahead_128(weight + int64(chunk) * int64(32))
-    e, f, g, h = load_ahead_128(weight + int64(chunk) * int64(32) + int64(16))
-    return a, b, c, d, e, f, g, h
+_load_narrow, _load_wide = _make_loaders(load_global_nc_128)
+_load_narrow_ahead, _load_wide_ahead = _make_loaders(load_ahead_128)
 
 
 @device_function

@@ -7,13 +7,12 @@ from typing import Any
 
 from lowlat.kernels.formats import CODED_FORMATS
 from lowlat.kernels.formats.base import Fragment
-from lowlat.kernels.gemm.tiles import TileFormat
+from lowlat.kernels.gemm.tiles import WORD_BYTES, TileFormat
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
 __all__ = ["fragment_of", "make_group_scales", "make_loads", "make_times", "share_of"]
 
-WORD_BYTES = 32  # a word after the codes, of the eight pairs of rows
 HIGH, LOW, TWICE = 0xFFFF0000, 0x0000FFFF, 0x00010001
 MINUS_ZEROS = 0x80008000
 

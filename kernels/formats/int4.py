@@ -25,7 +25,7 @@ from lowlat.kernels.formats.panels import (
     spread,
 )
 from lowlat.kernels.gemm.packing import TILE_ROWS
-from lowlat.kernels.gemm.tiles import TileFormat
+from lowlat.kernels.gemm.tiles import WORD_BYTES, TileFormat
 
 __all__ = ["GROUPS", "INT4_FORMATS", "int4_format", "unpack_nibbles"]
 
@@ -34,7 +34,6 @@ MIDDLE = 8
 HALF_RANGE = 7.5  # codes from -8 to 7 around the middle
 NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)  # of a word of eight codes: the place of each, a pair's in both halves
 TOP_NIBBLE = 0xF0000000 - (1 << 32)
-WORD_BYTES = 32  # a word of eight pairs of rows after the codes
 LOW, TWICE = 0x0000FFFF, 0x00010001
 CODES = 0x000F000F
 HIGH_CODES = 0x00F000F0

@@ -22,12 +22,11 @@ from lowlat.kernels.formats.int4 import unpack_nibbles
 from lowlat.kernels.formats.mxfp4 import CODE, LAST_PAIR, MAGNITUDES, pack_codes, unpack_codes
 from lowlat.kernels.formats.panels import four_bit_lanes, four_bit_rows, padding_of
 from lowlat.kernels.gemm.packing import TILE_ROWS
-from lowlat.kernels.gemm.tiles import TileFormat
+from lowlat.kernels.gemm.tiles import WORD_BYTES, TileFormat
 
 __all__ = ["NVFP4"]
 
 BLOCK = 16
-WORD_BYTES = 32  # a word of eight pairs of rows after the codes
 TWICE, MINUS_ZEROS = 0x00010001, 0x80008000
 # A packed scale of NVFP4, times 2**4, and this make the bits of a bf16: the scale times 2**118. The smallest one's are
 # those of 2**-9, all it takes to hold e4m3's subnormal numbers as others.

@@ -8,9 +8,10 @@ bytes, 512 bytes from one piece to the next.
 
 from dataclasses import dataclass
 
-__all__ = ["BF16_TILES", "CODED_ROWS_TILES", "TileFormat"]
+__all__ = ["BF16_TILES", "CODED_ROWS_TILES", "WORD_BYTES", "TileFormat"]
 
 ROW_PAIRS = 8
+WORD_BYTES = 4 * ROW_PAIRS  # a word after the codes, of all pairs of rows
 TILE_NUMBERS = 16 * 64
 
 
@@ -55,7 +56,7 @@ class TileFormat:
     @property
     def step_bytes(self) -> int:
         """Bytes of a step in memory, where four lanes have a word in common."""
-        return self.code_bytes + self.words * ROW_PAIRS * 4
+        return self.code_bytes + self.words * WORD_BYTES
 
     @property
     def shared_bytes(self) -> int:

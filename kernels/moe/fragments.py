@@ -10,13 +10,12 @@ from typing import Any
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats.fragment import fragment_of
-from lowlat.kernels.gemm.tiles import TileFormat
+from lowlat.kernels.gemm.tiles import WORD_BYTES, TileFormat
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, float32, uint32
 
 __all__ = ["make_multiply_step", "make_multiply_tiles"]
 
-WORD_BYTES = 32  # of eight rows' words of scales
 HIGH = 0xFFFF0000
 TWICE = 0x00010001
 MINUS_ZEROS = 0x80008000

@@ -1,4 +1,4 @@
-"""What other tools call a command or an option, for the message that refuses it here.
+"""This module has the names of other tools' commands and options, for the message that refuses them here.
 
 The tools are vLLM, SGLang, llama.cpp and Ollama.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from lowlat.checkpoint.files import find_bytes, find_text
-from lowlat.errors import ConfigError, RequestError
+from lowlat.errors import ConfigError, RequestError, not_unicode
 from lowlat.text.faults import library_failures
 from lowlat.text.growing import Cuts
 from lowlat.text.lengths import LengthBound
@@ -287,7 +287,7 @@ class TextCodec:
         try:
             num_bytes = len(text.encode("utf-8"))
         except UnicodeEncodeError as error:
-            raise RequestError(f"text is not Unicode: a lone surrogate at character {error.start}") from error
+            raise not_unicode(error) from error
         least = self._lengths.least_tokens(text, num_bytes)
         if max_context is not None and least + max_tokens > max_context:
             tokens = f", at least {least} tokens," if least else ""

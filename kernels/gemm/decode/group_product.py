@@ -9,13 +9,13 @@ from typing import Any
 from lowlat.errors import ShapeError
 from lowlat.kernels.formats.fragment import fragment_of
 from lowlat.kernels.gemm.decode.plan import DecodeGemmPlan, DecodeGemmShape
+from lowlat.kernels.gemm.tiles import WORD_BYTES
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
 __all__ = ["make_group_product"]
 
 HIGH = 0xFFFF0000
-WORD_BYTES = 32  # a word after the codes, of the eight pairs of rows
 
 
 def make_group_product(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:

@@ -11,11 +11,11 @@ from lowlat.kernels.formats.fragment import fragment_of
 from lowlat.kernels.gemm.decode.group_product import make_group_product
 from lowlat.kernels.gemm.decode.plan import PAD, SUM_BYTES, WARPS, DecodeGemmPlan, DecodeGemmShape
 from lowlat.kernels.gemm.k_parts import make_part_of_warp
+from lowlat.kernels.gemm.tiles import WORD_BYTES
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, uint32
 
 WARP = 32  # lanes
-WORD_BYTES = 32  # a word after the codes, of the eight pairs of rows
 
 __all__ = [
     "make_fill",

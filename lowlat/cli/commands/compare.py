@@ -153,7 +153,7 @@ def _tolerances(entries: Sequence[str]) -> list[tuple[str, float]]:
 
 
 def _counterpart(against: str | None, target: Path) -> tuple[Recording | None, Path]:
-    """What a target is compared with: a recording, or the model that transformers runs, which may be another."""
+    """The recording that a target is compared with, if any, and the model that transformers runs."""
     if against is None or against == "transformers":
         return None, target
     from lowlat.cli.models import local_target

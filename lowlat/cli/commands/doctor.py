@@ -139,7 +139,7 @@ class _Pair:
 
 
 def _check_boundaries(pair: _Pair, *, shown: bool) -> dict[str, Any]:
-    """What the report says of capture boundaries, and of options next to what was loaded."""
+    """The report's part on capture boundaries, and on options next to what was loaded."""
     from lowlat.cli.reports.shifts import measure_shifts, unshifted_is_best
 
     results, checks = measure_shifts(pair.target, pair.draft_model, pair.prompts, **pair.options)

@@ -120,7 +120,7 @@ def _refusal(kind: type[Struct], message: str) -> ApiError:
 
 
 def _instead(kind: type[Struct], name: str) -> str:
-    """What to give in place of an unknown field, where there is something."""
+    """The advice on a field to give in place of an unknown one; "" where there is none."""
     known = kind.__struct_encode_fields__
     for other in ELSEWHERE.get(name, ()):
         if " " in other or other.partition(".")[0] in known:
