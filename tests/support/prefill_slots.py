@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowlat.graphs import BufferSpec, Role
-from lowlat.graphs.program import Op, Program, Stage
+from lowlat.graphs.program import Op, Program, Stage, named
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.attention import attention
 from lowlat.lowering.binding import Binding
@@ -87,7 +87,7 @@ class Slot:
         tensors = (self.q[offset : offset + size], *self.caches, self.table, chunk)
         held = {"sinks": sinks} if sinks is not None else {}
         op = Op(
-            lower.__name__, Stage.PREFILL, {name: name for name in names}, {"out": "out"},
+            lower.__name__, Stage.PREFILL, named(*names), named("out"),
             {name: name for name in held}, {"scale": self.scale, "chunk_size": size, **mask},
         )  # fmt: skip
         tokens = BufferSpec("tokens", (1, self.shape.longest), torch.int32, Role.STATE)

@@ -12,7 +12,7 @@ import torch
 
 from lowlat.errors import ConfigError
 from lowlat.graphs import BufferSpec, Role
-from lowlat.graphs.program import RangeNames, Stage
+from lowlat.graphs.program import RangeNames, Stage, named
 from lowlat.kernels.reference.speculation.choose_drafts import NUM_BINS, PROPOSAL_WIDTH
 from lowlat.kernels.reference.step.slots import FROM_TEXT
 from lowlat.models.geometry import DraftConfig, ModelConfig
@@ -149,11 +149,8 @@ class TextBeside(Speculator):
         scope.builder.emit(
             "choose_drafts",
             Stage.DRAFT,
-            reads={**reads, "text_nodes": text_nodes, "draft_shares": shares, "match_lens": lengths},
-            writes={
-                "draft_nodes": nodes,
-                **{name: name for name in ("proposals", "draft_probabilities", "draft_sources")},
-            },
+            reads={**reads, **named(text_nodes=text_nodes, draft_shares=shares, match_lens=lengths)},
+            writes=named("proposals", "draft_probabilities", "draft_sources", draft_nodes=nodes),
             fresh=scope.is_first_token,
         )
         return nodes

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from lowlat.graphs.program import Stage
+from lowlat.graphs.program import Stage, named
 from lowlat.kernels.reference.speculation.suffix_draft import MAX_DEPTH
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.speculative import SpeculativeConfig
@@ -91,10 +91,10 @@ class SuffixSpeculator(Speculator):
         shares = scope.builder.scratch("draft_shares", shape, torch.int32)
         lengths = scope.builder.scratch("match_lens", shape[:1], torch.int32)
         reads = scope.reads("tokens", "slots", "draft_live", "draft_lens")
-        writes = {"draft_nodes": nodes, "draft_shares": shares, "match_lens": lengths}
+        writes = named(draft_nodes=nodes, draft_shares=shares, match_lens=lengths)
         by: dict[str, Any] = {"max_depth": self.max_depth, "max_spec_factor": self.max_spec_factor}
         scope.builder.emit("suffix_draft", stage, reads=reads, writes=writes, **by, min_token_prob=self.min_token_prob)
         if self.text_tokens:
-            reads |= {name: name for name in ("draft_texts", "draft_text_lens")}
+            reads |= named("draft_texts", "draft_text_lens")
             scope.builder.emit("draft_from_texts", stage, reads=reads, writes=writes, **by)
         return nodes, shares, lengths
