@@ -187,10 +187,11 @@ class DiskTier:
             self.num_bytes -= size
 
     def _miss(self, path: Path, problem: str) -> None:
-        """Say once that files cannot be used; what they hold is read by prefill again."""
-        level = logging.DEBUG if self._has_warned else logging.WARNING
+        """Say once, of whatever thread, that files cannot be used; what they hold is read by prefill again."""
+        with self._lock:
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
         logger.log(level, "cached prefix %s is not used: %s (cache_dir); others are not told of", path, problem)
-        self._has_warned = True
 
 
 def _digest_after(digest: "hashlib.blake2b", view: memoryview) -> bytes:
