@@ -173,7 +173,8 @@ class WindowBook(PoolBook):
         """The prompt's last positions are launched: what no later row sees is given back, and nothing more is taken."""
         holding = self._holdings[request_id]
         if not holding.is_whole:
-            self._forget(holding, holding.num_prompt)
+            last = (holding.num_prompt - 1) // self._chunk * self._chunk  # from which the same prompt goes on
+            self._forget(holding, holding.num_prompt, end=self.pool.first_block(last) // self.per_chunk)
             holding.num_reserved = holding.num_held
 
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
@@ -287,8 +288,11 @@ class WindowBook(PoolBook):
         holding.num_held += count
         holding.stop += count
 
-    def _forget(self, holding: _Holding, position: int) -> None:
-        """Give back the blocks that rows from `position` on do not see; a listed chunk's together."""
+    def _forget(self, holding: _Holding, position: int, end: int | None = None) -> None:
+        """Give back the blocks that rows from `position` on do not see; a listed chunk's together.
+
+        end  the first chunk that prompts which go on after this one see: from it on they go after others
+        """
         first = self.pool.first_block(position)
         place = holding.first
         while place < first:
@@ -298,7 +302,7 @@ class WindowBook(PoolBook):
                 stop = (k + 1) * self.per_chunk
                 if stop > first:
                     break
-                self._retire(holding.parts.pop(k), newest=False)
+                self._retire(holding.parts.pop(k), newest=end is not None and k >= end)
             elif holding.table[place]:
                 self._give_back((holding.table[place],))
             holding.num_held -= sum(block > 0 for block in holding.table[place:stop])

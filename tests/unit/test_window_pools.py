@@ -69,6 +69,21 @@ def test_a_long_request_holds_few_blocks_and_shares_its_prefix() -> None:
     assert found[first : 20 * 2] == table[first : 20 * 2] and not any(found[:first])
 
 
+@pytest.mark.parametrize("rest", [1, 20, CHUNK])  # positions of a prompt's last chunk
+def test_ends_of_prompts_stay_while_longer_ones_pass_through_the_pool(rest: int) -> None:
+    prompts = [[value for value in range(number, number + 21) for _ in range(CHUNK)][: 20 * CHUNK + rest]
+               for number in range(0, 168, 21)]  # fmt: skip
+    cache = make(601, pool(128, 161))  # less than what the prompts pass through, more than their ends
+    for number, prompt in enumerate(prompts):
+        assert cache.admit(str(number), prompt, len(prompt) + 1, AHEAD) is not None
+        prefill(cache, str(number), prompt)
+        cache.release(str(number))
+    for number, prompt in enumerate(prompts):
+        again = cache.admit(f"again {number}", prompt, len(prompt) + 1, AHEAD)
+        assert again is not None and again.num_cached_tokens == 20 * CHUNK
+        cache.release(f"again {number}")
+
+
 def test_pinned_chunks_of_a_window_that_go_are_counted() -> None:
     cache = make(301, pool(40, 21))
     for number in range(12):  # of a chunk each, which is two blocks
