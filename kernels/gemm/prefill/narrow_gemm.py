@@ -165,7 +165,8 @@ def _make_multiply(plan: NarrowPlan, first: int = 0) -> Any:
     load = ptx.load_shared_tiles(count, 8 * STEP_BYTES)
     low0, high0 = (ptx.mma_bf16_tiles(total, first, count, word) for word in (0, 2))
     two, is_last = row_tiles == 2, first + count == column_tiles
-    low1, high1 = (ptx.mma_bf16_tiles(total, column_tiles + first, count, word) if two else None for word in (0, 2))
+    low1: Any = ptx.mma_bf16_tiles(total, column_tiles + first, count, 0) if two else None
+    high1: Any = ptx.mma_bf16_tiles(total, column_tiles + first, count, 2) if two else None
     multiply_rest: Any = None if is_last else _make_multiply(plan, first + count)
 
     @device_function
@@ -190,7 +191,7 @@ def _make_store_sums(plan: NarrowPlan) -> Any:
     pitch, total, two = 4 * (plan.columns + PAD), row_tiles * column_tiles, row_tiles == 2
     offsets = (0, 4, 8 * pitch, 8 * pitch + 4)
     store0 = ptx.store_shared_tiles(total, 0, column_tiles, offsets, 32)
-    store1 = ptx.store_shared_tiles(total, column_tiles, column_tiles, offsets, 32) if two else None
+    store1: Any = ptx.store_shared_tiles(total, column_tiles, column_tiles, offsets, 32) if two else None
 
     @device_function
     def store(place: Any, sums: Any) -> None:
