@@ -176,8 +176,8 @@ def test_a_step_starts_again_in_the_middle_of_a_context() -> None:
 
 @pytest.mark.parametrize("chunk", [128, 2048])
 def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk: int) -> None:
-    """The plan counts experts' partial sums, logits and their parts, lists of pairs and tiles, keys and values; none for
-    torch's operations."""
+    """The plan counts experts' partial sums, logits and their parts, lists of pairs and tiles, keys and values; none
+    for torch's operations."""
     model = Model("gpt-oss-120b")
     config, spec = model.config, model.config.experts
     assert spec is not None
