@@ -10,7 +10,7 @@ from lowlat.kernels.gemm.prefill.narrow_gemm import NarrowPlan, narrow_gemm
 
 # gates of 27B and 35B-A3B, routers of gpt-oss, 35B-A3B and Qwen3-Coder-Next; an odd one, whose K is no whole steps
 SIZES = [(96, 5120), (64, 2048), (128, 2880), (257, 2048), (513, 2048), (5, 8)]
-PLANS = [NarrowPlan(*tile, stages) for tile, stages in product(((64, 144), (64, 48), (32, 96), (32, 16)), (3, 4))]
+PLANS = [NarrowPlan(*tile, stages) for tile, stages in product(((64, 128), (64, 48), (32, 96), (32, 16)), (3, 4))]
 
 
 def poisoned(_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

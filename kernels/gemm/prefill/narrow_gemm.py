@@ -34,7 +34,7 @@ STEP, STEP_BYTES = 64, 128  # columns of K; bytes of a row
 PIECES = STEP_BYTES // 16
 ROWS_A_TURN = THREADS // PIECES  # that a block's threads copy at once
 TILES = (64, 32)  # rows of a block
-MOST_COLUMNS, GRAIN = 144, 16  # of a block
+MOST_COLUMNS, GRAIN = 128, 16  # of a block: with more registers spill where two blocks share an SM
 MOST_PARTS, PART_STEPS = 4, 8  # parts of K, each of so many steps at the least where there are several
 MOST_STAGES = 8
 GROUP = 3  # tiles of 8 columns whose words a lane holds at once
@@ -369,7 +369,7 @@ def _make_sum(parts: int, biased: bool, aligned: bool) -> Kernel:
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Specialisations, as a GPU has them: 27B's gates of many rows and of few, a router of 257 experts; sums."""
-    cases = ((2048, 96, 5120), (128, 96, 5120), (2048, 257, 2048))
+    """Specialisations, as a GPU has them: 27B's gates of many rows and of few, a router of 256 experts; sums."""
+    cases = ((2048, 96, 5120), (128, 96, 5120), (2048, 256, 2048))
     made = [_make(plan_narrow(*case, gpu), True) for case in cases]
     return [*made, _make(NarrowPlan(32, 48, 3), False), _make_sum(4, False, True), _make_sum(4, True, False)]
