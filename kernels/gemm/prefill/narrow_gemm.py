@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lowlat.kernels.elementwise.norm import check_dtype
+from lowlat.kernels.gemm.k_parts import add_four, load_four
 from lowlat.kernels.gemm.limits import DEPTH
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -106,7 +107,7 @@ def narrow_gemm(
     out        [M, N]   float32  out
     workspace  is asked for `narrow_workspace`
     plan       None: as `plan_narrow` has it
-    Time: (M K / columns of a block * N + N K * M / rows of a block) * 2 bytes over the L2's bandwidth, and a launch.
+    Time: 2 M N K (1 / columns of a block + 1 / rows of a block) bytes over the L2's bandwidth, and two launches.
     Captured: yes. Raises ShapeError for shapes or dtypes that do not fit, and K that is no multiple of 8.
     """
     (rows, depth), width = x.shape, weight.shape[0]
@@ -131,7 +132,7 @@ def narrow_gemm(
     return [product, KernelCall(_make_sum(parts, bias is not None, width % 4 == 0), (blocks, 1, 1), arguments)]
 
 
-def _make_copy(plan: NarrowPlan, at: int, rows: int, whole: bool) -> Any:
+def _make_copy(at: int, rows: int, whole: bool) -> Any:
     """A function: copy a step's columns of up to `rows` rows to `at` in a stage, asynchronously.
 
     It takes the stage, the step, the address of the thread's piece of the first row, the bytes between rows, how many
@@ -210,7 +211,7 @@ def _make(plan: NarrowPlan, whole: bool) -> Kernel:
     stage_bytes, pitch = (rows_high + columns_wide) * STEP_BYTES, 4 * (columns_wide + PAD)
     chunks, weights_at = columns_wide // 4, rows_high * STEP_BYTES
     copy_rows, copy_weights = (
-        _make_copy(plan, at, count, whole) for at, count in ((0, rows_high), (weights_at, columns_wide))
+        _make_copy(at, count, whole) for at, count in ((0, rows_high), (weights_at, columns_wide))
     )
     multiply, store_sums = _make_multiply(plan), _make_store_sums(plan)
     load_rows = ptx.load_shared_tiles(2 * row_tiles, 8 * STEP_BYTES)
@@ -314,23 +315,14 @@ def _make_sum(parts: int, biased: bool, aligned: bool) -> Kernel:
     """A thread adds the parts of four columns of a row. aligned: rows of out are multiples of 16 bytes."""
 
     @device_function
-    def plus(sums: Any, words: Any) -> Any:
-        return (
-            ptx.add_rn(sums[0], ptx.float_of_bits(words[0])),
-            ptx.add_rn(sums[1], ptx.float_of_bits(words[1])),
-            ptx.add_rn(sums[2], ptx.float_of_bits(words[2])),
-            ptx.add_rn(sums[3], ptx.float_of_bits(words[3])),
-        )
-
-    @device_function
     def biases(bias: Any, column: Any, width: Any) -> Any:
-        """Of four columns, the last one's again after the last, as bits."""
+        """Of four columns, the last one's again after the last."""
         end = uint32(width - uint32(1))
         return (
-            ptx.bits_of_float(ptx.load_global_bf16(bias + int64(column) * int64(2))),
-            ptx.bits_of_float(ptx.load_global_bf16(bias + int64(min(uint32(column + uint32(1)), end)) * int64(2))),
-            ptx.bits_of_float(ptx.load_global_bf16(bias + int64(min(uint32(column + uint32(2)), end)) * int64(2))),
-            ptx.bits_of_float(ptx.load_global_bf16(bias + int64(min(uint32(column + uint32(3)), end)) * int64(2))),
+            ptx.load_global_bf16(bias + int64(column) * int64(2)),
+            ptx.load_global_bf16(bias + int64(min(uint32(column + uint32(1)), end)) * int64(2)),
+            ptx.load_global_bf16(bias + int64(min(uint32(column + uint32(2)), end)) * int64(2)),
+            ptx.load_global_bf16(bias + int64(min(uint32(column + uint32(3)), end)) * int64(2)),
         )
 
     def narrow_sum(partials: Any, bias: Any, out: Any, rows: Any, width: Any) -> None:
@@ -343,12 +335,11 @@ def _make_sum(parts: int, biased: bool, aligned: bool) -> Kernel:
         ptx.let_next_kernel_start()
         if row < rows:
             at = partials + int64(number) * int64(16)
-            a, b, c, d = ptx.load_global_128(at)
-            sums = ptx.float_of_bits(a), ptx.float_of_bits(b), ptx.float_of_bits(c), ptx.float_of_bits(d)
+            sums = load_four(at)
             for part in range(1, parts):
-                sums = plus(sums, ptx.load_global_128(at + int64(part) * int64(rows) * int64(chunks) * int64(16)))
+                sums = add_four(sums, load_four(at + int64(part) * int64(rows) * int64(chunks) * int64(16)))
             if biased:
-                sums = plus(sums, biases(bias, column, width))
+                sums = add_four(sums, biases(bias, column, width))
             target = out + (int64(row) * int64(width) + int64(column)) * int64(4)
             a, b, c, d = sums
             if aligned:
