@@ -1,7 +1,8 @@
 """The router of an MoE layer: the logits of each row's experts, with the norm before them, and top-k routing.
 
 Where rows are few, the launch that multiplies does the top-k routing for itself (`mlp`), and `router_logits` does the
-rest; `router` is the whole operation in two launches, for any number of rows.
+rest; `router` is the whole operation in two launches. A prompt's many rows, which are normed already, are multiplied by
+tensor cores (`prefill_router`), whose sums have bits of their own.
 """
 
 from collections.abc import Sequence
@@ -11,14 +12,14 @@ import torch
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live
+from lowlat.kernels.gemm.prefill.narrow_gemm import narrow_gemm
 from lowlat.kernels.moe.limits import MAX_ROUTED_WIDTH, ROUTED_WIDTH
 from lowlat.kernels.moe.router_kernel import EXPERTS, MOST_AWAITED, make_router, min_blocks_of, rows_at_once
-from lowlat.kernels.moe.router_rows import blocks_of, make_rows_router, takes_rows
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
 
-__all__ = ["RouterNorm", "examples", "router", "router_logits", "router_workspace"]
+__all__ = ["RouterNorm", "examples", "prefill_router", "router", "router_logits", "router_workspace"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class RouterNorm:
 
 
 def router_workspace(rows: int, num_experts: int) -> WorkspaceShape:
-    """The workspace of `router` for M rows and E experts: logits [M, E] float32."""
+    """The workspace of `router` and `prefill_router` for M rows and E experts: logits [M, E] float32."""
     return "router.logits", (rows, num_experts), torch.float32
 
 
@@ -78,6 +79,32 @@ def router(
     return calls + route_top_k(routing=routing, **outs, scale=scale)
 
 
+def prefill_router(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    row_live: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    *,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    over_all: bool = False,
+    shared: bool = False,
+    workspace: Workspace,
+    gpu: Gpu = H200,
+) -> list[KernelCall]:
+    """`router` of a prompt's rows, which are normed already, in three launches.
+
+    workspace  is asked for `router_workspace` and `narrow_workspace`
+    Arguments: as `router` takes them. Bits of logits: those of `narrow_gemm`. Captured: yes. Raises ShapeError as
+    `narrow_gemm` and `route_top_k` do.
+    """
+    logits = workspace(*router_workspace(x.shape[0], weight.shape[0]))
+    calls = narrow_gemm(x, weight, bias, out=logits, workspace=workspace, gpu=gpu)
+    routing = TopKRouting(logits, row_live, over_all, shared)
+    return calls + route_top_k(routing=routing, expert_ids=expert_ids, expert_weights=expert_weights, scale=scale)
+
+
 def router_logits(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -106,10 +133,6 @@ def router_logits(
     check_shape("logits", logits, rows, experts)
     check_dtype(torch.bfloat16, x=x, weight=weight, bias=bias)
     check_dtype(torch.float32, logits=logits)
-    if norm is None and not awaited and takes_rows(rows, width, gpu):
-        kernel = make_rows_router(width, experts, bias is not None)
-        arguments = (x, weight, 0 if bias is None else bias, logits, rows)
-        return [KernelCall(kernel, blocks_of(rows, experts, gpu), arguments)]
     norm_weight, live, normed = (0, 0, 0) if norm is None else _norm_arguments(norm, rows, width)
     wide = norm is not None and are_wide(norm.weight)
     held = rows_at_once(rows, width, wide)
@@ -152,7 +175,6 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (MAX_ROUTED_WIDTH, 256, 1, None),
         (2048, 513, 1, 1e-6),
     )
-    many = [make_rows_router(2880, 128)] if takes_rows(MAX_ROUTED_WIDTH, 2880, gpu) else []
-    return many + [
+    return [
         make_router(width, experts, held, min_blocks_of(width, held, gpu), eps) for width, experts, held, eps in shapes
     ]

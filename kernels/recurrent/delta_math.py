@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from lowlat.kernels.common.activation import logistic, silu_times
-from lowlat.kernels.common.norm_math import EVERY_LANE, inverse_rms, lane_sum, low_value
+from lowlat.kernels.common.norm_math import EVERY_LANE, high_value, inverse_rms, lane_sum, low_value
 from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, uint32
 
@@ -17,6 +17,7 @@ __all__ = [
     "NORM_EPS",
     "beta_of",
     "convolved",
+    "convolved_pair",
     "decay_of",
     "four_numbers",
     "gated",
@@ -43,6 +44,19 @@ def convolved(x0: Any, x1: Any, x2: Any, x3: Any, w0: Any, w1: Any, w2: Any, w3:
     """The convolution's output, rounded, of inputs and taps that are numbers of bf16, the oldest first."""
     total = ptx.fma_rn(x3, w3, ptx.fma_rn(x2, w2, ptx.fma_rn(x1, w1, ptx.mul_rn(x0, w0))))
     return rounded(silu_times(rounded(total), float32(1.0)))
+
+
+@device_function
+def convolved_pair(a: Any, b: Any, c: Any, d: Any, low: Any, high: Any) -> Any:
+    """Two channels that are `convolved`, packed: of packed inputs, the oldest first, and of the two words of taps of
+    either channel."""
+    first = ptx.fma_rn(low_value(b), high_value(low[0]), ptx.mul_rn(low_value(a), low_value(low[0])))
+    first = ptx.fma_rn(low_value(d), high_value(low[1]), ptx.fma_rn(low_value(c), low_value(low[1]), first))
+    second = ptx.fma_rn(high_value(b), high_value(high[0]), ptx.mul_rn(high_value(a), low_value(high[0])))
+    second = ptx.fma_rn(high_value(d), high_value(high[1]), ptx.fma_rn(high_value(c), low_value(high[1]), second))
+    pair = ptx.bf16_pair(first, second)
+    first, second = low_value(pair), high_value(pair)
+    return ptx.bf16_pair(ptx.mul_rn(first, logistic(first)), ptx.mul_rn(second, logistic(second)))
 
 
 @device_function

@@ -1,22 +1,21 @@
 """This module lowers GEMMs by themselves, and narrow ones with the norm of their rows.
 
-A narrow weight has too few rows for the blocks of a decode GEMM. A step multiplies by it as by a router's weight, in
-the launch that norms its rows, which other GEMMs read then.
+A narrow weight has too few rows for the blocks of a decode GEMM, or of prompts' other one. A step multiplies by it as
+by a router's weight, in the launch that norms its rows, which other GEMMs read then.
 """
 
 from collections.abc import Sequence
 
-import torch
-
 from lowlat.graphs.program import Op
 from lowlat.kernels.elementwise.norm import rms_norm
 from lowlat.kernels.gemm.decode.gemm import decode_gemm
+from lowlat.kernels.gemm.prefill.narrow_gemm import narrow_gemm
 from lowlat.kernels.moe.router import RouterNorm, router_logits
 from lowlat.kernels.toolchain.kernel import Gpu
-from lowlat.lowering.binding import Binding, Call, LibraryCall, decodes, triggers_first
+from lowlat.lowering.binding import Binding, Call, decodes, triggers_first
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.implementations import Implementation, lower_by
-from lowlat.lowering.prefill_gemm import PROMPT_LINEAR, multiply_chunks
+from lowlat.lowering.prefill_gemm import PROMPT_LINEAR
 from lowlat.lowering.weight_parts import PACKED
 
 __all__ = ["LINEAR", "LINEAR_FUSIONS", "NARROW_LINEAR"]
@@ -57,26 +56,17 @@ def _by_router(binding: Binding, op: Op) -> Sequence[Call]:
     return router_logits(given["x"], binding.weights.vector(op.weights["weight"]), logits=given["out"], gpu=binding.gpu)
 
 
-def _is_router_like(binding: Binding, op: Op) -> bool:
-    """In a step, and where no bit may depend on ranks, who have some of the weight's rows each."""
-    return decodes(op) or binding.is_invariant
-
-
-def _narrow_by_library(binding: Binding, op: Op) -> Sequence[Call]:
+def _by_narrow_gemm(binding: Binding, op: Op) -> Sequence[Call]:
+    """The calls of a product over a prompt's rows; no bit depends on how many of the weight's rows a rank has."""
     given, weight = binding.arguments(op), binding.weights.vector(op.weights["weight"])
-    arguments = {"x": given["x"], "weight": weight, "chunk": binding.prefill_chunk, "out": given["out"]}
-    return [LibraryCall("narrow_linear", _multiply, arguments)]
+    return narrow_gemm(given["x"], weight, out=given["out"], workspace=binding.workspace, gpu=binding.gpu)
 
 
 NARROW_LINEAR = (
     Implementation("packed", _by_packed, covers=_is_packed, plans=("decode_gemm", "prefill_gemm")),
-    Implementation("router", _by_router, covers=_is_router_like),
-    Implementation("library", _narrow_by_library),
+    Implementation("router", _by_router, covers=_decodes),
+    Implementation("prompt", _by_narrow_gemm),
 )
-
-
-def _multiply(x: torch.Tensor, *, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
-    multiply_chunks(x, weight, chunk, out)
 
 
 def _norms(run: Run, gpu: Gpu) -> bool:

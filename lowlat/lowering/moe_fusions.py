@@ -1,4 +1,4 @@
-"""These fusions cover an MoE layer: in a step the norm with the router, then all else; in prefill the norm alone.
+"""These fusions cover an MoE layer: in a step the norm with the router, then all else; in prefill the experts' GEMMs.
 
 In a step the router leaves logits in a workspace, where the blocks of the next launch await them word by word: each
 MoE layer fills the workspace of the one after it with sentinels, before that one may begin. All layers of a program,
@@ -121,7 +121,8 @@ def _norm(binding: Binding, op: Op) -> RouterNorm:
 
 
 def _norms_routed(run: Run, gpu: Gpu) -> bool:
-    return run.op("router").reads["x"] == run.op("rms_norm").writes["out"]
+    routing = run.op("router")
+    return decodes(routing) and routing.reads["x"] == run.op("rms_norm").writes["out"]
 
 
 def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:

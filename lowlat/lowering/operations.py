@@ -39,7 +39,7 @@ from lowlat.kernels.elementwise.rotate import rotate
 from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.moe.decode.experts import experts_down, experts_gate_up
 from lowlat.kernels.moe.prefill.experts import prefill_down, prefill_gate_up
-from lowlat.kernels.moe.router import router
+from lowlat.kernels.moe.router import prefill_router, router
 from lowlat.kernels.recurrent.delta_conv import delta_conv, prefill_delta_conv
 from lowlat.kernels.recurrent.delta_norm import delta_norm
 from lowlat.kernels.recurrent.delta_prefill import prefill_delta_rule
@@ -203,6 +203,11 @@ def _router(binding: Binding, op: Op) -> Sequence[Call]:
     return router(**given, **vectors, workspace=binding.workspace, gpu=binding.gpu)
 
 
+def _prefill_router(binding: Binding, op: Op) -> Sequence[Call]:
+    given, vectors = binding.arguments(op), binding.vectors(op)
+    return prefill_router(**given, **vectors, workspace=binding.workspace, gpu=binding.gpu)
+
+
 def _decodes(_binding: Binding, op: Op) -> bool:
     return decodes(op)
 
@@ -304,7 +309,6 @@ _ALONE: Mapping[str, Lower] = MappingProxyType(
         "refresh_attention": refresh_attention,
         "rms_norm": _rms_norm,
         "rope": _by_name(rotate),
-        "router": _router,
         "sample": _sample,
         "summarise_blocks": _summarise_blocks,
         "take_last": _by_name(take_last_row),
@@ -326,5 +330,9 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = MappingProxyType(
         "narrow_linear": NARROW_LINEAR,
         "partial_attention": (Implementation("kernel", _attention, plans=("attention",)),),
         "prefill_attention": PROMPT_ATTENTION,
+        "router": (
+            Implementation("decode", _router, covers=_decodes),
+            Implementation("prompt", _prefill_router),
+        ),
     }
 )

@@ -33,7 +33,7 @@ from lowlat.lowering.weight_parts import GEMMS, PACKED
 
 __all__ = [
     "AT_ONCE", "PROMPT_LINEAR", "activation_workspace", "arranged_rows", "asks_for_codes", "code_memory", "code_result",
-    "codes_workspace", "gemm_of", "gemm_workspaces", "given_rows", "multiply_arranged", "multiply_chunks",
+    "codes_workspace", "gemm_of", "gemm_workspaces", "given_rows", "multiply_arranged",
     "multiply_prompt", "parts_of",
 ]  # fmt: skip
 
@@ -211,11 +211,11 @@ def _by_unpacked(
     scales = weight.scales
     matrix = unpack_rows(weight) if unpacked is None else unpacked[: weight.rows, : weight.columns]
     if places is None:
-        multiply_chunks(x, matrix, chunk, out)
+        _multiply_chunks(x, matrix, chunk, out)
         packed = out
     else:
         packed = torch.empty(x.shape[0], matrix.shape[0], dtype=torch.float32, device=x.device)
-        multiply_chunks(x, matrix, chunk, packed)
+        _multiply_chunks(x, matrix, chunk, packed)
     if scales is not None:
         packed *= scales[: weight.rows]
     if places is not None:
@@ -224,7 +224,7 @@ def _by_unpacked(
         out += bias
 
 
-def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
+def _multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
     """x [M, K] @ weight.T [K, N] bf16 into float32 [M, N], `chunk` rows at a time, accumulated in float32.
 
     The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those next to it: a part
@@ -233,7 +233,7 @@ def multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torc
     short = -x.shape[0] % chunk
     if short:
         whole = torch.empty(x.shape[0] + short, weight.shape[0], dtype=torch.float32, device=x.device)
-        multiply_chunks(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
+        _multiply_chunks(torch.nn.functional.pad(x, (0, 0, 0, short)), weight, chunk, whole)
         out.copy_(whole[: x.shape[0]])
         return
     for rows, results in zip(x.split(chunk), out.split(chunk), strict=True):

@@ -18,7 +18,8 @@ from rowwise_cases import (
     same_bits,
 )
 
-from lowlat.kernels.moe.router import RouterNorm, router
+from lowlat.kernels.gemm.prefill.narrow_gemm import narrow_gemm
+from lowlat.kernels.moe.router import RouterNorm, prefill_router, router
 from lowlat.kernels.moe.topk_routing import TopKRouting, route_top_k
 
 
@@ -54,6 +55,31 @@ def test_a_router_of_normed_rows_has_the_bits_of_norm_and_router_together(
         found.append((ids, shares))
     for ids, shares in found[1:]:
         assert torch.equal(ids, found[0][0]) and torch.equal(shares, found[0][1])
+
+
+@pytest.mark.parametrize(("width", "experts", "shared"), [(2880, 128, False), (2048, 257, True), (8, 3, False)])
+@pytest.mark.parametrize("rows", [64, 2048])
+def test_a_prompt_s_rows_choose_by_their_narrow_product(
+    lab: Lab, rows: int, width: int, experts: int, shared: bool
+) -> None:
+    """Close to a step's logits; two experts that are alike have equal ones, and dead rows choose none."""
+    given: dict[str, Any] = {name: lab.place(each) for name, each in router_inputs(rows, width, experts).items()}
+    together = route(lab, given)
+    del given["norm_weight"]
+    given["x"] = together["normed"]
+    chosen: dict[str, Any] = {
+        "expert_ids": torch.full((rows, 3), 77, dtype=torch.int32, device=lab.device),
+        "expert_weights": torch.full((rows, 3), torch.nan, device=lab.device),
+    }
+    lab.run(*prefill_router(**given, **chosen, shared=shared, workspace=Poisoned(lab.device)))
+    logits = torch.full((rows, experts), torch.nan, device=lab.device)
+    lab.run(*narrow_gemm(given["x"], given["weight"], given["bias"], out=logits, workspace=Poisoned(lab.device)))
+    assert torch.equal(logits[:, -1], logits[:, experts // 2])
+    step = together["logits"].double()
+    assert float((logits.double() - step).norm()) <= 1e-5 * float(step.norm())
+    ids, shares = want_routing(TopKRouting(logits, given["row_live"], shared=shared), 3)
+    assert torch.equal(chosen["expert_ids"].cpu(), ids)
+    torch.testing.assert_close(chosen["expert_weights"].cpu(), shares, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("top_k", "experts"), [(9, 257), (11, 513), (2, 2)])

@@ -20,6 +20,7 @@ from lowlat.engine.memory.plan import memory_need, plan_rank
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket, Role
+from lowlat.kernels.gemm.prefill.narrow_gemm import num_parts
 from lowlat.kernels.gemm.prefill.plan import segments_of
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.lowering.memory import workspace_bytes
@@ -175,8 +176,8 @@ def test_a_step_starts_again_in_the_middle_of_a_context() -> None:
 
 @pytest.mark.parametrize("chunk", [128, 2048])
 def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk: int) -> None:
-    """The plan counts experts' partial sums, logits, lists of pairs and tiles, keys and values; none for torch's
-    operations."""
+    """The plan counts experts' partial sums, logits and their parts, lists of pairs and tiles, keys and values; none
+    for torch's operations."""
     model = Model("gpt-oss-120b")
     config, spec = model.config, model.config.experts
     assert spec is not None
@@ -192,7 +193,8 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     sums = max(count * apart * n if (count := segments_of(n, k)[0]) > 1 else 0 for n, k in ((5120, 2880), (2880, 4096)))
     by_place = pairs + 8 * spec.num_experts if pairs >= 48 * spec.num_experts else 0  # rows of the warpgroups' GEMMs
     arranged = (4 * pairs, 2 * by_place * inner) if by_place else ()
-    experts = (4 * pairs, 16 * tiles, 4 * (by_place or pairs) * hidden, 4 * chunk * spec.num_experts)
+    logits = 4 * chunk * spec.num_experts
+    experts = (4 * pairs, 16 * tiles, 4 * (by_place or pairs) * hidden, logits, num_parts(hidden) * logits)
     parts = (*experts, *arranged, keys, keys, 16, 2 * chunk * 4096, 4 * sums)
     need, _ = plan_rank((prefill,), weights, CPU, H200)
     assert need.scratch_bytes == scratch + sum(parts)

@@ -43,7 +43,7 @@ PREFILL: dict[str, list[str]] = {
     "dense": ["norm+add+prefill gemm", "qk_norm+rope", "attention+prefill gemm", "norm+add+gated ffn"],
     "moe": [
         *("norm+add+prefill gemm", "qk_norm+rope", "attention+prefill gemm", "norm+add+gated ffn"),
-        *("cast", "rms_norm", "rms_norm", "norm+router", "experts", "norm+add"),
+        *("cast", "rms_norm", "rms_norm", "rms_norm", "router", "experts", "norm+add"),
     ],
     "per-layer": [
         *("norm+add+prefill gemm", "qk_norm+rope", "attention+prefill gemm", "norm+add+gated ffn", "norm+add"),

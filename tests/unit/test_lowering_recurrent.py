@@ -132,6 +132,20 @@ def test_prefill(gpu: Gpu, pairs: Mapping[bool, Pair]) -> None:
                             assert reached(group.kernel_calls, made.buffers[name]), (op.kind, name)
 
 
+@pytest.mark.parametrize("gpu", [H200, AMPERE])
+def test_a_prompt_s_narrow_gemm_is_a_product_and_a_sum_of_all_its_rows(gpu: Gpu, pairs: Mapping[bool, Pair]) -> None:
+    for pair in pairs.values():
+        made = pair.lower_program(build_prefill(pair.geometry), gpu)
+        groups = [group for group in made.groups if any(op.kind == "narrow_linear" for op in group.ops)]
+        assert len(groups) == 2
+        for group in groups:
+            assert [call.kernel.name.rpartition("_")[0] for call in group.kernel_calls] == ["narrow_gemm", "narrow_sum"]
+            assert len(group.calls) == 2
+            (op,) = group.ops
+            assert reached(group.kernel_calls[:1], made.buffers[op.reads["x"]])
+            assert reached(group.kernel_calls[1:], made.buffers[op.writes["out"]])
+
+
 def test_every_kernel_has_an_example(pairs: Mapping[bool, Pair]) -> None:
     known = {family(kernel) for _, kernel in examples()}
     for pair in pairs.values():

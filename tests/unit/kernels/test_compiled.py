@@ -45,7 +45,7 @@ NARROW = re.compile(
     r"route_top_k|keep_prompt_logprobs|advance_states|"
     r"\w+_97(_|$)"
 )
-PRODUCTS = re.compile(r"decode_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
+PRODUCTS = re.compile(r"decode_gemm|narrow_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
 CODES = re.compile(r"attention_\d.*_[cd]$")
 ACTIVATING = re.compile(r"silu|gelu|swiglu|gated|gate_up|experts_(grouped|gemm|mlp)|expert")
 # 8.x lacks registers for attention's tiles, the widest router's weights and the rows that a prompt's recurrence loads
