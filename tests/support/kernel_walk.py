@@ -47,7 +47,7 @@ from lowlat.kernels.toolchain.digests import _imported as imported
 # what others stand for where kernels are walked
 STAND_INS = {
     f"lowlat.kernels.toolchain.{name}"
-    for name in ("numba_cuda", "ptx", "ptx_attention", "ptx_dots", "ptx_hopper", "ptx_state")
+    for name in ("numba_cuda", "ptx", "ptx_attention", "ptx_dots", "ptx_hopper", "ptx_state", "ptx_warp")
 }
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 

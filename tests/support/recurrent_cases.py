@@ -14,7 +14,7 @@ from lowlat.kernels.toolchain.kernel import KernelCall
 
 EPS = 1e-6
 SLOTS, SNAPSHOTS, TAPS = 3, 2, 4
-MODULES = ("delta_math", "delta_step", "delta_rule", "delta_conv", "delta_norm", "delta_prefill", "state_lens")
+MODULES = ("delta_math", "delta_tile_math", "delta_step", "delta_rule", "delta_conv", "delta_norm", "delta_tiles", "delta_prefill", "state_lens")
 Run = Callable[..., None]
 Build = Callable[..., list[KernelCall]]
 

@@ -47,7 +47,8 @@ BENCH_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `bench`; may be
 IMPORTERS = {
     "numba": {f"kernels/toolchain/{name}.py" for name in ("numba_cuda", "numba_cpu", "quicker_numba")},
     "llvmlite": {
-        f"kernels/toolchain/{name}.py" for name in ("ptx", "ptx_attention", "ptx_dots", "ptx_hopper", "ptx_state")
+        f"kernels/toolchain/{name}.py"
+        for name in ("ptx", "ptx_attention", "ptx_dots", "ptx_hopper", "ptx_state", "ptx_warp")
     },
     "cuda": {
         *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
