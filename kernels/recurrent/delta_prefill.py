@@ -35,7 +35,7 @@ __all__ = ["examples", "prefill_delta_rule"]
 STAGES = 3
 NEVER = 1 << 40  # more rows than a chunk has
 WARP_COLUMNS, WIDE = 16, 64
-LEAST_WARPS = 4  # of a block: those that have no columns copy for the others
+LEAST_COPIERS = 2  # warps of a block that copy for those that have columns, of which there are as many or fewer
 
 
 @cache
@@ -50,9 +50,8 @@ def _make_walk(heads: HeadSizes, size: int, columns: int, pairs: int, most_block
     key_heads, value_heads, dim, value_dim = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
     parts, group, channels = value_dim // columns, heads.group, heads.channels
     walkers, halves = -(-columns // WARP_COLUMNS), min(columns // 8, 2)
-    threads = 32 * max(walkers, LEAST_WARPS)
-    first_copier = 0 if walkers >= LEAST_WARPS else 32 * walkers
-    copiers = threads - first_copier
+    first_copier, copiers = 32 * walkers, 32 * max(walkers, LEAST_COPIERS)
+    threads = first_copier + copiers
     pieces, value_pieces = dim // 8, columns // 8  # of 16 bytes
     stride, value_stride = row_stride(dim), row_stride(max(columns, WARP_COLUMNS))
     # shared memory, in bytes, of a stage: keys and queries, values, what the tile brings

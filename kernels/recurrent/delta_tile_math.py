@@ -143,12 +143,10 @@ def advance_tile(
 def _multiply_lower(ops: Any, sums: list[list[Any]], numbers: Sequence[Any], fragments: Any, offset: int) -> list[Any]:
     """Sums plus the products of numbers, 16 columns by TILE rows, by T or M; flat."""
     factors = [_first_factors(ops, numbers, block) for block in range(2)]
-    for place, (tile, block) in enumerate(LOWER):
-        words = ops.load_128(fragments, offset + FRAGMENT_BYTES * place)
-        whole, left = factors[block]
-        sums[tile] = ops.mma(sums[tile], left, words[:2])
-        sums[tile] = ops.mma(sums[tile], whole, words[2:])
-        sums[tile] = ops.mma(sums[tile], whole, words[:2])
+    blocks = [ops.load_128(fragments, offset + FRAGMENT_BYTES * place) for place in range(len(LOWER))]
+    for left, rest in ((1, 0), (0, 1), (0, 0)):  # one factor after another, so that no product waits for the one before
+        for (tile, block), words in zip(LOWER, blocks, strict=True):
+            sums[tile] = ops.mma(sums[tile], factors[block][left], words[2 * rest : 2 * rest + 2])
     return [each for four in sums for each in four]
 
 
@@ -186,10 +184,11 @@ def product_of_rows(ops: Any, first: Any, second: Any, *, dim: int, stride: int)
 
 
 def solve_tile(
-    ops: Any, products: Any, rows: Any, matrices: Any, column: Any, lane: Any, key: Any, beta: Any
+    ops: Any, barrier: Any, products: Any, rows: Any, matrices: Any, column: Any, lane: Any, key: Any, beta: Any
 ) -> list[Any]:
     """T and M of a tile in shared memory; of the lane's row s it gives g_s, p_last,s and g_last.
 
+    barrier    of the warp, by its number
     products   shared address of k_t k_s [TILE, TILE] in column s, keys as they are; q_t k_s follow them
     rows       of 4 floats a row t: decay, beta over the norm of k, what q is multiplied by, nothing
     matrices   of T, and M after it; column: of their column s
@@ -208,7 +207,7 @@ def solve_tile(
         read = ops.mul(ops.mul(ops.load_float(products, PITCH * (TILE + row)), scale), weight)
         ops.store_float(column, PITCH * row, ops.select(is_earlier, ops.negated(seen), zero))
         ops.store_float(column, PITCH * (TILE + row), ops.select(ops.below(lane, row + 1), read, zero))
-    ops.sync()
+    ops.sync(barrier)
     solved: list[Any] = []  # the lane's column of (1 + A)^-1
     for row in range(TILE):
         value = ops.select(ops.below(lane, row), zero, ops.select(ops.below(lane, row + 1), one, zero))
@@ -217,10 +216,10 @@ def solve_tile(
             for word, known in zip(words, solved[first:], strict=False):
                 value = ops.fma(ops.float_of(word), known, value)
         solved.append(value)
-    ops.sync()
+    ops.sync(barrier)
     for row, value in enumerate(solved):
         ops.store_float(column, PITCH * row, ops.mul(value, beta))
-    ops.sync()
+    ops.sync(barrier)
     return [before, between, total]
 
 

@@ -30,7 +30,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["make_tiles", "most_tiles", "row_stride", "tile_workspace"]
 
-WARPS = 4
+WARPS, MIN_BLOCKS = 4, 3  # of a block, of an SM
 
 
 def row_stride(dim: int) -> int:
@@ -76,7 +76,7 @@ def make_tiles(heads: HeadSizes, size: int) -> Kernel:
 
     multiply = ptx_warp.unrolled(product, TILE // 2, u32, u32)
     store_sums = ptx_warp.unrolled(store_product, 0, u32, (f32, TILE // 2))
-    solve = ptx_warp.unrolled(solve_tile, 3, u32, u32, u32, u32, u32, f32, f32)
+    solve = ptx_warp.unrolled(solve_tile, 3, u32, u32, u32, u32, u32, u32, f32, f32)
     write = ptx_warp.unrolled(write_fragments, 0, u32, i64)
 
     @device_function
@@ -143,10 +143,11 @@ def make_tiles(heads: HeadSizes, size: int) -> Kernel:
         rows = uint32(base + uint32(warp * int64(warp_bytes)))
         matrices = uint32(rows + uint32(rows_bytes))
         store_four(uint32(rows + word * uint32(16)), decay, ptx.mul_rn(beta, key), query, float32(0.0))
-        ptx.sync_warp()
+        barrier = uint32(warp + int64(1))
+        ptx.sync_one_warp(barrier)
         before, after, total = solve(
-            uint32(base + uint32(products) + word * uint32(4)), rows, matrices, uint32(matrices + word * uint32(4)), word,
-            key, beta,
+            barrier, uint32(base + uint32(products) + word * uint32(4)), rows, matrices,
+            uint32(matrices + word * uint32(4)), word, key, beta,
         )  # fmt: skip
         row, place = lane >> int64(2), lane & int64(3)
         source = uint32(matrices + uint32(row * int64(PITCH) + place * int64(8)))
@@ -156,7 +157,7 @@ def make_tiles(heads: HeadSizes, size: int) -> Kernel:
         ptx.store_global_f32(at + int64(8), ptx.mul_rn(before, query))
         ptx.store_global_f32(at + int64(16), ptx.mul_rn(after, key))
         ptx.store_global_f32(at + int64(24), total)
-        ptx.sync_warp()
+        ptx.sync_one_warp(barrier)
 
     def gated_delta_tiles(
         mixed: Any, ba: Any, a_log: Any, dt_bias: Any, chunk: Any, tiles: Any, most: Any
@@ -186,5 +187,6 @@ def make_tiles(heads: HeadSizes, size: int) -> Kernel:
 
     name = f"gated_delta_tiles_{key_heads}_{value_heads}_{dim}_{heads.value_dim}_{size}"
     return Kernel(
-        name, gated_delta_tiles, (i64,) * 7, threads, shared_bytes=factors + 8 * TILE, waits_before_trigger=True
-    )
+        name, gated_delta_tiles, (i64,) * 7, threads, min_blocks=MIN_BLOCKS, shared_bytes=factors + 8 * TILE,
+        waits_before_trigger=True,
+    )  # fmt: skip

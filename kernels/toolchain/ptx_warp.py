@@ -121,9 +121,9 @@ class Instructions:
         """The first float where the condition holds, else the other."""
         return self._builder.select(condition, value, other)
 
-    def sync(self) -> None:
-        """A barrier of the warp's lanes."""
-        self._none("bar.warp.sync 0xffffffff;", [], together=True)
+    def sync(self, barrier: Any) -> None:
+        """A barrier of the warp's lanes, by a barrier of the block, see `ptx.sync_one_warp`."""
+        self._none("bar.sync $0, 32;", [(u32, barrier)], together=True)
 
     def _call(self, text: str, returned: Any, outputs: Sequence[str], given: Any, pure: bool, together: bool) -> Any:
         constraints = [*outputs, *(_LETTER[kind] for kind, _ in given), *([] if pure else ["~{memory}"])]
@@ -172,7 +172,7 @@ def unrolled(written: Callable[..., Any], count: int, *arguments: Any) -> Any:
         2: lambda context, a, b: (signature, codegen),
         3: lambda context, a, b, c: (signature, codegen),
         4: lambda context, a, b, c, d: (signature, codegen),
-        7: lambda context, a, b, c, d, e, f, g: (signature, codegen),
+        8: lambda context, a, b, c, d, e, f, g, h: (signature, codegen),
         9: lambda context, a, b, c, d, e, f, g, h, i: (signature, codegen),
     }
     return intrinsic(given[len(arguments)])

@@ -427,6 +427,7 @@ class Walker:
             "barrier_is_over": self._is_over,
             "barrier_is_over_soon": self._is_over,
             "sync_warp": warp.sync,
+            "sync_one_warp": lambda number: warp.sync(),
             "sync_two_warps": lambda number: self._meet(f"barrier {number}", 2 * WARP),
             "trap": self._trap,
             "lanes_of_same": warp.same,

@@ -29,7 +29,9 @@ class _Instructions:
         self._global_two, self._put_global_two = load_words(at, "2I"), store(at, "2I")
         self._put_global_four, self._put_global = store(at, "4I"), store(at, "I")
         self.number, self.mul, self.fma = np.float32, mul_rn, fma_rn
-        self.sync = self._warp.sync
+
+    def sync(self, barrier: int) -> None:
+        self._warp.sync()
 
     def load_64(self, address: int, offset: int) -> tuple[int, ...]:
         return self._two(address + offset)
