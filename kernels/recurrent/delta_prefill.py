@@ -186,7 +186,9 @@ def _make_walk(heads: HeadSizes, size: int, columns: int, pairs: int, most_block
             low, done = max(-first, int64(0)), min(live, first + int64(size))
             if walks:
                 stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
-                target = out + ((first + row) * int64(value_heads * value_dim) + own_column + place * int64(2)) * int64(2)
+                target = out + ((first + row) * int64(value_heads * value_dim) + own_column + place * int64(2)) * int64(
+                    2
+                )
                 tile = advance(
                     tile, uint32(stage + rows_at), uint32(stage + turned_at), uint32(stage + own_values_at),
                     uint32(stage + own_tile_at), uint32(stage + own_gates_at), target, uint32(row - low),
@@ -223,10 +225,10 @@ def _columns(heads: HeadSizes, gpu: Gpu) -> int:
 def prefill_delta_rule(given: Given, *, workspace: Workspace, gpu: Gpu = H200) -> list[KernelCall]:
     """`prefill_delta_rule` of the reference; mixed and out are bf16, weights float32.
 
-    Rows are taken in tiles, which begin at positions that are multiples of 32, or of what 32 and chunk_size have in
-    common: so the bits of rows and states are the same in chunks of any size that begin there. A snapshot that is due
-    elsewhere, the chunk's end excepted, is NaN. Two launches. Time: some 1.2 us a tile, whatever the number of heads, as
-    long as a head's blocks find an SM. Captured: yes. Raises ShapeError for arguments that do not fit.
+    Rows are taken in tiles that begin at multiples of 32 positions, or of the greatest common divisor of 32 and
+    chunk_size: so rows and states have the same bits in chunks of any size that begin there. A snapshot that is due
+    elsewhere is NaN, but for one at the chunk's end. Two launches. Time: some 1.2 us a tile, whatever the number of
+    heads, as long as each of their blocks finds an SM. Captured: yes. Raises ShapeError for arguments that do not fit.
     """
     mixed, ba, a_log, dt_bias = (given[name] for name in ("mixed", "ba", "a_log", "dt_bias"))
     rows, heads = mixed.shape[0], HeadSizes(*given.sizes("Hk", "Hv", "Dk", "Dv"))

@@ -8,8 +8,9 @@ beta are its rows' gates. With g_t the product of the decays up to row t and p_t
 
 Keys and queries are the bf16 numbers that the convolution gave: what divides them by their norms is part of the gates.
 The other factor of each product is a sum of two bf16, its rounded value and the rounded rest, so a product has 16 bits
-or more. A warp has 16 columns of a state in registers, as sums of products of 16 columns by 8 rows of S: a lane has
-columns g and g + 8 and rows 2 t and 2 t + 1, g its quarter and t its place there. Such sums are a first factor as they are.
+or more. A warp has 16 columns of a state in registers, as the sums of products of 16 columns by 8 rows of S: a lane has
+columns g and g + 8 and rows 2 t and 2 t + 1, g its quarter and t its place there. Such sums are a first factor as they
+stand.
 """
 
 from collections.abc import Sequence
@@ -54,8 +55,10 @@ def _first_factors(ops: Any, sums: Sequence[Any], block: int) -> tuple[list[Any]
 
 
 def load_state(ops: Any, address: Any, is_there: Any, dim: int, halves: int) -> list[Any]:
-    """A lane's numbers of a state [columns, dim] in global memory, from its first; zeros where the word `is_there` is 0,
-    and for columns g + 8 of a warp that has 8 (one half)."""
+    """A lane's numbers of a state [columns, dim] in global memory, from its first.
+
+    They are zeros where the word `is_there` is 0, and for columns g + 8 of a warp that has 8, one half.
+    """
     zeros = [ops.number(0.0)] * 2
     numbers = []
     for tile in range(dim // 8):
@@ -128,7 +131,9 @@ def advance_tile(
     scaled, total = [], ops.number(0.0)
     for tile in range(TILES):
         left0, left1, total, _ = map(ops.float_of, ops.load_128(gates, 128 * tile + 16))
-        scaled += [ops.mul(*each) for each in zip((left0, left1) * 2, corrections[4 * tile : 4 * tile + 4], strict=True)]
+        scaled += [
+            ops.mul(*each) for each in zip((left0, left1) * 2, corrections[4 * tile : 4 * tile + 4], strict=True)
+        ]
     after = _update(ops, [ops.mul(total, each) for each in state], scaled, turned, dim, stride)
     outputs = _multiply_lower(ops, read, corrections, fragments, len(LOWER) * FRAGMENT_BYTES)
     for tile in range(TILES):
@@ -150,9 +155,7 @@ def _multiply_lower(ops: Any, sums: list[list[Any]], numbers: Sequence[Any], fra
     return [each for four in sums for each in four]
 
 
-def _update(
-    ops: Any, state: Sequence[Any], scaled: Sequence[Any], turned: Any, dim: int, stride: int
-) -> list[Any]:
+def _update(ops: Any, state: Sequence[Any], scaled: Sequence[Any], turned: Any, dim: int, stride: int) -> list[Any]:
     """A state plus the products of scaled corrections by keys."""
     sums = [list(state[4 * tile : 4 * tile + 4]) for tile in range(dim // 8)]
     factors = [_first_factors(ops, scaled, block) for block in range(2)]

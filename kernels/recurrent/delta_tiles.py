@@ -159,9 +159,7 @@ def make_tiles(heads: HeadSizes, size: int) -> Kernel:
         ptx.store_global_f32(at + int64(24), total)
         ptx.sync_one_warp(barrier)
 
-    def gated_delta_tiles(
-        mixed: Any, ba: Any, a_log: Any, dt_bias: Any, chunk: Any, tiles: Any, most: Any
-    ) -> None:
+    def gated_delta_tiles(mixed: Any, ba: Any, a_log: Any, dt_bias: Any, chunk: Any, tiles: Any, most: Any) -> None:
         thread, number, key_head = int64(cuda.threadIdx.x), int64(cuda.blockIdx.x), int64(cuda.blockIdx.y)
         lane, warp = thread & int64(31), thread >> int64(5)
         base = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))

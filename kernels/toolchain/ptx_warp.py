@@ -140,9 +140,7 @@ class Instructions:
         call = self._call(text, struct, [f"={_LETTER[kind]}"] * count, given, pure, together)
         return [self._builder.extract_value(call, place) for place in range(count)]
 
-    def _one(
-        self, text: str, kind: Any, given: Sequence[Any], *, pure: bool = False, together: bool = False
-    ) -> Any:
+    def _one(self, text: str, kind: Any, given: Sequence[Any], *, pure: bool = False, together: bool = False) -> Any:
         return self._call(text, ir_type(kind), [f"={_LETTER[kind]}"], given, pure, together)
 
     def _none(self, text: str, given: Sequence[Any], *, together: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A stand-in for `ptx_warp` where a kernel is walked: what a function writes out is followed on numbers, line by line."""
+"""A stand-in for `ptx_warp` where a kernel is walked: what a function writes out is followed on numbers."""
 
 import importlib
 import sys
