@@ -60,7 +60,7 @@ def load_state(ops: Any, address: Any, is_there: Any, dim: int, halves: int) -> 
     They are zeros where the word `is_there` is 0, and for columns g + 8 of a warp that has 8, one half.
     """
     zeros = [ops.number(0.0)] * 2
-    numbers = []
+    numbers: list[Any] = []
     for tile in range(dim // 8):
         for half in range(2):
             at = 32 * dim * half + 32 * tile
