@@ -125,7 +125,7 @@ def _prompt(layer: _Layer, copy: int) -> dict[str, list[KernelCall]]:
     given: dict[str, Any] = {**layer.weights, **own, "state": state, "out": out, "workspace": workspace}
     rule = prefill_delta_rule(mixed=mixed, ba=ba, **given, gpu=layer.gpu)
     norm = delta_norm(out, x, layer.norm_weight, out=torch.empty_like(out), eps=EPS)
-    return {"conv": conv, "rows": rule[:1], "walk": rule[1:], "norm": norm, "layer": [*conv, *rule, *norm]}
+    return {"conv": conv, "tiles": rule[:1], "walk": rule[1:], "norm": norm, "layer": [*conv, *rule, *norm]}
 
 
 def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
@@ -139,7 +139,7 @@ def entries(device: torch.device, gpu: Gpu) -> list[Entry]:
             calls = partial(_step, layer, batch, rows, fits)
             conditions = {"model": name, "batch": batch, "rows": rows, "pending_rows": rows}
             made.append(Entry(f"{name}: step, B = {batch}, T = {rows}", calls, copies, moved, conditions=conditions))
-        for part in ("conv", "rows", "walk", "norm", "layer"):
+        for part in ("conv", "tiles", "walk", "norm", "layer"):
             calls, conditions = partial(_prefill, layer, part), {"model": name, "rows": CHUNK}
             made.append(Entry(f"{name}: prompt, {part}", calls, PREFILL_COPIES, conditions=conditions))
     return made

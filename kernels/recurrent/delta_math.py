@@ -1,8 +1,8 @@
 """Device functions of gated delta nets: the convolution's sum, gates, l2 norms, the gated norm.
 
-A step's kernels and those of prompts call the same ones: a row's bits do not depend on which of them it meets. Results
-of rounding to bf16 are float32 here. Four neighbouring numbers of a head are a lane's; sums over a head add a lane's
-squares by fused multiply-adds in order, then the lanes by a butterfly.
+A step's kernels and those of prompts call the same ones: what a row is convolved to, its gates and its norm do not
+depend on which of them it meets. Results of rounding to bf16 are float32 here. Four neighbouring numbers of a head are
+a lane's; sums over a head add a lane's squares by fused multiply-adds in order, then the lanes by a butterfly.
 """
 
 import math
@@ -27,6 +27,7 @@ __all__ = [
     "rounded",
     "store_four",
     "tile_sum",
+    "unit_factor",
     "unit_heads",
 ]
 
@@ -94,7 +95,8 @@ def store_four(address: Any, a: Any, b: Any, c: Any, d: Any) -> None:
 
 
 @device_function
-def _unit_factor(squares: Any) -> Any:
+def unit_factor(squares: Any) -> Any:
+    """1 / the l2 norm of a head, of the sum of its squares."""
     return float32(1.0) / float32(math.sqrt(ptx.add_rn(squares, float32(NORM_EPS))))
 
 
@@ -115,7 +117,7 @@ def unit_heads(q: Any, k: Any, lane: Any, dim: Any, scale: Any) -> Any:
             query_squares = ptx.fma_rn(x[place], x[place], query_squares)
             key_squares = ptx.fma_rn(y[place], y[place], key_squares)
         piece = uint32(piece + uint32(32))
-    query_factor, key_factor = _unit_factor(lane_sum(query_squares)), _unit_factor(lane_sum(key_squares))
+    query_factor, key_factor = unit_factor(lane_sum(query_squares)), unit_factor(lane_sum(key_squares))
     piece = lane
     while piece < uint32(dim // 4):
         at = uint32(piece * uint32(16))

@@ -1,201 +1,127 @@
-"""The gated delta rule over a chunk of a prompt: the recurrence of a step's kernel, row after row.
+"""The gated delta rule over a chunk of a prompt, a tile of up to 32 positions after another, on tensor cores.
 
-Columns of a state do not depend on each other, so a block takes up to 32 columns of a head and walks the chunk's rows;
-each warp goes its own way within a tile of rows. A launch before makes what rows bring: unit queries, keys, gates.
-Tiles of them are copied to shared memory two ahead, and the next row is loaded while one is reckoned.
+Columns of a state do not depend on each other: a warp has 16 columns of a head in registers and a block 8 to 64. What
+rows bring is made by a launch before, for all tiles at once (`delta_tiles`); a tile of it, and its rows' keys, queries
+and values, are copied to shared memory two tiles ahead. The products: `delta_tile_math`.
 """
 
-from collections.abc import Sequence
+import math
 from functools import cache
 from typing import Any
 
 import torch
 
 from lowlat.kernels.common.memory import divide, int_at
-from lowlat.kernels.common.norm_math import high_value, low_value
 from lowlat.kernels.elementwise.norm import check_dtype
-from lowlat.kernels.recurrent.delta_math import (
-    beta_of,
-    decay_of,
-    four_numbers,
-    rounded,
-    store_four,
-    tile_sum,
-    unit_heads,
-)
 from lowlat.kernels.recurrent.delta_rule import check_heads, snapshot_pairs
-from lowlat.kernels.recurrent.delta_step import WARP_COLUMNS, HeadSizes
+from lowlat.kernels.recurrent.delta_step import HeadSizes
+from lowlat.kernels.recurrent.delta_tile_math import (
+    GATES_AT,
+    TILE,
+    TILE_BYTES,
+    advance_tile,
+    load_state,
+    store_state,
+)
+from lowlat.kernels.recurrent.delta_tiles import make_tiles, most_tiles, row_stride, tile_workspace
 from lowlat.kernels.reference.recurrent import delta_rule as reference
-from lowlat.kernels.toolchain import ptx, ptx_state
-from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace, WorkspaceShape
+from lowlat.kernels.toolchain import ptx, ptx_warp
+from lowlat.kernels.toolchain.kernel import H200, Gpu, Kernel, KernelCall, Workspace
 from lowlat.kernels.toolchain.launches import Given, launches_with
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["examples", "heads_of", "prefill_delta_rule", "row_workspaces"]
+__all__ = ["examples", "prefill_delta_rule"]
 
-TILE_BYTES = 16 << 10  # of queries and keys, at most
 STAGES = 3
 NEVER = 1 << 40  # more rows than a chunk has
-WARPS = 4  # of a block that makes what rows bring
+WARP_COLUMNS, WIDE = 16, 64
+LEAST_COPIERS = 2  # warps of a block that copy for those that have columns, of which there are as many or fewer
 
 
 @cache
-def _make_rows(heads: HeadSizes) -> Kernel:
-    """A row's unit query and key, and its gates: grid (c, Hk / WARPS), a warp a key head.
-
-    vectors  [Hk, c, 2, Dk] float32 out: the query, the key
-    gates    [Hv, c, 4]     float32 out: decay, beta, the query's product with the key, nothing
-    """
-    key_heads, value_heads, dim, group = heads.key_heads, heads.value_heads, heads.key_dim, heads.group
-    channels, fours = heads.channels, heads.key_dim // 4
-    scale = dim**-0.5
-
-    def gated_delta_rows(
-        mixed: Any, ba: Any, a_log: Any, dt_bias: Any, chunk: Any, vectors: Any, gates: Any, count: Any
-    ) -> None:
-        thread, row = int64(cuda.threadIdx.x), int64(cuda.blockIdx.x)
-        lane, warp = thread & int64(31), thread >> int64(5)
-        head = int64(cuda.blockIdx.y) * int64(WARPS) + warp
-        base = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
-        query = uint32(base + uint32(warp * int64(8 * dim)))
-        key = uint32(query + uint32(4 * dim))
-        ptx.wait_for_previous_kernel()
-        ptx.let_next_kernel_start()
-        if head >= int64(key_heads) or row >= int_at(chunk, int64(1)):
-            return
-        source = mixed + (row * int64(channels) + head * int64(dim)) * int64(2)
-        piece = lane
-        while piece < int64(fours):
-            low, high = ptx.load_global_64(source + piece * int64(8))
-            at = uint32(piece * int64(16))
-            store_four(query + at, low_value(low), high_value(low), low_value(high), high_value(high))
-            low, high = ptx.load_global_64(source + int64(2 * key_heads * dim) + piece * int64(8))
-            store_four(key + at, low_value(low), high_value(low), low_value(high), high_value(high))
-            piece += int64(32)
-        product = unit_heads(query, key, uint32(lane), dim, scale)
-        target = vectors + (head * count + row) * int64(8 * dim)
-        piece = lane
-        while piece < int64(fours):
-            at = uint32(piece * int64(16))
-            a, b, c, d = ptx.load_shared_128(query + at)
-            ptx.store_global_128(target + piece * int64(16), a, b, c, d)
-            a, b, c, d = ptx.load_shared_128(key + at)
-            ptx.store_global_128(target + int64(4 * dim) + piece * int64(16), a, b, c, d)
-            piece += int64(32)
-        place = lane
-        while place < int64(group):
-            own = head * int64(group) + place
-            at = ba + (row * int64(2 * value_heads) + own) * int64(4)
-            beta = beta_of(ptx.load_global_f32(at))
-            bias = ptx.load_global_f32(dt_bias + own * int64(4))
-            decay = decay_of(
-                ptx.load_global_f32(at + int64(4 * value_heads)), ptx.load_global_f32(a_log + own * int64(4)), bias
-            )
-            ptx.store_global_128(
-                gates + (own * count + row) * int64(16), ptx.bits_of_float(decay), ptx.bits_of_float(beta),
-                ptx.bits_of_float(product), uint32(0),
-            )  # fmt: skip
-            place += int64(32)
-
-    name = f"gated_delta_rows_{key_heads}_{value_heads}_{dim}_{heads.value_dim}"
-    shared = WARPS * 8 * dim
-    return Kernel(
-        name, gated_delta_rows, (types.int64,) * 8, WARPS * 32, shared_bytes=shared, waits_before_trigger=True
-    )
-
-
-@cache
-def _make_walk(heads: HeadSizes, pairs: int, most_blocks: int = 0) -> Kernel:
+def _make_walk(heads: HeadSizes, size: int, columns: int, pairs: int, most_blocks: int = 0) -> Kernel:
     """Grid (Hv * blocks of a head,).
 
+    size         positions of a tile, a divisor of TILE
+    columns      of a head that a block has
     pairs        of a row of the states and a number of rows; -1: no snapshots are given
     most_blocks  as `Kernel` has it
     """
-    value_heads, key_dim, value_dim = heads.value_heads, heads.key_dim, heads.value_dim
-    columns, parts, group, channels = heads.columns, heads.parts, heads.group, heads.channels
-    threads = columns // WARP_COLUMNS * 32
-    value_channel, value_fours, value_words = 2 * heads.key_heads * key_dim, columns // 4, columns // 8
-    row_pieces = key_dim // 2  # of 16 bytes: a query and a key
-    tile_size = 16 if 16 * 8 * key_dim <= TILE_BYTES else 8
-    # shared memory, in bytes: of a stage, then two tiles of outputs
-    values_at = tile_size * 8 * key_dim
-    gates_at = values_at + tile_size * 2 * columns
-    stage_bytes = gates_at + tile_size * 16
-    outputs = STAGES * stage_bytes
-    output_bytes = tile_size * columns * 4
-    pieces, stride, tile_rows = key_dim // 32, 4 * key_dim * 4, key_dim // 8
-    load_tile, store_tile = ptx_state.load_tile(pieces, stride), ptx_state.store_tile(pieces, stride)
-    no_state = ptx.zeros(ptx_state.COLUMNS * tile_rows)
-    tile_sums, update_tile = ptx_state.tile_sums(tile_rows), ptx_state.update_tile(tile_rows)
-    load_vector = ptx.load_shared_tiles(pieces, 128)
+    key_heads, value_heads, dim, value_dim = heads.key_heads, heads.value_heads, heads.key_dim, heads.value_dim
+    parts, group, channels = value_dim // columns, heads.group, heads.channels
+    walkers, halves = -(-columns // WARP_COLUMNS), min(columns // 8, 2)
+    first_copier, copiers = 32 * walkers, 32 * max(walkers, LEAST_COPIERS)
+    threads = first_copier + copiers
+    pieces, value_pieces = dim // 8, columns // 8  # of 16 bytes
+    stride, value_stride = row_stride(dim), row_stride(max(columns, WARP_COLUMNS))
+    # shared memory, in bytes, of a stage: keys and queries, values, what the tile brings
+    values_at = 2 * TILE * stride
+    tile_at = values_at + TILE * value_stride
+    stage_bytes = tile_at + TILE_BYTES
+    out_stride = 2 * value_heads * value_dim
+    zero_fours = columns // 4
     await_tile, await_all = ptx.copies_wait(STAGES - 2), ptx.copies_wait(0)
+    u32, f32, i64 = types.uint32, types.float32, types.int64
+    numbers = dim // 2  # of a state that a lane has
+
+    def advanced(ops: Any, *arguments: Any) -> Any:
+        return advance_tile(
+            ops, *arguments, dim=dim, stride=stride, value_stride=value_stride, halves=halves, out_stride=out_stride
+        )
+
+    def loaded(ops: Any, address: Any, is_there: Any) -> Any:
+        return load_state(ops, address, is_there, dim, halves)
+
+    def stored(ops: Any, address: Any, state: Any, whole: Any) -> None:
+        store_state(ops, address, state, whole, dim, halves)
+
+    advance = ptx_warp.unrolled(advanced, numbers, (f32, numbers), u32, u32, u32, u32, u32, i64, u32, u32)
+    load = ptx_warp.unrolled(loaded, numbers, i64, u32)
+    store = ptx_warp.unrolled(stored, 0, i64, (f32, numbers), u32)
 
     @device_function
     def copy_tile(
-        base: Any, thread: Any, number: Any, live: Any, count: Any, key_head: Any, head: Any, column: Any, mixed: Any,
-        vectors: Any, gates: Any,
+        base: Any, thread: Any, number: Any, lead: Any, live: Any, most: Any, key_head: Any, head: Any, column: Any,
+        mixed: Any, tiles: Any,
     ) -> None:  # fmt: skip
-        """A tile's rows that are live, as a group of copies."""
-        first = number * int64(tile_size)
-        rows = min(live - first, int64(tile_size))
-        stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
-        source = vectors + (key_head * count + first) * int64(8 * key_dim)
-        place = thread
-        while place < rows * int64(row_pieces):
-            ptx.copy_async_16(uint32(stage + uint32(place * int64(16))), source + place * int64(16))
-            place += int64(threads)
-        place = thread
-        while place < rows * int64(value_words):
-            row, piece = divide(place, value_words)
-            at = (first + row) * int64(channels) + int64(value_channel) + column + piece * int64(8)
-            ptx.copy_async_16(uint32(stage + uint32(int64(values_at) + place * int64(16))), mixed + at * int64(2))
-            place += int64(threads)
-        if thread < rows:
-            target = uint32(stage + uint32(int64(gates_at) + thread * int64(16)))
-            ptx.copy_async_16(target, gates + (head * count + first + thread) * int64(16))
+        """A tile's rows, zeros for those that are not there, and what it brings; as a group of copies."""
+        first = number * int64(size) - lead
+        low, high = max(-first, int64(0)), min(live - first, int64(size))
+        if thread >= int64(first_copier) and high > int64(0):
+            own = thread - int64(first_copier)
+            stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
+            place = own
+            while place < int64(TILE * pieces):
+                row, piece = divide(place, pieces)
+                is_there = low <= row < high
+                size_there = uint32(16) if is_there else uint32(0)
+                key = mixed
+                if is_there:
+                    at = (first + row) * int64(channels) + int64(key_heads * dim) + key_head * int64(dim)
+                    key = mixed + (at + piece * int64(8)) * int64(2)
+                query = key - int64(2 * key_heads * dim) if is_there else mixed
+                target = uint32(stage + uint32(row * int64(stride) + piece * int64(16)))
+                ptx.copy_async_16_or_zero(target, key, size_there)
+                ptx.copy_async_16_or_zero(uint32(target + uint32(TILE * stride)), query, size_there)
+                place += int64(copiers)
+            place = own
+            while place < int64(TILE * value_pieces):
+                row, piece = divide(place, value_pieces)
+                is_there = low <= row < high
+                source = mixed
+                if is_there:
+                    at = (first + row) * int64(channels) + int64(2 * key_heads * dim) + column + piece * int64(8)
+                    source = mixed + at * int64(2)
+                target = uint32(stage + uint32(int64(values_at) + row * int64(value_stride) + piece * int64(16)))
+                ptx.copy_async_16_or_zero(target, source, uint32(16) if is_there else uint32(0))
+                place += int64(copiers)
+            source = tiles + (head * most + number) * int64(TILE_BYTES)
+            place = own
+            while place < int64(TILE_BYTES // 16):
+                target = uint32(stage + uint32(int64(tile_at) + place * int64(16)))
+                ptx.copy_async_16(target, source + place * int64(16))
+                place += int64(copiers)
         ptx.copies_commit()
-
-    @device_function
-    def write_tile(base: Any, thread: Any, number: Any, live: Any, column: Any, out: Any) -> None:
-        """The outputs of a tile's live rows."""
-        first = number * int64(tile_size)
-        source = uint32(base + uint32(int64(outputs) + (number & int64(1)) * int64(output_bytes)))
-        place = thread
-        while place < int64(tile_size * value_fours):
-            row, piece = divide(place, value_fours)
-            if first + row < live:
-                x = four_numbers(ptx.load_shared_128(uint32(source + uint32(place * int64(16)))))
-                at = (first + row) * int64(value_heads * value_dim) + column + piece * int64(4)
-                ptx.store_global_64(out + at * int64(2), ptx.bf16_pair(x[0], x[1]), ptx.bf16_pair(x[2], x[3]))
-            place += int64(threads)
-
-    @device_function
-    def value_at(address: Any, is_odd: Any) -> Any:
-        """A number of bf16, the second of a word where `is_odd`."""
-        word = ptx.load_shared_u32(address)
-        return high_value(word) if is_odd else low_value(word)
-
-    @device_function
-    def walk_row(
-        tile: Any, q: Any, k: Any, row: Any, decays: Any, values: Any, is_odd: Any, results: Any, writes: Any
-    ) -> Any:
-        """The state after a row of a tile; its outputs are stored by the lane that `writes`.
-
-        decays, values, results  addresses of the first row's gates, of its values and outputs in the lane's column
-        """
-        decay, beta, product, _ = four_numbers(ptx.load_shared_128(uint32(decays + row * uint32(16))))
-        at = uint32(values + row * uint32(2 * columns))
-        value0, value1 = value_at(at, is_odd), value_at(uint32(at + uint32(8)), is_odd)
-        sums = tile_sums(tile, k, q)
-        seen0, seen1 = tile_sum(sums[0]), tile_sum(sums[1])
-        read0, read1 = tile_sum(sums[2]), tile_sum(sums[3])
-        d0 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen0, value0))
-        d1 = ptx.mul_rn(beta, ptx.fma_rn(-decay, seen1, value1))
-        if writes:
-            at = uint32(results + row * uint32(4 * columns))
-            ptx.store_shared_f32(at, rounded(ptx.fma_rn(d0, product, ptx.mul_rn(decay, read0))))
-            ptx.store_shared_f32(uint32(at + uint32(16)), rounded(ptx.fma_rn(d1, product, ptx.mul_rn(decay, read1))))
-        return update_tile(tile, k, decay, d0, d1)
 
     @device_function
     def next_stop(snapshots: Any, done: Any) -> Any:
@@ -208,160 +134,133 @@ def _make_walk(heads: HeadSizes, pairs: int, most_blocks: int = 0) -> Kernel:
         return stop
 
     @device_function
-    def keep_tile(snapshots: Any, done: Any, origin: Any, tile: Any) -> Any:
-        """Store a lane's part of the snapshots that are due after so many rows, and give the next stop.
-
-        origin  where the part is in the first row of the states
-        """
+    def keep_state(snapshots: Any, before: Any, done: Any, origin: Any, state: Any) -> None:
+        """Store a lane's part of the snapshots that are due after more than `before` and up to `done` rows: NaN for one
+        that is due within a tile, where there is no state."""
         for pair in range(pairs):
             row, after = int_at(snapshots, int64(2 * pair + 1)), int_at(snapshots, int64(2 * pair + 2))
-            if row >= int64(0) and after == done:
-                store_tile(origin + row * int64(4 * value_heads * value_dim * key_dim), tile)
-        return next_stop(snapshots, done)
+            if row >= int64(0) and before < after <= done:
+                whole = uint32(1) if after == done else uint32(0)
+                store(origin + row * int64(4 * value_heads * value_dim * dim), state, whole)
 
     def prefill_gated_delta(
-        mixed: Any,
-        slot: Any,
-        chunk: Any,
-        snapshots: Any,
-        vectors: Any,
-        gates: Any,
-        state: Any,
-        out: Any,
-        count: Any,
+        mixed: Any, slot: Any, chunk: Any, snapshots: Any, tiles: Any, state: Any, out: Any, count: Any, most: Any
     ) -> None:
         base = uint32(ptx.shared_address(cuda.shared.array(shape=0, dtype=float32)))
         thread = int64(cuda.threadIdx.x)
         head, part = divide(cuda.blockIdx.x, parts)
         key_head = divide(head, group)[0]
         column = head * int64(value_dim) + part * int64(columns)
+        lane, warp = thread & int64(31), thread >> int64(5)
+        row, place = lane >> int64(2), lane & int64(3)
+        # where a lane's part of a stage begins, as `advance_tile` has it
+        rows_at = uint32((lane & int64(7)) * int64(stride) + (lane >> int64(3)) * int64(16))
+        turned_at = uint32((lane & int64(15)) * int64(stride) + (lane >> int64(4)) * int64(16))
+        own_values = (lane & int64(7)) + (lane >> int64(4)) * int64(8), warp * int64(2) + (lane >> int64(3) & int64(1))
+        own_values_at = uint32(int64(values_at) + own_values[0] * int64(value_stride) + own_values[1] * int64(16))
+        own_tile_at, own_gates_at = uint32(tile_at + lane * int64(16)), uint32(tile_at + GATES_AT + place * int64(32))
+        own_column = column + warp * int64(WARP_COLUMNS)
+        origin = state + ((own_column + row) * int64(dim) + place * int64(2)) * int64(4)
+        row_bytes = int64(4 * value_heads * value_dim * dim)
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         start, live = int_at(chunk, int64(0)), int_at(chunk, int64(1))
-        lane, warp = thread & int64(31), thread >> int64(5)
-        in_eight = uint32(lane & int64(7))
-        own_column = warp * int64(WARP_COLUMNS) + (lane >> int64(3))
-        lines, writes, is_odd = (
-            uint32(in_eight * uint32(16)),
-            in_eight == uint32(0),
-            (own_column & int64(1)) == int64(1),
-        )
-        value_offset = uint32(int64(values_at) + (own_column & int64(-2)) * int64(2))
-        out_offset = uint32(own_column * int64(4))
-        origin = state + (column + own_column) * int64(4 * key_dim) + int64(in_eight) * int64(16)
-        row_bytes = int64(4 * value_heads * value_dim * key_dim)
         own = int_at(slot, int64(0))
         begin, stop = own, int64(NEVER)
         if pairs >= 0:
             begin = int_at(snapshots, int64(0))
             begin = own if begin < int64(0) else begin
             stop = next_stop(snapshots, int64(0))
+        lead = divide(start, size)[1]
+        num_tiles = divide(lead + live + int64(size - 1), size)[0] if live > int64(0) else int64(0)
         for number in range(STAGES - 1):
-            copy_tile(base, thread, int64(number), live, count, key_head, head, column, mixed, vectors, gates)
-        tile = no_state()
-        if start > int64(0):
-            tile = load_tile(origin + begin * row_bytes)
-        num_tiles = divide(live + int64(tile_size - 1), tile_size)[0]
+            copy_tile(base, thread, int64(number), lead, live, most, key_head, head, column, mixed, tiles)
+        walks = warp < int64(walkers)
+        tile = load(origin + begin * row_bytes, uint32(1) if walks and start > int64(0) else uint32(0))
         for number in range(num_tiles):
             await_tile()
             cuda.syncthreads()
-            copy_tile(
-                base, thread, number + int64(STAGES - 1), live, count, key_head, head, column, mixed, vectors, gates
-            )
-            if number > 0:
-                write_tile(base, thread, number - int64(1), live, column, out)
-            stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
-            results = uint32(base + uint32(int64(outputs) + (number & int64(1)) * int64(output_bytes)) + out_offset)
-            decays, values = uint32(stage + uint32(gates_at)), uint32(stage + value_offset)
-            first = number * int64(tile_size)
-            rows, row = uint32(min(live - first, int64(tile_size))), uint32(0)
-            while row < rows:  # up to the tile's end or the next snapshot
-                end = rows
-                if stop - first < int64(rows):
-                    end = uint32(stop - first)
-                last, vectors_at = uint32(end - uint32(1)), uint32(stage + lines)
-                at = uint32(vectors_at + row * uint32(8 * key_dim))
-                q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                while row < end:  # two rows a turn, so that what was loaded ahead need not be moved
-                    after = uint32(row + uint32(1))
-                    at = uint32(vectors_at + min(after, last) * uint32(8 * key_dim))
-                    next_q, next_k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                    tile = walk_row(tile, q, k, row, decays, values, is_odd, results, writes)
-                    at = uint32(vectors_at + min(uint32(row + uint32(2)), last) * uint32(8 * key_dim))
-                    q, k = load_vector(at), load_vector(uint32(at + uint32(4 * key_dim)))
-                    if after < end:
-                        tile = walk_row(tile, next_q, next_k, after, decays, values, is_odd, results, writes)
-                    row = uint32(row + uint32(2))
-                row = end
-                if first + int64(end) == stop:
-                    stop = keep_tile(snapshots, stop, origin, tile)
+            ahead = number + int64(STAGES - 1)
+            copy_tile(base, thread, ahead, lead, live, most, key_head, head, column, mixed, tiles)
+            first = number * int64(size) - lead
+            low, done = max(-first, int64(0)), min(live, first + int64(size))
+            if walks:
+                stage = uint32(base + uint32(divide(number, STAGES)[1] * int64(stage_bytes)))
+                target = out + ((first + row) * int64(value_heads * value_dim) + own_column + place * int64(2)) * int64(
+                    2
+                )
+                tile = advance(
+                    tile, uint32(stage + rows_at), uint32(stage + turned_at), uint32(stage + own_values_at),
+                    uint32(stage + own_tile_at), uint32(stage + own_gates_at), target, uint32(row - low),
+                    uint32(done - first - low),
+                )  # fmt: skip
+                if stop <= done:
+                    keep_state(snapshots, first + low, done, origin, tile)
+                    stop = next_stop(snapshots, done)
         await_all()
-        cuda.syncthreads()
-        if live > int64(0):
-            write_tile(base, thread, num_tiles - int64(1), live, column, out)
-            store_tile(origin + own * row_bytes, tile)
-        place = live * int64(value_fours) + thread
-        while place < count * int64(value_fours):
-            row, piece = divide(place, value_fours)
+        if walks and live > int64(0):
+            store(origin + own * row_bytes, tile, uint32(1))
+        item = live * int64(zero_fours) + thread
+        while item < count * int64(zero_fours):
+            row, piece = divide(item, zero_fours)
             at = row * int64(value_heads * value_dim) + column + piece * int64(4)
             ptx.store_global_64(out + at * int64(2), uint32(0), uint32(0))
-            place += int64(threads)
+            item += int64(threads)
 
-    name = f"prefill_gated_delta_{heads.key_heads}_{value_heads}_{key_dim}_{value_dim}"
+    name = f"prefill_gated_delta_{key_heads}_{value_heads}_{dim}_{value_dim}_{size}_{columns}"
     name += (f"_kept{pairs}" if pairs >= 0 else "") + (f"_most{most_blocks}" if most_blocks else "")
-    shared = outputs + 2 * output_bytes
     return Kernel(
-        name, prefill_gated_delta, (types.int64,) * 9, threads, shared_bytes=shared, most_blocks=most_blocks,
+        name, prefill_gated_delta, (i64,) * 9, threads, shared_bytes=STAGES * stage_bytes, most_blocks=most_blocks,
         waits_before_trigger=True,
     )  # fmt: skip
 
 
-def heads_of(state: Sequence[int], channels: int) -> HeadSizes:
-    """The sizes of heads, of the shape of their states [R, Hv, Dv, Dk] and the columns of queries, keys and values."""
-    _, value_heads, value_dim, key_dim = state
-    return HeadSizes(max(channels - value_heads * value_dim, 0) // (2 * key_dim), value_heads, key_dim, value_dim)
-
-
-def row_workspaces(heads: HeadSizes, rows: int) -> tuple[WorkspaceShape, WorkspaceShape]:
-    """The workspaces of what rows bring: unit queries and keys [Hk, c, 2, Dk], and gates [Hv, c, 4]."""
-    return (
-        ("delta.vectors", (heads.key_heads, rows, 2, heads.key_dim), torch.float32),
-        ("delta.gates", (heads.value_heads, rows, 4), torch.float32),
-    )
+def _columns(heads: HeadSizes, gpu: Gpu) -> int:
+    """The columns that a block has: as many as a step's, or twice those of whole heads where blocks would share SMs."""
+    is_many = heads.value_heads * heads.parts > gpu.num_multiprocessors
+    return WIDE if is_many and heads.value_dim % WIDE == 0 else heads.columns
 
 
 @launches_with(reference.prefill_delta_rule)
 def prefill_delta_rule(given: Given, *, workspace: Workspace, gpu: Gpu = H200) -> list[KernelCall]:
     """`prefill_delta_rule` of the reference; mixed and out are bf16, weights float32.
 
-    Two launches. Time: some 200 cycles a row, whatever the number of heads, as long as a head's blocks find an SM.
-    Captured: yes. Raises ShapeError for arguments that do not fit.
+    Rows are taken in tiles that begin at multiples of 32 positions, or of the greatest common divisor of 32 and
+    chunk_size: so rows and states have the same bits in chunks of any size that begin there. A snapshot that is due
+    elsewhere is NaN, but for one at the chunk's end. Two launches. Time: some 1.2 us a tile, whatever the number of
+    heads, as long as each of their blocks finds an SM. Captured: yes. Raises ShapeError for arguments that do not fit.
     """
     mixed, ba, a_log, dt_bias = (given[name] for name in ("mixed", "ba", "a_log", "dt_bias"))
     rows, heads = mixed.shape[0], HeadSizes(*given.sizes("Hk", "Hv", "Dk", "Dv"))
     check_heads(heads)
     check_dtype(torch.bfloat16, mixed=mixed)
     check_dtype(torch.float32, a_log=a_log, dt_bias=dt_bias)
-    vectors, gates = (workspace(*each) for each in row_workspaces(heads, rows))
-    grid, blocks = (rows, -(-heads.key_heads // WARPS), 1), heads.value_heads * heads.parts
+    size, columns = math.gcd(TILE, given.params["chunk_size"] or TILE), _columns(heads, gpu)
+    most, blocks = most_tiles(rows, size), heads.value_heads * heads.value_dim // columns
+    tiles = workspace(*tile_workspace(heads, most))
+    pairs = snapshot_pairs(given.arrays.get("snapshots"))
     return [
-        KernelCall(_make_rows(heads), grid, (mixed, ba, a_log, dt_bias, given["chunk"], vectors, gates, rows)),
+        KernelCall(
+            make_tiles(heads, size), (most, heads.key_heads, 1),
+            (mixed, ba, a_log, dt_bias, given["chunk"], tiles, most),
+        ),
         KernelCall(
             # SMs that the launch before leaves first would else get more blocks than others, which all wait for
-            _make_walk(heads, snapshot_pairs(given.arrays.get("snapshots")), -(-blocks // gpu.num_multiprocessors)),
+            _make_walk(heads, size, columns, pairs, -(-blocks // gpu.num_multiprocessors)),
             (blocks, 1, 1),
-            (mixed, *given.take("slot", "chunk", "snapshots"), vectors, gates, given["state"], given["out"], rows),
+            (mixed, *given.take("slot", "chunk", "snapshots"), tiles, given["state"], given["out"], rows, most),
         ),
-    ]
+    ]  # fmt: skip
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that CI compiles: 35B-A3B's heads, and the widest."""
-    moe, widest = HeadSizes(16, 32, 128, 128), HeadSizes(4, 8, 128, 256)
+    """Specialisations that CI compiles: 35B-A3B's heads, 27B's, narrow ones, and those of short tiles."""
+    moe, dense, small = HeadSizes(16, 32, 128, 128), HeadSizes(16, 48, 128, 128), HeadSizes(4, 8, 96, 24)
     return [
-        _make_rows(moe),
-        _make_walk(moe, 2),
-        _make_walk(moe, -1),
-        _make_walk(moe, 2, most_blocks=1),
-        _make_walk(widest, -1),
+        make_tiles(moe, TILE),
+        make_tiles(small, 16),
+        _make_walk(moe, TILE, 32, 2, most_blocks=1),
+        _make_walk(moe, TILE, 32, -1),
+        _make_walk(dense, TILE, 64, 2, most_blocks=1),
+        _make_walk(small, 16, 8, -1),
     ]

@@ -31,7 +31,7 @@ __all__ = [
     "store_global_u16_if", "store_global_u32", "store_relaxed_gpu_f32", "store_relaxed_gpu_u16",
     "store_relaxed_system_word", "store_relaxed_system_words", "store_release_system", "store_shared_64",
     "store_shared_128", "store_shared_f32", "store_shared_tiles", "store_shared_u32", "swap_middle_bytes",
-    "sync_two_warps", "sync_warp",
+    "sync_one_warp", "sync_two_warps", "sync_warp",
     "trap", "varying", "varying_long", "wait_for_previous_kernel", "warp_max", "warp_sum",
     "xor_and", "zeros",
 ]  # fmt: skip
@@ -216,6 +216,9 @@ barrier_is_over_soon = instruction(
 # among the lanes of a warp
 sync_warp = instruction("bar.warp.sync 0xffffffff;", None, (), together=True)
 sync_two_warps = instruction("bar.sync $0, 64;", None, (u32,), together=True)  # of a block, by the barrier's number
+# One warp, by a barrier of the block. Where lanes may have parted, as far as the assembler knows, it writes long code
+# around `sync_warp` twice, and has fewer registers for each.
+sync_one_warp = instruction("bar.sync $0, 32;", None, (u32,), together=True)
 ballot = instruction(
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", u32, (u32,), together=True
 )

@@ -169,8 +169,8 @@ def emit_delta(emitter: Emitter, layer: Layer, delta: DeltaSpec, number: int, no
     kept = ("state",) if form else ("state", "pending_k", "pending_d", "pending_g")
     states = {each: f"delta_{each}.{number}" for each in kept}
     weights = {"a_log": f"{name}.delta_a.weight", "dt_bias": f"{name}.delta_dt.weight"}
-    reads = {"mixed": mixed, "ba": ba, **given}
-    emitter.emit(f"{form}delta_rule", reads, {**states, "out": output}, weights=weights)
+    reads, params = {"mixed": mixed, "ba": ba, **given}, {"chunk_size": emitter.rows.chunk} if form else {}
+    emitter.emit(f"{form}delta_rule", reads, {**states, "out": output}, weights=weights, **params)
     gated = emitter.scratch("delta_norm", count, width)
     reads, weights = {"x": output, "gates": product, **emitter.live()}, {"weight": f"{name}.delta_norm.weight"}
     emitter.emit("delta_norm", reads, {"out": gated}, weights=weights, eps=layer.eps)

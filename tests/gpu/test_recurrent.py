@@ -5,7 +5,20 @@ from typing import Any
 
 import pytest
 import torch
-from recurrent_cases import MODULES, Layer, Run, assert_near, by_kernels, by_reference, by_single_steps, grown
+from recurrent_cases import (
+    MODULES,
+    OUTPUT_ERROR,
+    STATE_ERROR,
+    Layer,
+    Prompt,
+    Run,
+    assert_near,
+    by_kernels,
+    by_reference,
+    by_single_steps,
+    grown,
+    largest_error,
+)
 
 from lowlat.executors.launcher import Launcher
 from lowlat.kernels.recurrent.delta_step import HeadSizes
@@ -53,7 +66,7 @@ def test_drafted_rows_have_the_bits_of_single_steps(heads: HeadSizes, run: Run) 
         again = grown(on_gpu(heads, 8, run, **options), texts, prompts, 8)
         assert all(torch.equal(again[slot], found[slot]) for slot in texts)
     for slot, text in texts.items():
-        alone = by_single_steps(on_gpu(heads, 1, run, fused=True), slot, text)
+        alone = by_single_steps(on_gpu(heads, 1, run, fused=True), slot, text, prompts[slot])
         assert torch.equal(found[slot], alone)
 
 
@@ -62,14 +75,36 @@ def test_chunks_begin_with_snapshots_and_leave_some(heads: HeadSizes, run: Run) 
     torch.manual_seed(3)
     layer = on_gpu(heads, 2, run)
     text = layer.drawn(700)
-    whole = layer.prefill(0, 0, text, padding=68, kept=[(3, 384), (4, 2)])
-    parts = torch.cat((layer.prefill(2, 0, text[:301]), layer.prefill(2, 301, text[301:303], padding=1)))
+    whole = layer.prefill(0, 0, text[:690], padding=68, kept=[(3, 384), (4, 32)])
+    parts = torch.cat((layer.prefill(2, 0, text[:288]), layer.prefill(2, 288, text[288:303], padding=1)))
     layer.check_untouched()
     rest = layer.prefill(2, 384, text[384:690], padding=1, begin=3)
-    steps = [layer.step({2: (place, text[place : place + 1])}, 2)[2] for place in range(690, 700)]
+    steps = [
+        torch.cat([layer.step({slot: (place, text[place : place + 1])}, 2)[slot] for place in range(690, 700)])
+        for slot in (0, 2)
+    ]
     assert torch.equal(parts, whole[:303])
-    assert torch.equal(torch.cat((rest, *steps)), whole[384:])
-    assert torch.equal(layer.prefill(2, 2, text[2:9], padding=3, begin=4), whole[2:9])
+    assert torch.equal(rest, whole[384:]) and torch.equal(*steps)
+    assert torch.equal(layer.prefill(2, 32, text[32:39], padding=3, begin=4), whole[32:39])
+
+
+@pytest.mark.parametrize("heads", [*HEADS, HeadSizes(2, 4, 64, 24)])
+def test_prompts_are_near_the_rule_by_rows_and_have_the_same_bits_in_any_chunks(heads: HeadSizes, run: Run) -> None:
+    """2,048 rows at once, 16 times 128, from a snapshot, and with tiles of 16 positions, near the rule in float64."""
+    torch.manual_seed(5)
+    rows, values = 2048, (heads.value_heads, heads.value_dim, heads.key_dim)
+    prompt = Prompt.drawn(heads, rows, "cuda")
+    states = torch.full((5, *values), torch.nan, device="cuda")
+    whole = prompt.run(run, states, 0, 0, rows, padding=70, kept=[(3, 1024), (4, 128)])
+    parts = [prompt.run(run, states, 1, place, 128, first=place) for place in range(0, rows, 128)]
+    rest = prompt.run(run, states, 2, 1024, 1024, first=1024, begin=3, kept=[(-1, 0)])
+    assert torch.equal(torch.cat(parts), whole) and torch.equal(rest, whole[1024:])
+    assert torch.equal(states[1], states[0]) and torch.equal(states[2], states[0])
+    wanted, after = prompt.by_rows()
+    short = prompt.run(run, states, 2, 0, rows, chunk_size=16)
+    for outputs, state in ((whole, states[0]), (short, states[2])):
+        assert largest_error(state, after, 0) < STATE_ERROR
+        assert largest_error(outputs, wanted, 1) < OUTPUT_ERROR
 
 
 @pytest.mark.parametrize("heads", WIDE)

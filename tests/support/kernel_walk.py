@@ -46,7 +46,8 @@ from lowlat.kernels.toolchain.digests import _imported as imported
 
 # what others stand for where kernels are walked
 STAND_INS = {
-    f"lowlat.kernels.toolchain.{name}" for name in ("numba_cuda", "ptx", "ptx_attention", "ptx_hopper", "ptx_state")
+    f"lowlat.kernels.toolchain.{name}"
+    for name in ("numba_cuda", "ptx", "ptx_attention", "ptx_hopper", "ptx_state", "ptx_warp")
 }
 LONG_MASK = 0xFFFFFFFFFFFFFFFF
 
@@ -426,6 +427,7 @@ class Walker:
             "barrier_is_over": self._is_over,
             "barrier_is_over_soon": self._is_over,
             "sync_warp": warp.sync,
+            "sync_one_warp": lambda number: warp.sync(),
             "sync_two_warps": lambda number: self._meet(f"barrier {number}", 2 * WARP),
             "trap": self._trap,
             "lanes_of_same": warp.same,

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -13,8 +14,19 @@ from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.toolchain.kernel import KernelCall
 
 EPS = 1e-6
+CHUNK = 32  # positions at whose multiples prompts are parted, and snapshots are due
 SLOTS, SNAPSHOTS, TAPS = 3, 2, 4
-MODULES = ("delta_math", "delta_step", "delta_rule", "delta_conv", "delta_norm", "delta_prefill", "state_lens")
+MODULES = (
+    "delta_math",
+    "delta_tile_math",
+    "delta_step",
+    "delta_rule",
+    "delta_conv",
+    "delta_norm",
+    "delta_tiles",
+    "delta_prefill",
+    "state_lens",
+)
 Run = Callable[..., None]
 Build = Callable[..., list[KernelCall]]
 
@@ -106,7 +118,8 @@ class Layer:
         mixed, made, out = self._rows(len(x), self.heads.channels), *(self._rows(len(x), self.values) for _ in range(2))
         self.run("prefill_delta_conv", x=x, weight=self.taps, **given, conv_state=self.conv, out=mixed)
         weights = {"a_log": self.a_log, "dt_bias": self.dt_bias}
-        self.run("prefill_delta_rule", mixed=mixed, ba=ba, **weights, **given, state=self.states["state"], out=made)
+        states = {"state": self.states["state"], "chunk_size": CHUNK}
+        self.run("prefill_delta_rule", mixed=mixed, ba=ba, **weights, **given, **states, out=made)
         self.run("delta_norm", x=made, gates=x.nan_to_num(), weight=self.norm_weight, out=out, eps=EPS)
         self.run("prefill_advance_states", **own, state_lens=self.state_lens)
         assert not mixed[len(inputs) :].any() and not made[len(inputs) :].any()
@@ -183,11 +196,87 @@ def grown(layer: Layer, texts: Mapping[int, torch.Tensor], prompts: Mapping[int,
     return {slot: torch.cat(each) for slot, each in outputs.items()}
 
 
-def by_single_steps(layer: Layer, slot: int, text: torch.Tensor) -> torch.Tensor:
-    """The outputs of a text that is read to its first position and then grows by a row a step."""
-    first = layer.prefill(slot, 0, text[:1])
-    rest = [layer.step({slot: (place, text[place : place + 1])}, 1)[slot] for place in range(1, len(text))]
+def by_single_steps(layer: Layer, slot: int, text: torch.Tensor, prompt: int) -> torch.Tensor:
+    """The outputs of a text that is read up to its prompt and then grows by a row a step."""
+    first = layer.prefill(slot, 0, text[:prompt])
+    rest = [layer.step({slot: (place, text[place : place + 1])}, 1)[slot] for place in range(prompt, len(text))]
     return torch.cat((first, *rest))
+
+
+# Of a product of a prompt's kernel one factor is the sum of two bf16, which is 2**-17 of it off at most; sums are
+# float32. A head's error is a few of these, as no row makes the error of the rows before it larger.
+STATE_ERROR = 2.0**-15
+OUTPUT_ERROR = 2.0**-9 + STATE_ERROR  # they are rounded to bf16
+
+
+@dataclass
+class Prompt:
+    """What `prefill_delta_rule` reads of a prompt: mixed [n, C] bf16, ba [n, 2 Hv], and a layer's weights [Hv]."""
+
+    heads: HeadSizes
+    mixed: torch.Tensor
+    ba: torch.Tensor
+    a_log: torch.Tensor
+    dt_bias: torch.Tensor
+
+    @classmethod
+    def drawn(cls, heads: HeadSizes, count: int, device: str = "cpu") -> "Prompt":
+        """Random numbers; betas that are near the middle of two bf16 are 0.5, as float32 alone decides of others."""
+        mixed, ba = torch.randn(count, heads.channels).bfloat16(), torch.randn(count, 2 * heads.value_heads)
+        beta = ba[:, : heads.value_heads].bfloat16().double().sigmoid()
+        place = torch.frac(torch.ldexp(beta, 8 - torch.frexp(beta).exponent))
+        ba[:, : heads.value_heads][(place - 0.5).abs() < 1e-3] = 0
+        weights = torch.randn(heads.value_heads) - 2, torch.randn(heads.value_heads)
+        return cls(heads, *(x.to(device) for x in (mixed, ba, *weights)))
+
+    def by_rows(self, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [n, Hv, Dv] and the state after them [Hv, Dv, Dk] in float64, a row after another."""
+        heads, rows = self.heads, len(self.mixed)
+        keys = heads.key_heads * heads.key_dim
+        q, k, v = self.mixed.double().split((keys, keys, heads.value_heads * heads.value_dim), 1)
+        q, k = (x.view(rows, heads.key_heads, -1) for x in (q, k))
+        q, k = (x * (x.square().sum(2, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(heads.group, 1) for x in (q * heads.key_dim**-0.5, k))
+        b, a = self.ba.bfloat16().double().chunk(2, 1)
+        beta, v = b.sigmoid().bfloat16().double(), v.view(rows, heads.value_heads, -1)
+        decay = torch.exp(-self.a_log.double().exp() * functional.softplus(a + self.dt_bias.double(), threshold=100))
+        if state is None:
+            state = torch.zeros(heads.value_heads, heads.value_dim, heads.key_dim, device=self.mixed.device)
+        state, outputs = state.double(), []
+        for row in range(rows):
+            state = state * decay[row, :, None, None]
+            d = beta[row, :, None] * (v[row] - torch.einsum("hvk,hk->hv", state, k[row]))
+            state = state + d[:, :, None] * k[row, :, None]
+            outputs.append(torch.einsum("hvk,hk->hv", state, q[row]))
+        return torch.stack(outputs), state
+
+    def run(
+        self, run: Run, state: torch.Tensor, slot: int, start: int, count: int, *, first: int = 0, padding: int = 0,
+        begin: int = -1, kept: Sequence[tuple[int, int]] = (), **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """The outputs [count, Hv, Dv] of a chunk: rows from `first` on are those from position `start` on; padding rows
+        are NaN."""
+        given = (x[first : first + count] for x in (self.mixed, self.ba))
+        mixed, ba = (functional.pad(x, (0, 0, 0, padding), value=float("nan")) for x in given)
+
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=mixed.device)
+
+        told = {"slot": ints(slot), "chunk": ints(start, count)}
+        if kept or begin >= 0:
+            told["snapshots"] = ints(begin, *(number for pair in kept for number in pair))[None]
+        values = self.heads.value_heads * self.heads.value_dim
+        out = torch.full((count + padding, values), float("nan"), dtype=torch.bfloat16, device=mixed.device)
+        weights = {"a_log": self.a_log, "dt_bias": self.dt_bias}
+        run("prefill_delta_rule", mixed=mixed, ba=ba, **weights, **told, state=state, out=out, **options)
+        assert not out[count:].any()
+        return out[:count].view(count, self.heads.value_heads, -1)
+
+
+def largest_error(found: torch.Tensor, wanted: torch.Tensor, heads_at: int) -> float:
+    """The largest error of a head, of its norm."""
+    one, other = (x.double().movedim(heads_at, 0).flatten(1) for x in (found, wanted))
+    return float(((one - other).norm(dim=1) / other.norm(dim=1)).max())
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:

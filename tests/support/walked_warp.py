@@ -62,6 +62,27 @@ class Warp:
         found: tuple[int, ...] = self._together("ldmatrix", int(address), read)
         return found
 
+    def plain_matrix(self, address: int) -> tuple[int, ...]:
+        """ldmatrix.x4: lane i has the address of row i % 8 of matrix i / 8, and gets a word of row i / 4 of each."""
+
+        def read(addresses: list[int]) -> list[tuple[int, ...]]:
+            words = np.array([self._load_four(each) for each in addresses], np.uint32).reshape(4, WARP)
+            return [tuple(lane) for lane in words.T.tolist()]
+
+        found: tuple[int, ...] = self._together("ldmatrix, plain", int(address), read)
+        return found
+
+    def transposed(self, word: int) -> int:
+        """movmatrix.trans: lane i has a word of row i / 4 of a matrix, and gets one of the transposed matrix."""
+
+        def turn(words: list[int]) -> list[int]:
+            halves = np.array(words, np.uint32).view(np.uint16).reshape(8, 8).T
+            found: list[int] = np.ascontiguousarray(halves).view(np.uint32).reshape(WARP).tolist()
+            return found
+
+        turned: int = self._together("movmatrix", int(word), turn)
+        return turned
+
     def mma(self, *operands: Any) -> tuple[Any, ...]:
         """mma.m16n8k16: 4 sums, 4 words of the first matrix, 2 of the second."""
         return self._multiply(1, operands[:4], operands[4:8], operands[8:])

@@ -46,7 +46,9 @@ BENCH_ONLY = {"gguf", "matplotlib", "transformers"}  # the extra `bench`; may be
 # who may import the GPU's libraries: a port to another compiler or launcher touches these files alone
 IMPORTERS = {
     "numba": {f"kernels/toolchain/{name}.py" for name in ("numba_cuda", "numba_cpu", "quicker_numba")},
-    "llvmlite": {f"kernels/toolchain/{name}.py" for name in ("ptx", "ptx_attention", "ptx_hopper", "ptx_state")},
+    "llvmlite": {
+        f"kernels/toolchain/{name}.py" for name in ("ptx", "ptx_attention", "ptx_hopper", "ptx_state", "ptx_warp")
+    },
     "cuda": {
         *("kernels/toolchain/compiler.py", "graphs/launch.py", "lowlat/executors/launcher.py"),
         *("lowlat/executors/distributed/peers.py", "lowlat/executors/residence/mapped.py"),

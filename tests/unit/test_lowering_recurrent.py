@@ -119,7 +119,7 @@ def test_states_that_a_kernel_may_still_write_are_read_after_it(pairs: Mapping[b
 
 @pytest.mark.parametrize("gpu", [H200, AMPERE])
 def test_prefill(gpu: Gpu, pairs: Mapping[bool, Pair]) -> None:
-    net = ["prefill_gated_delta_conv", "gated_delta_rows", "prefill_gated_delta", "gated_delta_norm"]
+    net = ["prefill_gated_delta_conv", "gated_delta_tiles", "prefill_gated_delta", "gated_delta_norm"]
     for pair in pairs.values():
         program = nets_of(build_prefill(pair.geometry))
         made = pair.lower_program(program, gpu)

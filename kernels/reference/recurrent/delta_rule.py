@@ -159,11 +159,13 @@ def prefill_delta_rule(
     *,
     state: torch.Tensor,
     out: torch.Tensor,
+    chunk_size: int | None = None,
 ) -> None:
     """The same recurrence over a chunk of one slot, which leaves no pending rows.
 
     A chunk that starts at position 0 begins with zero and reads nothing of the state; others begin with the slot's, or
-    with a snapshot.
+    with a snapshot. chunk_size: chunks start, and snapshots are due, at multiples of so many positions; None: of 32.
+    A kernel may take rows together that lie between such multiples; here each is taken alone, and it changes no bit.
     """
     start, count = chunk.tolist()
     begin, left = prefill_rows(slot, chunk, snapshots)

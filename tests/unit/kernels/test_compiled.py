@@ -45,12 +45,13 @@ NARROW = re.compile(
     r"route_top_k|keep_prompt_logprobs|advance_states|"
     r"\w+_97(_|$)"
 )
-PRODUCTS = re.compile(r"decode_gemm|narrow_gemm|attention_\d|experts_(grouped_|gemm_|mlp)")
+PRODUCTS = re.compile(
+    r"decode_gemm|narrow_gemm|attention_\d|experts_(grouped_|gemm_|mlp)|gated_delta_tiles|prefill_gated_delta_\d"
+)
 CODES = re.compile(r"attention_\d.*_[cd]$")
 ACTIVATING = re.compile(r"silu|gelu|swiglu|gated|gate_up|experts_(grouped|gemm|mlp)|expert")
-# 8.x lacks registers for attention's tiles, the widest router's weights and the rows that a prompt's recurrence loads
-# ahead: some hundred bytes a thread, once
-SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144|prefill_gated_delta_\d"), 256
+# 8.x lacks registers for attention's tiles and the widest router's weights: some hundred bytes a thread, once
+SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
 # double precision is rare on most GPUs; here it turns exact integers into thresholds, some a row
 DOUBLES = re.compile(r"sample_")
 

@@ -6,9 +6,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 from kernel_walk import Walker
-from recurrent_cases import MODULES, Layer, Run, assert_near, by_kernels, by_reference, by_single_steps, grown
+from recurrent_cases import (
+    CHUNK,
+    MODULES,
+    Layer,
+    Run,
+    assert_near,
+    by_kernels,
+    by_reference,
+    by_single_steps,
+    grown,
+)
 from stages import wide
-from walked_state import walkable_states
+from walked_unrolled import walkable_unrolled
 
 from lowlat.errors import ShapeError
 from lowlat.kernels.recurrent.delta_norm import delta_norm
@@ -28,7 +38,7 @@ HEADS = [
 def walked() -> Iterator[Run]:
     """Operations by walked kernels."""
     walker = Walker()
-    with walkable_states(walker, *(f"recurrent.{name}" for name in MODULES)) as modules:
+    with walkable_unrolled(walker, *(f"recurrent.{name}" for name in MODULES)) as modules:
         found = dict(zip(MODULES, modules, strict=True))
         yield by_kernels(found, walker.run, CPU)
 
@@ -45,34 +55,38 @@ def test_drafted_rows_mean_what_the_reference_says_and_have_the_bits_of_single_s
         layer = Layer(heads, 3, run, fused=fused, early=fused)
         found = grown(layer, texts, prompts, 3)
         layer.check_untouched()
-        alone = by_single_steps(Layer(heads, 3, run, fused=not fused), 2, texts[2])
+        alone = by_single_steps(Layer(heads, 3, run, fused=not fused), 2, texts[2], prompts[2])
     assert torch.equal(found[2], alone)
     for slot, wanted in grown(reference, texts, prompts, 3).items():
         assert_near(found[slot], wanted)
 
 
-def test_chunks_are_the_steps_of_their_rows_and_begin_with_snapshots() -> None:
-    """A prompt in one chunk, in two, from a snapshot that another slot's chunk left in its midst, and row by row."""
+def test_chunks_have_the_bits_of_the_whole_prompt_and_begin_with_snapshots() -> None:
+    """A prompt in one chunk, in two, and from snapshots that another slot's chunk left in its midst; then steps."""
     heads = HeadSizes(1, 1, 32, 8)
     torch.manual_seed(4)
     reference = Layer(heads, 2, by_reference)
-    text = reference.drawn(53)
+    text = reference.drawn(3 * CHUNK + 9)
     with walked() as run:
         layer = Layer(heads, 2, run)
-        whole = layer.prefill(0, 0, text, padding=3, kept=[(3, 19), (4, 2)])
-        parts = torch.cat((layer.prefill(2, 0, text[:18]), layer.prefill(2, 18, text[18:20], padding=1)))
+        whole = layer.prefill(0, 0, text[: 2 * CHUNK + 7], padding=3, kept=[(3, 2 * CHUNK), (4, CHUNK)])
+        parts = [layer.prefill(2, 0, text[:CHUNK]), layer.prefill(2, CHUNK, text[CHUNK : CHUNK + 20], padding=1)]
         state = layer.states["state"][2].clone()
         layer.check_untouched()
-        others = [layer.prefill(2, 19, text[19:34], padding=1, begin=3)]
-        steps = [layer.step({2: (place, text[place : place + 1])}, 2)[2] for place in range(34, 37)]
-        early = layer.prefill(2, 2, text[2:3], padding=2, begin=4)
-        after = layer.prefill(2, 3, text[3:6])
-    assert torch.equal(parts, whole[:20])
-    assert torch.equal(torch.cat((*others, *steps)), whole[19:37])
-    assert torch.equal(torch.cat((early, after)), whole[2:6])
-    assert_near(whole, reference.prefill(0, 0, text, padding=3))
-    reference.prefill(2, 0, text[:20])
-    torch.testing.assert_close(state, reference.states["state"][2], rtol=1e-3, atol=1e-4)
+        rest = layer.prefill(2, 2 * CHUNK, text[2 * CHUNK : 2 * CHUNK + 7], padding=1, begin=3)
+        ends = [
+            layer.step({slot: (place, text[place : place + 1])}, 2)[slot]
+            for slot in (0, 2)
+            for place in range(2 * CHUNK + 7, 2 * CHUNK + 10)
+        ]
+        early = layer.prefill(2, CHUNK, text[CHUNK : CHUNK + 3], padding=2, begin=4)
+    assert torch.equal(torch.cat(parts), whole[: CHUNK + 20])
+    assert torch.equal(rest, whole[2 * CHUNK :])
+    assert torch.equal(torch.cat(ends[:3]), torch.cat(ends[3:]))
+    assert torch.equal(early, whole[CHUNK : CHUNK + 3])
+    assert_near(whole, reference.prefill(0, 0, text[: 2 * CHUNK + 7], padding=3))
+    reference.prefill(2, 0, text[: CHUNK + 20])
+    torch.testing.assert_close(state, reference.states["state"][2], rtol=1e-4, atol=1e-5)
 
 
 def test_a_broken_state_ends_its_slot_alone() -> None:
