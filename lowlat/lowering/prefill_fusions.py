@@ -18,11 +18,10 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.gemm.prefill.arranged import arranged_gemm
 from lowlat.kernels.gemm.prefill.coded_rows import CodedRows
 from lowlat.kernels.toolchain.kernel import Gpu
-from lowlat.lowering.binding import Binding, Call, in_parts
+from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.prefill_attention import prefill_attention
 from lowlat.lowering.prefill_gemm import (
-    AT_ONCE,
     activation_workspace,
     arranged_rows,
     asks_for_codes,
@@ -32,6 +31,7 @@ from lowlat.lowering.prefill_gemm import (
     given_rows,
     multiply_arranged,
     multiply_prompt,
+    partial_sums,
     parts_of,
 )
 from lowlat.lowering.row_fusions import add_normed, added_hides, added_rows
@@ -44,7 +44,7 @@ def _is_one_gemm(rows: int, width: int, linear: Op, gpu: Gpu) -> bool:
     gemm = arranged_gemm(gpu)
     if gemm is None or linear.stage is not Stage.PREFILL:
         return False
-    most = gemm.at_once(int(linear.params.get("num_parts") or 1))
+    most = gemm.at_once(_num_parts(linear))
     return rows % gemm.rows == 0 and rows <= most and width % gemm.width == 0
 
 
@@ -87,22 +87,25 @@ def _feeds(run: Run, gpu: Gpu) -> bool:
     """Whether a FFN's GEMMs and activation take each other's results, in sizes that our kernels have."""
     gate_up, silu, down = run.ops[-3:]
     rows, width = run.shape(silu.writes["out"])
-    depth = run.shape(gate_up.reads["x"])[1]
-    units = depth // 2 if asks_for_codes(gate_up) else depth  # of which a step has 64
     return (
         silu.stage is Stage.PREFILL
         and silu.reads["gate_up"] == gate_up.writes["out"]
         and down.reads["x"] == silu.writes["out"]
-        and _is_one_gemm(rows, depth, gate_up, gpu)
+        and _is_one_gemm(rows, run.shape(gate_up.reads["x"])[1], gate_up, gpu)
         and _is_one_gemm(rows, width, down, gpu)
-        and _gates(2 * width, units, gpu, at_once=in_parts(down))
+        and _gates(2 * width, gate_up, gpu)
     )
 
 
-def _gates(height: int, depth: int, gpu: Gpu, *, at_once: bool) -> bool:
-    """Whether our GEMM activates gates of a weight of this shape; at_once: K may be summed in one part, too."""
+def _gates(height: int, linear: Op, gpu: Gpu) -> bool:
+    """Whether our GEMM activates gates of an operation's weight, of so many rows."""
     gemm = arranged_gemm(gpu)
-    return gemm is not None and (gemm.gates(height, depth, None) or (at_once and gemm.gates(height, depth, AT_ONCE)))
+    return gemm is not None and gemm.gates(height, _num_parts(linear))
+
+
+def _num_parts(linear: Op) -> int:
+    """The parts in which an operation sums K."""
+    return int(linear.params.get("num_parts") or 1)
 
 
 def _norms_and_feeds(run: Run, gpu: Gpu) -> bool:
@@ -226,7 +229,8 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
         *before,
         *gemm.multiply_gated(
             arranged=x, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
-            activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
+            partials=partial_sums(binding, gate_up, activated.shape[1]), out=activated,
+            activation=activation.get("activation", "silu"), gpu=binding.gpu,
             parts=parts_of(binding, gate_up, first),
         ),
         *coding,
