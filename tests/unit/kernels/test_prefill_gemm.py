@@ -164,13 +164,12 @@ def test_gated_products_walked(
         plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, *cut[4:])
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         given = {"arranged": arranged, "weight": packed, "bias": bias[order], "gpu": TWO_BLOCKS, "plan": plan}
-        for each in ({"columns": runs_of(order), "out": product}, {"row_live": row_live, "out": out}):
-            each["partials"] = torch.full((segments[0] if plan.apart else 0, rows, 2 * inner), torch.nan)
-            if "columns" in each:
-                walker.run(*module.arranged_prefill_gemm(**given, **each))
-            else:
-                walker.run(*(calls := module.gated_prefill_gemm(**given, **each, activation=activation)))
+        sums = [torch.full((segments[0] if plan.apart else 0, rows, 2 * inner), torch.nan) for _ in range(2)]
+        walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), partials=sums[0], out=product))
+        gated = {"row_live": row_live, "partials": sums[1], "out": out, "activation": activation}
+        calls = module.gated_prefill_gemm(**given, **gated)
         assert len(calls) == 1 + plan.apart
+        walker.run(*calls)
         walker.run(*elementwise.silu_mul(product, row_live, out=activated, activation=activation))
         walker.run(*module.arrange(x=activated, out=again))
     assert torch.equal(product.isfinite(), torch.ones_like(product, dtype=torch.bool))
