@@ -1,7 +1,7 @@
 """RMS norms of whole rows, alone or after a residual sum, that leave them as a prefill GEMM reads them.
 
 A block has a row, as in `norm`. Four neighbouring lanes have 32 columns of it, exchange them, and store them arranged,
-see `lowlat.kernels.gemm.prefill.activation_layout`.
+see `lowlat.kernels.gemm.prefill.activation_layout`. Rows that others read, too, are also stored as they are.
 """
 
 from functools import cache
@@ -31,18 +31,19 @@ __all__ = ["arranged_add_norm", "arranged_rms_norm", "examples"]
 WHOLE_WARPS = 0xFFFFFFE0
 
 
-def _make_finish(functions: NormFunctions) -> Any:
-    """A function of a block, see its docstring."""
+def _make_finish(functions: NormFunctions, keeps: bool) -> Any:
+    """A function of a block, see its docstring. keeps: rows are stored as they are, too."""
     scale, load_weights = functions.scale, functions.load_weights
 
     @device_function
     def finish(
         first: Any, first_weights: Any, source: Any, weight: Any, out: Any, rows: Any, live: Any, sums: Any, width: Any,
-        eps: Any,
+        eps: Any, kept: Any,
     ) -> None:  # fmt: skip
         """Norm a row whose first chunks are held, and store it arranged; zeros past its end, and for a dead row.
 
         out   of all rows
+        kept  the same as they are
         sums  [WARPS] float32, shared; all threads of the block must come here, once
         """
         thread, row = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
@@ -54,6 +55,8 @@ def _make_finish(functions: NormFunctions) -> Any:
             a, b, c, d = scale(words, inverse, weights)
             if not live or chunk >= chunks:
                 a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
+            if keeps and chunk < chunks:
+                ptx.store_global_128(kept + (int64(row) * int64(width // 8) + int64(chunk)) * int64(16), a, b, c, d)
             a, b, c, d = transposed((a, b, c, d), thread)
             if chunk < pieces:
                 ptx.store_global_128(piece_address(out, row, rows, chunk), a, b, c, d)
@@ -66,12 +69,13 @@ def _make_finish(functions: NormFunctions) -> Any:
 
 
 @cache
-def _make_norm(width: int, eps: float, wide_weights: bool = False) -> Kernel:
+def _make_norm(width: int, eps: float, wide_weights: bool = False, keeps: bool = False) -> Kernel:
     """A norm: grid (M,)."""
     functions = make_norm_functions(wide_weights)
-    load_first_weights, finish = functions.load_first, _make_finish(functions)
+    load_first_weights, finish = functions.load_first, _make_finish(functions, keeps)
 
-    def arranged_norm(x: Any, weight: Any, row_live: Any, out: Any, rows: Any) -> None:
+    @device_function
+    def norm_row(x: Any, weight: Any, row_live: Any, out: Any, rows: Any, kept: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
         row = int64(cuda.blockIdx.x)
         weights = load_first_weights(weight, width)
@@ -79,19 +83,28 @@ def _make_norm(width: int, eps: float, wide_weights: bool = False) -> Kernel:
         ptx.let_next_kernel_start()
         source = x + row * int64(width * 2)
         words = load_first(source, width, False)
-        finish(words, weights, source, weight, out, rows, is_live(row_live, row), sums, width, eps)
+        finish(words, weights, source, weight, out, rows, is_live(row_live, row), sums, width, eps, kept)
 
-    name = f"arranged_norm_n{width}_eps{eps!r}{weights_label(wide_weights)}"
-    return Kernel(name, arranged_norm, (types.int64,) * 5, THREADS)
+    def arranged_norm(x: Any, weight: Any, row_live: Any, out: Any, rows: Any) -> None:
+        norm_row(x, weight, row_live, out, rows, int64(0))
+
+    def arranged_kept_norm(x: Any, weight: Any, row_live: Any, out: Any, rows: Any, kept: Any) -> None:
+        norm_row(x, weight, row_live, out, rows, kept)
+
+    end = f"n{width}_eps{eps!r}{weights_label(wide_weights)}"
+    if keeps:
+        return Kernel(f"arranged_kept_norm_{end}", arranged_kept_norm, (types.int64,) * 6, THREADS)
+    return Kernel(f"arranged_norm_{end}", arranged_norm, (types.int64,) * 5, THREADS)
 
 
 @cache
-def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = False) -> Kernel:
+def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = False, keeps: bool = False) -> Kernel:
     """A residual sum and its norm: grid (M,)."""
     functions = make_norm_functions(wide_weights)
-    load_first_weights, finish = functions.load_first, _make_finish(functions)
+    load_first_weights, finish = functions.load_first, _make_finish(functions, keeps)
 
-    def arranged_add_norm(a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any, rows: Any) -> None:
+    @device_function
+    def add_norm_row(a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any, rows: Any, kept: Any) -> None:
         sums = cuda.shared.array(shape=WARPS, dtype=float32)
         row = int64(cuda.blockIdx.x)
         weights = load_first_weights(weight, width)
@@ -101,14 +114,30 @@ def _make_add_norm(width: int, eps: float, wide: bool, wide_weights: bool = Fals
         other = row * int64(width * (4 if wide else 2))
         live = is_live(row_live, row)
         first = add_row(a + offset, b + other, wide, total + offset, width)
-        finish(first, weights, total + offset, weight, out, rows, live, sums, width, eps)
+        finish(first, weights, total + offset, weight, out, rows, live, sums, width, eps, kept)
 
-    name = f"arranged_add_norm_n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}{weights_label(wide_weights)}"
-    return Kernel(name, arranged_add_norm, (types.int64,) * 7, THREADS)
+    def arranged_add_norm(a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any, rows: Any) -> None:
+        add_norm_row(a, b, weight, row_live, total, out, rows, int64(0))
+
+    def arranged_kept_add_norm(
+        a: Any, b: Any, weight: Any, row_live: Any, total: Any, out: Any, rows: Any, kept: Any
+    ) -> None:
+        add_norm_row(a, b, weight, row_live, total, out, rows, kept)
+
+    end = f"n{width}_{'f32' if wide else 'bf16'}_eps{eps!r}{weights_label(wide_weights)}"
+    if keeps:
+        return Kernel(f"arranged_kept_add_norm_{end}", arranged_kept_add_norm, (types.int64,) * 8, THREADS)
+    return Kernel(f"arranged_add_norm_{end}", arranged_add_norm, (types.int64,) * 7, THREADS)
 
 
 def arranged_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    row_live: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    kept: torch.Tensor | None = None,
+    eps: float,
 ) -> list[KernelCall]:
     """The rows of `norm.rms_norm` as `arrange` leaves them, in one launch.
 
@@ -116,6 +145,7 @@ def arranged_rms_norm(
     weight    [N]                  bf16 or float32
     row_live  [M]                  uint8; None: all rows are live
     out       [ceil(N/64), M, 64]  bf16  out; zeros past N, and for dead rows
+    kept      [M, N]               bf16  out: the same rows as they are; None: nobody reads them
     Raises ShapeError for shapes or dtypes that do not fit, or N that is no multiple of 8 or above MAX_WIDTH.
     """
     rows, width = x.shape
@@ -124,8 +154,9 @@ def arranged_rms_norm(
     check_shape("weight", weight, width)
     check_shape("out", out, *arranged_shape(rows, width))
     check_dtype(torch.bfloat16, x=x, out=out)
+    kernel = _make_norm(width, eps, are_wide(weight), kept is not None)
     live = 0 if row_live is None else row_live
-    return [KernelCall(_make_norm(width, eps, are_wide(weight)), (rows, 1, 1), (x, weight, live, out, rows))]
+    return [KernelCall(kernel, (rows, 1, 1), (x, weight, live, out, rows, *_checked(kept, rows, width)))]
 
 
 def arranged_add_norm(
@@ -136,6 +167,7 @@ def arranged_add_norm(
     *,
     total: torch.Tensor,
     out: torch.Tensor,
+    kept: torch.Tensor | None = None,
     eps: float,
 ) -> list[KernelCall]:
     """The sum and the rows of `norm.add_norm`, the rows as `arrange` leaves them, in one launch.
@@ -146,14 +178,24 @@ def arranged_add_norm(
     row_live  [M]                  uint8; None: all rows are live
     total     [M, N]               bf16  out: row by row
     out       [ceil(N/64), M, 64]  bf16  out; zeros past N, and for dead rows
+    kept      [M, N]               bf16  out: the same rows as they are; None: nobody reads them
     Raises ShapeError as `arranged_rms_norm` does.
     """
     rows, width, wide_weights = check_sum(a, b, weight, row_live, total)
     check_shape("out", out, *arranged_shape(rows, width))
     check_dtype(torch.bfloat16, out=out)
-    kernel = _make_add_norm(width, eps, b.dtype == torch.float32, wide_weights)
+    kernel = _make_add_norm(width, eps, b.dtype == torch.float32, wide_weights, kept is not None)
     live = 0 if row_live is None else row_live
-    return [KernelCall(kernel, (rows, 1, 1), (a, b, weight, live, total, out, rows))]
+    return [KernelCall(kernel, (rows, 1, 1), (a, b, weight, live, total, out, rows, *_checked(kept, rows, width)))]
+
+
+def _checked(kept: torch.Tensor | None, rows: int, width: int) -> tuple[torch.Tensor, ...]:
+    """The argument of rows that are kept as they are, if they are."""
+    if kept is None:
+        return ()
+    check_shape("kept", kept, rows, width)
+    check_dtype(torch.bfloat16, kept=kept)
+    return (kept,)
 
 
 def examples() -> list[Kernel]:
@@ -166,4 +208,6 @@ def examples() -> list[Kernel]:
         _make_add_norm(12296, 1e-5, True),
         _make_norm(2048, 1e-6, True),
         _make_add_norm(5120, 1e-6, True, True),
+        _make_norm(5120, 1e-6, True, keeps=True),
+        _make_add_norm(5120, 1e-6, True, True, keeps=True),
     ]

@@ -1,7 +1,8 @@
 """These fusions have the operation before a prompt's GEMM leave its rows as the GEMM reads them.
 
 That is a norm, with the residual sum before it, attention, or a FFN's GEMM of gates and ups, whose epilogue activates.
-Where a GEMM asks for codes of rows, a norm leaves codes; after anything else a launch makes them.
+A norm whose rows others read, too, leaves them both ways. Where a GEMM asks for codes of rows, a norm leaves codes;
+after anything else a launch makes them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +19,12 @@ from lowlat.kernels.gemm.packing import gate_up_permutation
 from lowlat.kernels.gemm.prefill.arranged import arranged_gemm
 from lowlat.kernels.gemm.prefill.coded_rows import CodedRows
 from lowlat.kernels.toolchain.kernel import Gpu
-from lowlat.lowering.binding import Binding, Call, in_parts
+from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.fusion import Fusion, Run
+from lowlat.lowering.implementations import lower_by
+from lowlat.lowering.linear import NARROW_LINEAR
 from lowlat.lowering.prefill_attention import prefill_attention
 from lowlat.lowering.prefill_gemm import (
-    AT_ONCE,
     activation_workspace,
     arranged_rows,
     asks_for_codes,
@@ -32,6 +34,7 @@ from lowlat.lowering.prefill_gemm import (
     given_rows,
     multiply_arranged,
     multiply_prompt,
+    partial_sums,
     parts_of,
 )
 from lowlat.lowering.row_fusions import add_normed, added_hides, added_rows
@@ -44,7 +47,7 @@ def _is_one_gemm(rows: int, width: int, linear: Op, gpu: Gpu) -> bool:
     gemm = arranged_gemm(gpu)
     if gemm is None or linear.stage is not Stage.PREFILL:
         return False
-    most = gemm.at_once(int(linear.params.get("num_parts") or 1))
+    most = gemm.at_once(_num_parts(linear))
     return rows % gemm.rows == 0 and rows <= most and width % gemm.width == 0
 
 
@@ -57,6 +60,18 @@ def _norms_for(run: Run, gpu: Gpu) -> bool:
         and (run.find("add") is None or added_rows(_until_norm(run)) is not None)
         and all(op.stage is Stage.PREFILL for op in run.ops)
         and _is_one_gemm(rows, width, linear, gpu)
+    )
+
+
+def _norms_for_several(run: Run, gpu: Gpu) -> bool:
+    """Whether a GEMM reads rows, not their codes, of a norm that others read, too: a narrow GEMM before it, or later
+    operations. A FFN's first GEMM is left to the fusion that activates."""
+    linear, narrow = run.op("linear"), run.find("narrow_linear")
+    return (
+        not asks_for_codes(linear)
+        and (narrow is None or narrow.reads["x"] == linear.reads["x"])
+        and (run.following is None or run.following.kind != "silu_mul")
+        and _norms_for(run, gpu)
     )
 
 
@@ -87,22 +102,25 @@ def _feeds(run: Run, gpu: Gpu) -> bool:
     """Whether a FFN's GEMMs and activation take each other's results, in sizes that our kernels have."""
     gate_up, silu, down = run.ops[-3:]
     rows, width = run.shape(silu.writes["out"])
-    depth = run.shape(gate_up.reads["x"])[1]
-    units = depth // 2 if asks_for_codes(gate_up) else depth  # of which a step has 64
     return (
         silu.stage is Stage.PREFILL
         and silu.reads["gate_up"] == gate_up.writes["out"]
         and down.reads["x"] == silu.writes["out"]
-        and _is_one_gemm(rows, depth, gate_up, gpu)
+        and _is_one_gemm(rows, run.shape(gate_up.reads["x"])[1], gate_up, gpu)
         and _is_one_gemm(rows, width, down, gpu)
-        and _gates(2 * width, units, gpu, at_once=in_parts(down))
+        and _gates(2 * width, gate_up, gpu)
     )
 
 
-def _gates(height: int, depth: int, gpu: Gpu, *, at_once: bool) -> bool:
-    """Whether our GEMM activates gates of a weight of this shape; at_once: K may be summed in one part, too."""
+def _gates(height: int, linear: Op, gpu: Gpu) -> bool:
+    """Whether our GEMM activates gates of an operation's weight, of so many rows."""
     gemm = arranged_gemm(gpu)
-    return gemm is not None and (gemm.gates(height, depth, None) or (at_once and gemm.gates(height, depth, AT_ONCE)))
+    return gemm is not None and gemm.gates(height, _num_parts(linear))
+
+
+def _num_parts(linear: Op) -> int:
+    """The parts in which an operation sums K."""
+    return int(linear.params.get("num_parts") or 1)
 
 
 def _norms_and_feeds(run: Run, gpu: Gpu) -> bool:
@@ -147,11 +165,15 @@ NORMS: Mapping[type, tuple[Callable[..., Sequence[Call]], Callable[..., Sequence
 }
 
 
-def _norm(binding: Binding, run: Run, left: torch.Tensor | CodedRows | None = None) -> Sequence[Call]:
+def _norm(
+    binding: Binding, run: Run, left: torch.Tensor | CodedRows | None = None, *, keeps: bool = False
+) -> Sequence[Call]:
     """The norm, with the residual sum before it where the run has one; its rows go arranged or coded where they are to
-    be left so, else to its buffer."""
+    be left so, else to its buffer. keeps: arranged ones go there, too."""
     norm, added = run.op("rms_norm"), run.find("add")
     given = {**binding.arguments(norm), **binding.vectors(norm)}
+    if keeps:
+        given["kept"] = given["out"]
     if left is not None:
         given["out"] = left
     alone, after_sum = NORMS[type(left)]
@@ -197,6 +219,27 @@ def _normed_linear(binding: Binding, run: Run) -> Sequence[Call]:
     return [*norm, *multiply_arranged(binding, linear, gemm, x)]
 
 
+def _normed_for_several(binding: Binding, run: Run) -> Sequence[Call]:
+    """The norm leaves its rows as the GEMM reads them, and as a narrow GEMM before it or later operations do."""
+    linear, narrow = run.op("linear"), run.all("narrow_linear")
+    gemm = gemm_of(binding, linear)
+    if gemm is None:
+        before = [call for op in narrow for call in lower_by(NARROW_LINEAR, binding, op)]
+        return [*_norm(binding, run), *before, *multiply_prompt(binding, linear)]
+    arranged = arranged_rows(binding, linear)
+    before = [call for op in narrow for call in _narrow_product(binding, op, arranged)]
+    norm = _norm(binding, run, arranged, keeps=True)
+    return [*norm, *before, *multiply_arranged(binding, linear, gemm, arranged)]
+
+
+def _narrow_product(binding: Binding, op: Op, arranged: torch.Tensor) -> Sequence[Call]:
+    """The calls of a narrow GEMM: by a packed weight, as a quantised one is, ours of the same arranged rows."""
+    gemm = gemm_of(binding, op) if binding.weights.is_packed(op.weights["weight"]) else None
+    if gemm is None:
+        return lower_by(NARROW_LINEAR, binding, op)
+    return multiply_arranged(binding, op, gemm, arranged)
+
+
 def _attended_linear(binding: Binding, run: Run) -> Sequence[Call]:
     """Attention leaves its rows as the GEMM reads them."""
     attention, linear = run.ops
@@ -226,7 +269,8 @@ def _gated_ffn(binding: Binding, run: Run) -> Sequence[Call]:
         *before,
         *gemm.multiply_gated(
             arranged=x, weight=first, bias=binding.bias(gate_up), row_live=activation.get("row_live"),
-            activation=activation.get("activation", "silu"), out=activated, gpu=binding.gpu,
+            partials=partial_sums(binding, gate_up, activated.shape[1]), out=activated,
+            activation=activation.get("activation", "silu"), gpu=binding.gpu,
             parts=parts_of(binding, gate_up, first),
         ),
         *coding,
@@ -262,5 +306,8 @@ PREFILL_FUSIONS = (
     *_ffn_fusions(coded=True),
     *(Fusion("norm+add+prefill gemm", f"{added} linear", 2, _normed_linear, _norms_for, _normed) for added in ADDED),
     Fusion("norm+prefill gemm", "add? rms_norm linear", 1, _normed_linear, _norms_for, _normed),
+    Fusion(
+        "norm, kept+prefill gemm", "add? rms_norm narrow_linear? linear", 1, _normed_for_several, _norms_for_several
+    ),
     Fusion("attention+prefill gemm", "prefill_attention linear", 1, _attended_linear, _attends_for, _attended),
 )

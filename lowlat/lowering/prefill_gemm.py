@@ -33,23 +33,10 @@ from lowlat.lowering.weight_parts import GEMMS, PACKED
 
 __all__ = [
     "AT_ONCE", "PROMPT_LINEAR", "activation_workspace", "arranged_rows", "asks_for_codes", "code_memory", "code_result",
-    "codes_workspace", "gemm_of", "gemm_workspaces", "given_rows", "multiply_arranged",
-    "multiply_prompt", "parts_of",
+    "codes_workspace", "gemm_of", "given_rows", "multiply_arranged", "multiply_prompt", "partial_sums", "parts_of",
 ]  # fmt: skip
 
 AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have parts of a weight's rows
-
-
-def gemm_workspaces(rows: int, height: int, width: int, parts: KParts | None = None) -> list[WorkspaceShape]:
-    """The workspaces of our GEMM of rows with a weight [height, width]: activations, and sums of segments of K.
-
-    The sums cover at most APART_ROWS rows: more rows never keep segments apart.
-    parts  the parts in which K is summed, if it is
-    """
-    segments = cut_of(height, width, parts)[0]
-    partials = (segments if segments > 1 else 0, min(rows, APART_ROWS), height)
-    arranged = arranged_shape(rows, width)
-    return [("prefill.arranged", arranged, torch.bfloat16), ("prefill.partials", partials, torch.float32)]
 
 
 def activation_workspace(rows: int, width: int) -> WorkspaceShape:
@@ -160,17 +147,16 @@ def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
     parts = parts_of(binding, op, weight)
     most = gemm.at_once(1 if parts is None else parts.count)
     for rows, results in zip(given["x"].split(most), given["out"].split(most), strict=True):
-        asked = gemm_workspaces(rows.shape[0], weight.rows, weight.columns, parts)
-        arranged, partials = (binding.workspace(*each) for each in asked)
-        x: torch.Tensor | CodedRows = arranged
+        x: torch.Tensor | CodedRows
         if asks_for_codes(op):
             x = code_memory(binding, *rows.shape)
             calls += code_rows(x=rows, out=x)
         else:
-            calls += arrange(x=rows, out=arranged)
+            x = _arranged_memory(binding, *rows.shape)
+            calls += arrange(x=rows, out=x)
         calls += gemm.multiply(
-            arranged=x, weight=weight, bias=binding.bias(op), columns=columns, partials=partials, out=results,
-            gpu=binding.gpu, parts=parts,
+            arranged=x, weight=weight, bias=binding.bias(op), columns=columns,
+            partials=partial_sums(binding, op, rows.shape[0]), out=results, gpu=binding.gpu, parts=parts,
         )  # fmt: skip
     return [*calls, *_capped(binding, op)]
 
@@ -182,18 +168,33 @@ def parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
 
 def arranged_rows(binding: Binding, op: Op) -> torch.Tensor:
     """The workspace of a GEMM's arranged rows."""
-    weight, rows = binding.weights.matrix(op.weights["weight"]), binding.buffers[op.reads["x"]].shape[0]
-    return binding.workspace(*gemm_workspaces(rows, weight.rows, weight.columns)[0])
+    return _arranged_memory(binding, *binding.buffers[op.reads["x"]].shape)
+
+
+def _arranged_memory(binding: Binding, rows: int, width: int) -> torch.Tensor:
+    """The workspace of rows [M, K] that are arranged."""
+    return binding.workspace("prefill.arranged", arranged_shape(rows, width), torch.bfloat16)
+
+
+def partial_sums(binding: Binding, op: Op, rows: int) -> torch.Tensor:
+    """The workspace of the sums of segments of K of an operation's GEMM over so many rows, [S, rows, N].
+
+    It has at most APART_ROWS rows: more never keep segments apart. Of codes K counts two columns as one.
+    """
+    weight = binding.weights.matrix(op.weights["weight"])
+    width = weight.columns // 2 if asks_for_codes(op) else weight.columns
+    segments = cut_of(weight.rows, width, parts_of(binding, op, weight))[0]
+    shape = (segments if segments > 1 else 0, min(rows, APART_ROWS), weight.rows)
+    return binding.workspace("prefill.partials", shape, torch.float32)
 
 
 def multiply_arranged(binding: Binding, op: Op, gemm: ArrangedGemm, x: torch.Tensor | CodedRows) -> Sequence[Call]:
     """The calls of `linear` over rows that are arranged, or coded, which one GEMM takes."""
     weight, out = binding.weights.matrix(op.weights["weight"]), binding.buffers[op.writes["out"]]
     parts = parts_of(binding, op, weight)
-    partials = binding.workspace(*gemm_workspaces(out.shape[0], weight.rows, weight.columns, parts)[1])
     product = gemm.multiply(
         arranged=x, weight=weight, bias=binding.bias(op), columns=binding.weights.runs(op.weights["weight"]),
-        partials=partials, out=out, gpu=binding.gpu, parts=parts,
+        partials=partial_sums(binding, op, out.shape[0]), out=out, gpu=binding.gpu, parts=parts,
     )  # fmt: skip
     return [*product, *_capped(binding, op)]
 

@@ -125,7 +125,7 @@ def test_neither_plans_nor_company_change_a_bit_of_a_row(launcher: Launcher, wid
                 assert place == 7 or found[place - 1].isnan().all()
 
 
-@pytest.mark.parametrize(("inner", "depth"), [(14336, 4096), (1000, 384)])
+@pytest.mark.parametrize(("inner", "depth"), [(14336, 4096), (1000, 384), (8704, 5120)])
 def test_gated_products_are_the_product_its_activation_and_their_arrangement(
     launcher: Launcher, inner: int, depth: int
 ) -> None:
@@ -137,7 +137,13 @@ def test_gated_products_are_the_product_its_activation_and_their_arrangement(
         want, found = (torch.full(arranged_shape(rows, inner), torch.nan, device="cuda").bfloat16() for _ in range(2))
         launcher.run(*silu_mul(product.run(x), row_live, out=activated), *arrange(x=activated, out=want))
         given: dict[str, Any] = {"arranged": product.coded(x), "weight": product.packed, "bias": product.packed_bias}
-        for plan in {(plan.rows, plan.depth): plan for plan in reversed(product.plans(rows))}.values():
+        given |= {"row_live": row_live, "out": found, "gpu": launcher.gpu}
+        calls = {}
+        for plan in {(plan.rows, plan.depth, plan.apart): plan for plan in reversed(product.plans(rows))}.values():
+            sums = torch.full(partials_shape(plan, rows, 2 * inner, depth // 2), torch.nan, device="cuda")
+            calls[plan] = gated_prefill_gemm(**given, partials=sums, plan=plan)
+        launcher.compile_ahead(call for each in calls.values() for call in each)
+        for plan, each in calls.items():
             found.fill_(torch.nan)
-            launcher.run(*gated_prefill_gemm(**given, row_live=row_live, out=found, gpu=launcher.gpu, plan=plan))
+            launcher.run(*each)
             assert torch.equal(found.view(torch.int16), want.view(torch.int16)), (rows, plan)

@@ -117,12 +117,18 @@ def test_rows_that_are_left_arranged_have_the_bits_of_an_arrangement(lab: Lab, w
         want = lab.launch(arrange, {"out": room}, x=normed)["out"]
         found = lab.launch(arranged_rms_norm, {"out": room}, x=x, weight=weight, row_live=live, eps=EPS)["out"]
         assert same_bits(found, want) and bool(found.isfinite().all())
+        both = {"out": room, "kept": poison(rows, width)}
+        again = lab.launch(arranged_rms_norm, both, x=x, weight=weight, row_live=live, eps=EPS)
+        assert same_bits(again["out"], want) and same_bits(again["kept"], normed)
     for added in (b, b.bfloat16()):
         given = {"a": x, "b": added, "weight": weight, "row_live": flags(rows), "eps": EPS}
         plain = lab.launch(add_norm, {"total": poison(rows, width), "out": poison(rows, width)}, **given)
         want = lab.launch(arrange, {"out": room}, x=plain["out"])["out"]
         sums = lab.launch(arranged_add_norm, {"total": poison(rows, width), "out": room}, **given)
         assert same_bits(sums["total"], plain["total"]) and same_bits(sums["out"], want)
+        both = {"total": poison(rows, width), "out": room, "kept": poison(rows, width)}
+        again = lab.launch(arranged_add_norm, both, **given)
+        assert all(same_bits(again[name], sums[name]) for name in sums) and same_bits(again["kept"], plain["out"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

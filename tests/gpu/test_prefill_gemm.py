@@ -13,7 +13,7 @@ from lowlat.kernels.formats.dense import pack_matrix, unpack_matrix
 from lowlat.kernels.gemm.packing import PackedMatrix, gate_up_permutation, pack, rope_permutation, runs_of
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.gemm import gated_prefill_gemm, prefill_gemm
-from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plans_of
+from lowlat.kernels.gemm.prefill.plan import PrefillGemmPlan, partials_shape, plans_of, segments_of
 from lowlat.kernels.gemm.unpacking import unpack_weight, unpacked_shape
 from lowlat.kernels.toolchain.kernel import KernelCall
 
@@ -185,6 +185,7 @@ def test_gated_products_are_the_product_its_activation_and_their_arrangement(
     else:
         parts = random_parts(name, 2 * inner, depth, wide=bias, device="cuda")
         product.packed = pack_matrix(DENSE_FORMATS[name], parts, order)
+    assert segments_of(2 * inner, depth)[0] == 1
     for rows in (64, 768):
         x, row_live = random(rows, depth), (torch.arange(rows, device="cuda") % 5 > 0).byte()
         arranged = torch.empty(arranged_shape(rows, depth), device="cuda", dtype=torch.bfloat16)
@@ -205,6 +206,64 @@ def test_gated_products_are_the_product_its_activation_and_their_arrangement(
             found.fill_(torch.nan)
             launcher.run(*each)
             assert torch.equal(found.view(torch.int16), want.view(torch.int16)), (rows, plan)
+
+
+@pytest.mark.parametrize(
+    ("name", "inner", "depth", "activation", "rows", "every"),
+    [
+        ("bf16", 17408, 5120, "silu", 2048, True),
+        ("bf16", 17408, 5120, "gelu_tanh", 128, True),
+        ("fp8", 17408, 5120, "silu", 2048, False),
+        ("int4_128", 17408, 5120, "silu", 2048, False),
+        ("int4_64_zeros", 12288, 4096, "silu", 128, True),
+        ("bf16", 2112, 2816, "gelu_tanh", 1024, True),
+    ],
+)
+def test_gates_of_added_segments_are_the_product_its_activation_and_their_arrangement(
+    launcher: Launcher, name: str, inner: int, depth: int, activation: str, rows: int, every: bool
+) -> None:
+    """Bit for bit, whether the block adds its segments up or a launch does; nothing is stored past the last step, where
+    the last pair of blocks may have one too many.
+
+    every  under every way to cut it, not the derived plan's alone
+    """
+    order = gate_up_permutation(inner)
+    product = Product(launcher, 2 * inner, depth, order, bias=True)
+    if name == "bf16":
+        product.packed.tiles[::7] *= 300
+    else:
+        parts = random_parts(name, 2 * inner, depth, wide=False, device="cuda")
+        product.packed = pack_matrix(DENSE_FORMATS[name], parts, order)
+    x, row_live = random(rows, depth), (torch.arange(rows, device="cuda") % 5 > 0).byte()
+    ways = {(plan.rows, plan.depth, plan.apart, plan.cluster): plan for plan in reversed(product.plans(rows))}
+    plans = list(ways.values()) if every else product.plans(rows)[:1]
+    steps, height, width = arranged_shape(rows, inner)
+    arranged, want = (torch.empty(arranged_shape(rows, each), device="cuda").bfloat16() for each in (depth, inner))
+    activated = torch.empty(rows, inner, device="cuda", dtype=torch.bfloat16)
+    memory = torch.empty(steps + 1, height, width, device="cuda", dtype=torch.bfloat16)
+    assert segments_of(2 * inner, depth)[0] > 1
+    calls = {}
+    for plan in plans:
+        sums = torch.empty(partials_shape(plan, rows, 2 * inner, depth), device="cuda")
+        calls[plan] = sums, gated_prefill_gemm(
+            arranged=arranged, weight=product.packed, bias=product.bias, row_live=row_live, partials=sums,
+            out=memory[:-1], activation=activation, gpu=launcher.gpu, plan=plan,
+        )  # fmt: skip
+    unfused = [
+        *product.calls(rows, product.plans(rows)[0]),
+        *silu_mul(torch.empty(rows, 2 * inner, device="cuda"), row_live, out=activated, activation=activation),
+        *arrange(x=activated, out=want),
+    ]
+    launcher.compile_ahead([*unfused, *(call for _, each in calls.values() for call in each)])
+    launcher.run(*silu_mul(product.run(x), row_live, out=activated, activation=activation))
+    launcher.run(*arrange(x=activated, out=want), *arrange(x=x, out=arranged))
+    assert want.isfinite().all() and want.count_nonzero() > want.numel() // 8
+    for plan, (sums, each) in calls.items():
+        sums.fill_(torch.nan)
+        memory.fill_(torch.nan)
+        launcher.run(*each)
+        assert torch.equal(memory[:-1].view(torch.int16), want.view(torch.int16)), plan
+        assert memory[-1].isnan().all(), plan
 
 
 def test_a_row_that_is_not_finite_spoils_itself_alone(launcher: Launcher) -> None:

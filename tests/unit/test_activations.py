@@ -24,6 +24,7 @@ from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import Stage
 from lowlat.kernels.formats import FP8
+from lowlat.kernels.gemm.prefill.plan import segments_of
 from lowlat.kernels.reference.gemm.linear import linear
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.models.activations import code_activations
@@ -117,6 +118,17 @@ def test_prefill_codes_rows_and_multiplies_codes(tmp_path: Path) -> None:
     alone = kinds_of(coded_pair(tmp_path / "alone", fuse=False).lower_program(program), Stage.PREFILL)
     assert alone.count("code_rows") == alone.count(gemm) == kinds.count(gemm) == 8
     assert ("prefill.codes", torch.uint8) in planned_workspaces((program,), pair.source, H200).sizes
+
+
+def test_segments_of_codes_are_added_up_and_activated(tmp_path: Path) -> None:
+    """Of codes K counts two columns as one, and is cut into other segments than that of bf16 rows."""
+    made = (pair := coded_pair(tmp_path, hidden_size=1408)).lower_program(build_prefill(pair.geometry))
+    names = [call.kernel.name for call in made.calls]
+    height = 2 * CODED_SIZES["intermediate_size"]
+    place = next(number for number, name in enumerate(names) if name.startswith(f"gated_wide_add_{height}x6_plain"))
+    assert names[place - 1].startswith(f"prefill_gemm_fp8_by_codes_{height}x704_6x2_64x1")
+    assert segments_of(height, 1408)[0] != segments_of(height, 704)[0] == 6
+    check_savings(made)
 
 
 def test_gpus_and_chunks_without_such_products_are_refused(tmp_path: Path) -> None:

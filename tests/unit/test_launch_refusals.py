@@ -40,8 +40,8 @@ ANY_WIDTH = {
     "accepted_nodes", "accepted_tokens", "active", "block_table", "draft_nodes", "draft_texts", "names",
     "output_counts", "paths", "ring_count", "slots", "snapshots", "state_lens", "tokens", "top_tokens", "tree_paths",
     "advance_states row_live", "arranged_prefill_gemm partials", "delta_conv x", "delta_norm gates", "finite logits",
-    "gated_delta x", "logprobs logits", "prefill_delta_conv x", "row_pairs logits", "take_columns out",
-    "take_columns x",
+    "gated_delta x", "gated_prefill_gemm partials", "logprobs logits", "prefill_delta_conv x", "row_pairs logits",
+    "take_columns out", "take_columns x",
 }  # fmt: skip
 # of as many slots, tokens, blocks or places of a ring as there are; one is taken alone
 ANY_NUMBER = {

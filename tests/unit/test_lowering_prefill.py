@@ -11,7 +11,8 @@ import torch
 from inserted import with_identities
 from kernel_inventory import GPUS
 from lowered import Lowered, Pair
-from lowering_cases import check_savings, kinds_of, reached, span, write_pair
+from lowering_cases import SIZES, check_savings, kinds_of, reached, span, write_pair
+from tiny_models import make_target
 
 from lowlat.graphs import Role
 from lowlat.graphs.program import Op, Program, Stage
@@ -167,6 +168,26 @@ def test_quantised_gates_are_activated_where_they_are_multiplied(pair_of: Made) 
     kinds = kinds_of(lowered(pair_of("llama_fp8")), Stage.PREFILL)
     ffn = [NORM, "prefill_gemm_fp8", "prefill_gemm_fp8"]
     assert ffn in [kinds[at : at + len(ffn)] for at in range(len(kinds))]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn"),
+    [
+        (640, ["prefill_gemm_192x640_5x2_64x2x4_whole_plain_gated"]),
+        (704, ["prefill_gemm_192x704_6x2_64x1x8_apart_plain_inplace", "gated_wide_add_192x6_plain"]),
+    ],
+)
+def test_gates_are_activated_where_segments_of_k_are_added_up(hidden: int, ffn: list[str], tmp_path: Path) -> None:
+    """By the block, or by the launch after it where blocks have segments of their own."""
+    make_target(tmp_path, "llama", num_hidden_layers=1, **{**SIZES, "hidden_size": hidden})
+    pair = Pair(tmp_path)
+    pair.geometry = replace(pair.geometry, prefill_chunk=64)
+    made = lowered(pair)
+    names = [call.kernel.name for call in made.calls]
+    place = names.index(ffn[0])
+    assert names[place - 1].startswith(NORM) and names[place + len(ffn)].startswith(f"prefill_gemm_{hidden}x96_1x2")
+    assert names[place : place + len(ffn)] == ffn
+    assert "norm+gated ffn" in check_savings(made)
 
 
 @pytest.mark.parametrize("capability", [(9, 0), (8, 0)], ids=str)

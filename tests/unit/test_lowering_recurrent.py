@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from kernel_inventory import GPUS, examples, family
 from lowered import Lowered, Pair
-from lowering_cases import check_early_reads, kinds_of, reached
+from lowering_cases import check_early_reads, check_savings, kinds_of, reached
+from quantised_layers import quantise_target
 from tiny_models import make_target
 from tiny_mtp import add_mtp
 
@@ -173,6 +174,32 @@ def test_norms_that_several_gemms_read_have_no_launch_of_their_own(batch: int, p
     assert reached(gate.kernel_calls, made.buffers["normed"])
     alone = [call.kernel.name for call in pairs[False].lower(0, batch).calls]
     assert sum(name.startswith("router") and "_alone" in name for name in alone) == 2
+
+
+@pytest.mark.parametrize("layout", [None, "fp8-channel"])
+def test_norms_that_several_gemms_of_a_prompt_read_leave_their_rows_both_ways(
+    layout: str | None, tmp_path: Path
+) -> None:
+    """As the wide GEMM reads them, and as they are for a plain narrow one or for the gate of attention."""
+    make_target(tmp_path, "qwen3_5_text", **SIZES)
+    if layout is not None:
+        quantise_target(tmp_path, layout, None)
+    pair = Pair(tmp_path)
+    program = build_prefill(replace(pair.geometry, prefill_chunk=64))
+    made = pair.lower_program(program)
+    found = [group for group in made.groups if group.name == "norm, kept+prefill gemm"]
+    assert [[op.kind for op in group.ops] for group in found] == [
+        ["add", "rms_norm", "linear"], ["add", "rms_norm", "narrow_linear", "linear"]
+    ]  # fmt: skip
+    for group in found:
+        norm, *products = [call.kernel.name for call in group.kernel_calls]
+        (normed,) = (op.writes["out"] for op in group.ops if op.kind == "rms_norm")
+        assert norm.startswith("arranged_kept_add_norm") and reached(group.kernel_calls[:1], made.buffers[normed])
+        assert not group.hidden and not reached(group.kernel_calls[1:], made.buffers[normed])
+        is_ours = layout is not None and any(op.kind == "narrow_linear" for op in group.ops)
+        assert sum(name.startswith("prefill_gemm") for name in products) == 1 + is_ours
+        assert not any(name.startswith("arrange") for name in products)
+    assert check_savings(made) >= {group.name for group in found}
 
 
 def test_gated_attention_may_have_biases(tmp_path: Path) -> None:

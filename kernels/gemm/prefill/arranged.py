@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lowlat.kernels.gemm.k_parts import KParts
 from lowlat.kernels.gemm.packing import PackedMatrix
 from lowlat.kernels.gemm.prefill.coded_rows import CODED_STEP, is_coded_by_row
 from lowlat.kernels.gemm.prefill.gemm import arranged_prefill_gemm, gated_prefill_gemm, gates
@@ -32,7 +31,7 @@ class ArrangedGemm:
     most_in_parts   of a launch that sums K in several parts
     multiply        `arranged_prefill_gemm`, or what takes its arguments
     multiply_gated  `gated_prefill_gemm`, or what takes its arguments
-    gates           (weight rows, columns, parts): whether `multiply_gated` takes such a weight
+    gates           (weight rows, parts of K): whether `multiply_gated` takes such a weight
     takes_codes     whether both take codes of rows next to a weight, see `CodedRows`
     """
 
@@ -45,7 +44,7 @@ class ArrangedGemm:
     most_in_parts: int
     multiply: Callable[..., list[KernelCall]]
     multiply_gated: Callable[..., list[KernelCall]]
-    gates: Callable[[int, int, KParts | None], bool]
+    gates: Callable[[int, int], bool]
     takes_codes: Callable[[PackedMatrix], bool]
 
     def covers(self, chunk: int, weight: PackedMatrix) -> bool:

@@ -1,7 +1,7 @@
 """The epilogue of a prefill GEMM with gates and ups: activated gates times ups, arranged as rows of the next GEMM.
 
 A tile of 16 weight rows is 8 gates and their 8 ups, so a thread has both of a channel; a block's 128 weight rows are a
-step of 64 columns of the rows that it leaves.
+step of 64 columns of the rows that it leaves. Sums are whole: of one segment of K, or of all that a block has added up.
 """
 
 from typing import Any
@@ -130,9 +130,11 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, activati
     """A function of a warp: store a unit's activated gates times ups, arranged; zeros past the channels and in dead
     rows.
 
-    Of what stands next to the product the second address is that of the rows' flags, 0 where all are live.
+    Of what stands next to the product the second address is that of the rows' flags, 0 where all are live. Where the
+    last cluster has a block more than there are steps, that stores nothing.
     """
     weight_rows, block_tiles, x_rows = cut.weight_rows, BLOCK_ROWS // TILE_ROWS, plan.rows
+    has_spare = -(-weight_rows // BLOCK_ROWS) % plan.cluster > 0
     is_scaled = cut.weights.row_scales
     store_all = _make_store_up_to(plan.sums, plan.sums, cut.weights, activation)
     load_scales = _make_row_scales(cut.weights, plan.rows)
@@ -168,6 +170,7 @@ def make_gated_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, activati
         upper = target + int64(uint32(piece ^ within) * uint32(16))
         lower = target + int64(uint32(uint32(piece ^ uint32(within + uint32(1))) * uint32(16) + uint32(STEP_ROW_BYTES)))
         places = (upper, lower, row_live + int64(row), row_live != int64(0), has_channels)
-        store_all(sums, places, numbers, load_scales(beside, row))
+        if not has_spare or uint32(block * uint32(BLOCK_ROWS)) < uint32(weight_rows):
+            store_all(sums, places, numbers, load_scales(beside, row))
 
     return finish

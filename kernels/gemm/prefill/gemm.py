@@ -21,6 +21,7 @@ from lowlat.kernels.gemm.packing import RUN, TILE_ROWS, PackedMatrix
 from lowlat.kernels.gemm.prefill.activation_layout import arrange, arranged_shape
 from lowlat.kernels.gemm.prefill.coded_rows import CODED_STEP, CodedRows, by_codes
 from lowlat.kernels.gemm.prefill.gated_epilogue import make_gated_finish
+from lowlat.kernels.gemm.prefill.gated_split_k_sum import gate_segments
 from lowlat.kernels.gemm.prefill.mainloop import Cut, make_consume, make_finish, make_produce
 from lowlat.kernels.gemm.prefill.parts_sum import add_parts
 from lowlat.kernels.gemm.prefill.plan import (
@@ -132,12 +133,7 @@ def arranged_prefill_gemm(
         check_shape("bias", bias, weight.rows)
     if columns is not None:
         check_shape("columns", columns, weight.rows // RUN)
-    target = out
-    if plan.apart:
-        if partials is None:
-            raise ShapeError("segments that are apart need a workspace `partials`")
-        check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns, parts))
-        target = partials
+    target = _sums_of(partials, plan, rows, weight, parts) if plan.apart else out
     cut = _cut_of(weight, parts)
     kernel = _make(cut, plan, Beside(bias is not None, columns is not None))
     calls = [_call(kernel, plan, planned, weight, arranged, (bias, columns), target, rows, gpu, cut.segments)]
@@ -146,9 +142,8 @@ def arranged_prefill_gemm(
             partials=target, parts=cut.parts, steps=cut.steps, scales=weight.scales, bias=bias, columns=columns, out=out
         )
     elif plan.apart:
-        row_scales = arranged.scales if isinstance(arranged, CodedRows) else None
         calls += add_segments(
-            partials=target, scales=weight.scales, row_scales=row_scales, bias=bias, columns=columns, out=out
+            partials=target, scales=weight.scales, row_scales=_row_scales(arranged), bias=bias, columns=columns, out=out
         )
     return calls
 
@@ -159,40 +154,76 @@ def gated_prefill_gemm(
     weight: PackedMatrix,
     bias: torch.Tensor | None = None,
     row_live: torch.Tensor | None = None,
+    partials: torch.Tensor | None = None,
     out: torch.Tensor,
     activation: str = SILU,
     gpu: Gpu,
     parts: KParts | None = None,
     plan: PrefillGemmPlan | None = None,
 ) -> list[KernelCall]:
-    """silu(gate) * up of x @ weight.T + bias, or another activation's, arranged, in one launch; dead rows are zero.
+    """silu(gate) * up of x @ weight.T + bias, or another activation's, arranged; dead rows are zero.
+
+    In one launch, whose epilogue activates; in two where segments of K are apart: the one that adds them up activates.
 
     arranged  [ceil(K/64), M, 64]  bf16: x as `arrange` leaves it, or its codes, M a multiple of 64 up to 4096
-    weight    [2I, K]              packed in the order of `gate_up_permutation`, as `arranged_prefill_gemm` takes it; K
-                                   in one segment
+    weight    [2I, K]              packed in the order of `gate_up_permutation`, as `arranged_prefill_gemm` takes it
     bias      [2I]                 bf16, in the packed order, or None
     row_live  [M]                  uint8; None: all rows are live
+    partials  [S, M, 2I]           float32: workspace, as `partials_shape` has it; None where S is 0
     out       [ceil(I/64), M, 64]  bf16, out: the bits of `silu_mul` over `arranged_prefill_gemm`'s, as `arrange` leaves
                                    them
-    parts, plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight's shape.
+    parts, plan, time, errors: as `arranged_prefill_gemm`; ShapeError too where `gates` denies the weight or the parts.
     """
     rows = arranged.rows if isinstance(arranged, CodedRows) else arranged.shape[1]
     weight = _as_multiplied(weight, arranged, parts)
     plan, planned = _chosen(rows, weight, gpu, plan, parts)
-    if not gates(weight.rows, weight.columns, parts):
-        raise ShapeError(f"a weight of {weight.rows} x {weight.columns} has several segments, or half a tile of gates")
+    num_parts = 1 if parts is None else parts.count
+    if not gates(weight.rows, num_parts):
+        raise ShapeError(
+            f"gates and ups are a multiple of {TILE_ROWS} weight rows, whose K is summed in one part, "
+            f"not {weight.rows} in {num_parts}"
+        )
     check_shape("out", out, *arranged_shape(rows, weight.rows // 2))
     if bias is not None:
         check_shape("bias", bias, weight.rows)
     if row_live is not None:
         check_shape("row_live", row_live, rows)
-    kernel = _make(_cut_of(weight, parts), plan, Beside(bias is not None, False, True, activation))
-    return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, gpu, 1)]
+    cut = _cut_of(weight, parts)
+    if not plan.apart:
+        kernel = _make(cut, plan, Beside(bias is not None, False, True, activation))
+        return [_call(kernel, plan, planned, weight, arranged, (bias, row_live), out, rows, gpu, cut.segments)]
+    sums = _sums_of(partials, plan, rows, weight, parts)
+    kernel = _make(cut, plan, Beside(False, False))
+    return [
+        _call(kernel, plan, planned, weight, arranged, (None, None), sums, rows, gpu, cut.segments),
+        *gate_segments(
+            partials=sums, scales=weight.scales, row_scales=_row_scales(arranged), bias=bias, row_live=row_live,
+            out=out, activation=activation,
+        ),
+    ]  # fmt: skip
 
 
-def gates(weight_rows: int, columns: int, parts: KParts | None = None) -> bool:
-    """Whether `gated_prefill_gemm` takes a weight of this shape: its sums are whole where its epilogue runs."""
-    return weight_rows % TILE_ROWS == 0 and cut_of(weight_rows, columns, parts)[0] == 1
+def gates(weight_rows: int, num_parts: int = 1) -> bool:
+    """Whether `gated_prefill_gemm` takes so many weight rows: whole tiles of gates and ups, and K summed in one part.
+
+    Segments are no parts: it adds them up.
+    """
+    return weight_rows % TILE_ROWS == 0 and num_parts == 1
+
+
+def _sums_of(
+    partials: torch.Tensor | None, plan: PrefillGemmPlan, rows: int, weight: PackedMatrix, parts: KParts | None
+) -> torch.Tensor:
+    """The workspace of segments' sums. Raises ShapeError where there is none, or one of another shape."""
+    if partials is None:
+        raise ShapeError("segments that are apart need a workspace `partials`")
+    check_shape("partials", partials, *partials_shape(plan, rows, weight.rows, weight.columns, parts))
+    return partials
+
+
+def _row_scales(x: torch.Tensor | CodedRows) -> torch.Tensor | None:
+    """The scales of rows that are codes."""
+    return x.scales if isinstance(x, CodedRows) else None
 
 
 def _as_multiplied(weight: PackedMatrix, x: torch.Tensor | CodedRows, parts: KParts | None) -> PackedMatrix:
@@ -352,15 +383,20 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         (2048, 28672, 4096, Beside(False, False, True), BF16_TILES),
         (2048, 4096, 14336, Beside(False, False), BF16_TILES),
         (2048, 43008, 5376, Beside(False, False, True, GELU_TANH), BF16_TILES),
+        (2048, 34816, 5120, Beside(False, False, True), BF16_TILES),
+        (256, 24576, 4096, Beside(True, False, True, GELU_TANH), BF16_TILES),
         (64, 200, 72, Beside(True, True), BF16_TILES),
         (128, 6144, 4096, Beside(False, True), FP8.tiles(wide=False)),
         (2048, 28672, 4096, Beside(False, False, True), FP8.tiles(wide=False)),
         *((512, 28672, 4096, Beside(False, False, True), tiles) for tiles in representative_layouts()),
+        (2048, 34816, 5120, Beside(False, False, True), FP8.tiles(wide=False)),
+        (2048, 34816, 5120, Beside(False, False, True), int4_format(128, has_zeros=False).tiles(wide=False)),
         (2048, 6144, 2048, Beside(False, True), CODED_ROWS_TILES),
         (2048, 28672, 2048, Beside(False, False, True), CODED_ROWS_TILES),
         (2048, 4096, 7168, Beside(False, False), CODED_ROWS_TILES),
         (64, 6144, 2048, Beside(True, True), CODED_ROWS_TILES),
         (128, 28672, 2048, Beside(False, False, True), CODED_ROWS_TILES),
+        (2048, 17408, 2560, Beside(False, False, True), CODED_ROWS_TILES),
         (512, 4096, 4096, Beside(True, False), int4_format(32, has_zeros=True).tiles(wide=True)),
     )
     made = []

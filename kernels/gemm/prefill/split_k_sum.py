@@ -12,7 +12,7 @@ from lowlat.kernels.toolchain import ptx
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
-__all__ = ["add_segments", "examples"]
+__all__ = ["THREADS", "add_segments", "examples", "make_total"]
 
 THREADS = 256
 
@@ -50,17 +50,11 @@ def add_segments(
     return [KernelCall(kernel, (blocks, 1, 1), arguments)]
 
 
-@cache
-def _make(
-    width: int,
-    segments: int,
-    with_bias: bool,
-    with_columns: bool,
-    with_scales: bool = False,
-    with_row_scales: bool = False,
-) -> Kernel:
-    """A thread has four columns of a row."""
-    chunks = width // 4
+def make_total(width: int, segments: int, *, with_bias: bool, with_scales: bool, with_row_scales: bool) -> Any:
+    """A function of a thread: four neighbouring columns of a row, added up, scaled and with the bias, each rounded.
+
+    width  N, of the partials
+    """
 
     @device_function
     def add(sums: Any, words: Any) -> Any:
@@ -88,6 +82,39 @@ def _make(
         )  # fmt: skip
 
     @device_function
+    def total(partials: Any, scales: Any, bias: Any, row: Any, column: Any, rows: Any, row_scales: Any) -> Any:
+        zero = float32(0)
+        sums = (zero, zero, zero, zero)
+        at = partials + (int64(row) * int64(width) + int64(column)) * int64(4)
+        for segment in range(segments):
+            sums = add(sums, ptx.load_global_128(at + int64(segment) * int64(rows) * int64(4 * width)))
+        if with_scales:
+            sums = scale(sums, ptx.load_global_128(scales + int64(column) * int64(4)))
+        if with_row_scales:
+            own = ptx.bits_of_float(ptx.load_global_f32(row_scales + int64(row) * int64(4)))
+            sums = scale(sums, (own, own, own, own))
+        if with_bias:
+            low, high = ptx.load_global_64(bias + int64(column) * int64(2))
+            sums = add(sums, biases(low, high))
+        return sums
+
+    return total
+
+
+@cache
+def _make(
+    width: int,
+    segments: int,
+    with_bias: bool,
+    with_columns: bool,
+    with_scales: bool = False,
+    with_row_scales: bool = False,
+) -> Kernel:
+    """A thread has four columns of a row."""
+    chunks = width // 4
+    total = make_total(width, segments, with_bias=with_bias, with_scales=with_scales, with_row_scales=with_row_scales)
+
+    @device_function
     def add_up(partials: Any, scales: Any, bias: Any, columns: Any, out: Any, rows: Any, row_scales: Any) -> None:
         number = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         row = uint32(number // uint32(chunks))
@@ -95,23 +122,11 @@ def _make(
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
         if row < uint32(rows):
-            zero, column = float32(0), uint32(chunk * uint32(4))
-            sums = (zero, zero, zero, zero)
-            at = partials + (int64(row) * int64(width) + int64(column)) * int64(4)
-            for segment in range(segments):
-                sums = add(sums, ptx.load_global_128(at + int64(segment) * int64(rows) * int64(4 * width)))
-            if with_scales:
-                sums = scale(sums, ptx.load_global_128(scales + int64(column) * int64(4)))
-            if with_row_scales:
-                own = ptx.bits_of_float(ptx.load_global_f32(row_scales + int64(row) * int64(4)))
-                sums = scale(sums, (own, own, own, own))
-            if with_bias:
-                low, high = ptx.load_global_64(bias + int64(column) * int64(2))
-                sums = add(sums, biases(low, high))
+            column = uint32(chunk * uint32(4))
+            a, b, c, d = total(partials, scales, bias, row, column, rows, row_scales)
             if with_columns:
                 run = ptx.load_global_i32(columns + int64(uint32(chunk >> uint32(1))) * int64(4))
                 column = uint32(uint32(run) + uint32(column & uint32(4)))
-            a, b, c, d = sums
             ptx.store_global_128(
                 out + (int64(row) * int64(width) + int64(column)) * int64(4),
                 ptx.bits_of_float(a), ptx.bits_of_float(b), ptx.bits_of_float(c), ptx.bits_of_float(d),

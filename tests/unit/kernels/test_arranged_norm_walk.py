@@ -30,7 +30,10 @@ def test_norms_have_the_bits_of_norm_and_arrangement(rows: int, width: int, with
         calls = arranged.arranged_rms_norm(x, weight, live, out=found, eps=EPS)
         assert len(calls) == 1
         walker.run(*calls)
+        again, kept = poison(*arranged_shape(rows, width)), poison(rows, width)
+        walker.run(*arranged.arranged_rms_norm(x, weight, live, out=again, kept=kept, eps=EPS))
     assert same_bits(found, want) and bool(found.isfinite().all())
+    assert same_bits(again, want) and same_bits(kept, normed)
     assert bool(found.any())
 
 
@@ -45,7 +48,10 @@ def test_sums_stay_rows_and_their_norms_are_arranged(rows: int, width: int, with
         calls = norm.add_norm(a, b, weight, live, total=sums[0], out=normed, eps=EPS)
         walker.run(*calls, *layout.arrange(x=normed, out=want))
         walker.run(*arranged.arranged_add_norm(a, b, weight, live, total=sums[1], out=found, eps=EPS))
+        again, kept, total = poison(*arranged_shape(rows, width)), poison(rows, width), poison(rows, width)
+        walker.run(*arranged.arranged_add_norm(a, b, weight, live, total=total, out=again, kept=kept, eps=EPS))
     assert same_bits(found, want) and same_bits(*sums)
+    assert same_bits(again, want) and same_bits(kept, normed) and same_bits(total, sums[0])
     assert bool(found.isfinite().all()) and bool(sums[1].isfinite().all())
 
 
@@ -75,6 +81,8 @@ def test_what_does_not_fit_is_refused() -> None:
     x, weight, out = poison(3, 72), poison(72), poison(*arranged_shape(3, 72))
     with pytest.raises(ShapeError, match="multiple of 8"):
         arranged_rms_norm(poison(3, 63), poison(63), out=out, eps=EPS)
+    with pytest.raises(ShapeError, match="kept must have shape"):
+        arranged_rms_norm(x, weight, out=out, kept=poison(3, 64), eps=EPS)
     with pytest.raises(ShapeError, match="b must be"):
         arranged_add_norm(x, x.half(), weight, total=x, out=out, eps=EPS)
     with pytest.raises(ShapeError, match="out must have shape"):

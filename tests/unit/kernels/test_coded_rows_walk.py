@@ -116,30 +116,46 @@ def test_products_of_codes_walked(
     assert float(((out.double() - want).norm(dim=1) / want.norm(dim=1)).max()) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("segments", "cut"),
+    [
+        ((1, 1), (128, 1, 2, False)),
+        ((2, 1), (128, 1, 2, False, 2)),
+        ((2, 1), (64, 1, 2, True)),
+        wide((2, 1), (256, 1, 2, False, 1, 80)),
+    ],
+)
 @pytest.mark.second
-def test_gated_products_of_codes_walked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Activated gates times ups of the product of codes, arranged; dead rows are zero."""
-    rows, inner, depth = 128, 72, 128
+def test_gated_products_of_codes_walked(
+    segments: tuple[int, int], cut: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bits of the product of codes, its activation and their arrangement, however segments are added up; dead rows
+    are zero.
+    """
+    rows, inner, depth = 2 * cut[0] if cut[0] < 256 else cut[0], 72, 128 * segments[0]
     order, x = gate_up_permutation(inner), 4 * torch.randn(rows, depth).bfloat16()
     packed, _ = fp8_weight(2 * inner, depth, order)
     row_live, walker = (torch.arange(rows) % 5 > 0).byte(), Walker()
-    product, out = torch.full((rows, 2 * inner), torch.nan), torch.full(arranged_shape(rows, inner), torch.nan)
-    out = out.bfloat16()
-    with walkable_groups(walker, *NAMES) as (plans, codes, module):
-        monkeypatch.setattr(module, "cut_of", lambda *_: (1, 1))
-        plan = plans.PrefillGemmPlan(128, 1, 2, False, 2048)
+    product, activated = torch.full((rows, 2 * inner), torch.nan), torch.full((rows, inner), torch.nan).bfloat16()
+    out, again = (torch.full(arranged_shape(rows, inner), torch.nan).bfloat16() for _ in range(2))
+    names = (*NAMES, "elementwise.elementwise")
+    with walkable_groups(walker, *names) as (plans, codes, module, elementwise):
+        for each in (plans, module):
+            monkeypatch.setattr(each, "cut_of", lambda *_: segments)
+        plan = plans.PrefillGemmPlan(*cut[:4], 2048, *cut[4:])
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
         held = codes.CodedRows(coded_by_hand(x).memory, rows, depth)
         given = {"arranged": held, "weight": packed, "gpu": TWO_BLOCKS, "plan": plan}
-        walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), out=product))
-        walker.run(*module.gated_prefill_gemm(**given, row_live=row_live, out=out))
+        sums = [torch.full((segments[0] if plan.apart else 0, rows, 2 * inner), torch.nan) for _ in range(2)]
+        walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), partials=sums[0], out=product))
+        walker.run(*module.gated_prefill_gemm(**given, row_live=row_live, partials=sums[1], out=out))
+        walker.run(*elementwise.silu_mul(product, row_live, out=activated))
+        walker.run(*module.arrange(x=activated, out=again))
+    assert torch.equal(out.view(torch.int16), again.view(torch.int16))
     gate, up = product.split(inner, 1)
     want = (gate / (1 + torch.exp(-gate)) * up).bfloat16() * row_live[:, None].bool()
-    found = torch.stack([
-        torch.stack([out[c // 64, r, place_of(r, c % 64)] for c in range(inner)]) for r in range(rows)
-    ])  # fmt: skip
-    assert torch.allclose(found.float(), want.float(), rtol=2**-7, atol=1e-30)
-    assert float((found == want).float().mean()) > 0.99
+    assert torch.allclose(activated.float(), want.float(), rtol=2**-7, atol=1e-30)
+    assert float((activated == want).float().mean()) > 0.99
 
 
 def test_what_codes_are_not_multiplied_by_is_refused() -> None:

@@ -15,6 +15,7 @@ from moe_cases import make_moe, make_topk_routing
 from stages import later, wide
 
 from lowlat.kernels.elementwise import norm, norm_add, rotate
+from lowlat.kernels.gemm.prefill import gemm as prefill_gemm
 from lowlat.kernels.moe.decode.mlp import experts_mlp
 from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_kernel
 from lowlat.kernels.toolchain.kernel import H200, Kernel
@@ -241,6 +242,31 @@ def test_norms_ask_for_their_weights_before_they_wait(compiled: Compiled) -> Non
 @pytest.mark.second
 def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled: Compiled) -> None:
     """Nothing is loaded or moved there until they are awaited; the assembler waits no more often than it was told."""
+    names = ("prefill_gemm", "prefill_flash", "experts_warpgroups")
+    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.name.startswith(names)]
+    assert {name for name in names if any(kernel.name.startswith(name) for kernel in kernels)} == set(names)
+    for kernel in kernels:
+        check_warpgroups(kernel, *compiled.of(HOPPER, kernel))
+
+
+GATED_TOTALS = [
+    kernel
+    for kernel in prefill_gemm.examples()
+    if re.match(r"prefill_gemm_.*_[2-8]x\d+_.*_whole_.*_gated", kernel.name)
+]
+
+
+@pytest.mark.parametrize("kernel", [later(GATED_TOTALS[0]), *map(wide, GATED_TOTALS[1:])], ids=lambda each: each.name)
+def test_gates_of_added_segments_leave_tensor_cores_their_registers(kernel: Kernel) -> None:
+    """No register is spilled where totals, some of them in shared memory, are activated."""
+    ptx, _ = compile_ptx(kernel.function, kernel.signature, HOPPER, (kernel.threads, kernel.min_blocks), True)
+    made = compile_kernel(kernel, HOPPER)
+    check_kernel(HOPPER, kernel, made, ptx)
+    check_warpgroups(kernel, made, ptx)
+
+
+def check_warpgroups(kernel: Kernel, code: CompiledKernel, ptx: str) -> None:
+    """Registers of products that are under way, in machine code."""
     # to begin or await products of a warpgroup; one, of bf16 and of codes; one of shared memory
     group, multiply, shared = 0x9C5, (0xDF0, 0xDF3), 0x9F0
     load, loaded = 0x184, {6: 4, 5: 2}  # registers by the load's size; else one
@@ -248,32 +274,27 @@ def test_tensor_cores_of_a_warpgroup_have_their_registers_to_themselves(compiled
     moves, selections, products = (0x002, 0x005), (0x007, 0x008, 0x009), (0x020, 0x021, 0x023, 0x031, 0x032)
     integers = (0x010, 0x011, 0x012, 0x016, 0x019, 0x024, 0x036)
     writers = dict.fromkeys((load, *moves, *selections, *products, *integers, 0x03E, 0x108), 1) | {0x025: 2}
-    names = ("prefill_gemm", "prefill_flash", "experts_warpgroups")
-    kernels = [kernel for _, kernel in daily(HOPPER) if kernel.name.startswith(names)]
-    assert {name for name in names if any(kernel.name.startswith(name) for kernel in kernels)} == set(names)
-    for kernel in kernels:
-        code, ptx = compiled.of(HOPPER, kernel)
-        steps: list[set[int]] = []  # registers of those under way, the oldest first
-        scores: set[int] = set()
-        for low, high in whole_instructions(code.code):
-            opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
-            sums = 4 * ((low >> 53 & 0x3F) + 1)  # of eighths of the second matrix's rows, less one
-            if opcode in multiply:
-                steps[-1] |= {*range(target, target + sums), *range(first, first + 4)}
-            elif opcode == shared:
-                scores |= set(range(target, target + sums))
-            elif opcode == group and low >> 47 & 1:
-                scores.clear()  # always the oldest under way
-                del steps[: len(steps) - (high >> 8 & 0xFF)]
-            elif opcode == group:
-                steps.append(set())
-            elif opcode & 0x1FF in writers and target != NO_REGISTER:
-                count = loaded.get(high >> 9 & 7, 1) if opcode & 0x1FF == load else writers[opcode & 0x1FF]
-                written = set(range(target, target + count))
-                assert not scores.union(*steps) & written, f"{kernel.name}: {low:#x}"
-        found = count_opcodes(code.code)
-        assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
-        assert sum(found[each] for each in (*multiply, shared)) == ptx.count("wgmma.mma_async") > 0
+    steps: list[set[int]] = []  # registers of those under way, the oldest first
+    scores: set[int] = set()
+    for low, high in whole_instructions(code.code):
+        opcode, target, first = low & 0xFFF, low >> 16 & 0xFF, low >> 24 & 0xFF
+        sums = 4 * ((low >> 53 & 0x3F) + 1)  # of eighths of the second matrix's rows, less one
+        if opcode in multiply:
+            steps[-1] |= {*range(target, target + sums), *range(first, first + 4)}
+        elif opcode == shared:
+            scores |= set(range(target, target + sums))
+        elif opcode == group and low >> 47 & 1:
+            scores.clear()  # always the oldest under way
+            del steps[: len(steps) - (high >> 8 & 0xFF)]
+        elif opcode == group:
+            steps.append(set())
+        elif opcode & 0x1FF in writers and target != NO_REGISTER:
+            count = loaded.get(high >> 9 & 7, 1) if opcode & 0x1FF == load else writers[opcode & 0x1FF]
+            written = set(range(target, target + count))
+            assert not scores.union(*steps) & written, f"{kernel.name}: {low:#x}"
+    found = count_opcodes(code.code)
+    assert found[group] == ptx.count("wgmma.fence.sync") + ptx.count("wgmma.wait_group.sync")
+    assert sum(found[each] for each in (*multiply, shared)) == ptx.count("wgmma.mma_async") > 0
 
 
 def test_no_module_with_kernels_is_forgotten() -> None:

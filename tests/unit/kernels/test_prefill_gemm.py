@@ -129,34 +129,54 @@ def test_products_walked(
 
 
 @pytest.mark.parametrize(
-    ("held", "rows", "inner", "cut"),
+    ("held", "rows", "inner", "segments", "activation", "cut"),
     [
-        ("bf16", 128, 72, (64, 1, 2, False)),
-        ("fp8", 128, 72, (128, 1, 2, False)),
-        later("int4_32_zeros", 128, 72, (128, 2, 2, False)),
+        ("bf16", 128, 72, (1, 2), "silu", (64, 1, 2, False)),
+        ("fp8", 128, 72, (1, 2), "silu", (128, 1, 2, False)),
+        later("int4_32_zeros", 128, 72, (1, 2), "silu", (128, 2, 2, False)),
+        ("bf16", 64, 72, (2, 1), "gelu_tanh", (64, 1, 2, False)),
+        ("bf16", 64, 72, (3, 1), "silu", (64, 1, 2, True)),
+        later("nvfp4", 128, 136, (2, 2), "silu", (128, 1, 2, False, 2)),
+        later("fp8", 256, 40, (2, 2), "silu", (256, 1, 2, False, 1, 80)),
+        later("fp8", 64, 40, (2, 2), "gelu_tanh", (64, 2, 2, True)),
+        wide("bf16", 256, 136, (4, 1), "gelu_tanh", (256, 1, 2, False, 2, 80)),
+        wide("int4_32_zeros", 128, 72, (2, 2), "silu", (64, 2, 2, False)),
+        wide("int4_32_zeros", 128, 136, (2, 2), "silu", (128, 1, 2, True)),
     ],
 )
 def test_gated_products_walked(
-    held: str, rows: int, inner: int, cut: tuple[int, int, int, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits of the product, its activation and their arrangement one by one; dead rows and further columns zero."""
-    depth, order = 96, gate_up_permutation(inner)
+    held: str, rows: int, inner: int, segments: tuple[int, int], activation: str, cut: tuple[Any, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The bits of the product, its activation and their arrangement one by one, however segments are added up; dead
+    rows and further columns zero.
+    """
+    depth, order = 64 * segments[0] * segments[1] - 32, gate_up_permutation(inner)
     x = 4 * torch.randn(rows, depth).bfloat16()
     packed, _ = packed_weight(held, 2 * inner, depth, order)
     bias, walker, row_live = torch.randn(2 * inner).bfloat16(), Walker(), (torch.arange(rows) % 5 > 0).byte()
-    arranged = arranged_by_hand(x)
-    product, out = torch.full((rows, 2 * inner), torch.nan), torch.full(arranged_shape(rows, inner), torch.nan)
-    out = out.bfloat16()
-    with walkable_groups(walker, *NAMES) as (plans, module):
-        monkeypatch.setattr(module, "cut_of", lambda *_: (1, 2))
-        plan = plans.PrefillGemmPlan(*cut, packed.tile_format.step_bytes)
+    arranged, activated = arranged_by_hand(x), torch.full((rows, inner), torch.nan, dtype=torch.bfloat16)
+    product = torch.full((rows, 2 * inner), torch.nan)
+    out, again = (torch.full(arranged_shape(rows, inner), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+    with walkable_groups(walker, *NAMES, "elementwise.elementwise") as (plans, module, elementwise):
+        for each in (plans, module):
+            monkeypatch.setattr(each, "cut_of", lambda *_: segments)
+        plan = plans.PrefillGemmPlan(*cut[:4], packed.tile_format.step_bytes, *cut[4:])
         monkeypatch.setattr(module, "plans_of", lambda *_: [plan])
-        given = {"arranged": arranged, "weight": packed, "bias": bias[order], "gpu": TWO_BLOCKS}
-        walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), out=product, plan=plan))
-        walker.run(*module.gated_prefill_gemm(**given, row_live=row_live, out=out, plan=plan))
-    gate, up = product.split(inner, 1)
-    want = (gate / (1 + torch.exp(-gate)) * up).bfloat16() * row_live[:, None].bool()
+        given = {"arranged": arranged, "weight": packed, "bias": bias[order], "gpu": TWO_BLOCKS, "plan": plan}
+        sums = [torch.full((segments[0] if plan.apart else 0, rows, 2 * inner), torch.nan) for _ in range(2)]
+        walker.run(*module.arranged_prefill_gemm(**given, columns=runs_of(order), partials=sums[0], out=product))
+        gated = {"row_live": row_live, "partials": sums[1], "out": out, "activation": activation}
+        calls = module.gated_prefill_gemm(**given, **gated)
+        assert len(calls) == 1 + plan.apart
+        walker.run(*calls)
+        walker.run(*elementwise.silu_mul(product, row_live, out=activated, activation=activation))
+        walker.run(*module.arrange(x=activated, out=again))
     assert torch.equal(product.isfinite(), torch.ones_like(product, dtype=torch.bool))
+    assert torch.equal(out.view(torch.int16), again.view(torch.int16))
+    gate, up = product.double().split(inner, 1)
+    inner_gate = gate if activation == "silu" else 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    want = (gate * torch.sigmoid(inner_gate) * up).bfloat16() * row_live[:, None].bool()
     assert torch.allclose(out.float(), arranged_by_hand(want).float(), rtol=2**-7, atol=1e-30)
     assert float((out == arranged_by_hand(want)).float().mean()) > 0.99
 
