@@ -320,12 +320,17 @@ def test_metrics_are_the_servers_figures(tmp_path: Path) -> None:
     with running_gateway(tmp_path) as gateway:
         gateway.ask("/v1/completions", COMPLETION | {"max_tokens": 7})
         gateway.ask("/v1/completions", COMPLETION | {"max_tokens": 1 << 20})
+        gateway.ask("/tokenize", {"prompt": "Hi", "return_token_strs": True})
         time.sleep(0.15)  # longer than figures are kept
         status, text, headers = gateway.ask("/metrics")
         assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
         found = metrics_of(text)
         assert found["lowlat:generation_tokens_total",] == 7
         assert found["lowlat:request_success_total", "length"] == found["lowlat:request_refused_total", "invalid"] == 1
+        assert [name for name in found if name[0] == "lowlat:request_success_total"] == [
+            ("lowlat:request_success_total", "length")
+        ]
+        assert found["lowlat:conversions_total", "stop"] == 2
         assert found["lowlat:time_to_first_token_seconds_count",] == 1
         assert found["lowlat:time_to_first_token_seconds_bucket", "+Inf"] == 1
         assert found["lowlat:inter_token_latency_seconds_count",] == 6
