@@ -315,7 +315,10 @@ class TextCodec:
         """
         with library_failures("decode these ids"):
             try:
-                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+                ids = list(ids)
+                if bool in set(map(type, ids)):
+                    raise TypeError("a bool is no token id")
+                return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
             except (OverflowError, TypeError) as error:
                 raise RequestError(f"token ids must be integers from 0 to {(1 << 32) - 1}") from error
 

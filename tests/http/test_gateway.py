@@ -67,6 +67,17 @@ def nested(depth: int) -> bytes:
         ("completions", COMPLETION | {"prompt": []}, 400, "prompt", "1 to 4096"),
         ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt", "prompt[1]"),
         ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, "prompt", "5000"),
+        ("completions", COMPLETION | {"prompt": [1, True]}, 400, "prompt", "token true; ids are 0 to"),
+        ("completions", COMPLETION | {"prompt": [[1], [False, 1]]}, 400, "prompt", "prompt[1]: token false"),
+        (
+            "completions",
+            COMPLETION | {"stop_token_ids": [True]},
+            400,
+            "stop_token_ids[0]",
+            "Expected `int`, got `bool`",
+        ),
+        ("completions", COMPLETION | {"logit_bias": {"true": 1}}, 400, "logit_bias", "'true' is no token id"),
+        ("completions", COMPLETION | {"draft_texts": [[1, True]]}, 400, "draft_texts[0][1]", "got `bool`"),
         (
             "responses",
             {"model": "fake", "input": "x", "tools": [{"type": "web_search"}]},
