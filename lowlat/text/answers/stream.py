@@ -11,7 +11,7 @@ from lowlat.text.answers.harmony import HarmonyAnswer
 from lowlat.text.answers.tagged import TaggedAnswer
 from lowlat.text.codec import TextCodec
 from lowlat.text.detokenizer import IncrementalDetokenizer
-from lowlat.text.harmony import HarmonyParser, harmony_markers
+from lowlat.text.harmony import HarmonyParser, harmony_markers, open_header
 
 __all__ = ["AnswerDelta", "AnswerStream"]
 
@@ -127,7 +127,7 @@ def _format(codec: TextCodec, prompt: Sequence[int], tools: Tools | None) -> tup
     tools  None: calls are not parsed
     """
     if HarmonyParser.speaks(codec):
-        return HarmonyAnswer(tools=tools), harmony_markers(codec)
+        return HarmonyAnswer(tools=tools, begun=open_header(codec, prompt)), harmony_markers(codec)
     opening = codec.decode(prompt[-MAX_OPENING_TOKENS:], skip_special_tokens=False).rstrip()
     thought = thought_tags(codec, opening)
     kind = None if tools is None else format_of(codec)
