@@ -360,7 +360,8 @@ def test_what_cannot_be_served_is_refused_by_name(prompt: Any, options: dict[str
 
 
 def test_pieces_of_open_prompts_hold_ids_and_no_bools() -> None:
-    assert list(pieces_of(np.array([1, 2], dtype=np.int16))) == [pack_tokens([1, 2])]
+    array: Any = np.array([1, 2], dtype=np.int16)
+    assert list(pieces_of(array)) == [pack_tokens([1, 2])]
     with pytest.raises(RequestError, match="token 1 is True"):
         pieces_of([1, True])
 

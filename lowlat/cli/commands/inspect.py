@@ -27,9 +27,8 @@ from lowlat.cli.options import (
 )
 from lowlat.cli.paths import FILE, MODEL
 from lowlat.cli.reports.trees import DEFAULT_BUDGETS, print_tree, print_what_if, tree_report, what_if_report
-from lowlat.options.declaration import options_of
 from lowlat.options.request import SamplingParams
-from lowlat.options.runtime import RuntimeConfig
+from lowlat.options.runtime import MAX_BATCH, MAX_CONTEXT, RuntimeConfig
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -38,12 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "draft_model", "model", "quality", "run", "step", "tree"]
 
 NOT_ACTIVE = 3  # exit code of `run`
-CONTEXT, BATCH = (
-    click.IntRange(option.low, option.high)
-    for key in ("max_context", "max_batch")
-    for option in options_of(RuntimeConfig)
-    if option.key == key
-)
+CONTEXT, BATCH = click.IntRange(2, MAX_CONTEXT), click.IntRange(1, MAX_BATCH)
 
 
 class _ModelByDefault(SectionedGroup):
