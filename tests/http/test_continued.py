@@ -90,7 +90,7 @@ def test_the_message_may_come_in_lines(named: tuple[RunningGateway, str]) -> Non
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"add_generation_prompt": True}, "continue_final_message and add_generation_prompt are both true"),
+        ({"add_generation_prompt": True}, "continue_final_message: add_generation_prompt is true, too"),
         ({"messages": begun("x")[:1]}, "the last message must be the assistant's, got the role 'user'"),
         ({"messages": begun(None)}, "must have text as its content"),
         ({"continue_final_message": "content"}, "continue_final_message: Expected `bool"),
@@ -105,6 +105,7 @@ def test_what_cannot_be_continued_is_refused(
         body = (CONTINUED if "chat" in path else {"continue_final_message": True}) | {"messages": begun("x")} | more
         status, answer, _ = gateway.ask(path, body)
         assert status == 400 and words in answer["error"]["message"], answer
+        assert answer["error"]["param"] == ("echo" if "echo" in more else "continue_final_message")
 
 
 def test_other_paths_name_the_one_that_continues(named: tuple[RunningGateway, str]) -> None:

@@ -84,7 +84,7 @@ def test_what_cannot_be_continued_is_refused_by_name() -> None:
         ([], {}, "the last message must be the assistant's, got the role None"),
         (begun(None), {}, "must have text as its content"),
         (begun("a", tool_calls=[call]), {}, "and no tool_calls"),
-        (begun("a"), {"add_generation_prompt": True}, "are both true"),
+        (begun("a"), {"add_generation_prompt": True}, "add_generation_prompt is true, too"),
         (begun("a"), {"add_generation_prompt": 0}, "add_generation_prompt must be true or false, got 0"),
         (begun("a"), {"continue_final_message": "content"}, "continue_final_message must be true or false"),
     ]
@@ -115,7 +115,7 @@ def test_it_may_come_in_pieces(name: str) -> None:
         for piece in cut(text, source, 9):
             found += growing.append(piece)
         assert found and found + growing.rest() == whole
-    with pytest.raises(RequestError, match="are both true"):
+    with pytest.raises(RequestError, match="add_generation_prompt is true, too"):
         encode_messages(codec, chat, {**options, "add_generation_prompt": True}, max_tokens=1, **ROOM)
 
 

@@ -26,7 +26,7 @@ def check_ending(continue_final_message: object, add_generation_prompt: object) 
         raise RequestError(f"add_generation_prompt must be true or false, got {add_generation_prompt!r:.80}")
     if continue_final_message and add_generation_prompt:
         raise RequestError(
-            "continue_final_message and add_generation_prompt are both true: an answer continues the last message, or "
+            "continue_final_message: add_generation_prompt is true, too; an answer continues the last message, or "
             "begins one of its own"
         )
     return add_generation_prompt
