@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,11 @@ class TextCodec:
         names = () if self._chat is None else self._chat.names
         name = "tool_use" if "tool_use" in names else "default"
         return self._probes is not None and name in names and self._probes.takes_tools(name)
+
+    @cached_property
+    def tokens_beside(self) -> Mapping[int, str]:
+        """Ids of the tokens that stand next to the tokenizer's model, special or not, and their text."""
+        return {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def added_tokens(self) -> dict[int, str]:
         """Ids of the special tokens, and their text."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from text_tokenizers import byte_level
 from tiny_chat import TEMPLATE as TINY
+from tokenizers import Tokenizer
 from unit.test_open_prompts import cut
 from unit.test_text_answers import codec as plain_codec
 from unit.test_text_answers import streamed
@@ -17,7 +18,8 @@ from unit.test_text_families import FAMILIES
 
 from lowlat.errors import RequestError
 from lowlat.ipc.messages import Message
-from lowlat.text import TextCodec
+from lowlat.text import AnswerStream, TextCodec
+from lowlat.text.grammar.reasoning import Phase, gate_of
 from lowlat.text.templates.messages import encode_messages, grow_messages
 
 # SmolLM2's, of the bundled chat pair, as it is published
@@ -143,6 +145,35 @@ def test_harmonys_answer_goes_on_with_the_message_that_the_prompt_leaves_open(
     )
     for sizes in ([1], [3, 1], [len(tokens)]):
         assert streamed("harmony", tokens, sizes, prefix_ids=before)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "is_open"),
+    [
+        ("<think>", True),
+        ("<think>\n", True),
+        (
+            "x<think>\nIt is a story of a dragon, and I should tell it slowly, for it is long and the night is short",
+            True,
+        ),
+        ("<think>a</think>\n\nOnce", False),
+        ("<think>a<|im_end|>\n<|im_start|>assistant\n", False),
+        ("Once upon", False),
+    ],
+)
+def test_a_thought_that_the_prompt_leaves_open_goes_on(prompt: str, is_open: bool) -> None:
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.add_tokens(["<think>", "</think>", "<|im_start|>", "<|im_end|>"])
+    codec = TextCodec(tokenizer)
+    ids = codec.encode(prompt, add_special_tokens=False, allow_special=True)
+    stream = AnswerStream(codec, "reasoning", prefix_ids=ids)
+    answer = codec.encode(" so.</think>Yes", add_special_tokens=False, allow_special=True)
+    deltas = [*(stream.push([token]) for token in answer), stream.finish()]
+    reasoning, content = "".join(each.reasoning for each in deltas), "".join(each.text for each in deltas)
+    begun = prompt.rpartition("<think>")[2].strip()
+    assert (reasoning, content) == (((" so." if begun else "so."), "Yes") if is_open else ("", " so.</think>Yes"))
+    gate = gate_of(codec, ids, parsed=True)
+    assert (gate is not None and gate.begin.phase is Phase.THINKING) == is_open
 
 
 def test_a_directorys_template_is_continued_to_the_last_space(tmp_path: Path) -> None:
