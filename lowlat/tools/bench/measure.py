@@ -44,7 +44,8 @@ def room_of(case: Case, scenario: Scenario, *, device_loop: bool, strict: bool =
     strict  requests draft while they wait, too
     """
     churns = scenario.traffic == "churn"
-    waiting = case.batch * (2 + -(-case.context // PER_CHUNK)) * (case.num_speculative_tokens + 1 if strict else 1)
+    chunks = 1 if scenario.reuse_prompts else -(-case.context // PER_CHUNK)  # what a prefix cannot spare
+    waiting = case.batch * (2 + chunks) * (case.num_speculative_tokens + 1 if strict else 1)
     steps = scenario.warm_up + (0 if churns else scenario.steps) + 4 + (LOOP_ROOM if device_loop else 0)
     return max(scenario.steps if churns else 0, waiting + steps * (case.num_speculative_tokens + 1))
 
@@ -212,8 +213,9 @@ class CaseRun:
 
     def _steady(self) -> Samples:
         """All requests decode side by side: warmed up, then timed."""
+        read = self._read_prompts() if self._scenario.reuse_prompts and not self._samples else []
         lengths = self._begin()
-        samples = Samples(first_ms=self._first_token_ms(lengths))
+        samples = Samples(first_ms=[*read, *self._first_token_ms(lengths)])
         self._time(self._scenario.warm_up, Samples(), lengths, self._count_experts)
         before, perf, tiles = self._stats(lengths), self._runtime.perf(), _tiles(self._runtime)
         self._time(self._scenario.steps, samples, lengths)
@@ -236,6 +238,18 @@ class CaseRun:
                     f"the first did, from token {place} on"
                 )
         self._first = self._first or brought
+
+    def _read_prompts(self) -> list[float]:
+        """Read each prompt while nothing decodes, which takes a fraction of the time; ms to those first tokens."""
+        first = []
+        for prompt in self._prompts.of(self._case):
+            name = self._runtime.submit(prompt, self._params(1, 0))
+            while self._runtime.busy:
+                self._take(self._runtime.step(), may_end=True)
+            first += self._first_token_ms([name])
+            if self._tokens is not None:
+                self._tokens.pop(name, None)
+        return first
 
     def _begin(self) -> dict[str, int]:
         """Submit the requests and step until each has a token, without drafts where that is allowed; their lengths."""

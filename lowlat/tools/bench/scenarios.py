@@ -54,8 +54,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps          timed steps of a repeat; of churn the tokens of the longest request
     warm_up        steps before them
     traffic        steady: all requests decode side by side; churn: they come, go and are cancelled
-    reuse_prompts  share keys and values of prompts between repeats and cases: prefill is then timed only where it is
-                   the first, in the largest case
+    reuse_prompts  share keys and values of prompts between repeats and cases; each is read before any request
+                   decodes, and is timed where nothing of it was read before, as in the largest case
     kv_share       of the blocks of keys and values that a runtime has, those that its requests take
     alike          a repeat that brings other tokens than the first is an error; of steady traffic
     gated          asks for the gates of its own file; one with drafts at a context of the shipped plan's gated
