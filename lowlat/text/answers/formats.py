@@ -168,8 +168,8 @@ def open_thought(codec: TextCodec, prompt: Sequence[int]) -> tuple[ThoughtTags, 
     One that is text ends the prompt. Time: that of a look at the tokens after the last of those.
     """
     for place in range(len(prompt) - 1, -1, -1):
-        text = codec.tokens_beside.get(prompt[place])
-        if text is not None:
+        text = codec.tokens_beside.get(prompt[place], "")
+        if text.strip():  # some tokenizers have runs of spaces there
             opened = next((tags for tags in THOUGHTS if tags.opening == text), None)
             if opened is not None:
                 return opened, bool(codec.decode(prompt[place + 1 :]).strip().removeprefix(opened.label))
