@@ -200,7 +200,11 @@ def _is_int32(token: object) -> bool:
 def _sampling(given: Mapping[str, Any]) -> Sampling:
     options = given if _IN_SEVERAL_FORMS.isdisjoint(given) else _plain(given)
     try:
-        return msgspec.convert(options, Sampling)
+        try:
+            return msgspec.convert(options, Sampling)
+        except (msgspec.ValidationError, TypeError):
+            options = {name: _plain_numbers(value) for name, value in options.items()}
+            return msgspec.convert(options, Sampling)
     except (msgspec.ValidationError, TypeError) as error:
         for name in given:
             if name not in _OPTIONS:
@@ -232,6 +236,15 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(options.get(name), (set, frozenset)):
             options[name] = sorted(options[name])
     return options
+
+
+def _plain_numbers(value: Any) -> Any:
+    """A value whose numbers may be NumPy's or torch's, with Python's own in their place."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain_numbers(key): _plain_numbers(item) for key, item in value.items()}
+    return [*map(_plain_numbers, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _as_text(name: str, value: Mapping[str, Any] | Sequence[Any]) -> str:

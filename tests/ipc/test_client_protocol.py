@@ -359,6 +359,21 @@ def test_what_cannot_be_served_is_refused_by_name(prompt: Any, options: dict[str
         make_request(prompt, options, **rest)
 
 
+def test_numbers_of_numpy_are_pythons() -> None:
+    given: dict[str, Any] = {
+        "stop_token_ids": np.array([1, 2]),
+        "logit_bias": {np.int64(3): np.float32(0.5)},
+        "draft_texts": [np.array([4, 5]), [np.int32(6)], "text"],
+        "seed": np.int64(7),
+        "temperature": np.float32(0.25),
+    }
+    plain = {"stop_token_ids": [1, 2], "logit_bias": {3: 0.5}, "draft_texts": [[4, 5], [6], "text"]}
+    assert make_request("a", given) == make_request("a", {**plain, "seed": 7, "temperature": 0.25})
+    for name, value in (("stop_token_ids", np.array([True])), ("seed", np.bool_(True))):
+        with pytest.raises(RequestError, match=f"{name}.*got `bool`"):
+            make_request("a", {name: value})
+
+
 def test_pieces_of_open_prompts_hold_ids_and_no_bools() -> None:
     array: Any = np.array([1, 2], dtype=np.int16)
     assert list(pieces_of(array)) == [pack_tokens([1, 2])]
