@@ -145,7 +145,7 @@ def pieces_of(piece: str | Sequence[int]) -> Iterator[str | bytes]:
     else:
         if isinstance(piece, (bytes, bytearray, Mapping)) or not isinstance(piece, Iterable):
             raise RequestError(f"a piece of a prompt is text or token ids, got {type(piece).__name__}")
-        whole, step = _pack(list(piece)), 4 * _PIECE
+        whole, step = _pack(_plain_ids(piece)), 4 * _PIECE
     return (whole[start : start + step] for start in range(0, len(whole), step))
 
 
@@ -157,17 +157,26 @@ def _max_prompt(given: int | None) -> int | None:
     return given
 
 
-def _entries(prompt: object) -> list[Any]:
+def _entries(prompt: object) -> Sequence[Any]:
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
         raise RequestError(f"a prompt is text, token ids or chat messages, got {type(prompt).__name__}")
-    entries = list(prompt)
+    entries = _plain_ids(prompt)
+    if not isinstance(entries, (list, tuple)):
+        raise RequestError(f"a prompt is text, token ids or chat messages, got {prompt!r:.80}")
     if not entries:
         raise RequestError("the prompt is empty; it needs at least one token or message")
     return entries
 
 
+def _plain_ids(given: Iterable[Any]) -> Any:
+    """Token ids in a list; arrays of NumPy or torch as the numbers that they hold."""
+    return given.tolist() if hasattr(given, "tolist") else list(given)
+
+
 def _pack(token_ids: Sequence[Any]) -> bytes:
     try:
+        if bool in set(map(type, token_ids)):  # all at once: a prompt may be long
+            raise TypeError("a bool is no token id")
         packed = pack_tokens(token_ids)
     except (TypeError, OverflowError) as error:
         place = next((i for i, token in enumerate(token_ids) if not _is_int32(token)), 0)
@@ -179,6 +188,8 @@ def _pack(token_ids: Sequence[Any]) -> bytes:
 
 
 def _is_int32(token: object) -> bool:
+    if isinstance(token, bool):
+        return False
     try:
         pack_tokens([token])  # type: ignore[list-item]
     except (TypeError, OverflowError):
@@ -189,7 +200,11 @@ def _is_int32(token: object) -> bool:
 def _sampling(given: Mapping[str, Any]) -> Sampling:
     options = given if _IN_SEVERAL_FORMS.isdisjoint(given) else _plain(given)
     try:
-        return msgspec.convert(options, Sampling)
+        try:
+            return msgspec.convert(options, Sampling)
+        except (msgspec.ValidationError, TypeError):
+            options = {name: _plain_numbers(value) for name, value in options.items()}
+            return msgspec.convert(options, Sampling)
     except (msgspec.ValidationError, TypeError) as error:
         for name in given:
             if name not in _OPTIONS:
@@ -221,6 +236,15 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(options.get(name), (set, frozenset)):
             options[name] = sorted(options[name])
     return options
+
+
+def _plain_numbers(value: Any) -> Any:
+    """A value whose numbers may be NumPy's or torch's, with Python's own in their place."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {_plain_numbers(key): _plain_numbers(item) for key, item in value.items()}
+    return [*map(_plain_numbers, value)] if isinstance(value, (list, tuple)) else value
 
 
 def _as_text(name: str, value: Mapping[str, Any] | Sequence[Any]) -> str:

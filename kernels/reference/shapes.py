@@ -4,13 +4,28 @@ import torch
 
 from lowlat.errors import ShapeError
 
-__all__ = ["check_shape", "live_rows"]
+__all__ = ["check_shape", "live_rows", "rows_of_slots"]
 
 
 def check_shape(name: str, tensor: torch.Tensor, *expected: int) -> None:
     """Raise ShapeError unless the tensor has exactly this shape."""
     if tuple(tensor.shape) != expected:
         raise ShapeError(f"{name} must have shape {list(expected)}, got {list(tensor.shape)}")
+
+
+def rows_of_slots(x: torch.Tensor, commit_lens: torch.Tensor) -> int:
+    """The rows that each slot has.
+
+    x            [B * R, W]
+    commit_lens  [B]  int32
+    Raises ShapeError where there is no slot, or the rows are not as many for each.
+    """
+    batch, count = commit_lens.shape[0], x.shape[0]
+    if not batch:
+        raise ShapeError(f"commit_lens must be of one slot or more, got shape {list(commit_lens.shape)}")
+    if count % batch:
+        raise ShapeError(f"x must have as many rows for each of {batch} slots, got shape {list(x.shape)}")
+    return count // batch
 
 
 def live_rows(row_live: torch.Tensor | None, num_rows: int) -> list[bool]:

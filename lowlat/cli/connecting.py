@@ -89,7 +89,7 @@ class ServedModel:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.name = client.server.model
-        self.place = client.endpoint
+        self.place = f"at {client.endpoint}"
         self.has_tokenizer = bool(client.server.tokenizer)
         self.has_chat_template = client.server.has_chat_template
         self.advice = client.server.advice

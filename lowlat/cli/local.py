@@ -22,7 +22,7 @@ class LocalModel:
         self._runtime = runtime
         self.advice = {} if advice is None else dict(advice)
         self.name = display_name(runtime.directory)
-        self.place = str(runtime.device_choice.device)
+        self.place = f"on {runtime.device_choice.device}"
         self.has_tokenizer = runtime.codec is not None
         self._session: Session | None = None
         self._path: Path | None = None

@@ -57,7 +57,7 @@ class Executor(Protocol):
         those steps is read no more. Raises DeviceError when a device has failed."""
 
     def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
-        """Run the prefill program of so many positions over what the host has written.
+        """Run the prefill program of so many positions, or of REFRESH, over what the host has written.
 
         passes  how often the program of PASS runs after it, before that of the first token; what it writes for the
                 host is there when this returns

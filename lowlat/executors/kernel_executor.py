@@ -66,7 +66,7 @@ class KernelExecutor(ABC):
     """Lowers programs to launches; the two executors differ in how those are issued.
 
     programs  the step's programs by bucket, the largest first; those of first tokens among them
-    prefills  the prefill programs by the positions that they take, ascending, and a pass over what they leave by PASS
+    prefills  the prefill programs by the positions that they take, ascending; see `build_prefills`
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
     fuse      False: every operation has launches of its own
     watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError

@@ -168,18 +168,22 @@ class ModelConfig(Decoder):
             mixer = replace(mixer, window=None)
         return replace(layer, mixer=replace(mixer, rope=mixer.rope.for_context(max_context)))
 
-    def check_context(self, max_context: int, source: Path | str) -> None:
-        """Raise ConfigError for a context that is longer than the model's; source is the config, for the message."""
+    def check_context(self, max_context: int, source: Path | str, *, flag: str | None = None) -> None:
+        """Raise ConfigError for a context that is longer than the model's.
+
+        source  the config, for the message
+        flag    the option of the command line that it was given by, where that is not --max-context
+        """
+        given, knob = flag or "max_context", flag or "max_context (--max-context)"
         if self.query_limit is not None and self.query_limit < min(max_context, self.max_position):
             raise ConfigError(
-                f"max_context {max_context} exceeds original_max_position_embeddings {self.query_limit} ({source}): "
-                "beyond it llama_4_scaling_beta scales queries by position, which is not implemented; lower "
-                "max_context (--max-context)"
+                f"{given} {max_context} exceeds original_max_position_embeddings {self.query_limit} ({source}): "
+                f"beyond it llama_4_scaling_beta scales queries by position, which is not implemented; lower {knob}"
             )
         if max_context > self.max_position:
             raise ConfigError(
-                f"max_context {max_context} exceeds the model's max_position_embeddings {self.max_position} "
-                f"({source}); lower max_context (--max-context)"
+                f"{given} {max_context} exceeds the model's max_position_embeddings {self.max_position} "
+                f"({source}); lower {knob}"
             )
 
     @property

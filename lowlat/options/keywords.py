@@ -119,7 +119,8 @@ class CallOptions(SamplingOptions, total=False):
     """The options of `Runtime.generate` and its like: those of SamplingParams, and these.
 
     tool_choice       of messages with tools: "auto", "required", "none", or the name of the function to call
-    template_options  of messages: for the chat template, such as {"enable_thinking": False}
+    template_options  of messages: for the chat template, such as {"enable_thinking": False}; {"continue_final_message":
+                      True} has the answer go on with the last message, an assistant's
     allow_special     special tokens that a text or messages spell become these tokens; otherwise they stay text
     cache_salt        only requests of the same salt share cached prefixes
     timeout_s         after so many seconds StreamError with the code "timeout" is raised, and the request cancelled

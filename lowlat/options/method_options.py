@@ -1,6 +1,6 @@
 """This module lists the methods of speculation by name, and which options each has."""
 
-__all__ = ["AUTO_METHOD", "METHOD_OPTIONS", "NEEDS_MODEL"]
+__all__ = ["AUTO_METHOD", "METHOD_OPTIONS", "NEEDS_MODEL", "TEXT_METHODS"]
 
 _STATIC = ("tree", "max_path_len", "max_non_leaves_per_layer")
 _TREES = (*_STATIC, "dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens")
@@ -17,6 +17,7 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "draft_model": ("model", "draft_quantize", "text_drafts", *_VOCABULARY),
 }
 NEEDS_MODEL = frozenset(method for method, names in METHOD_OPTIONS.items() if "model" in names)
+TEXT_METHODS = tuple(method for method in METHOD_OPTIONS if method not in (*NEEDS_MODEL, "mtp"))  # drafts of text alone
 AUTO_METHOD = "auto"  # stands for a method that models' files name: it is settled at load
 METHOD_OPTIONS[AUTO_METHOD] = tuple(
     dict.fromkeys(name for method, names in METHOD_OPTIONS.items() if method in (*NEEDS_MODEL, "mtp") for name in names)

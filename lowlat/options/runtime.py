@@ -17,9 +17,10 @@ from lowlat.options.speculative_checks import WIDE_ROWS
 if TYPE_CHECKING:
     from lowlat.options.keywords import RuntimeOptions
 
-__all__ = ["FEW_SLOTS", "MAX_BATCH", "RuntimeConfig", "TraceConfig", "options_from"]
+__all__ = ["FEW_SLOTS", "MAX_BATCH", "MAX_CONTEXT", "RuntimeConfig", "TraceConfig", "options_from"]
 
 MAX_BATCH, FEW_SLOTS = 32, 8  # slots, and up to how many there may be all kinds of steps
+MAX_CONTEXT = 1 << 20
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
@@ -43,7 +44,9 @@ class RuntimeConfig:
     """RuntimeConfig has the sizes and policies of one Runtime."""
 
     max_batch: int = declare(4, "Requests that decode together.", 1, MAX_BATCH)
-    max_context: int = declare(2048, "Tokens of prompt and text.", 2, 1 << 20, otherwise="2048, or the model's if less")
+    max_context: int = declare(
+        2048, "Tokens of prompt and text.", 2, MAX_CONTEXT, otherwise="2048, or the model's if less"
+    )
     dtype: Literal["auto", "bfloat16", "float32"] = declare("auto", "Compute dtype; auto is the checkpoint's.")
     quantize: Literal["fp8", "int4"] | None = declare(
         None, "Round a plain target's linear layers at load; FP8 by row, INT4 in groups of 128 to 32."

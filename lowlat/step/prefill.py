@@ -24,7 +24,7 @@ from lowlat.speculators.base import PrefillScope
 from lowlat.speculators.tree.topology import TreeTopology
 from lowlat.step.prompt_logprobs import build_pass
 from lowlat.step.state import StepGeometry, declare_state, declare_tables, waiting_boundaries
-from lowlat.step.variants import PASS
+from lowlat.step.variants import PASS, REFRESH
 
 __all__ = ["build_prefill", "build_prefills", "build_refresh"]
 
@@ -34,9 +34,9 @@ BY_ROW = ("prefill_tokens", "prefill_live", "prefill_draft_live", "prefill_posit
 
 
 def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
-    """The Programs of all sizes, ascending, by the positions that they take; a refresh's by its own, negative, and that
-    of a pass over what they leave by PASS."""
-    refreshes = {} if geometry.partial is None else {geometry.refresh_size: build_refresh(geometry)}
+    """The Programs of all sizes, ascending, by the positions that they take; a refresh's by REFRESH, and that of a pass
+    over what they leave by PASS."""
+    refreshes = {} if geometry.partial is None else {REFRESH: build_refresh(geometry)}
     passes = {PASS: build_pass(geometry)} if geometry.prompt_logprobs else {}
     prefills = {size: build_prefill(geometry, size) for size in geometry.prefill_sizes}
     return MappingProxyType({**refreshes, **passes, **prefills})
@@ -79,7 +79,7 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
 def build_refresh(geometry: StepGeometry) -> Program:
     """The Program of a refresh, of the target alone: a slot's last rows run over all of its cache, and choose the
     blocks of its lists. Of lossless SpecPV it writes no keys and values."""
-    size = abs(geometry.refresh_size)
+    size = geometry.refresh_size
     if geometry.partial is not None and geometry.partial.lossless:
         return _build_choice(geometry, size)
     builder = ProgramBuilder("refresh", OPERATIONS)

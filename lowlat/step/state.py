@@ -213,13 +213,13 @@ class StepGeometry:
 
     @property
     def refresh_size(self) -> int:
-        """The key of a refresh's program among those of prefill: the positions that it takes, negative.
+        """The positions that a refresh takes.
 
         Raises ConfigError where there is none, without SpecPV.
         """
         if self.partial is None:
             raise ConfigError("nothing is refreshed without enable_specpv")
-        return -(self.partial.num_queries if self.partial.lossless else self.prefill_size(self.partial.buffer))
+        return self.partial.num_queries if self.partial.lossless else self.prefill_size(self.partial.buffer)
 
     @cached_property
     def tables(self) -> Mapping[Rotation, tuple[str, torch.Tensor, torch.Tensor]]:

@@ -19,6 +19,7 @@ __all__ = [
     "PASS",
     "PLAIN",
     "PROPOSED",
+    "REFRESH",
     "WIDE",
     "bodies_of",
     "choice_bucket",
@@ -27,7 +28,9 @@ __all__ = [
     "may_repeat",
 ]
 
-PASS = 0  # among programs of prefill, whose keys are the positions that they take: a pass over what they leave
+# keys among programs of prefill, next to the positions that these take
+PASS = 0  # a pass over what they leave
+REFRESH = -1  # of a slot that decodes, with SpecPV
 PLAIN = ""
 FIRST_TOKEN = "first token"
 WIDE = "wide"

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from lowlat.text.lengths import LengthBound
 from lowlat.text.literal import LiteralTokenizer
 from lowlat.text.streams import Streams, TokenStream
 from lowlat.text.templates.chat import ChatTemplates
+from lowlat.text.templates.continued import ContinuedMessage, check_ending
 from lowlat.text.templates.generic_tools import generic_messages, has_calls, with_short_ids
 from lowlat.text.templates.probes import TemplateProbes
 from lowlat.text.templates.tags import CALLS
@@ -142,6 +144,11 @@ class TextCodec:
         names = () if self._chat is None else self._chat.names
         name = "tool_use" if "tool_use" in names else "default"
         return self._probes is not None and name in names and self._probes.takes_tools(name)
+
+    @cached_property
+    def tokens_beside(self) -> Mapping[int, str]:
+        """Ids of the tokens that stand next to the tokenizer's model, special or not, and their text."""
+        return {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def added_tokens(self) -> dict[int, str]:
         """Ids of the special tokens, and their text."""
@@ -315,7 +322,10 @@ class TextCodec:
         """
         with library_failures("decode these ids"):
             try:
-                return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+                ids = list(ids)
+                if bool in set(map(type, ids)):
+                    raise TypeError("a bool is no token id")
+                return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
             except (OverflowError, TypeError) as error:
                 raise RequestError(f"token ids must be integers from 0 to {(1 << 32) - 1}") from error
 
@@ -324,7 +334,12 @@ class TextCodec:
         return self._streams.open(skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        **variables: Any,
     ) -> str:
         """Write messages as the model's chat template does; `encode_chat` gives its token ids.
 
@@ -334,17 +349,24 @@ class TextCodec:
                    are written as text (`generic_tools`)
         variables  what else the template may use (tools, documents, enable_thinking, ...), and `chat_template`: the
                    name of one of several templates, "tool_use" where there are tools, else "default"
+        continue_final_message  the last message, an assistant's, is left open: the answer continues its text
+        add_generation_prompt   the beginning of an answer is written after the messages; None: unless the last one is
+                                continued
         The template runs in a process of its own, with limits. Raises RequestError without a template, or
         when it refuses the messages; ConfigError when the template is at fault.
         """
         if self._chat is None or self._probes is None:
             raise RequestError("the model has no chat template (chat_template.jinja or chat_template)")
+        begins = check_ending(continue_final_message, add_generation_prompt)
         name = self._template_name(variables.pop("chat_template", None), bool(variables.get("tools")))
         values = {"tools": None, "documents": None, **self.special_tokens, **variables}
         plain = [
             {key: value for key, value in message.items() if value is not None}
             for message in _checked_messages(messages)
         ]
+        continued = ContinuedMessage(plain) if continue_final_message else None
+        if continued is not None:
+            plain = continued.tagged(plain)
         tools = variables.get("tools")
         if (tools or has_calls(plain)) and not self._probes.takes_tools(name):
             plain = generic_messages(plain, tools or (), system=self._probes.takes_system(name))
@@ -352,15 +374,20 @@ class TextCodec:
         elif CALLS in self._chat.source(name):
             plain = list(map(with_short_ids, plain))
         values["messages"] = plain
-        values["add_generation_prompt"] = add_generation_prompt
+        values["add_generation_prompt"] = begins
+        text = self._render(self._chat, name, values)
+        return text if continued is None else continued.cut(text)
+
+    def _render(self, chat: ChatTemplates, name: str, values: Mapping[str, Any]) -> str:
+        """A chat as a template writes it; where that refuses the messages, as most templates take them."""
         try:
-            return self._chat.render(name, values)
+            return chat.render(name, values)
         except RequestError:
             absent = None if any(map(self.template_has, TESTS_OF_NONE)) else ""
             filled = [_as_most_take_it(message, absent) for message in values["messages"]]
             if filled == values["messages"]:
                 raise
-        return self._chat.render(name, {**values, "messages": filled})
+        return chat.render(name, {**values, "messages": filled})
 
     def _template_name(self, wanted: object, with_tools: bool) -> str:
         """The template that writes a chat. Raises RequestError for one that the model does not have."""

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from lowlat.text.codec import TextCodec
 from lowlat.text.detokenizer import IncrementalDetokenizer, Marker
 
-__all__ = ["ChannelDelta", "ChannelText", "HarmonyParser", "HarmonyReader", "harmony_markers", "parse_channels"]
+__all__ = [
+    "ChannelDelta",
+    "ChannelText",
+    "HarmonyParser",
+    "HarmonyReader",
+    "harmony_markers",
+    "open_header",
+    "parse_channels",
+]
 
 START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
@@ -235,6 +243,33 @@ def harmony_markers(codec: TextCodec) -> dict[int, str]:
     """Ids of the format's markers, and their spellings."""
     markers = {*ORDER, *ENDS}
     return {number: text for number, text in codec.added_tokens().items() if text in markers}
+
+
+def open_header(codec: TextCodec, prompt: Sequence[int]) -> list[str]:
+    """The header of the message that a prompt leaves open, its markers as pieces of their own.
+
+    It is empty where there is none, or no more of it than a role. Time: that of a look at the tokens from its last
+    message on, which are all of a prompt that is no chat.
+    """
+    markers = harmony_markers(codec)
+    begun: list[int] = []
+    for token in reversed(prompt):
+        marker = markers.get(token)
+        if marker in ENDS:
+            return []
+        if marker == START:
+            break
+        if marker == MESSAGE:  # what came so far is the message's text
+            begun.clear()
+        begun.append(token)
+    else:
+        return []
+    header = [Marker(markers[token]) if token in markers else _text_of(codec, token) for token in reversed(begun)]
+    return header if any(isinstance(piece, Marker) for piece in header) else []
+
+
+def _text_of(codec: TextCodec, token: int) -> str:
+    return codec.token_bytes(token).decode("utf-8", "replace")
 
 
 def parse_channels(

@@ -67,6 +67,17 @@ def nested(depth: int) -> bytes:
         ("completions", COMPLETION | {"prompt": []}, 400, "prompt", "1 to 4096"),
         ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt", "prompt[1]"),
         ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, "prompt", "5000"),
+        ("completions", COMPLETION | {"prompt": [1, True]}, 400, "prompt", "token true; ids are 0 to"),
+        ("completions", COMPLETION | {"prompt": [[1], [False, 1]]}, 400, "prompt", "prompt[1]: token false"),
+        (
+            "completions",
+            COMPLETION | {"stop_token_ids": [True]},
+            400,
+            "stop_token_ids[0]",
+            "Expected `int`, got `bool`",
+        ),
+        ("completions", COMPLETION | {"logit_bias": {"true": 1}}, 400, "logit_bias", "'true' is no token id"),
+        ("completions", COMPLETION | {"draft_texts": [[1, True]]}, 400, "draft_texts[0][1]", "got `bool`"),
         (
             "responses",
             {"model": "fake", "input": "x", "tools": [{"type": "web_search"}]},
@@ -320,12 +331,17 @@ def test_metrics_are_the_servers_figures(tmp_path: Path) -> None:
     with running_gateway(tmp_path) as gateway:
         gateway.ask("/v1/completions", COMPLETION | {"max_tokens": 7})
         gateway.ask("/v1/completions", COMPLETION | {"max_tokens": 1 << 20})
+        gateway.ask("/tokenize", {"prompt": "Hi", "return_token_strs": True})
         time.sleep(0.15)  # longer than figures are kept
         status, text, headers = gateway.ask("/metrics")
         assert status == 200 and headers["content-type"].startswith("text/plain; version=0.0.4")
         found = metrics_of(text)
         assert found["lowlat:generation_tokens_total",] == 7
         assert found["lowlat:request_success_total", "length"] == found["lowlat:request_refused_total", "invalid"] == 1
+        assert [name for name in found if name[0] == "lowlat:request_success_total"] == [
+            ("lowlat:request_success_total", "length")
+        ]
+        assert found["lowlat:conversions_total", "stop"] == 2
         assert found["lowlat:time_to_first_token_seconds_count",] == 1
         assert found["lowlat:time_to_first_token_seconds_bucket", "+Inf"] == 1
         assert found["lowlat:inter_token_latency_seconds_count",] == 6

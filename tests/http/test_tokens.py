@@ -54,6 +54,7 @@ def test_chats_become_the_ids_that_a_request_has(tmp_path: Path) -> None:
         ("detokenize", {"tokens": [1000]}, "tokens"),
         ("detokenize", {"tokens": [-1]}, "tokens[0]"),
         ("detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("detokenize", {"tokens": [1, True]}, "tokens[1]"),
         ("detokenize", {"tokens": [1], "model": "other"}, "model"),
     ],
 )

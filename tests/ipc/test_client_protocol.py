@@ -3,12 +3,13 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from scripted_server import LIMITS, welcome
 
 from lowlat.errors import Busy, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 from lowlat.ipc.client.protocol import HEARTBEAT_INTERVAL_S, SILENCE_S, ClientProtocol, Reply, Stream
-from lowlat.ipc.client.request import make_request
+from lowlat.ipc.client.request import make_request, pieces_of
 from lowlat.ipc.wire import (
     Bye,
     Cancel,
@@ -324,6 +325,14 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
         ([1, 1 << 31], {}, "token 1 is 2147483648"),
         ([1, "a"], {}, "token 1 is 'a'"),
         ([1, 1.5], {}, "token 1 is 1.5"),
+        ([True], {}, "token 0 is True; ids are 32-bit integers"),
+        ((1, False), {}, "token 1 is False"),
+        (np.array([True, False]), {}, "token 0 is True"),
+        (np.array(5), {}, r"got array\(5\)"),
+        ("a", {"stop_token_ids": [1, True]}, r"stop_token_ids\[1\]: Expected `int`, got `bool`"),
+        ("a", {"logit_bias": {True: 1.0}}, "logit_bias: Expected `int`, got `bool`"),
+        ("a", {"logit_bias": {1: True}}, "logit_bias.*: Expected `float`, got `bool`"),
+        ("a", {"draft_texts": [[5, True]]}, r"draft_texts\[0\]\[1\]: Expected `int`, got `bool`"),
         ([{"content": "a"}], {}, "missing required field `role`"),
         ([{"role": "user"}, 5], {}, "chat messages"),
         ([{"role": "user", "mood": "good"}], {}, "unknown field `mood`"),
@@ -348,6 +357,28 @@ def test_what_cannot_be_served_is_refused_by_name(prompt: Any, options: dict[str
     rest = {name: options.pop(name) for name in ("deadline_s", "template_options") if name in options}
     with pytest.raises(RequestError, match=message):
         make_request(prompt, options, **rest)
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    given: dict[str, Any] = {
+        "stop_token_ids": np.array([1, 2]),
+        "logit_bias": {np.int64(3): np.float32(0.5)},
+        "draft_texts": [np.array([4, 5]), [np.int32(6)], "text"],
+        "seed": np.int64(7),
+        "temperature": np.float32(0.25),
+    }
+    plain = {"stop_token_ids": [1, 2], "logit_bias": {3: 0.5}, "draft_texts": [[4, 5], [6], "text"]}
+    assert make_request("a", given) == make_request("a", {**plain, "seed": 7, "temperature": 0.25})
+    for name, value in (("stop_token_ids", np.array([True])), ("seed", np.bool_(True))):
+        with pytest.raises(RequestError, match=f"{name}.*got `bool`"):
+            make_request("a", {name: value})
+
+
+def test_pieces_of_open_prompts_hold_ids_and_no_bools() -> None:
+    array: Any = np.array([1, 2], dtype=np.int16)
+    assert list(pieces_of(array)) == [pack_tokens([1, 2])]
+    with pytest.raises(RequestError, match="token 1 is True"):
+        pieces_of([1, True])
 
 
 def test_content_in_parts_of_text_is_text() -> None:

@@ -62,7 +62,8 @@ def test_texts_and_ids_are_converted_without_a_step(gated: Gated) -> None:
         assert client.tokenize([{"role": "user", "content": "Hi"}]) == tuple(b"<user>Hi")
         assert client.tokenize("") == () and client.detokenize([]) == "" and client.token_texts([]) == []
         stats = client.stats()
-        assert stats["ends"] == {"converted": 11} and stats["num_tokens"] == 0 == stats["num_running"]
+        assert stats["conversions"] == {"stop": 11} and stats["ends"] == {}
+        assert stats["num_tokens"] == 0 == stats["num_running"]
         assert stats["duration_ms"]["count"] == 0 == gated.served.engine.num_steps
 
 

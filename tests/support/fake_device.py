@@ -7,7 +7,7 @@ queued after a loop, if that was not told to stop.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,15 @@ from lowlat.kernels.reference.step.publish import SLOT
 from lowlat.kernels.reference.step.slot_record import HAS_GRAMMAR
 from lowlat.kernels.reference.step.slots import CANCEL
 from lowlat.step.variants import is_choice
+
+
+@dataclass
+class _Work:
+    """A step, or a loop of so many more; next, copies between its buffers and the host that nothing waits for."""
+
+    bucket: Bucket
+    left: int | None = None
+    copies: list[Callable[[], None]] = field(default_factory=list)
 
 
 class FakeDevice:
@@ -49,7 +58,7 @@ class FakeDevice:
         self.first_tokens: set[int] = set()  # the entries that no step has made
         self.last_ones: list[int] = []  # the entries after which nothing had been launched when they were published
         self._random = random.Random(seed)
-        self._queue: list[tuple[Bucket, int | None]] = []  # a bucket, and the steps that are left of a loop
+        self._queue: list[_Work] = []
         self._stop = False
         self._begun = False  # the first step of the queue has told its rows
         self._body = Bucket(1, 1, 0)  # its bucket, where it chooses its width the one that it chose
@@ -62,7 +71,7 @@ class FakeDevice:
 
     @property
     def _looping(self) -> bool:
-        return any(budget is not None for _, budget in self._queue)
+        return any(work.left is not None for work in self._queue)
 
     @property
     def mover(self) -> ContentMover:
@@ -138,15 +147,26 @@ class FakeDevice:
 
     def _work(self) -> None:
         """Run the step that is due, if there is one; a loop looks at the flag before its entry is published."""
-        if not self._queue or self._waits(self._queue[0][0]):
+        if not self._queue or self._waits(self._queue[0].bucket):
             return
-        bucket, budget = self._queue.pop(0)
-        if not self._queue and (budget is None or budget == 1):
+        work = self._queue.pop(0)
+        if not self._queue and work.left in (None, 1):
             self.last_ones.append(self.head)
         stop = self._stop
-        self._run(bucket)
-        if budget is not None and budget > 1 and not stop and int(self.state["active"].sum()):
-            self._queue.insert(0, (bucket, budget - 1))
+        self._run(work.bucket)
+        if work.left is not None and work.left > 1 and not stop and int(self.state["active"].sum()):
+            work.left -= 1
+            self._queue.insert(0, work)
+            return
+        for copy in work.copies:
+            copy()
+
+    def _then(self, copy: Callable[[], None]) -> None:
+        """Make a copy after what was started before."""
+        if self.idle:
+            copy()
+        else:
+            self._queue[-1].copies.append(copy)
 
     def _hurry(self) -> None:
         for _ in range(self._random.randint(0, self.lead)):
@@ -154,21 +174,22 @@ class FakeDevice:
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
         if not seen():
-            assert not self._waits_to_begin(self._queue[0][0]), "the host waits for rows that wait for what is forced"
-            self._begin(self._queue[0][0])
+            bucket = self._queue[0].bucket
+            assert not self._waits_to_begin(bucket), "the host waits for rows that wait for what is forced"
+            self._begin(bucket)
         assert seen(), "the host waits for what no step tells"
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
         assert not self._looping and meanwhile is None
         self.log.append(("step", bucket))
-        self._queue.append((bucket, None))
+        self._queue.append(_Work(bucket))
         self._hurry()
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
         assert not self._looping or not self._stop
         assert budget >= 1
         self.log.append(("loop", bucket, budget))
-        self._queue.append((bucket, budget))
+        self._queue.append(_Work(bucket, budget))
         self._stop = False
         self._hurry()
 
@@ -180,7 +201,7 @@ class FakeDevice:
         while self.head < count:
             if self.idle:
                 raise DeviceError(f"the device is idle and has published {self.head} of {count} steps")
-            assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
+            assert not self._waits(self._queue[0].bucket), "the host waits for a step that waits for it"
             self._work()
 
     def wait_for_ranks(self, count: int) -> None:
@@ -203,11 +224,13 @@ class FakeDevice:
             self._publish(lambda: self.inner.prefill(size, first, passes))
 
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        self.inner.write_state(values)
+        sent = {name: value.clone() for name, value in values.items()}
+        self._then(lambda: self.inner.write_state(sent))
 
     def peek(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
-        self.synchronize()
-        return self.inner.peek(buffers)
+        found: list[Sequence[torch.Tensor] | None] = []
+        self._then(lambda: found.append(self.inner.peek(buffers)()))
+        return lambda: found[0] if found else None
 
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         self.synchronize()
@@ -216,7 +239,7 @@ class FakeDevice:
 
     def synchronize(self) -> None:
         while not self.idle:
-            assert not self._waits(self._queue[0][0]), "the host waits for a step that waits for it"
+            assert not self._waits(self._queue[0].bucket), "the host waits for a step that waits for it"
             self._work()
 
     def scratch(self, bucket: Bucket) -> BufferSet:

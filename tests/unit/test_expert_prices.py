@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from draft_length_replay import Replay, speeds
+from fake_device import load_fake
 from hypothesis import given
 from hypothesis import strategies as st
+from recording import run_all
 from safetensors.torch import load_file, save_file
 from tiny_models import make_target
 
@@ -24,6 +27,8 @@ from lowlat.speculators import default_length
 from lowlat.step.draft_length_costs import StepCosts
 from lowlat.step.expert_counts import KNOWN_BEFORE, ExpertCounts, chosen_rows
 
+DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive_width=True)
+OPTIONS: dict[str, Any] = {"max_batch": 2, "max_context": 128, "block_size": 16}
 EXPERTS = ExpertsSpec(num_experts=128, num_experts_per_token=4, inner_size=64)
 BATCHES, LENGTHS = (1, 2, 4, 8), 7
 UNIFORM = {slots: [EXPERTS.expected_distinct(slots * rows) for rows in range(1, LENGTHS + 2)] for slots in BATCHES}
@@ -133,8 +138,15 @@ def loaded(directory: Path, alike: bool, **options: Any) -> Runtime:
         elif name.endswith("weight"):
             weights[name] = torch.randn(weights[name].shape)
     save_file({name: each.contiguous() for name, each in weights.items()}, path, metadata={"format": "pt"})
-    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=3, adaptive_width=True)
-    return Runtime.load(directory, speculative, device="cpu", max_batch=2, max_context=128, block_size=16, **options)
+    return Runtime.load(directory, DRAFTS, device="cpu", **OPTIONS, **options)
+
+
+def answers_of(runtime: Runtime) -> list[list[int]]:
+    """Two requests' tokens."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=1)
+    names = [runtime.submit([5, 6, 7, 8] * length, params) for length in (4, 5)]
+    tokens = run_all(runtime)
+    return [tokens[name] for name in names]
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -167,6 +179,37 @@ def test_a_runtime_learns_what_its_router_does(alike: bool, tmp_path: Path, monk
         if alike:
             longest, shortest = told[0, 0, 3] / before[0, 0, 3], told[0, 0, 0] / before[0, 0, 0]
             assert longest < shortest, "drafts are cheaper than where rows choose at random"
+
+
+@pytest.mark.parametrize("device_loop", [False, True], ids=["steps", "loops"])
+def test_looks_come_when_a_device_that_works_later_has_made_their_steps(
+    device_loop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_prices, "DRAFTED_INTERVAL", 1)
+    monkeypatch.setattr(expert_prices, "IDLE_INTERVAL", 8)
+    with loaded(tmp_path, True) as runtime:
+        expected = answers_of(runtime)
+    runtime, device = load_fake(tmp_path, DRAFTS, device_loop=device_loop, lead=2, seed=3, **OPTIONS)
+    looks = []
+    with closing(runtime):
+        peek = device.peek
+
+        def watched(buffers: Sequence[torch.Tensor]) -> Any:
+            head, waits = device.head, not device.idle
+            look = peek([*buffers, device.state["ring_head"]])
+            assert device.head == head and (look() is None) == waits, "a copy waits for nothing"
+            looks.append((head + waits, look))
+            return lambda: None if (found := look()) is None else found[:-1]
+
+        monkeypatch.setattr(device, "peek", watched)
+        assert answers_of(runtime) == expected
+        device.synchronize()
+        found = [(number, look()) for number, look in looks]
+        assert all(each is not None and number <= int(each[-1]) <= device.head for number, each in found)
+        if device_loop:
+            assert looks, "of a loop one is made"
+        else:
+            assert len(looks) > 2 and runtime.summary()["experts_by_rows"]["1"][0] == 2.0
 
 
 def test_loops_are_looked_at_one_at_a_time_and_nobody_waits_for_them(

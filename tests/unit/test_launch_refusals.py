@@ -20,6 +20,7 @@ from tiny_models import make_target
 
 from lowlat.errors import ShapeError
 from lowlat.graphs import Bucket
+from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.speculation.draft_rows import take_blocks, take_last
 from lowlat.kernels.toolchain.launches import Given
 from lowlat.speculators.tree.topology import TreeTopology
@@ -143,5 +144,11 @@ def test_rows_of_no_slot_are_refused(take: Callable[..., Any]) -> None:
     assert len(take([(x, x[:2])], commit_lens)) == 1
     with pytest.raises(ShapeError, match=r"^take_(last|block): commit_lens must be of one slot or more"):
         take([(x[:0], x[:0])], commit_lens[:0])
+    meaning = OPERATIONS[take.__name__.removesuffix("s")]
+    meaning(x, commit_lens, out=x[:2].clone())
+    with pytest.raises(ShapeError, match=r"^commit_lens must be of one slot or more, got shape \[0\]"):
+        meaning(x, commit_lens[:0], out=x[:0])
+    with pytest.raises(ShapeError, match=r"^x must have as many rows for each of 2 slots, got shape \[5, 8\]"):
+        meaning(x[:5], commit_lens, out=x[:2])
     with pytest.raises(ShapeError, match="takes 1 or 2 pairs, got 0"):
         take([], commit_lens)

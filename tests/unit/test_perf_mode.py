@@ -13,7 +13,7 @@ from tiny_models import PairPaths, make_pair
 
 from lowlat import ConfigError, DeviceError, RequestError, Runtime, RuntimeConfig, SamplingParams, SpeculativeConfig
 from lowlat.engine.figures.perf import PerfCounters
-from lowlat.engine.figures.published_steps import StepChecks
+from lowlat.engine.figures.published_steps import PublishedSteps, StepChecks
 from lowlat.engine.loading.strict import check_device, check_launches
 from lowlat.engine.mailbox.publications import SlotPublication
 from lowlat.executors import LaunchCounts
@@ -167,6 +167,10 @@ def test_active_slots_are_in_the_summary_and_once_in_the_log(pair: PairPaths, ca
         assert "disabled_slots" not in runtime.summary()  # nothing to be disabled
     (line,) = (record.getMessage() for record in caplog.records if "active slots" in record.getMessage())
     assert line == "9 steps, 1 to 2 active slots, 1.11 on average"
+    alike = PublishedSteps(None)
+    for count, described in ((3, "1 step, 3 active slots each"), (3, "2 steps, 3 active slots each")):
+        alike.active.count(count)
+        assert alike.describe() == described
 
 
 GOOD = SlotPublication(

@@ -121,7 +121,7 @@ def test_text_must_be_unicode_and_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         codec("byte_level").encode("abcd")
 
 
-@pytest.mark.parametrize("ids", [[-1], [1 << 32], ["a"], [1.5]])
+@pytest.mark.parametrize("ids", [[-1], [1 << 32], ["a"], [1.5], [2, True]])
 def test_bad_ids_are_refused(ids: list[int]) -> None:
     with pytest.raises(RequestError, match="token ids must be integers"):
         codec("byte_level").decode(ids)

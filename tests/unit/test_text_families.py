@@ -3,7 +3,6 @@
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoint_files import edit_json
@@ -228,9 +227,9 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str, str, str, str]] = {
     ),
 }
 REASONING = {
-    "gemma4": ("<|channel>thought\nIt is late.<channel|>Yes", ""),
-    "smollm3": ("<think>\nIt is late.\n</think>\nYes", ""),
-    "seed_oss": ("<seed:think>It is late.</seed:think>Yes", ""),
+    "gemma4": "<|channel>thought\nIt is late.<channel|>Yes",
+    "smollm3": "<think>\nIt is late.\n</think>\nYes",
+    "seed_oss": "<seed:think>It is late.</seed:think>Yes",
 }
 
 
@@ -274,13 +273,23 @@ def test_calls_are_read_as_the_family_writes_them(family: str) -> None:
 
 @pytest.mark.parametrize("family", REASONING)
 def test_thoughts_are_apart_from_content(family: str) -> None:
-    codec, (text, opening) = codec_of(family), REASONING[family]
-    assert thought_tags(codec, opening) is not None
-    stream = AnswerStream(codec, "reasoning", tools=None)
+    codec, text = codec_of(family), REASONING[family]
+    assert thought_tags(codec) is not None
     tokens = codec.encode(text, add_special_tokens=False, allow_special=True)
-    deltas = [*(stream.push([token]) for token in tokens), stream.finish()]
-    found: Any = "".join(delta.reasoning for delta in deltas), "".join(delta.text for delta in deltas)
-    assert found == ("It is late.", "Yes")
+    question = codec.encode_chat([USER])
+    for num_begun in range(len(tokens)):  # of the prompt: the answer goes on wherever that leaves it
+        prompt, begun = [*question, *tokens[:num_begun]], codec.decode(tokens[:num_begun])
+        if begun in ("th", "tho", "thou", "thoug", "though"):
+            continue  # within the label
+        stream = AnswerStream(codec, "reasoning", tools=None, prefix_ids=prompt)
+        deltas = [*(stream.push([token]) for token in tokens[num_begun:]), stream.finish()]
+        reasoning, content = "".join(each.reasoning for each in deltas), "".join(each.text for each in deltas)
+        assert "It is late.".endswith(reasoning) and "Yes".endswith(content.lstrip())
+        if not begun.strip():
+            assert (reasoning, content) == ("It is late.", "Yes")
+        else:
+            whole = "".join((begun + reasoning + content).removeprefix("thought").split())
+            assert whole == "Itislate.Yes", num_begun
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "gemma3_text"])

@@ -210,7 +210,7 @@ class Requests:
     def peer_gone(self, peer: Peer) -> None:
         """Give up the requests of a peer that is gone."""
         for stream in list(peer.streams.values()):
-            self._statistics.end("gone")
+            self._statistics.end("gone", converts=stream.converts)
             self._leave(stream)
 
     def peer_unblocked(self, peer: Peer) -> None:
@@ -246,7 +246,7 @@ class Requests:
 
     def _take_converted(self, stream: Stream, outputs: Sequence[EngineOutput]) -> None:
         """Send a conversion as far as there is credit for it."""
-        stream.phase, stream.converted = Phase.DECODED, True
+        stream.phase = Phase.DECODED
         stream.waiting.extend(output for output in outputs if output.token_ids or output.text)
         stream.final = outputs[-1]
         if not stream.peer.unsent:
@@ -329,7 +329,7 @@ class Requests:
         account = peer.user.account
         request_id, salt = f"{self._prefix}-{self._num_ids}", f"{account} {submit.cache_salt}"
         stream = Stream(peer, submit.number, request_id, submit.sampling, size, balance=submit.credit, cache_salt=salt)
-        stream.session = submit.session
+        stream.session, stream.converts = submit.session, submit.result != "completion"
         peer.streams[submit.number] = stream
         self._num_preparing += 1
         self._shares.begin(account)
@@ -471,10 +471,8 @@ class Requests:
         if stream.over:
             return
         end = stream.end_message(reason, stop_reason=stop_reason, code=code, message=message)
-        if stream.converted:
-            self._statistics.end(code or "converted")
-        else:
-            self._statistics.end(code or reason)
+        self._statistics.end(code or reason, converts=stream.converts)
+        if not stream.converts:
             self._statistics.duration.record(time.monotonic() - stream.arrived)
         self._leave(stream)
         self._peers.send(stream.peer, end)

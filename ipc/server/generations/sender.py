@@ -38,7 +38,7 @@ class Sender:
             message, num_tokens = sendable
             if not self._peers.send(stream.peer, message):
                 return  # gone: its requests were given up
-            if num_tokens and not stream.converted:
+            if num_tokens and not stream.converts:
                 self._record(stream, num_tokens)
             if stream.peer.unsent:
                 return

@@ -90,6 +90,7 @@ class Statistics:
     time_to_first_token   from a SUBMIT's arrival to its first token's leaving
     inter_token           between a request's tokens, as they leave; a chunk's time is shared by its tokens
     queued                from a SUBMIT's arrival to its pipeline to the engine, of requests that brought a token
+    ends, conversions     of requests for completions, and of those for conversions, how many ended so
     """
 
     def __init__(self) -> None:
@@ -101,6 +102,7 @@ class Statistics:
         self.num_tokens = 0
         self.num_requests = 0
         self.ends: dict[str, int] = {}
+        self.conversions: dict[str, int] = {}
         self.refusals: dict[str, int] = {}
         self.num_bad_messages = 0
         self.num_dropped_peers = 0
@@ -111,9 +113,10 @@ class Statistics:
         self.num_tokens += count
         self._rate.add(count, now)
 
-    def end(self, name: str) -> None:
-        """Count a request that ended, by its error's code or its finish reason."""
-        self.ends[name] = self.ends.get(name, 0) + 1
+    def end(self, name: str, *, converts: bool) -> None:
+        """Count a request that ended, by its error's code or its finish reason; converts: it was a conversion."""
+        ends = self.conversions if converts else self.ends
+        ends[name] = ends.get(name, 0) + 1
 
     def refuse(self, code: str) -> None:
         """Count a request that was refused, by the error's code."""
@@ -127,6 +130,7 @@ class Statistics:
             "num_tokens": self.num_tokens,
             "num_requests": self.num_requests,
             "ends": dict(self.ends),
+            "conversions": dict(self.conversions),
             "refusals": dict(self.refusals),
             "num_bad_messages": self.num_bad_messages,
             "num_dropped_peers": self.num_dropped_peers,

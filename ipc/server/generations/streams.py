@@ -90,7 +90,7 @@ class Stream(Struct, eq=False):
     asked      of each pause or resume that the engine was told of, how many the client waits to hear of
     over       END or ERROR went out, or nobody is there to read it
     final      the output that ended it in the engine
-    converted  it asked for no completion, and never enters the engine
+    converts   it asks for no completion, and never enters the engine
     parts      of the prompt's logprobs, yet to be sent; they go before the output that has them
     opening    of one whose prompt came, or comes, in pieces
     arrived    when all of its prompt had come
@@ -118,7 +118,7 @@ class Stream(Struct, eq=False):
     paused: bool = False
     asked: list[int] = []
     final: EngineOutput | None = None
-    converted: bool = False
+    converts: bool = False
     parts: Iterator[PromptPart] | None = None
     opening: Opening | None = None
     metrics: Mapping[str, Any] = {}

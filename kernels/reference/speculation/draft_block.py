@@ -7,6 +7,7 @@ S - 1 rows after the last of these take the mask's token and state. DFlash's are
 import torch
 
 from lowlat.graphs.schema import operation
+from lowlat.kernels.reference.shapes import rows_of_slots
 
 __all__ = ["block_rows", "mask_rows", "take_block"]
 
@@ -66,9 +67,9 @@ def block_rows(
     write   out          compute  [B * S, W]  zero where nothing was committed
 """)
 def take_block(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Rows commit_lens - 1 to commit_lens + S - 2 of each slot."""
-    batch = commit_lens.shape[0]
-    count, drafting = x.shape[0] // batch, out.shape[0] // batch
+    """Rows commit_lens - 1 to commit_lens + S - 2 of each slot. Raises ShapeError where there is no slot."""
+    batch, count = commit_lens.shape[0], rows_of_slots(x, commit_lens)
+    drafting = rows_of_slots(out, commit_lens)
     row = (commit_lens - 1)[:, None] + torch.arange(drafting, device=x.device)[None]
     at = torch.arange(batch, device=x.device)[:, None] * count + row.clamp(0, count - 1)
     taken = x[at.reshape(-1).long()]

@@ -7,7 +7,7 @@ cached block depends on its own prefix alone; index 0 is never used.
 import torch
 
 from lowlat.graphs.schema import operation
-from lowlat.kernels.reference.shapes import check_shape
+from lowlat.kernels.reference.shapes import check_shape, rows_of_slots
 
 __all__ = [
     "assign_drafts",
@@ -86,10 +86,10 @@ def join_features(*, out: torch.Tensor, **sources: torch.Tensor) -> None:
     write   out          compute  [B, W]      zero where nothing was committed
 """)
 def take_last(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Row commit_lens - 1 of each slot."""
-    batch = commit_lens.shape[0]
+    """Row commit_lens - 1 of each slot. Raises ShapeError where there is no slot."""
+    batch, rows = commit_lens.shape[0], rows_of_slots(x, commit_lens)
     last = (commit_lens - 1).clamp(min=0).long()
-    picked = x.reshape(batch, -1, x.shape[-1])[torch.arange(batch, device=x.device), last]
+    picked = x.reshape(batch, rows, x.shape[-1])[torch.arange(batch, device=x.device), last]
     out.copy_(torch.where((commit_lens > 0)[:, None], picked, 0))
 
 

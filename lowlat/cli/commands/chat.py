@@ -182,7 +182,7 @@ class _Chat:
 
     def _run(self) -> None:
         if self._on_terminal:
-            click.secho(f"{self._model.name} at {self._model.place}; /help says more", dim=True, err=True)
+            click.secho(f"{self._model.name} {self._model.place}; /help says more", dim=True, err=True)
             left = {name: value for name, value in self._model.advice.items() if name not in self._sampling}
             if left:
                 advice = ", ".join(f"{name} {value:g}" for name, value in left.items())
@@ -222,8 +222,10 @@ class _Chat:
             self._answer(self._last)
         elif name == "/help":
             click.echo(HELP, err=True)
+        elif name == "/retry":
+            click.echo("/retry answers the last message again, and there is none", err=True)
         else:
-            click.echo(f"{name} cannot be done now; /help lists what can", err=True)
+            click.echo(f"{name} is no command; /help lists them", err=True)
         return True
 
     def _answer(self, text: str) -> None:

@@ -28,7 +28,7 @@ from lowlat.cli.options import (
 from lowlat.cli.paths import FILE, MODEL
 from lowlat.cli.reports.trees import DEFAULT_BUDGETS, print_tree, print_what_if, tree_report, what_if_report
 from lowlat.options.request import SamplingParams
-from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
+from lowlat.options.runtime import MAX_BATCH, MAX_CONTEXT, RuntimeConfig
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "draft_model", "model", "quality", "run", "step", "tree"]
 
 NOT_ACTIVE = 3  # exit code of `run`
+CONTEXT, BATCH = click.IntRange(2, MAX_CONTEXT), click.IntRange(1, MAX_BATCH)
 
 
 class _ModelByDefault(SectionedGroup):
@@ -66,8 +67,10 @@ def command() -> None:
     *("head", "method", "num_speculative_tokens", "draft_vocab", "draft_vocab_size"),
     *("tree", "dynamic_tree_max_topk", "max_total_draft_tokens"),
 )
-@click.option("--context", type=int, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]")
-@click.option("--batch", type=int, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
+@click.option(
+    "--context", type=CONTEXT, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]"
+)
+@click.option("--batch", type=BATCH, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
 @record_options(RuntimeConfig, "dtype", "device", "tensor_parallel_size", "activations", filled=True)
 @click.option("--buffers", is_flag=True, help="List the buffers of the step for --batch slots at depth -S.")
 @as_json
@@ -106,6 +109,7 @@ def model(
                 "activations": activations,
             },
             buffers=buffers,
+            context_flag="--context",
         )
     report["directory"] = str(target.directory if target.download is None else pair[0])
     report["download"] = download_report(target.download, draft_download)
@@ -233,9 +237,7 @@ def draft_model(
 @command.command("tree", cls=SectionedCommand)
 @click.argument("file", type=FILE, required=False)
 @click.option("--chain", type=click.IntRange(1, MAX_SPECULATIVE_TOKENS), metavar="S", help="The chain of S drafts.")
-@click.option(
-    "--batch", type=click.IntRange(1, MAX_BATCH), default=RuntimeConfig.max_batch, show_default=True, metavar="N"
-)
+@click.option("--batch", type=BATCH, default=RuntimeConfig.max_batch, show_default=True, metavar="N")
 @click.option("--target", type=MODEL, metavar="DIR", help="Shapes are for this pair.  [default: the bundled one]")
 @draft_model_option("Its draft model.")
 @click.option("--what-if", is_flag=True, help="Recommend a tree and the limits it needs.")

@@ -12,7 +12,9 @@ __all__ = ["command"]
 @click.option("--markdown", is_flag=True, help="Print a table for a page, without this machine's memory.")
 @as_json
 def command(markdown: bool, json_output: bool) -> None:
-    """List published models that run: sizes, draft models, and formats whose weights fit this machine's free memory.
+    """List published models that run: sizes, draft models, and formats whose weights fit the GPU's free memory.
+
+    Without a GPU it is this machine's, in which weights are expanded to float32, whatever their format.
 
     Other sizes of a listed family run, too; `lowlat inspect ORG/NAME` tells.
     """
@@ -39,6 +41,8 @@ def command(markdown: bool, json_output: bool) -> None:
         for each in report["models"]
     ]
     known = "free memory is not known" if free is None else f"{format_bytes(free)} free on {report['device']}"
-    print_table(f"models: {known}", ("model", "family", "weights", "runs on", "fits as", "draft models"), rows)
+    if report["device"] == "cpu":
+        known += ", where weights are expanded to float32"
+    print_table(f"models: {known}", ("model", "family", "weights", "on GPUs", "fits as", "draft models"), rows)
     click.echo(f"families: {', '.join(report['families'])}")
     click.echo(f"quantised files, by quant_method: {', '.join(report['quant_methods'])}")

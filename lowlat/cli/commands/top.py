@@ -122,7 +122,8 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
         f"requests {stats.get('num_requests', 0):,}   tokens {stats.get('num_tokens', 0):,}"
     )
     parts: list[RenderableType] = [Text(title, style="bold"), Text(counts)]
-    ends = {**stats.get("ends", {}), **{f"refused: {code}": n for code, n in stats.get("refusals", {}).items()}}
+    kinds = {"ends": "", "conversions": "conversion: ", "refusals": "refused: "}
+    ends = {f"{title}{how}": count for kind, title in kinds.items() for how, count in stats.get(kind, {}).items()}
     if ends:
         parts.append(Text("ended     " + ", ".join(f"{name} {count:,}" for name, count in ends.items())))
     parts += [_slots(stats, engine), _times(stats, engine)]

@@ -42,9 +42,10 @@ def inspect_step(
     described = describe_gpu(gpu, tuning_directory())
     speculative = _speculative(speculation, model)
     with _outlined(model or bundled("target"), speculative) as (directory, fitted):
-        longest = target_config(directory, given.get("dtype", "auto")).max_context
+        config = target_config(directory, given.get("dtype", "auto"))
+        config.check_context(context or 1, directory / "config.json", flag="--context")
         sizes = {
-            "max_context": min(max(RuntimeConfig.max_context, context or 0), longest),
+            "max_context": min(max(RuntimeConfig.max_context, context or 0), config.max_context),
             "max_batch": max(batch, RuntimeConfig.max_batch),
         }
         options = RuntimeConfig(**{**sizes, **given})

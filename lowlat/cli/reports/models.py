@@ -35,17 +35,23 @@ __all__ = ["download_report", "draft_report", "model_report"]
 
 
 def model_report(
-    directory: Path, speculative: SpeculativeConfig | None, options: dict[str, Any], *, buffers: bool
+    directory: Path,
+    speculative: SpeculativeConfig | None,
+    options: dict[str, Any],
+    *,
+    buffers: bool,
+    context_flag: str | None = None,
 ) -> dict[str, Any]:
     """A target's geometry, parts, KV and memory; with `buffers` those of one step. Raises ConfigError.
 
-    options  of RuntimeConfig; max_context may be None for the usual one
+    options       of RuntimeConfig; max_context may be None for the usual one
+    context_flag  the command line's option for max_context, where it has another name
     Of several GPUs "memory" is the first one's, and "GPUs" has that of each.
     """
     runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
+    read_model_config(directory).check_context(runtime.max_context, directory / "config.json", flag=context_flag)
     plan = plan_runtime(directory, runtime, speculative)
     config, speculator = plan.geometry.config, plan.geometry.speculator
-    config.check_context(runtime.max_context, directory / "config.json")
     depth = 0 if speculative is None else speculative.num_speculative_tokens
     program = plan.program(runtime.max_batch, depth)
     choice = settle_executor(_planned_device(runtime), runtime.executor, [program], plan.weights)

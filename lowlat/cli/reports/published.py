@@ -11,7 +11,7 @@ from lowlat.checkpoint.formats import STORED_FORMATS
 from lowlat.checkpoint.formats.methods import METHODS
 from lowlat.checkpoint.quantising import Quantiser
 from lowlat.cli.reports.sizes import plan_runtime
-from lowlat.engine.memory.plan import available_bytes
+from lowlat.engine.memory.plan import available_bytes, memory_need
 from lowlat.lowering.covers import uncovered
 from lowlat.models.families import FAMILIES
 from lowlat.models.published import PUBLISHED, Published
@@ -29,7 +29,8 @@ def models_report() -> dict[str, Any]:
     """All families by model_type, and published models with their sizes; nothing is fetched.
 
     "bytes" has the weights' by format: as they are published ("stored"), and rounded at load. "fits" names the formats
-    of which the weights alone are less than the free memory of the GPU, or of this machine where there is none;
+    of which the weights alone are less than the GPU's free memory. Where there is no GPU, it is this machine's, and its
+    executor expands them, so that none is smaller than the published one: "expanded_bytes" says what they take.
     "quant_methods" those by which published files may be quantised.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,21 +40,24 @@ def models_report() -> dict[str, Any]:
         "quant_methods": [*METHODS, *(each.method for each in STORED_FORMATS.values() if each.method)],
         "device": str(device),
         "free_bytes": free,
-        "models": [_model(each, free) for each in PUBLISHED],
+        "models": [_model(each, free, device) for each in PUBLISHED],
     }
 
 
-def _model(published: Published, free: int | None) -> dict[str, Any]:
+def _model(published: Published, free: int | None, device: torch.device) -> dict[str, Any]:
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(published.config), encoding="utf-8")
         config = read_model_config(directory)
         options = options_from({"max_batch": 1, "max_context": CONTEXT, "device": "cpu"})
         plan = plan_runtime(Path(directory), options, None)
-    reason = uncovered([plan.program(1, 0)], plan.weights)
+    program = plan.program(1, 0)
+    reason = uncovered([program], plan.weights)
     sizes = {"stored": _num_bytes(weight_plan(config))}
     if config.quantisation is None and (config.experts is None or config.experts.weight_format == "bf16"):
         for kind in ROUNDED:
             sizes[kind] = _num_bytes(weight_plan(rounding(config, Quantiser(kind), published.name)))
+    expanded = memory_need([program], plan.weights, torch.device("cpu")).weights_bytes
+    own = sizes if device.type == "cuda" else {"stored": expanded}
     return {
         "model": published.name,
         "family": published.family,
@@ -61,8 +65,9 @@ def _model(published: Published, free: int | None) -> dict[str, Any]:
         "executor": "kernels" if reason is None else "reference",
         "reason": reason,
         "bytes": sizes,
+        "expanded_bytes": expanded,
         "draft_models": list(published.drafts),
-        "fits": [kind for kind, size in sizes.items() if free is None or size < free],
+        "fits": [kind for kind, size in own.items() if free is None or size < free],
     }
 
 

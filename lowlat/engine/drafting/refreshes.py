@@ -14,6 +14,7 @@ from lowlat.engine.scheduling.records import Phase
 from lowlat.graphs import Bucket
 from lowlat.models.partial_kv import PartialKV
 from lowlat.sequence.partial import PartialSlots
+from lowlat.step.variants import REFRESH
 
 __all__ = ["Refreshes"]
 
@@ -45,7 +46,7 @@ class Refreshes(Proposer):
                 self._mailbox.prefill.write_chunk(slot, tokens, found.start, request.commands)
                 span = found.span, found.start + found.count
                 self._mailbox.prefill.write_partial(span, self.slots.shifts, found.start)
-                self._launches.prefill(self._geometry.refresh_size, None)
+                self._launches.prefill(REFRESH, None)
         return self.num_certain(depth)
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:

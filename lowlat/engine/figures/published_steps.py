@@ -91,8 +91,10 @@ class PublishedSteps:
     def describe(self) -> str:
         """Return the active slots, and why speculation was off, as a line for a log."""
         active = self.active
-        mean = active.total / max(active.num_steps, 1)
-        line = f"{active.num_steps} steps, {active.fewest} to {active.most} active slots, {mean:.2f} on average"
+        slots = f"{active.fewest} active slot{'' if active.fewest == 1 else 's'} each"
+        if active.fewest != active.most:
+            slots = f"{active.fewest} to {active.most} active slots, {active.total / active.num_steps:.2f} on average"
+        line = f"{active.num_steps} step{'' if active.num_steps == 1 else 's'}, {slots}"
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.undrafted.items()))
         return f"{line}; slots without drafts: {reasons}" if reasons else line
 

@@ -40,7 +40,7 @@ class HostSpace:
 
     def has_slot(self) -> bool:
         """Whether a slot's rows fit, as far as is known."""
-        return self._has(self.slot_bytes)
+        return self.slot_bytes <= self.num_free
 
     @property
     def num_free(self) -> int:
@@ -56,7 +56,7 @@ class HostSpace:
 
         Raises CapacityError where they do not fit, or the host refuses memory.
         """
-        if not self._fits(self.slot_bytes):
+        if self.num_bytes + self.slot_bytes > self.max_bytes:
             raise CapacityError(
                 f"request {request_id} takes {self.slot_bytes} bytes of host memory while it is paused; "
                 f"{self.num_bytes} of {self.max_bytes} are taken (pause_gib)"
@@ -67,7 +67,7 @@ class HostSpace:
 
     def has_blocks(self, counts: Mapping[str, int]) -> bool:
         """Whether so many more blocks, by pool, fit, and the host has given their memory."""
-        return self._has(self.bytes_of(counts)) and self._obtains(counts)
+        return self.bytes_of(counts) <= self.num_free and self._obtains(counts)
 
     def take_blocks(self, request_id: str, moved: MovedOut) -> None:
         """Take the bytes of a request's blocks, after `has_blocks` of as many."""
@@ -77,12 +77,6 @@ class HostSpace:
     def release(self, request_id: str) -> None:
         """Give back what a request takes, if it takes any."""
         self.held.pop(request_id, None)
-
-    def _fits(self, num_bytes: int) -> bool:
-        return self.num_bytes + num_bytes <= self.max_bytes
-
-    def _has(self, num_bytes: int) -> bool:
-        return self._fits(num_bytes) and time.monotonic() >= self._refused_until
 
     def _obtains(self, counts: Mapping[str, int] | None) -> bool:
         """Whether the host gives memory; after a refusal it is not asked for a while."""

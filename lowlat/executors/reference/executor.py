@@ -71,7 +71,7 @@ class ReferenceExecutor:
     """Runs programs operation by operation; see `lowlat.executors.Executor`.
 
     programs  the step's programs by bucket
-    prefills  the prefill programs by the positions that they take, ascending, and a pass over what they leave by PASS
+    prefills  the prefill programs by the positions that they take, ascending; see `build_prefills`
     weights   canonical weights; expanded to float32 on a CPU, integers excepted; quantised matrices are expanded on
               every device
     hooks     False: hooks are refused

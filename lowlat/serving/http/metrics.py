@@ -99,7 +99,9 @@ class _Snapshot(Collector):
         if "prompt_tokens" in engine:
             yield self._counter("prompt_tokens", "Tokens of prompts.", [((), engine["prompt_tokens"])])
         ends = [((reason,), count) for reason, count in stats.get("ends", {}).items()]
-        yield self._counter("request_success", "Requests that ended, by how.", ends, "finished_reason")
+        yield self._counter("request_success", "Completions that ended, by how.", ends, "finished_reason")
+        conversions = [((reason,), count) for reason, count in stats.get("conversions", {}).items()]
+        yield self._counter("conversions", "Conversions that ended, by how.", conversions, "finished_reason")
         refusals = [((code,), count) for code, count in stats.get("refusals", {}).items()]
         yield self._counter("request_refused", "Requests that were refused, by the code of why.", refusals, "code")
         for name, (key, help) in HISTOGRAMS.items():

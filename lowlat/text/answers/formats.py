@@ -4,7 +4,7 @@ A template that takes tools says in its own text how calls are marked. One that 
 lowlat's own (`templates.generic_tools`), which asks for Hermes' format. Without a template the vocabulary decides.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowlat.text.answers.syntax import (
@@ -31,7 +31,9 @@ from lowlat.text.templates.tags import (
     SEED_CALL,
 )
 
-__all__ = ["FORMATS", "REASONING", "CallFormat", "format_of", "thought_tags"]
+__all__ = ["FORMATS", "REASONING", "CallFormat", "format_of", "open_thought", "thought_tags"]
+
+MAX_OPENING_TOKENS = 16  # of a prompt's end, to see whether a tag ends it that is no token
 
 
 @dataclass(frozen=True)
@@ -154,10 +156,24 @@ def format_of(codec: TextCodec) -> CallFormat | None:
     return next((kind for kind in FORMATS if kind.written(has)), None)
 
 
-def thought_tags(codec: TextCodec, opening: str) -> ThoughtTags | None:
-    """The tags of a model's reasoning; None for one that has none.
+def thought_tags(codec: TextCodec) -> ThoughtTags | None:
+    """The tags of a model's reasoning; None for one that has none."""
+    return next((tags for tags in THOUGHTS if codec.spells(tags.closing)), None)
 
-    opening  the end of the prompt
+
+def open_thought(codec: TextCodec, prompt: Sequence[int]) -> tuple[ThoughtTags, bool] | None:
+    """The tags of the thought that a prompt leaves open, and whether it has text of it; None where none is open.
+
+    A tag that is a token is the last in the prompt of those next to the tokenizer's model, such as the marks of turns.
+    One that is text ends the prompt. Time: that of a look at the tokens after the last of those.
     """
-    opened = next((tags for tags in THOUGHTS if opening.rstrip().endswith(tags.opening)), None)
-    return opened or next((tags for tags in THOUGHTS if codec.spells(tags.closing)), None)
+    for place in range(len(prompt) - 1, -1, -1):
+        text = codec.tokens_beside.get(prompt[place], "")
+        if text.strip():  # some tokenizers have runs of spaces there
+            opened = next((tags for tags in THOUGHTS if tags.opening == text), None)
+            if opened is not None:
+                return opened, bool(codec.decode(prompt[place + 1 :]).strip().removeprefix(opened.label))
+            break
+    end = codec.decode(prompt[-MAX_OPENING_TOKENS:], skip_special_tokens=False).rstrip()
+    spelled = next((tags for tags in THOUGHTS if end.endswith(tags.opening)), None)
+    return None if spelled is None else (spelled, False)

@@ -15,11 +15,13 @@ class HarmonyAnswer:
 
     tools  the functions; messages to them, and to any function, are calls. None: they are reasoning, as those to the
            model's own tools are
+    begun  the header of a message that the prompt leaves open, with which the answer goes on; empty: its role alone
     """
 
-    def __init__(self, *, tools: Tools | None) -> None:
+    def __init__(self, *, tools: Tools | None, begun: Sequence[str] = ()) -> None:
         self._tools = tools
         self._reader = HarmonyReader()
+        self._reader.push(begun)
         self._calls = Calls()
         self._message = -1  # the one that the last call is
         self._empty = False  # whether that one has no text so far

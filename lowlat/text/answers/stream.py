@@ -6,16 +6,14 @@ from dataclasses import dataclass, replace
 from lowlat.errors import RequestError
 from lowlat.options.request import Parse, ToolCallDelta
 from lowlat.text.answers.base import AnswerFormat, Parts, Tools
-from lowlat.text.answers.formats import format_of, thought_tags
+from lowlat.text.answers.formats import format_of, open_thought, thought_tags
 from lowlat.text.answers.harmony import HarmonyAnswer
 from lowlat.text.answers.tagged import TaggedAnswer
 from lowlat.text.codec import TextCodec
 from lowlat.text.detokenizer import IncrementalDetokenizer
-from lowlat.text.harmony import HarmonyParser, harmony_markers
+from lowlat.text.harmony import HarmonyParser, harmony_markers, open_header
 
 __all__ = ["AnswerDelta", "AnswerStream"]
-
-MAX_OPENING_TOKENS = 16  # of a prompt's end, to see whether it opens a thought
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +125,9 @@ def _format(codec: TextCodec, prompt: Sequence[int], tools: Tools | None) -> tup
     tools  None: calls are not parsed
     """
     if HarmonyParser.speaks(codec):
-        return HarmonyAnswer(tools=tools), harmony_markers(codec)
-    opening = codec.decode(prompt[-MAX_OPENING_TOKENS:], skip_special_tokens=False).rstrip()
-    thought = thought_tags(codec, opening)
+        return HarmonyAnswer(tools=tools, begun=open_header(codec, prompt)), harmony_markers(codec)
+    opened = open_thought(codec, prompt)
+    thought = thought_tags(codec) if opened is None else opened[0]
     kind = None if tools is None else format_of(codec)
     if kind is None and tools is not None and codec.has_chat_template:
         raise RequestError(
@@ -143,7 +141,8 @@ def _format(codec: TextCodec, prompt: Sequence[int], tools: Tools | None) -> tup
     markers = {number: text for number, text in codec.added_tokens().items() if text in tags}  # which are no text
     made = TaggedAnswer(
         thought=thought,
-        thinking=thought is not None and opening.endswith(thought.opening),
+        thinking=opened is not None,
+        thought_begun=opened is not None and opened[1],
         syntax=syntax,
         tools=tools,
         silent=frozenset(markers.values()),

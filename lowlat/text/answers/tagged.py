@@ -37,7 +37,8 @@ class TaggedAnswer:
     """One answer.
 
     thought   the tags of a thought; None for a model that has none
-    thinking  whether the prompt's end opened a thought, with which the answer goes on
+    thinking  whether the prompt leaves a thought open, with which the answer goes on
+    thought_begun  whether the prompt has text of that thought
     syntax    of calls; None: no calls are looked for
     tools     the functions
     silent    tags that are special tokens: where one begins no call it is no text
@@ -48,6 +49,7 @@ class TaggedAnswer:
         *,
         thought: ThoughtTags | None = THOUGHTS[0],
         thinking: bool = False,
+        thought_begun: bool = False,
         syntax: CallSyntax | None = None,
         tools: Tools | None = None,
         silent: Collection[str] = (),
@@ -58,12 +60,13 @@ class TaggedAnswer:
         self._silent = silent
         self._held = ""
         self._calls = Calls(short=syntax is not None and syntax.short)
-        self._thought = TrimmedText()
+        self._thought = TrimmedText(leading=thought_begun)
         self._content = TrimmedText(leading=True)
         self._called = False
         self._call: CallBody | None = None
         self._is_bare = False
-        self._step = self._at_label if thinking else self._at_begin
+        opened = self._in_thought if thought_begun else self._at_label
+        self._step = opened if thinking else self._at_begin
 
     @property
     def thinking(self) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from lowlat.text.answers.formats import thought_tags
+from lowlat.text.answers.formats import open_thought, thought_tags
 from lowlat.text.codec import TextCodec
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, HarmonyParser, harmony_markers
 
@@ -167,14 +167,15 @@ def gate_of(codec: TextCodec, prompt: Sequence[int], *, parsed: bool) -> Gate | 
         gate = HarmonyGate(codec, opening[len(opening) - list(reversed(opening)).index(ids[START]) :])
         return None if gate.begin == AT_ONCE else gate
     text = codec.decode(opening, skip_special_tokens=False).rstrip()
-    tags = thought_tags(codec, text)
+    opened = open_thought(codec, prompt)
+    tags = thought_tags(codec) if opened is None else opened[0]
     if tags is None:
         return None
     thought = codec.token_id(tags.opening)
     line_breaks = (codec.encode(breaks, add_special_tokens=False) for breaks in ("\n", "\n\n"))
     behind = {ids[0]: AT_ONCE for ids in line_breaks if len(ids) == 1}
     extra: dict[Phase, Mapping[int, Place]] = {Phase.BEHIND: behind}
-    if text.endswith(tags.opening):
+    if opened is not None:
         return TaggedGate(codec, Place(Phase.THINKING), extra, tags.closing)
     if thought is None or not parsed or text.endswith(tags.closing):
         return None

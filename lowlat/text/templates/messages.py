@@ -28,7 +28,8 @@ def encode_messages(
 ) -> list[int]:
     """Token ids of a chat as the model's template writes it.
 
-    options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
+    options   what else the template may use: tools, documents, enable_thinking, ...; and how the chat ends, by
+              continue_final_message and add_generation_prompt, see `TextCodec.apply_chat_template`
     Raises RequestError without a template, when it fails on these messages, and for too many tokens.
     """
     values = _values(codec, messages, options)
@@ -67,8 +68,6 @@ def _values(codec: TextCodec, messages: Sequence[Message], options: Mapping[str,
     for name in TAKEN:
         if name in options:
             raise RequestError(f"template_options may not hold {name!r}")
-    if not isinstance(options.get("add_generation_prompt", True), bool):
-        raise RequestError("template_options: add_generation_prompt must be true or false")
     return [_for_template(message, codec) for message in messages]
 
 

@@ -35,6 +35,7 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
+from lowlat.options.method_options import TEXT_METHODS
 from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
 from lowlat.options.slots import most_drafts
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
@@ -66,7 +67,6 @@ __all__ = [
 ]
 
 LONG_CONTEXT = 65536  # of a slot
-TEXT_METHODS = ("ngram", "suffix")  # whose drafts come from text
 LEAST_LAYERS = 2  # so that a layer stands next to another
 
 

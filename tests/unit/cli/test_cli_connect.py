@@ -200,7 +200,11 @@ def test_on_a_terminal_commands_work_and_errors_do_not_end_the_chat(
     hello, again, _ = shown.out.split("\n", 2)
     assert hello == again  # greedy, and the same conversation
     assert "/retry          answer" in shown.err and "/clear forgets the conversation" in shown.err
-    assert "/nonsense cannot be done now" in shown.err and "/retry cannot be done now" in shown.err
+    assert (
+        "/nonsense is no command; /help lists them" in shown.err
+        and "/retry answers the last message again, and" in shown.err
+    )
+    assert f" at {client.endpoint}; /help says more" in shown.err
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -1,6 +1,7 @@
 """`lowlat inspect`: what is forecast is what is stored and allocated."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -105,8 +106,13 @@ def test_inspect_model_knows_gpt_oss(tmp_path: Path) -> None:
 
 
 def test_inspect_model_refuses_what_load_refuses(pair: PairPaths) -> None:
-    assert "max_context 513 exceeds" in refusal("inspect", "model", pair.target, "--context", 513)
-    assert "max_batch must be from 1 to 32" in refusal("inspect", "model", pair.target, "--batch", 33)
+    for command in ("model", "step"):
+        assert re.search(
+            r"--context 513 exceeds .* 512 \(.*lower --context$",
+            refusal("inspect", command, pair.target, "--context", 513),
+        )
+        assert "'--context': 0 is not in the range" in refusal("inspect", command, pair.target, "--context", 0)
+        assert "'--batch': 33 is not in the range 1<=x<=32" in refusal("inspect", command, "--batch", 33)
     assert "--num-speculative-tokens needs a draft model" in refusal("inspect", "model", pair.target, "-S", 3)
 
 

@@ -14,6 +14,7 @@ from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import STORED, IntegerList, as_json, bundled, given_options, record_options
 from lowlat.cli.paths import MODEL, NEW_FILE, NEW_PATH
 from lowlat.errors import ConfigError
+from lowlat.options.method_options import AUTO_METHOD, METHOD_OPTIONS
 from lowlat.options.runtime import MAX_BATCH, RuntimeConfig
 from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
@@ -27,7 +28,7 @@ __all__ = ["command"]
 
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
-METHODS = ("eagle3", "mtp", "peagle", "dflash", "dspark", "ngram", "suffix")
+METHODS = [method for method in METHOD_OPTIONS if method not in (AUTO_METHOD, "draft_model")]  # that is a target, too
 OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks", "forced_rows")
 
 

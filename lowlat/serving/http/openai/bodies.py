@@ -33,6 +33,8 @@ _LENGTHS = ("max_tokens", "max_output_tokens")  # the first that a request has i
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_completion_tokens", "max_new_tokens", "max_tokens", "n_predict", "num_predict"), _LENGTHS),
     **{f"guided_{kind}": (f"structured_outputs.{kind}",) for kind in ("json", "regex", "grammar", "choice")},
+    "add_generation_prompt": ("the chat to /v1/chat/completions",),
+    "continue_final_message": ("the chat to /v1/chat/completions",),
     "enable_thinking": ("chat_template_kwargs.enable_thinking",),
     "grammar": ("structured_outputs.grammar",),
     "input": ("messages", "prompt"),
@@ -51,6 +53,7 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 ALWAYS: Mapping[str, Any] = {
     "add_generation_prompt": True,
     "continue_final_message": False,
+    "echo": False,
     "early_stopping": False,
     "include_stop_str_in_output": False,
     "length_penalty": 1.0,

@@ -149,6 +149,8 @@ def _template_options(asked: ChatRequest, calling: Calling) -> dict[str, Any]:
         "tools": calling.for_template() or None,
         "reasoning_effort": asked.reasoning_effort,
         "verbosity": asked.verbosity,
+        "continue_final_message": asked.continue_final_message,
+        "add_generation_prompt": asked.add_generation_prompt,
     }
     given = {name: value for name, value in named.items() if value is not None}
     return {**(asked.chat_template_kwargs or {}), **given}

@@ -119,16 +119,18 @@ def _prompts(given: str | list[Any], vocab_size: int) -> list[Any]:
     """The prompts in a list of their own. Raises ApiError."""
     if isinstance(given, str):
         return [given]
-    prompts: list[Any] = [given] if given and all(type(item) is int for item in given) else given
+    prompts: list[Any] = [given] if given and not isinstance(given[0], (str, list)) else given
     if not 1 <= len(prompts) <= MAX_COMPLETIONS:
         raise invalid("prompt", f"prompt: {len(prompts)} prompts; 1 to {MAX_COMPLETIONS} are taken")
     for place, prompt in enumerate(prompts):
-        ids = isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)
-        if not isinstance(prompt, str) and not ids:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list) or not prompt:
             raise invalid("prompt", f"prompt[{place}]: is neither text nor token ids")
-        if ids and not 0 <= min(prompt) <= max(prompt) < vocab_size:
-            wrong = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise invalid("prompt", f"prompt[{place}]: token {wrong}; ids are 0 to {vocab_size - 1}")
+        if set(map(type, prompt)) != {int} or not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab_size)
+            shown = msgspec.json.encode(wrong).decode()
+            raise invalid("prompt", f"prompt[{place}]: token {shown:.80}; ids are 0 to {vocab_size - 1}")
     return prompts
 
 

@@ -275,6 +275,8 @@ class ChatRequest(Choosing, kw_only=True):
 
     chat_template_kwargs  further variables of the model's template, such as enable_thinking
     tool_choice           "auto", "none", "required", the one function to call, or some of the tools
+    continue_final_message, add_generation_prompt  as vLLM has them, but that the latter is false by default next to the
+                          former: the last message, an assistant's, is left open, and the answer continues its text
     prediction            advice that changes no answer
     verbosity             a variable of the model's template
     """
@@ -293,6 +295,8 @@ class ChatRequest(Choosing, kw_only=True):
     modalities: list[Literal["text"]] | None = None
     prediction: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     audio: None = None
     function_call: None = None
     functions: None = None

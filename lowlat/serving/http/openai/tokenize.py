@@ -25,7 +25,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     add_special_tokens      put around a prompt what the tokenizer does; a chat's template writes all of its own
     return_token_strs       adds the text of each token
-    add_generation_prompt   end a chat where the answer begins, as a request would
+    add_generation_prompt, continue_final_message  end a chat as a request would
     """
 
     model: str | None = None
@@ -36,7 +36,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     tools: Annotated[list[Tool], Meta(max_length=128)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    continue_final_message: None = None
+    continue_final_message: bool | None = None
     chat_template: None = None
     mm_processor_kwargs: None = None
 
@@ -66,8 +66,8 @@ async def tokenize(request: Request) -> Response:
         prompt, options = chat_messages(asked.messages), dict(asked.chat_template_kwargs or {})
         if asked.tools:
             options["tools"] = Calling.of(asked.tools, None, None).for_template()
-        if asked.add_generation_prompt is not None:
-            options["add_generation_prompt"] = asked.add_generation_prompt
+        endings = {name: getattr(asked, name) for name in ("add_generation_prompt", "continue_final_message")}
+        options |= {name: value for name, value in endings.items() if value is not None}
     elif asked.prompt is not None and asked.messages is None:
         prompt = asked.prompt
     else:
