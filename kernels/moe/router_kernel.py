@@ -41,15 +41,19 @@ def min_blocks_of(width: int, held: int, gpu: Gpu) -> int:
     return 2 if held < 4 and width <= CHUNK * THREADS and gpu.capability == H200.capability else 1
 
 
-def rows_at_once(rows: int, width: int, wide: bool = False) -> int:
-    """The rows that a block holds at a time: 1, 2 or 4, as registers and shared memory allow; no bit depends on it.
+def rows_at_once(rows: int, width: int, blocks: int, gpu: Gpu, wide: bool = False) -> int:
+    """The rows that a block holds at a time: 1, 2 or 4; no bit depends on it.
 
-    wide  a norm's weight of float32, which takes two rows' places, is held with them
+    They are as few as give each SM a block at most, for a row takes its time, and as registers and shared memory allow.
+
+    blocks  of the experts
+    wide    a norm's weight of float32, which takes two rows' places, is held with them
     """
     most = 4 if width <= CHUNK * THREADS else 1
     if wide and (most + 2) * 2 * width > MOST_HELD_BYTES:
         most = min(most, 2)
-    return min(most, 4 if rows > 2 else rows)
+    fitting = (held for held in (1, 2) if blocks * -(-rows // held) <= gpu.num_multiprocessors)
+    return min(most, next(fitting, 4 if rows > 2 else rows))
 
 
 @cache
