@@ -192,14 +192,14 @@ class KVCache:
             if not self._moves.restore(self.tiers, prompt_token_ids, root, count):
                 return None
         digests, hits = chunks.lookup(prompt_token_ids, root) if reads else ([], [])
-        num_found = len(digests)
+        num_common = len(digests) if hits and hits[-1].children else 0
         count = chunks.num_hits(digests)
         digests, hits = digests[:count], hits[:count]
         table = self._table(hits, total)
         if table is None or not all(book.fits(total, digests) for book in self._books):
             return None
         for book in self._books:
-            book.admit(request_id, total, len(prompt_token_ids), digests, num_found)
+            book.admit(request_id, total, len(prompt_token_ids), digests, num_common)
         blocks, num_cached = table(), len(hits) * self.prefill_chunk
         self._entries[request_id] = Admitted(
             prompt_token_ids, blocks, total, num_cached, root, digests, dict(enumerate(hits))

@@ -72,11 +72,12 @@ class PoolBook(ABC):
 
     @abstractmethod
     def admit(
-        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_found: int
+        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_common: int
     ) -> None:
         """Reserve what a request with a prompt of so many positions needs; `fits` must have said that it fits.
 
-        num_found  chunks of the prompt that are listed in the first pool: it goes on after `digests`, the first of them
+        digests     chunks after which it goes on
+        num_common  chunks after which it parts from another text, all listed in the first pool; 0: there is none
         """
 
     @abstractmethod

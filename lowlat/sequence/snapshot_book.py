@@ -28,11 +28,15 @@ class _Snapshot:
     """A row with the state after a chunk. One that was dropped while a request begins with it goes when that has begun.
 
     num_users  requests that will begin with it
+    is_end     of a prompt, which goes on from it once
+    num_found  requests that began with it
     """
 
     digest: bytes
     row: int
+    is_end: bool
     num_users: int = 0
+    num_found: int = 0
     listed: bool = True
 
 
@@ -40,6 +44,8 @@ class _Snapshot:
 class _Holding:
     """One request: the snapshot that it begins with, the positions whose states are worth a row, the best first.
 
+    parting   where it parts from another text
+    begun     the digest of the snapshot that it began with
     pending   rows that the part under way leaves, by the number of the chunk that they follow
     own       digests of the snapshots that it has left
     command   contents of the command buffer for the part under way
@@ -50,6 +56,8 @@ class _Holding:
     first: int
     wanted: list[int]
     often: frozenset[int]
+    parting: int = 0
+    begun: bytes | None = None
     pending: dict[int, int] = field(default_factory=dict)
     own: list[bytes] = field(default_factory=list)
     command: list[int] = field(default_factory=list)
@@ -92,7 +100,7 @@ class SnapshotBook(PoolBook):
                 row = self._take()
                 if row is None:
                     return {}
-                self._listed[digest] = _Snapshot(digest, row)
+                self._listed[digest] = _Snapshot(digest, row, is_end=True)
                 return {digest: (row,)}
         return {}
 
@@ -102,21 +110,25 @@ class SnapshotBook(PoolBook):
         return None if snapshot is None else (snapshot.row,)
 
     def admit(
-        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_found: int
+        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_common: int
     ) -> None:
         """Hold the snapshot that a request begins with, and settle where it leaves some."""
         begins = None
         if digests:
             begins = self._listed[digests[-1]]
             begins.num_users += 1
-            self._listed.move_to_end(begins.digest)
+            begins.num_found += 1
+            if begins.num_found > begins.is_end:  # several texts go on from it; one alone has another end soon
+                self._listed.move_to_end(begins.digest)
             self._num_found += 1
         first = len(digests) * self._chunk
         ends = num_prompt // self._chunk * self._chunk, (num_prompt - 1) // self._chunk * self._chunk
         often = range(self._interval, ends[0], self._interval) if self._interval else ()
-        wanted = dict.fromkeys((*ends, num_found * self._chunk, *often))
-        kept = frozenset(often) - {*ends, num_found * self._chunk}
-        self._holdings[request_id] = _Holding(begins, first, [each for each in wanted if each > first], kept)
+        parting = num_common * self._chunk
+        wanted = dict.fromkeys((*ends, parting, *often))
+        kept = frozenset(often) - {*ends, parting}
+        left, begun = [each for each in wanted if each > first], digests[-1] if digests else None
+        self._holdings[request_id] = _Holding(begins, first, left, kept, parting, begun)
 
     def append(self, request_id: str, start: int, stop: int) -> None:
         """Take rows for the snapshots that the prompt's positions [start, stop) leave, as far as there are rows."""
@@ -152,8 +164,10 @@ class SnapshotBook(PoolBook):
             last = self._listed.get(holding.own[-1])
             if last is not None and not last.num_users:
                 self.drop(holding.own.pop())
-        self._listed[digest] = _Snapshot(digest, row)
-        self._listed.move_to_end(digest, last=(k + 1) * self._chunk not in holding.often)
+        position = (k + 1) * self._chunk
+        is_often = position in holding.often
+        self._listed[digest] = _Snapshot(digest, row, is_end=not is_often and position != holding.parting)
+        self._listed.move_to_end(digest, last=not is_often)
         holding.own.append(digest)
 
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
@@ -173,13 +187,17 @@ class SnapshotBook(PoolBook):
             self.drop(digest, poisoned=True)
 
     def release(self, request_id: str) -> None:
-        """Take back what a request holds; its snapshots stay, and the last of them goes after all others."""
+        """Take back what a request holds; its snapshots stay, and the last of them goes after all others.
+
+        Where it has left none, that from which it began does.
+        """
         holding = self._holdings.pop(request_id)
         self._forget_pending(holding)
         if holding.begins is not None:
             self._let_go(holding.begins)
-        if holding.own and holding.own[-1] in self._listed:
-            self._listed.move_to_end(holding.own[-1])
+        last = holding.own[-1] if holding.own else holding.begun
+        if last is not None and last in self._listed:
+            self._listed.move_to_end(last)
 
     def grow(self, request_id: str, num_prompt: int) -> None:
         """Leave a snapshot at the end of the last whole chunk that is known, in place of the one before."""

@@ -26,7 +26,13 @@ class _Part:
     blocks: tuple[int, ...]
     num_users: int
     listed: bool = True
-    is_found: bool = False  # by another prompt than the one that wrote it: it is worth more than others
+    is_end: bool = False  # of a prompt, which goes on from it once
+    num_found: int = 0  # prompts that went on from it, or would have
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several texts go on from it."""
+        return self.num_found > self.is_end
 
 
 @dataclass(eq=False, slots=True)
@@ -34,6 +40,7 @@ class _Holding:
     """One request: its table by position, 0 where it holds nothing, and its chunks that are or were listed.
 
     is_whole    it holds all of its blocks to its end; else decoding goes round in the ring's, from `ring_start` on
+    parting     chunks that rows see after which it parts from another text; the book did not have all of them
     num_held    different blocks of the table
     num_prompt  positions of its prompt
     """
@@ -42,6 +49,7 @@ class _Holding:
     num_reserved: int
     num_prompt: int
     is_whole: bool
+    parting: range = range(0)
     num_held: int = 0
     first: int = 0  # the first block that it may hold
     stop: int = 0  # the first that it did not get yet
@@ -64,8 +72,8 @@ class WindowBook(PoolBook):
         self._to_clear: list[int] = []
         self._to_clear_in_use: list[int] = []  # handed out before they were cleared, and written by nobody yet
         self._dirty: set[int] = set()
-        self._parts: dict[bytes, _Part] = {}
-        self._unused: OrderedDict[bytes, _Part] = OrderedDict()  # those without users, the first to go first
+        self._parts: OrderedDict[bytes, _Part] = OrderedDict()  # those without users go, the first of them first
+        self._unused: dict[bytes, _Part] = {}
         self._holdings: dict[str, _Holding] = {}
 
     @property
@@ -85,19 +93,19 @@ class WindowBook(PoolBook):
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
         """The chunks, `most` at the most, after which a prompt can go on: what rows there see is listed."""
         for count in range(most, 0, -1):
-            first = self.pool.first_block(count * self._chunk) // self.per_chunk
+            first = self._first_seen(count * self._chunk)
             if all(digests[k] in self._parts for k in range(first, count)):
                 return count
         return 0
 
     def needed(self, digests: Sequence[bytes]) -> Sequence[bytes]:
         """Those that rows after the chain see."""
-        return digests[self.pool.first_block(len(digests) * self._chunk) // self.per_chunk :]
+        return digests[self._first_seen(len(digests) * self._chunk) :]
 
     def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
         """List the chunks that rows after these see, as many of these chunks as the tier and free blocks allow."""
         for count in range(len(digests), 0, -1):
-            first = self.pool.first_block(count * self._chunk) // self.per_chunk
+            first = self._first_seen(count * self._chunk)
             seen = digests[first:count]
             missing = [digest for digest in seen if digest not in self._parts]
             if not missing:
@@ -116,7 +124,7 @@ class WindowBook(PoolBook):
                     held.append(_Part(digest, blocks, num_users=1))
                     self._parts[digest] = held[-1]
             for part in held:
-                self._retire(part, newest=True)
+                self._retire(part, is_end=True)
             return found
         return {}
 
@@ -134,16 +142,18 @@ class WindowBook(PoolBook):
         return needed - len(hits) * self.per_chunk <= available
 
     def admit(
-        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_found: int
+        self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_common: int
     ) -> None:
         """Reserve what a request needs; `fits` must have said that it fits."""
         hits = self._seen_after(digests)
         needed, is_whole = self._need(num_blocks, len(digests))
         holding = _Holding([0] * num_blocks, needed, num_prompt, is_whole, parts=hits)
-        holding.first = self.pool.first_block(len(digests) * self._chunk) // self.per_chunk * self.per_chunk
+        holding.first = self._first_seen(len(digests) * self._chunk) * self.per_chunk
         holding.stop = len(digests) * self.per_chunk
+        if num_common > len(digests):
+            holding.parting = range(self._first_seen(num_common * self._chunk), num_common)
         for k, part in hits.items():
-            part.num_users, part.is_found = part.num_users + 1, True
+            part.num_users, part.num_found = part.num_users + 1, part.num_found + 1
             self._unused.pop(part.digest, None)
             holding.table[k * self.per_chunk : (k + 1) * self.per_chunk] = part.blocks
         holding.num_held = len(hits) * self.per_chunk
@@ -173,8 +183,7 @@ class WindowBook(PoolBook):
         """The prompt's last positions are launched: what no later row sees is given back, and nothing more is taken."""
         holding = self._holdings[request_id]
         if not holding.is_whole:
-            last = (holding.num_prompt - 1) // self._chunk * self._chunk  # from which the same prompt goes on
-            self._forget(holding, holding.num_prompt, end=self.pool.first_block(last) // self.per_chunk)
+            self._forget(holding, holding.num_prompt, end=self._first_of_end(holding, holding.num_prompt))
             holding.num_reserved = holding.num_held
 
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
@@ -192,6 +201,8 @@ class WindowBook(PoolBook):
         in_ring = holding.ring_start is not None and stop > holding.ring_start
         if digest not in self._parts and k not in holding.parts and not in_ring and 0 not in blocks:
             holding.parts[k] = self._parts[digest] = _Part(digest, blocks, num_users=1)
+        if k in holding.parting and (part := self._parts.get(digest)) is not None:
+            part.num_found += 1
 
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
         """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""
@@ -214,12 +225,13 @@ class WindowBook(PoolBook):
                 self.drop(part.digest, poisoned=True)
 
     def release(self, request_id: str) -> None:
-        """Take back what a request holds; its chunks that are listed stay, and go after those that were there."""
+        """Take back what a request holds; its chunks that are listed stay, the last of them before others."""
         holding = self._holdings.pop(request_id)
         private = set(holding.table).difference((0,), *(part.blocks for part in holding.parts.values()))
         self._give_back(sorted(private, reverse=True))
+        end = self._first_of_end(holding, (max(holding.parts, default=0) + 1) * self._chunk)
         for k in sorted(holding.parts):
-            self._retire(holding.parts[k], newest=True)
+            self._retire(holding.parts[k], is_end=k >= end)
 
     def num_to_move(self, request_id: str) -> int:
         """The blocks that it holds."""
@@ -274,8 +286,15 @@ class WindowBook(PoolBook):
 
     def _seen_after(self, digests: Sequence[bytes]) -> dict[int, _Part]:
         """The listed chunks that rows after these chunks see, by number."""
-        first = self.pool.first_block(len(digests) * self._chunk) // self.per_chunk
-        return {k: self._parts[digests[k]] for k in range(first, len(digests))}
+        return {k: self._parts[digests[k]] for k in range(self._first_seen(len(digests) * self._chunk), len(digests))}
+
+    def _first_seen(self, position: int) -> int:
+        """The first chunk that rows from `position` on see."""
+        return self.pool.first_block(position) // self.per_chunk
+
+    def _first_of_end(self, holding: _Holding, position: int) -> int:
+        """The first chunk that prompts see which go on from `position`, or are the same prompt."""
+        return self._first_seen(min(position, (holding.num_prompt - 1) // self._chunk * self._chunk))
 
     def _num_outstanding(self) -> int:
         """Blocks that requests have reserved and not taken."""
@@ -302,7 +321,7 @@ class WindowBook(PoolBook):
                 stop = (k + 1) * self.per_chunk
                 if stop > first:
                     break
-                self._retire(holding.parts.pop(k), newest=end is not None and k >= end)
+                self._retire(holding.parts.pop(k), is_end=end is not None and k >= end)
             elif holding.table[place]:
                 self._give_back((holding.table[place],))
             holding.num_held -= sum(block > 0 for block in holding.table[place:stop])
@@ -310,22 +329,33 @@ class WindowBook(PoolBook):
             place = stop
         holding.first = place
 
-    def _retire(self, part: _Part, *, newest: bool) -> None:
-        """One table less holds a chunk's blocks; newest: it goes after all others.
+    def _retire(self, part: _Part, *, is_end: bool) -> None:
+        """One table less holds a chunk's blocks, at the end of a prompt or not.
 
-        Others go before all, but those that were found by a prompt."""
+        Ends, and chunks from which several texts go on, go after all others. An end from which its text went on keeps
+        its place among them: the text has another end. All else goes first.
+        """
         part.num_users -= 1
+        if is_end and part.listed:
+            part.is_end = True
+            self._parts.move_to_end(part.digest)
         if part.num_users:
             return
         if not part.listed:
             self._give_back(part.blocks)
             return
         self._unused[part.digest] = part
-        self._unused.move_to_end(part.digest, last=newest or part.is_found)
+        if part.is_shared:
+            self._parts.move_to_end(part.digest)
+        elif not part.is_end:
+            self._parts.move_to_end(part.digest, last=False)
 
     def _take(self, count: int) -> list[int]:
         while len(self._free) < count and self._unused:
-            digest = next((each for each in self._unused if each not in self._pins), next(iter(self._unused)))
+            unused = (each for each in self._parts if each in self._unused)  # tables hold few of the first
+            digest = next((each for each in unused if each not in self._pins), None)
+            if digest is None:
+                digest = next(each for each in self._parts if each in self._unused)
             part = self._unused.pop(digest)
             self.num_broken_pins += digest in self._pins
             del self._parts[digest]

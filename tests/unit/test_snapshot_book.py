@@ -64,6 +64,31 @@ def test_a_turn_goes_on_where_the_last_one_s_prompt_ended() -> None:
         prompt = longer
 
 
+def test_idle_conversations_take_a_row_each_and_one_more() -> None:
+    cache, device, prompts = make(6), Device(), [[number] * (4 * CHUNK + 3) for number in range(5)]
+    for turn in range(4):
+        for number, prompt in enumerate(prompts):
+            before = (len(prompt) - 20) // CHUNK * CHUNK if turn else 0
+            assert device.run(cache, f"{turn} {number}", prompt) == before
+            cache.release(f"{turn} {number}")
+            prompt += [turn] * 20
+
+
+def test_the_snapshot_of_a_system_prompt_stays_while_conversations_go_on() -> None:
+    cache, device, system = make(4), Device(), [9] * (6 * CHUNK)
+    for number in range(3):
+        device.run(cache, str(number), system + [number] * 40)
+        cache.release(str(number))
+    talk = [[number] * (5 * CHUNK + 3) for number in (7, 8)]
+    for turn in range(4):
+        for number, prompt in enumerate(talk):
+            device.run(cache, f"{turn} {number}", prompt)
+            cache.release(f"{turn} {number}")
+            prompt += [turn] * 20
+        assert device.run(cache, f"{turn} short", [*system, *[20 + turn] * 5]) == 6 * CHUNK
+        cache.release(f"{turn} short")
+
+
 def test_prompts_part_at_a_snapshot_from_the_third_on() -> None:
     cache, device = make(8), Device()
     system = [1] * (6 * CHUNK)

@@ -84,6 +84,36 @@ def test_ends_of_prompts_stay_while_longer_ones_pass_through_the_pool(rest: int)
         cache.release(f"again {number}")
 
 
+@pytest.mark.parametrize(
+    ("length", "more"),  # a request holds all of its blocks, or few at a time
+    [(10 * CHUNK + 1, CHUNK + 5), (21 * CHUNK, 6 * CHUNK + 5), (21 * CHUNK, 5 * CHUNK)],
+)
+def test_idle_conversations_take_a_window_s_blocks_for_their_last_ends_alone(length: int, more: int) -> None:
+    cache, prompts = make(2001, pool(128, 71)), [[number] * length for number in range(6)]
+    for turn in range(4):
+        for number, prompt in enumerate(prompts):
+            name = f"{turn} {number}"
+            allocation = cache.admit(name, prompt, len(prompt) + 1, AHEAD)
+            before = (len(prompt) - more) // CHUNK * CHUNK if turn else 0
+            assert allocation is not None and allocation.num_cached_tokens == before
+            prefill(cache, name, prompt, before)
+            cache.release(name)
+            prompt += [turn + 7] * more
+
+
+def test_the_end_of_a_system_prompt_stays_once_texts_have_parted_there() -> None:
+    cache, system = make(601, pool(128, 37)), [1] * (12 * CHUNK)
+    found = []
+    for number in range(2, 7):
+        prompt = system + [number] * (12 * CHUNK)
+        allocation = cache.admit(str(number), prompt, len(prompt) + 1, AHEAD)
+        assert allocation is not None
+        found.append(allocation.num_cached_tokens)
+        prefill(cache, str(number), prompt, found[-1])
+        cache.release(str(number))
+    assert found[0] == 0 < found[1] < 12 * CHUNK and found[2:] == [12 * CHUNK] * 3  # the second shows where they part
+
+
 def test_pinned_chunks_of_a_window_that_go_are_counted() -> None:
     cache = make(301, pool(40, 21))
     for number in range(12):  # of a chunk each, which is two blocks
