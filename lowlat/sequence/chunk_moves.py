@@ -180,6 +180,16 @@ class ChunkMoves:
         self.loads += [Load(book.name, places, contents[digest]) for digest, places in restored.items()]
         return not coming
 
+    def touch_kept(self, digests: Sequence[bytes]) -> None:
+        """Make a chain the newest in the tiers, from its end on: a beginning is worth something without what follows.
+
+        Of other pools that is what prompts need which go on after it.
+        """
+        tiers = self._chunks.tiers
+        if tiers is not None:
+            ends = [ChunkKey(digest, book.name) for book in self._chunks.books for digest in book.needed(digests)]
+            tiers.touch([*(ChunkKey(digest, "") for digest in reversed(digests)), *ends])
+
     def forget_kept(self, digest: bytes) -> None:
         """Take a chunk that may hold NaN out of the tiers."""
         tiers = self._chunks.tiers

@@ -343,6 +343,7 @@ class KVCache:
             chunks.retire(entry.held[k])
         for digest in reversed(entry.digests):  # equal chunks of others, too: none outlives what leads to it
             chunks.index.touch(digest)
+        self._moves.touch_kept(entry.digests)
         chunks.generation += 1
 
     def grow(self, request_id: str) -> None:

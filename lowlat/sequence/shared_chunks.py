@@ -43,7 +43,7 @@ class SharedChunks:
         self.index = PrefixIndex()
         self.generation = 0
         self._chains = PrefixChains(self.index, prefill_chunk)
-        self._pins: dict[Hashable, list[bytes]] = {}
+        self._pins: dict[Hashable, tuple[list[bytes], list[bytes]]] = {}  # and the part that prompts go on from
 
     @property
     def num_evictable(self) -> int:
@@ -113,24 +113,32 @@ class SharedChunks:
         self.pool.give_back(self.index.retire(chunk))
 
     def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
-        """Have a chain of chunks stay while others can go, in every pool and tier, in place of the owner's before."""
+        """Have a chain of chunks stay while others can go, in every pool and tier, in place of the owner's before.
+
+        Where other pools do not have what its end needs (of what decoding wrote, or of a prompt that was broken off),
+        they keep what the longest part needs from which a prompt can go on.
+        """
+        chain = list(digests)
+        here = chain[: self.num_hits(chain)]
         self.unpin(owner)
-        self._pins[owner] = chain = list(digests)
+        self._pins[owner] = chain, here
         self.index.pin(chain)
         for book in self.books:
             book.pin(chain)
+            book.pin(here)
         if self.tiers is not None:
             self.tiers.pin(chain)
 
     def unpin(self, owner: Hashable) -> None:
         """Let the chunks of an owner go as others do."""
-        chain = self._pins.pop(owner, [])
+        chain, here = self._pins.pop(owner, ([], []))
         self.index.unpin(chain)
         for book in self.books:
             book.unpin(chain)
+            book.unpin(here)
         if self.tiers is not None:
             self.tiers.unpin(chain)
 
     def pinned(self, owner: Hashable) -> list[bytes]:
         """The chain that an owner pins."""
-        return list(self._pins.get(owner, ()))
+        return list(self._pins.get(owner, ([], []))[0])

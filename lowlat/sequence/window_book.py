@@ -225,7 +225,7 @@ class WindowBook(PoolBook):
                 self.drop(part.digest, poisoned=True)
 
     def release(self, request_id: str) -> None:
-        """Take back what a request holds; its chunks that are listed stay, the last of them before others."""
+        """Take back what a request holds; its chunks that are listed stay, those at its end longest."""
         holding = self._holdings.pop(request_id)
         private = set(holding.table).difference((0,), *(part.blocks for part in holding.parts.values()))
         self._give_back(sorted(private, reverse=True))

@@ -16,7 +16,8 @@ from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError, DeviceError, SessionError
-from lowlat.sequence.tiers.arena import HostArena
+from lowlat.sequence.kvcache import KVCache
+from lowlat.sequence.tiers.arena import ALIGNMENT, HostArena
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
 from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Mark, Save
@@ -326,6 +327,34 @@ class Pages:
         for save, content in zip(saves, contents, strict=True):
             content.copy_(self.blocks[list(save.places)])
         return lambda: None
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_a_tier_lets_the_end_of_a_chain_go_before_its_beginning(in_files: bool, tmp_path: Path) -> None:
+    pages = Pages()
+    disk = DiskTier(tmp_path / "cache", 24 * 1190, "f" * 16) if in_files else None
+    tiers = CacheTiers(host_tier((16 if in_files else 24) * ALIGNMENT), disk, pages)
+    cache = KVCache(14 * 2, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers)  # the device keeps the last prompt
+
+    def run(name: str, prompt: list[int]) -> int:
+        while (allocation := cache.admit(name, prompt, len(prompt) + 1, 1)) is None:
+            tiers.copy_in(cache.take_loads(), pages.mark())
+            tiers.flush()
+        for stop in range(allocation.num_cached_tokens + CHUNK, len(prompt) + 1, CHUNK):
+            cache.mark_prefilled(name, stop)
+            tiers.copy_out(cache.take_saves(), pages.mark())
+        tiers.flush()
+        cache.release(name)
+        cache.invariants()
+        return allocation.num_cached_tokens
+
+    pages.content_bytes = lambda pool, count: 1000  # type: ignore[method-assign]
+    pages.start_out = pages.start_in = lambda *_: lambda: None  # type: ignore[method-assign, assignment]
+    for number, count in enumerate((12, 12, 6)):
+        assert run(str(number), [number] * (count * CHUNK)) == 0
+    found = run("again", [0] * (12 * CHUNK + 1))
+    assert found == 6 * CHUNK
+    tiers.close()
 
 
 def test_a_content_that_is_dropped_while_it_is_saved_is_found_by_nobody(tmp_path: Path) -> None:

@@ -123,6 +123,26 @@ def test_a_pinned_snapshot_that_goes_is_counted() -> None:
     assert cache.pool_stats()["snapshots"][0]["num_broken_pins"] == 1
 
 
+def test_a_session_s_snapshot_stays_pinned_when_its_next_turn_is_broken_off() -> None:
+    cache, device, prompt = make(3), Device(), [1] * (5 * CHUNK + 2)
+    device.run(cache, "a", prompt)
+    cache.release("a", owner="session")
+    longer = [*prompt, *[2] * (6 * CHUNK)]
+    assert cache.admit("b", longer, len(longer) + 1, 1) is not None
+    device.prefill(cache, "b", longer, 5 * CHUNK, 5 * CHUNK + MOST)
+    cache.release("b", owner="session", completed=False)
+    for number in range(5):
+        device.run(cache, str(number), text(number + 10, more=2))
+        cache.release(str(number))
+    assert device.run(cache, "c", longer) == 5 * CHUNK
+    cache.release("c", owner="session")
+    cache.unpin("session")
+    for number in range(3):
+        device.run(cache, f"{number} later", text(number + 20, more=2))
+        cache.release(f"{number} later")
+    assert cache.pool_stats()["snapshots"][0]["num_broken_pins"] == 0
+
+
 def test_snapshots_of_intervals_break_no_pin() -> None:
     cache, device = make(2, interval=CHUNK), Device()
     for number in range(2):

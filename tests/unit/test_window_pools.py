@@ -114,6 +114,21 @@ def test_the_end_of_a_system_prompt_stays_once_texts_have_parted_there() -> None
     assert found[0] == 0 < found[1] < 12 * CHUNK and found[2:] == [12 * CHUNK] * 3  # the second shows where they part
 
 
+def test_a_session_s_end_stays_pinned_in_a_window_s_pool_where_decoding_went_on() -> None:
+    cache, prompt = make(901, pool(128, 45), share_decoded=True), [1] * (20 * CHUNK + 3)
+    assert cache.admit("a", prompt, len(prompt) + 10 * CHUNK, AHEAD) is not None
+    prefill(cache, "a", prompt)
+    whole = prompt + [2] * (8 * CHUNK)
+    cache.release("a", whole, owner="session")
+    for number in range(5):
+        other = [number + 5] * (20 * CHUNK)
+        assert cache.admit(str(number), other, len(other) + 1, AHEAD) is not None
+        prefill(cache, str(number), other)
+        cache.release(str(number))
+    again = cache.admit("b", [*whole, 3], len(whole) + 9, AHEAD)
+    assert again is not None and again.num_cached_tokens == 20 * CHUNK
+
+
 def test_pinned_chunks_of_a_window_that_go_are_counted() -> None:
     cache = make(301, pool(40, 21))
     for number in range(12):  # of a chunk each, which is two blocks

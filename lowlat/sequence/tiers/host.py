@@ -41,6 +41,11 @@ class HostTier:
             self._kept.move_to_end(key)
         return content
 
+    def touch(self, key: ChunkKey) -> None:
+        """Make a content the newest, if it is there."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+
     def reserve(self, size: int) -> torch.Tensor | None:
         """Memory for a content of so many bytes; the oldest ones go where there is none left.
 

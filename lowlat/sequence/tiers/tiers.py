@@ -141,6 +141,15 @@ class CacheTiers:
                 return False
             return self._disk is None or key not in self._whole or key not in self._disk
 
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Make those of some contents that are there the newest, each newer than the one before."""
+        with self._lock:
+            for key in keys:
+                self._host.touch(key)
+            if self._disk is not None:
+                self._num_open += 1
+                self._writes.put(partial(self._touch_files, self._disk, keys))
+
     def copy_in(self, loads: Sequence[Load], mark: Mark) -> None:
         """Copy contents to their blocks, which nobody writes meanwhile; `take_done` then names their holders."""
         batch, size = list[Load](), 0
@@ -410,6 +419,13 @@ class CacheTiers:
             self._forgotten(key)
         else:
             self._writes.put(partial(self._forget_file, self._disk, key))
+
+    def _touch_files(self, disk: DiskTier, keys: Sequence[ChunkKey]) -> None:
+        try:
+            disk.touch(keys)
+        finally:
+            with self._lock:
+                self._end()
 
     def _forget_file(self, disk: DiskTier, key: ChunkKey) -> None:
         try:
