@@ -95,21 +95,21 @@ class ChunkMoves:
                 self._chunks.index.touch_chain(chunk)
 
     def save(self, digests: Iterable[bytes]) -> None:
-        """Chunks whose contents, of each pool that lists them, are to be kept in the tiers, where they are not yet."""
+        """Chunks whose contents are to be kept in the tiers, where they are not yet."""
         tiers, index = self._chunks.tiers, self._chunks.index
-        if tiers is None:
-            return
-        for digest in digests:
+        for digest in () if tiers is None else digests:
             chunk = index.get(digest)
-            places = {"": None if chunk is None else chunk.blocks}
-            places |= {book.name: book.places(digest) for book in self._chunks.books}
-            for pool, found in places.items():
-                if found is not None and tiers.wants(ChunkKey(digest, pool)):
-                    holder = None
-                    if chunk is not None and not pool:
-                        index.acquire(chunk)
-                        holder = self.hold(chunk)
-                    self.saves.append(Save(ChunkKey(digest, pool), found, holder))
+            if tiers is not None and chunk is not None and tiers.wants(key := ChunkKey(digest, "")):
+                index.acquire(chunk)
+                self.saves.append(Save(key, chunk.blocks, self.hold(chunk)))
+
+    def save_of(self, book: PoolBook, digests: Iterable[bytes]) -> None:
+        """The same of another pool."""
+        tiers = self._chunks.tiers
+        for digest in () if tiers is None else digests:
+            places = book.places(digest)
+            if tiers is not None and places is not None and tiers.wants(key := ChunkKey(digest, book.name)):
+                self.saves.append(Save(key, places))
 
     def contents(self, token_ids: Sequence[int], root: bytes, count: int) -> list[tuple[int, Save]]:
         """The contents of the first chunks of some tokens that are listed, by number; those of the first pool are held.
@@ -168,13 +168,13 @@ class ChunkMoves:
         contents: dict[bytes, torch.Tensor] = {}
         coming = False
 
-        def is_kept(digest: bytes) -> bool:
+        def is_kept(digest: bytes) -> bool | Presence:
             nonlocal coming
             found = source.find(ChunkKey(digest, book.name))
-            coming = coming or found is COMING
             if isinstance(found, torch.Tensor):
                 contents[digest] = found
-            return digest in contents
+            coming = coming or found is COMING
+            return COMING if found is COMING else found is not None
 
         restored = book.restore(digests, is_kept)
         self.loads += [Load(book.name, places, contents[digest]) for digest, places in restored.items()]

@@ -192,7 +192,8 @@ class KVCache:
             if not self._moves.restore(self.tiers, prompt_token_ids, root, count):
                 return None
         digests, hits = chunks.lookup(prompt_token_ids, root) if reads else ([], [])
-        num_common = len(digests) if hits and hits[-1].children else 0
+        has_others = hits and (hits[-1].children or self.tiers is not None)  # which may have others' chunks alone
+        num_common = len(digests) if has_others else 0
         count = chunks.num_hits(digests)
         digests, hits = digests[:count], hits[:count]
         table = self._table(hits, total)
@@ -236,7 +237,10 @@ class KVCache:
     def note_all(self) -> None:
         """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""
         self._moves.settle()
-        self._moves.save(chunk.digest for chunk in self._chunks.index.oldest_first())
+        digests = [chunk.digest for chunk in self._chunks.index.oldest_first()]
+        self._moves.save(digests)
+        for book in self._books:
+            self._moves.save_of(book, digests)
 
     def forget_all(self) -> None:
         """Share nothing that the device holds any more; what the tiers hold is found there.
@@ -286,8 +290,10 @@ class KVCache:
                 f"request {request_id}: {num_tokens} prompt tokens cannot be prefilled after "
                 f"{entry.num_prefilled} of {len(entry.prompt)}"
             )
-        entry.num_prefilled = num_tokens
+        entry.num_prefilled, num_before = num_tokens, len(entry.digests)
         self._moves.save(self._register(request_id, entry.prompt, num_tokens))
+        for book in self._books:
+            self._moves.save_of(book, book.worth_keeping(request_id, entry.digests, num_before))
         if num_tokens == len(entry.prompt) and self._books:
             for book in self._books:
                 book.mark_prefilled(request_id)

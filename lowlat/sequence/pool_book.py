@@ -7,11 +7,14 @@ that are kept as snapshots after chunks (`SnapshotBook`).
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from lowlat.sequence.prefix_index import PrefixIndex
+from lowlat.sequence.tiers.key import Presence
 
-__all__ = ["PoolBook"]
+__all__ = ["IsKept", "PoolBook"]
+
+IsKept = Callable[[bytes], bool | Presence]
 
 
 class PoolBook(ABC):
@@ -54,11 +57,11 @@ class PoolBook(ABC):
         """The first chunks of a chain, `most` at the most, after which a prompt can go on by what is listed here."""
 
     @abstractmethod
-    def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
+    def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
         """List contents that lie in a tier of the cache, so that a prompt goes on after as many chunks as possible.
 
         digests  a chain's first chunks, all listed in the first pool
-        is_kept  whether this pool's content of a chunk is in the tier
+        is_kept  whether this pool's content of a chunk is in the tier; COMING: it will be, and this is asked again then
         Returns the places that the caller fills before anything else is launched, by digest; they are listed already.
         """
 
@@ -95,6 +98,14 @@ class PoolBook(ABC):
     @abstractmethod
     def attach(self, request_id: str, k: int, digest: bytes) -> None:
         """List a request's state of chunk k under its digest, where it is there and nobody's is listed."""
+
+    def worth_keeping(self, request_id: str, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
+        """The chunks of a prompt whose state here is worth a place in the tiers, once a part of it is launched.
+
+        digests     its chunks so far
+        num_before  those of them that parts before this one had
+        """
+        return digests[num_before:]
 
     @abstractmethod
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:

@@ -9,11 +9,12 @@ begins with the row that it is told, and leaves its states in the rows that it i
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.pool_book import IsKept, PoolBook
 from lowlat.sequence.prefix_index import PrefixIndex
+from lowlat.sequence.tiers.key import COMING
 
 __all__ = ["MAX_KEPT", "NO_SNAPSHOTS", "OWN_ROW", "PREFILL_STATES", "SnapshotBook"]
 
@@ -91,13 +92,13 @@ class SnapshotBook(PoolBook):
         """The last two: a prompt that ends with a chunk leaves its last snapshot before that."""
         return digests[-2:]
 
-    def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
+    def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
         """List the snapshot after the last chunk that has one, here or in the tier."""
         for digest in reversed(digests):
             if digest in self._listed:
                 return {}
-            if is_kept(digest):
-                row = self._take()
+            if kept := is_kept(digest):
+                row = None if kept is COMING else self._take()
                 if row is None:
                     return {}
                 self._listed[digest] = _Snapshot(digest, row, is_end=True)

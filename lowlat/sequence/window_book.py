@@ -6,16 +6,21 @@ it runs; those of a complete chunk of a prompt stay listed until somebody needs 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from lowlat.errors import RequestError
 from lowlat.sequence.book import InvariantError
-from lowlat.sequence.pool_book import PoolBook
+from lowlat.sequence.pool_book import IsKept, PoolBook
 from lowlat.sequence.prefix_index import PrefixIndex
+from lowlat.sequence.tiers.key import COMING
 from lowlat.sequence.window_pool import WindowPool
 
 __all__ = ["WindowBook"]
+
+KEPT_EVERY = 8192  # positions of a prompt, at most, between those from which prompts can go on by what the tiers keep
+KEPT_WINDOWS = 16  # the same in windows
 
 
 @dataclass(eq=False, slots=True)
@@ -102,7 +107,7 @@ class WindowBook(PoolBook):
         """Those that rows after the chain see."""
         return digests[self._first_seen(len(digests) * self._chunk) :]
 
-    def restore(self, digests: Sequence[bytes], is_kept: Callable[[bytes], bool]) -> Mapping[bytes, tuple[int, ...]]:
+    def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
         """List the chunks that rows after these see, as many of these chunks as the tier and free blocks allow."""
         for count in range(len(digests), 0, -1):
             first = self._first_seen(count * self._chunk)
@@ -110,8 +115,11 @@ class WindowBook(PoolBook):
             missing = [digest for digest in seen if digest not in self._parts]
             if not missing:
                 return {}
-            if not all(is_kept(digest) for digest in missing):
+            kept = list(takewhile(bool, map(is_kept, missing)))
+            if len(kept) < len(missing):
                 continue
+            if COMING in kept:
+                return {}
             held = [self._parts[digest] for digest in seen if digest in self._parts]
             for part in held:
                 part.num_users += 1
@@ -203,6 +211,19 @@ class WindowBook(PoolBook):
             holding.parts[k] = self._parts[digest] = _Part(digest, blocks, num_users=1)
         if k in holding.parting and (part := self._parts.get(digest)) is not None:
             part.num_found += 1
+
+    def worth_keeping(self, request_id: str, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
+        """Those that prompts see which go on from this one's end, from where it parts from another, or from every so
+        many positions; other prompts that go on from its middle read from there."""
+        holding, count = self._holdings[request_id], len(digests)
+        is_read = count == holding.num_prompt // self._chunk
+        end = self._first_of_end(holding, count * self._chunk) if is_read else count
+        often = max(1, min(KEPT_EVERY, KEPT_WINDOWS * self.pool.window) // self._chunk)
+        for k in range(min(end, num_before), count):
+            after = -(-(k + 1) // often) * often
+            if k >= end or k in holding.parting or k >= self._first_seen(after * self._chunk):
+                yield digests[k]
+        yield from (part.digest for part in holding.parts.values() if part.is_shared)
 
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
         """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""

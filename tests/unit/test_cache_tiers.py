@@ -16,12 +16,15 @@ from tiny_models import make_target
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError, DeviceError, SessionError
+from lowlat.sequence import window_book
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.tiers.arena import ALIGNMENT, HostArena
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
 from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Mark, Save
 from lowlat.sequence.tiers.tiers import CacheTiers
+from lowlat.sequence.window_book import WindowBook
+from lowlat.sequence.window_pool import WindowPool
 
 CHUNK = 16
 OPTIONS: dict[str, Any] = {
@@ -306,8 +309,8 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
 class Pages:
     """A device whose blocks are bytes of a list."""
 
-    def __init__(self) -> None:
-        self.blocks = torch.zeros(100, dtype=torch.uint8)
+    def __init__(self, num_blocks: int = 100) -> None:
+        self.blocks = torch.zeros(num_blocks, dtype=torch.uint8)
 
     def allocate(self, size: int, knob: str) -> torch.Tensor:
         return memory(size)
@@ -332,29 +335,62 @@ class Pages:
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_tier_lets_the_end_of_a_chain_go_before_its_beginning(in_files: bool, tmp_path: Path) -> None:
     pages = Pages()
-    disk = DiskTier(tmp_path / "cache", 24 * 1190, "f" * 16) if in_files else None
+    disk = DiskTier(tmp_path / "cache", 24 * 190, "f" * 16) if in_files else None
     tiers = CacheTiers(host_tier((16 if in_files else 24) * ALIGNMENT), disk, pages)
     cache = KVCache(14 * 2, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers)  # the device keeps the last prompt
-
-    def run(name: str, prompt: list[int]) -> int:
-        while (allocation := cache.admit(name, prompt, len(prompt) + 1, 1)) is None:
-            tiers.copy_in(cache.take_loads(), pages.mark())
-            tiers.flush()
-        for stop in range(allocation.num_cached_tokens + CHUNK, len(prompt) + 1, CHUNK):
-            cache.mark_prefilled(name, stop)
-            tiers.copy_out(cache.take_saves(), pages.mark())
-        tiers.flush()
-        cache.release(name)
-        cache.invariants()
-        return allocation.num_cached_tokens
-
-    pages.content_bytes = lambda pool, count: 1000  # type: ignore[method-assign]
-    pages.start_out = pages.start_in = lambda *_: lambda: None  # type: ignore[method-assign, assignment]
     for number, count in enumerate((12, 12, 6)):
-        assert run(str(number), [number] * (count * CHUNK)) == 0
-    found = run("again", [0] * (12 * CHUNK + 1))
-    assert found == 6 * CHUNK
+        assert read_prompt(cache, tiers, str(number), [number] * (count * CHUNK)) == 0
+    assert read_prompt(cache, tiers, "again", [0] * (12 * CHUNK + 1)) == 6 * CHUNK
     tiers.close()
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_tiers_keep_of_windows_what_prompts_go_on_from(
+    in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(window_book, "KEPT_EVERY", 16 * CHUNK)
+    pages, prompt = Pages(300), [value for value in range(50) for _ in range(CHUNK)]
+    size = 40 if in_files else 400
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16) if in_files else None
+    tiers, seen = CacheTiers(host_tier(size * ALIGNMENT), disk, pages), 10  # chunks that rows see at most
+    book = WindowBook(WindowPool(32, 201, 8, num_at_once=4 * CHUNK, num_behind=0, num_ahead=1), CHUNK)
+    cache = KVCache(250, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers, books=[book])
+    assert read_prompt(cache, tiers, "a", prompt) == 0
+    assert 50 + 4 <= tiers.counts.saved <= 50 + 3 * seen  # after 16, 32 and 48 chunks, which is near its end
+    cache.forget_all()
+    assert read_prompt(cache, tiers, "again", [*prompt, 0]) == 50 * CHUNK
+    assert tiers.counts.read <= in_files * (50 + seen)  # what it goes on from, and nothing before
+    cases = [(40, 32), (40, 40), (22, 16), (22, 22)]  # from the second prompt that parts there on
+    for number, (count, found) in enumerate(cases):
+        cache.forget_all()
+        other = [*prompt[: count * CHUNK], *[100 + number] * (3 * CHUNK + 2)]
+        assert read_prompt(cache, tiers, f"b{number}", other) == found * CHUNK
+    tiers.close()
+
+
+def read_prompt(cache: KVCache, tiers: CacheTiers, name: str, prompt: list[int]) -> int:
+    """Admit a prompt, prefill and release it; returns the positions that were found."""
+    pages = Pages(300)
+    deadline = time.monotonic() + 20.0
+    while (allocation := cache.admit(name, prompt, len(prompt) + 1, 1)) is None:
+        assert time.monotonic() < deadline
+        tiers.copy_in([load for load in cache.take_loads() if load.holder is not None], pages.mark())
+        tiers.flush()
+    cache.take_loads()
+    for start in range(allocation.num_cached_tokens, len(prompt), CHUNK):
+        stop = min(start + CHUNK, len(prompt))
+        cache.append(name, start, stop)
+        cache.mark_prefilled(name, stop)
+        for save in cache.take_saves():
+            if save.holder is None:
+                tiers.put(save.key, lambda: torch.zeros(2, dtype=torch.uint8))
+            else:
+                tiers.copy_out([save], pages.mark())
+        tiers.flush()
+    cache.release(name)
+    tiers.flush()
+    cache.invariants()
+    return allocation.num_cached_tokens
 
 
 def test_a_content_that_is_dropped_while_it_is_saved_is_found_by_nobody(tmp_path: Path) -> None:
