@@ -1,8 +1,8 @@
 """Pairs of a row and one of its experts, sorted and cut into tiles for grouped GEMMs: one launch of one block.
 
-A counting sort: each warp counts the experts of its own run of pairs, counts are added up over warps and experts, and
-each warp then puts its pairs where they belong. Pairs of an expert stay in order, so the result is the same however
-many warps there are.
+A counting sort: each warp reads the experts of its own run of pairs and counts them, counts are added up over warps and
+experts, and each warp then puts its pairs where they belong. Pairs of an expert stay in order, so the result is the
+same however many warps there are.
 """
 
 from functools import cache
@@ -22,6 +22,8 @@ __all__ = ["examples", "group_pairs"]
 
 MAX_EXPERTS = 513  # with a shared one, whose counts, of every warp, fit the shared memory of a block of any GPU
 MAX_WARPS = 32
+RANK_BITS = 16
+MAX_PAIRS = MAX_WARPS << RANK_BITS  # of which a warp ranks no more than its bits count
 FULL_WARP = 0xFFFFFFFF
 
 
@@ -37,7 +39,7 @@ def group_pairs(
                         pairs, zero; in order of experts; no pairs in tiles after the last. As few of an expert as can
                         be, and these as equal as multiples of 8 pairs are
     One block: some microseconds for some thousand pairs. Captured: yes.
-    Raises ShapeError for shapes that do not fit, or more than 513 experts.
+    Raises ShapeError for shapes that do not fit, more than 513 experts or more than 2,097,152 pairs.
     """
     num_pairs = expert_ids.numel()
     check_shape("order", order, num_pairs)
@@ -45,9 +47,12 @@ def group_pairs(
     check_dtype(torch.int32, expert_ids=expert_ids, order=order, tiles=tiles)
     if not 0 < num_experts <= MAX_EXPERTS:
         raise ShapeError(f"{num_experts} experts; pairs are grouped by at most {MAX_EXPERTS}")
-    if num_pairs < 1 or tile_pairs < 1:
-        raise ShapeError(f"{num_pairs} pairs in tiles of {tile_pairs}; there must be one of each at least")
-    kernel = _make(min(MAX_WARPS, -(-num_pairs // 32)), num_experts)
+    if not 0 < num_pairs <= MAX_PAIRS or tile_pairs < 1:
+        raise ShapeError(
+            f"{num_pairs} pairs in tiles of {tile_pairs}; one of each is needed, and {MAX_PAIRS} pairs at most"
+        )
+    warps = min(MAX_WARPS, -(-num_pairs // 32))
+    kernel = _make(warps, num_experts, -(-num_pairs // (32 * warps)))
     return [KernelCall(kernel, (1, 1, 1), (expert_ids, order, tiles, num_pairs, tile_pairs, tiles.shape[0]))]
 
 
@@ -62,32 +67,46 @@ def _inclusive(value: Any, lane: Any) -> Any:
     return value
 
 
-def _make_place_pairs(warps: int, num_experts: int) -> Any:
-    """A function of a warp: go through its pairs; count those of each expert, or put them to their places as well."""
+def _make_rank_pairs(num_experts: int, rounds: int) -> Any:
+    """A function of a warp: of each of its pairs, 32 a round, the expert, shifted by RANK_BITS, and how many pairs of
+    that expert come before it; it counts those of each expert."""
 
     @device_function
-    def place_pairs(
-        ids: Any, order: Any, counts: Any, firsts: Any, count: Any, warp: Any, lane: Any, placing: Any
-    ) -> None:
-        rounds = uint32(uint32(count + uint32(warps * 32 - 1)) // uint32(warps * 32))
+    def rank_pairs(ids: Any, counts: Any, count: Any, warp: Any, lane: Any, pairs: Any) -> None:
         below = uint32(uint32(uint32(1) << lane) - uint32(1))
-        for turn in range(rounds):
-            pair = uint32(uint32(warp * rounds + uint32(turn)) * uint32(32) + lane)
-            expert = uint32(num_experts)
+        for turn in range(rounds):  # all at once, for each is a trip to memory
+            pair, expert = uint32(uint32(warp * uint32(rounds) + uint32(turn)) * uint32(32) + lane), uint32(num_experts)
             if pair < count:
                 expert = min(expert, uint32(ptx.load_global_i32(ids + int64(pair) * int64(4))))
+            pairs[turn] = expert
+        for turn in range(rounds):
+            expert = pairs[turn]
             same = ptx.lanes_of_same(expert)
             earlier = uint32(ptx.count_bits(uint32(same & below)))
-            mine = uint32(counts + expert * uint32(4))
+            mine, known = uint32(counts + expert * uint32(4)), uint32(0)
             if expert < uint32(num_experts):
                 known = ptx.load_shared_u32(mine)
-                if placing:
-                    first = ptx.load_shared_u32(uint32(firsts + expert * uint32(4)))
-                    ptx.store_global_i32(order + int64(uint32(first + known + earlier)) * int64(4), int32(pair))
+            pairs[turn] = uint32(uint32(expert << uint32(RANK_BITS)) | uint32(known + earlier))
             ptx.sync_warp()
             if earlier == uint32(0) and expert < uint32(num_experts):
                 ptx.store_shared_u32(mine, uint32(known + ptx.count_bits(same)))
             ptx.sync_warp()
+
+    return rank_pairs
+
+
+def _make_place_pairs(num_experts: int, rounds: int) -> Any:
+    """A function of a warp: put its pairs where they belong, which is after the warps' before it."""
+
+    @device_function
+    def place_pairs(order: Any, counts: Any, firsts: Any, warp: Any, lane: Any, pairs: Any) -> None:
+        for turn in range(rounds):
+            expert, rank = uint32(pairs[turn] >> uint32(RANK_BITS)), uint32(pairs[turn] & uint32((1 << RANK_BITS) - 1))
+            if expert < uint32(num_experts):
+                pair = uint32(uint32(warp * uint32(rounds) + uint32(turn)) * uint32(32) + lane)
+                first = ptx.load_shared_u32(uint32(firsts + expert * uint32(4)))
+                before = ptx.load_shared_u32(uint32(counts + expert * uint32(4)))
+                ptx.store_global_i32(order + int64(uint32(first + before + rank)) * int64(4), int32(pair))
 
     return place_pairs
 
@@ -115,13 +134,18 @@ def _make_scan(warps: int, num_experts: int) -> Any:
 
 
 @cache
-def _make(warps: int, num_experts: int) -> Kernel:
-    """Shared memory: each warp's counts, then of each expert how many pairs, its first one, its first tile; tiles."""
+def _make(warps: int, num_experts: int, rounds: int) -> Kernel:
+    """Shared memory: each warp's counts, then of each expert how many pairs, its first one, its first tile; tiles.
+
+    rounds  in which a warp's lanes take a pair each
+    """
     threads, row_bytes = warps * 32, num_experts * 4
-    place_pairs, scan = _make_place_pairs(warps, num_experts), _make_scan(warps, num_experts)
+    rank_pairs = _make_rank_pairs(num_experts, rounds)
+    place_pairs, scan = _make_place_pairs(num_experts, rounds), _make_scan(warps, num_experts)
 
     def experts_grouping(ids: Any, order: Any, tiles: Any, count: Any, tile_pairs: Any, capacity: Any) -> None:
         base = ptx.shared_address(cuda.shared.array(shape=0, dtype=float32))
+        pairs = cuda.local.array(rounds, uint32)
         thread = uint32(cuda.threadIdx.x)
         lane, warp = uint32(thread & uint32(31)), uint32(thread >> uint32(5))
         totals = uint32(base + uint32(warps * row_bytes))
@@ -133,7 +157,7 @@ def _make(warps: int, num_experts: int) -> Kernel:
         for place in range(thread, uint32(warps * num_experts), uint32(threads)):
             ptx.store_shared_u32(uint32(base + uint32(place) * uint32(4)), uint32(0))
         cuda.syncthreads()
-        place_pairs(ids, order, counts, firsts, count, warp, lane, False)
+        rank_pairs(ids, counts, count, warp, lane, pairs)
         cuda.syncthreads()
         for expert in range(thread, uint32(num_experts), uint32(threads)):
             at, total = uint32(base + uint32(expert) * uint32(4)), uint32(0)
@@ -162,13 +186,13 @@ def _make(warps: int, num_experts: int) -> Kernel:
         none = uint32(0)
         for tile in range(uint32(ptx.load_shared_u32(counted) + thread), capacity, uint32(threads)):
             ptx.store_global_128(tiles + int64(tile) * int64(16), none, none, none, none)
-        place_pairs(ids, order, counts, firsts, count, warp, lane, True)
+        place_pairs(order, counts, firsts, warp, lane, pairs)
 
-    name = f"experts_grouping_{num_experts}x{warps}"
+    name = f"experts_grouping_{num_experts}x{warps}x{rounds}"
     signature = (*(types.int64,) * 6,)
     return Kernel(name, experts_grouping, signature, threads, 1, (warps + 3) * row_bytes + 4)
 
 
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
-    return [_make(MAX_WARPS, 128), _make(MAX_WARPS, MAX_EXPERTS)]
+    return [_make(MAX_WARPS, 128, 8), _make(MAX_WARPS, MAX_EXPERTS, 20)]

@@ -51,8 +51,9 @@ PRODUCTS = re.compile(
 )
 CODES = re.compile(r"attention_\d.*_[cd]$")
 ACTIVATING = re.compile(r"silu|gelu|swiglu|gated|gate_up|experts_(grouped|gemm|mlp)|expert")
-# 8.x lacks registers for attention's tiles and the widest router's weights: some hundred bytes a thread, once
-SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144"), 256
+# 8.x lacks registers for attention's tiles, the widest router's weights and the pairs that a warp groups: some hundred
+# bytes a thread, once
+SPILLS, SPILLED_BYTES = re.compile(r"attention_\d|router_n6144|experts_grouping"), 256
 # double precision is rare on most GPUs; here it turns exact integers into thresholds, some a row
 DOUBLES = re.compile(r"sample_")
 
