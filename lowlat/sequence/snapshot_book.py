@@ -3,9 +3,10 @@
 `lowlat.sequence.kvcache` calls it next to its own book. A prompt goes on after the longest prefix of which both the
 keys and values and a snapshot are there. Snapshots are large, so few are kept: at the end of a prompt's last whole
 chunk, where another prompt was found to part from this one (the end of a system prompt), and at every so many
-positions. Those used longest ago go first. A request needs none: each fits, and its state is in the slot's own row. One
-is written whole before it is read, so that nothing is cleared. The device copies nothing by itself: a part of prefill
-begins with the row that it is told, and leaves its states in the rows that it is told.
+positions. Those used longest ago go first; a text that goes on from its end, and leaves another, does not use the one
+before in this sense. A request needs none: each fits, and its state is in the slot's own row. One is written whole
+before it is read, so that nothing is cleared. The device copies nothing by itself: a part of prefill begins with the
+row that it is told, and leaves its states in the rows that it is told.
 """
 
 from collections import OrderedDict
