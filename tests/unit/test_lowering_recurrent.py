@@ -193,11 +193,11 @@ def test_norms_that_several_gemms_of_a_prompt_read_leave_their_rows_both_ways(
     ]  # fmt: skip
     for group in found:
         norm, *products = [call.kernel.name for call in group.kernel_calls]
-        plain = [call for call in group.kernel_calls if call.kernel.name.startswith("narrow_gemm")]
+        plain = tuple(call for call in group.kernel_calls if call.kernel.name.startswith("narrow_gemm"))
         (normed,) = (op.writes["out"] for op in group.ops if op.kind == "rms_norm")
         assert norm.startswith("arranged_kept_add_norm") and reached(group.kernel_calls[:1], made.buffers[normed])
         assert not group.hidden and not reached(
-            [call for call in group.kernel_calls[1:] if call not in plain], made.buffers[normed]
+            tuple(call for call in group.kernel_calls[1:] if call not in plain), made.buffers[normed]
         )
         has_narrow = any(op.kind == "narrow_linear" for op in group.ops)
         is_packed = layout is not None and has_narrow
