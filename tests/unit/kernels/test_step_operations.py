@@ -85,7 +85,7 @@ def test_a_dead_slot_accepts_nothing() -> None:
 
 @pytest.mark.parametrize(("probability", "mean"), [wide(0.0, 1.0), (0.607, 2.2), wide(0.75, 2.734), wide(1.0, 4.0)])
 def test_simulated_acceptance_has_the_mean_asked_for(probability: float, mean: float) -> None:
-    total, rounds = 0, 400
+    total, rounds = 0, 1200
     for position in range(rounds):
         count = simulate_acceptance(probability, position, 3)
         total += count
