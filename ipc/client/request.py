@@ -200,11 +200,11 @@ def _is_int32(token: object) -> bool:
 def _sampling(given: Mapping[str, Any]) -> Sampling:
     options = given if _IN_SEVERAL_FORMS.isdisjoint(given) else _plain(given)
     try:
-        try:
-            return msgspec.convert(options, Sampling)
-        except (msgspec.ValidationError, TypeError):
-            options = {name: _plain_numbers(value) for name, value in options.items()}
-            return msgspec.convert(options, Sampling)
+        return msgspec.convert(options, Sampling)
+    except (msgspec.ValidationError, TypeError):
+        options = {name: _plain_numbers(value) for name, value in options.items()}
+    try:
+        return msgspec.convert(options, Sampling)
     except (msgspec.ValidationError, TypeError) as error:
         for name in given:
             if name not in _OPTIONS:

@@ -80,7 +80,6 @@ def _make(width: int, channels: int, ring: int, rows: int) -> Kernel:
         slots: Any,
         origin: Any,
         row_live: Any,
-        _snapshots: Any,
         conv_state: Any,
         out: Any,
         count: Any,
@@ -119,14 +118,13 @@ def _make(width: int, channels: int, ring: int, rows: int) -> Kernel:
                 )
                 _store_four(target, made)
                 a, b, c = b, c, d
-                if rows > 0:  # as ever; without it registers have other numbers than in the code that was measured
-                    place = divide(start + row, ring)[1]
-                    _store_four(states + (place * int64(channels) + channel) * int64(2), d)
+                place = divide(start + row, ring)[1]
+                _store_four(states + (place * int64(channels) + channel) * int64(2), d)
             elif row < count:
                 ptx.store_global_64(target, uint32(0), uint32(0))
 
     name = f"gated_delta_conv_{rows}_{width}_{channels}_{ring}"
-    return Kernel(name, delta_conv_kernel, (types.int64,) * 9, THREADS, waits_before_trigger=True)
+    return Kernel(name, delta_conv_kernel, (types.int64,) * 8, THREADS, waits_before_trigger=True)
 
 
 @cache
@@ -245,7 +243,7 @@ def delta_conv(given: Given) -> list[KernelCall]:
     if ring < rows + KEPT or rows * batch != count:
         raise ShapeError(f"conv_state must have {rows + KEPT} places a slot for {count} rows of {batch}, got {ring}")
     grid = (batch, -(-channels // (FOUR * THREADS)), 1)
-    arguments = (*given.take("x", "weight", "slots", "dense_lens", "row_live"), 0, given["conv_state"], given["out"])
+    arguments = given.take("x", "weight", "slots", "dense_lens", "row_live", "conv_state", "out")
     return [KernelCall(_make(width, channels, ring, rows), grid, (*arguments, rows))]
 
 

@@ -124,6 +124,13 @@ def _with_workspace(build: Callable[..., Sequence[KernelCall]]) -> Lower:
     return lambda binding, op: build(**binding.arguments(op), **binding.vectors(op), workspace=binding.workspace)
 
 
+def _with_gpu(build: Callable[..., Sequence[KernelCall]]) -> Lower:
+    """The entry of a kernel that wants workspaces and plans for the GPU."""
+    return lambda binding, op: build(
+        **binding.arguments(op), **binding.vectors(op), workspace=binding.workspace, gpu=binding.gpu
+    )
+
+
 def _rms_norm(binding: Binding, op: Op) -> Sequence[Call]:
     return rms_norm(**binding.arguments(op), **binding.vectors(op), triggers_first=triggers_first(op))
 
@@ -163,15 +170,6 @@ def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
     return summarise_blocks(**binding.arguments(op), gpu=binding.gpu)
 
 
-def _choose_blocks(binding: Binding, op: Op) -> Sequence[Call]:
-    return choose_blocks(**binding.arguments(op), workspace=binding.workspace, gpu=binding.gpu)
-
-
-def _prefill_delta_rule(binding: Binding, op: Op) -> Sequence[Call]:
-    given = {**binding.arguments(op), **binding.vectors(op)}
-    return prefill_delta_rule(**given, workspace=binding.workspace, gpu=binding.gpu)
-
-
 def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
     """The partial argmax of an operation's logits, if the GEMM that made them left it."""
     limit, left = INFINITY if op.kind == "draft_topk" else FINITE, binding.left
@@ -196,16 +194,6 @@ def _gather_ranks(binding: Binding, op: Op) -> Sequence[Call]:
     if out.shape[0] == 1:
         return identity(x, out=out.view(x.shape))
     return gather_ranks(x, channel=binding.channel(out.shape[2]), out=out)
-
-
-def _router(binding: Binding, op: Op) -> Sequence[Call]:
-    given, vectors = binding.arguments(op), binding.vectors(op)
-    return router(**given, **vectors, workspace=binding.workspace, gpu=binding.gpu)
-
-
-def _prefill_router(binding: Binding, op: Op) -> Sequence[Call]:
-    given, vectors = binding.arguments(op), binding.vectors(op)
-    return prefill_router(**given, **vectors, workspace=binding.workspace, gpu=binding.gpu)
 
 
 def _decodes(_binding: Binding, op: Op) -> bool:
@@ -294,7 +282,7 @@ _BY_NAME = (
 _ALONE: Mapping[str, Lower] = MappingProxyType(
     {
         **{build.__name__: _by_name(build) for build in _BY_NAME},
-        "choose_blocks": _choose_blocks,
+        "choose_blocks": _with_gpu(choose_blocks),
         "choose_draft_length": _choose_draft_length,
         "delta_rule": rule_alone,
         "draft_topk": draft_topk_alone,
@@ -304,7 +292,7 @@ _ALONE: Mapping[str, Lower] = MappingProxyType(
         "gather_ranks": _gather_ranks,
         "kv_compact": _by_name(kv_compact_layer),
         "logprobs": _with_workspace(logprobs),
-        "prefill_delta_rule": _prefill_delta_rule,
+        "prefill_delta_rule": _with_gpu(prefill_delta_rule),
         "publish": _publish,
         "refresh_attention": refresh_attention,
         "rms_norm": _rms_norm,
@@ -331,8 +319,8 @@ OPERATIONS: Mapping[str, Sequence[Implementation]] = MappingProxyType(
         "partial_attention": (Implementation("kernel", _attention, plans=("attention",)),),
         "prefill_attention": PROMPT_ATTENTION,
         "router": (
-            Implementation("decode", _router, covers=_decodes),
-            Implementation("prompt", _prefill_router),
+            Implementation("decode", _with_gpu(router), covers=_decodes),
+            Implementation("prompt", _with_gpu(prefill_router)),
         ),
     }
 )

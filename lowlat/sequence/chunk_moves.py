@@ -97,18 +97,22 @@ class ChunkMoves:
     def save(self, digests: Iterable[bytes]) -> None:
         """Chunks whose contents are to be kept in the tiers, where they are not yet."""
         tiers, index = self._chunks.tiers, self._chunks.index
-        for digest in () if tiers is None else digests:
+        if tiers is None:
+            return
+        for digest in digests:
             chunk = index.get(digest)
-            if tiers is not None and chunk is not None and tiers.wants(key := ChunkKey(digest, "")):
+            if chunk is not None and tiers.wants(key := ChunkKey(digest, "")):
                 index.acquire(chunk)
                 self.saves.append(Save(key, chunk.blocks, self.hold(chunk)))
 
     def save_of(self, book: PoolBook, digests: Iterable[bytes]) -> None:
         """The same of another pool."""
         tiers = self._chunks.tiers
-        for digest in () if tiers is None else digests:
+        if tiers is None:
+            return
+        for digest in digests:
             places = book.places(digest)
-            if tiers is not None and places is not None and tiers.wants(key := ChunkKey(digest, book.name)):
+            if places is not None and tiers.wants(key := ChunkKey(digest, book.name)):
                 self.saves.append(Save(key, places))
 
     def contents(self, token_ids: Sequence[int], root: bytes, count: int) -> list[tuple[int, Save]]:

@@ -165,6 +165,18 @@ def test_neither_plans_nor_company_change_a_bit_of_a_row(launcher: Launcher, wid
                 assert torch.equal(product.run(mixed, plan)[place], bits), (rows, place, plan)
 
 
+def gated_product(launcher: Launcher, name: str, inner: int, depth: int, *, bias: bool, wide: bool) -> Product:
+    """A product by gates and ups of a format; gates of bf16 have all magnitudes."""
+    order = gate_up_permutation(inner)
+    product = Product(launcher, 2 * inner, depth, order, bias=bias)
+    if name == "bf16":
+        product.packed.tiles[::7] *= 300
+    else:
+        parts = random_parts(name, 2 * inner, depth, wide=wide, device="cuda")
+        product.packed = pack_matrix(DENSE_FORMATS[name], parts, order)
+    return product
+
+
 @pytest.mark.parametrize(
     ("name", "inner", "depth", "bias"),
     [
@@ -178,13 +190,7 @@ def test_gated_products_are_the_product_its_activation_and_their_arrangement(
     launcher: Launcher, name: str, inner: int, depth: int, bias: bool
 ) -> None:
     """Bit for bit, under every tile; gates of all magnitudes, dead rows."""
-    order = gate_up_permutation(inner)
-    product = Product(launcher, 2 * inner, depth, order, bias=bias)
-    if name == "bf16":
-        product.packed.tiles[::7] *= 300
-    else:
-        parts = random_parts(name, 2 * inner, depth, wide=bias, device="cuda")
-        product.packed = pack_matrix(DENSE_FORMATS[name], parts, order)
+    product = gated_product(launcher, name, inner, depth, bias=bias, wide=bias)
     assert segments_of(2 * inner, depth)[0] == 1
     for rows in (64, 768):
         x, row_live = random(rows, depth), (torch.arange(rows, device="cuda") % 5 > 0).byte()
@@ -227,13 +233,7 @@ def test_gates_of_added_segments_are_the_product_its_activation_and_their_arrang
 
     every  under every way to cut it, not the derived plan's alone
     """
-    order = gate_up_permutation(inner)
-    product = Product(launcher, 2 * inner, depth, order, bias=True)
-    if name == "bf16":
-        product.packed.tiles[::7] *= 300
-    else:
-        parts = random_parts(name, 2 * inner, depth, wide=False, device="cuda")
-        product.packed = pack_matrix(DENSE_FORMATS[name], parts, order)
+    product = gated_product(launcher, name, inner, depth, bias=True, wide=False)
     x, row_live = random(rows, depth), (torch.arange(rows, device="cuda") % 5 > 0).byte()
     ways = {(plan.rows, plan.depth, plan.apart, plan.cluster): plan for plan in reversed(product.plans(rows))}
     plans = list(ways.values()) if every else product.plans(rows)[:1]

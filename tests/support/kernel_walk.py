@@ -502,6 +502,20 @@ def _imports(path: Path) -> tuple[str, ...]:
 
 
 @contextmanager
+def standing_in(known: ModuleType, made: ModuleType) -> Iterator[None]:
+    """While it lasts, whoever imports a module of the toolchain gets another one."""
+    package, _, name = known.__name__.rpartition(".")
+    home = importlib.import_module(package)
+    sys.modules[known.__name__] = made
+    setattr(home, name, made)
+    try:
+        yield
+    finally:
+        sys.modules[known.__name__] = known
+        setattr(home, name, known)
+
+
+@contextmanager
 def walkable(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     """Modules by their names below `lowlat.kernels`, imported again, the walker in the place of Numba and `ptx`.
 

@@ -3,8 +3,6 @@
 Products are done at once, but their sums are hidden until they are awaited: an earlier use gets no numbers.
 """
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -12,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from gpu_arithmetic import add_rn, e4m3_numbers, mul_rn
-from kernel_walk import Walker, this_thread, walkable
+from kernel_walk import Walker, standing_in, this_thread, walkable
 from walked_memory import load_number, store_number
 
 from lowlat.kernels.toolchain import ptx_hopper as known
@@ -20,7 +18,6 @@ from lowlat.kernels.toolchain import ptx_hopper as known
 GROUP, ROW_BYTES = 128, 128  # threads of a warpgroup; bytes of a row of a step
 SLICES = known.SLICES  # of a step
 SLICE_BYTES = ROW_BYTES // SLICES
-NAME = "lowlat.kernels.toolchain.ptx_hopper"
 
 
 class _Flying(tuple[Any, ...]):
@@ -147,7 +144,7 @@ class _Groups:
         return load
 
     def module(self) -> Any:
-        made: Any = ModuleType(NAME)
+        made: Any = ModuleType(known.__name__)
         made.KEPT_AS_USUAL, made.READ_ONCE, made.SLICES = known.KEPT_AS_USUAL, known.READ_ONCE, SLICES
         made.fence_barriers, made.barrier_expect = lambda: None, self.expect
         made.copy_bulk = made.copy_bulk_hinted = self.copy
@@ -217,10 +214,5 @@ def _added(values: list[Any], left: Any, right: Any, rows: int, go_on: bool) -> 
 @contextmanager
 def walkable_groups(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     """As `walkable`, with what stands for `ptx_hopper` too."""
-    package = importlib.import_module("lowlat.kernels.toolchain")
-    sys.modules[NAME] = package.ptx_hopper = _Groups(walker).module()  # type: ignore[attr-defined]
-    try:
-        with walkable(walker, *names) as modules:
-            yield modules
-    finally:
-        sys.modules[NAME] = package.ptx_hopper = known  # type: ignore[attr-defined]
+    with standing_in(known, _Groups(walker).module()), walkable(walker, *names) as modules:
+        yield modules

@@ -1,20 +1,17 @@
 """A stand-in for `ptx_attention` where a kernel is walked: products over shared memory, and softmax over registers."""
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from kernel_walk import Walker, this_thread
+from kernel_walk import Walker, standing_in, this_thread
 from walked_groups import GROUP, walkable_groups
 from walked_memory import store
 
 from lowlat.kernels.toolchain import ptx_attention as known
 
-NAME = "lowlat.kernels.toolchain.ptx_attention"
 HALF, ROWS = 64, 64
 
 
@@ -68,7 +65,7 @@ class _Softmax:
         return multiply
 
     def module(self) -> Any:
-        made: Any = ModuleType(NAME)
+        made: Any = ModuleType(known.__name__)
 
         def awaited(flying: Any, *_: Any) -> Any:
             assert isinstance(flying, _Flying), "sums that are not under way"
@@ -166,12 +163,7 @@ def _rows(lanes: Any) -> Any:
 @contextmanager
 def walkable_softmax(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     """As `walkable_groups`, with what stands for `ptx_attention` too."""
-    package = importlib.import_module("lowlat.kernels.toolchain")
     made = _Softmax(walker).module()
     assert set(known.__all__) <= set(vars(made))
-    sys.modules[NAME] = package.ptx_attention = made  # type: ignore[attr-defined]
-    try:
-        with walkable_groups(walker, *names) as modules:
-            yield modules
-    finally:
-        sys.modules[NAME] = package.ptx_attention = known  # type: ignore[attr-defined]
+    with standing_in(known, made), walkable_groups(walker, *names) as modules:
+        yield modules

@@ -1,18 +1,15 @@
 """A stand-in for `ptx_state` where a kernel is walked: tiles are arrays, a cluster's blocks write to each other."""
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import numpy as np
-from kernel_walk import Walker, walkable
+from kernel_walk import Walker, standing_in, walkable
 
 from lowlat.kernels.toolchain import ptx_state as known
 
-NAME = "lowlat.kernels.toolchain.ptx_state"
 COLUMNS = known.COLUMNS
 
 
@@ -45,7 +42,7 @@ class _States:
         self._walker.meet(("cluster", homes[0].key), len(homes) * homes[0].launch.threads, None, None)
 
     def module(self) -> Any:
-        made: Any = ModuleType(NAME)
+        made: Any = ModuleType(known.__name__)
         made.COLUMNS, made.load_tile, made.store_tile = COLUMNS, self.load_tile, self.store_tile
         made.tile_sums, made.update_tile = lambda rows: _sums, lambda rows: _updated
         made.store_shared_of_peer, made.sync_cluster_memory = self.store_of_peer, self.sync_cluster
@@ -81,10 +78,5 @@ def _updated(tile: Any, k: Any, decay: Any, first: Any, second: Any) -> Any:
 @contextmanager
 def walkable_states(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     """As `walkable`, with what stands for `ptx_state` too."""
-    package = importlib.import_module("lowlat.kernels.toolchain")
-    sys.modules[NAME] = package.ptx_state = _States(walker).module()  # type: ignore[attr-defined]
-    try:
-        with walkable(walker, *names) as modules:
-            yield modules
-    finally:
-        sys.modules[NAME] = package.ptx_state = known  # type: ignore[attr-defined]
+    with standing_in(known, _States(walker).module()), walkable(walker, *names) as modules:
+        yield modules

@@ -1,7 +1,5 @@
 """A stand-in for `ptx_warp` where a kernel is walked: what a function writes out is followed on numbers."""
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import ModuleType
@@ -9,14 +7,12 @@ from typing import Any
 
 import numpy as np
 from gpu_arithmetic import bf16_bits, bits_of, fma_rn, mul_rn, number_of, plain, rounded
-from kernel_walk import Walker
+from kernel_walk import Walker, standing_in
 from walked_memory import load_number, load_words, store, store_number
 from walked_state import walkable_states
 from walked_warp import MASK, Warp
 
 from lowlat.kernels.toolchain import ptx_warp as known
-
-NAME = "lowlat.kernels.toolchain.ptx_warp"
 
 
 class _Instructions:
@@ -98,8 +94,7 @@ class _Instructions:
 @contextmanager
 def walkable_unrolled(walker: Walker, *names: str) -> Iterator[list[ModuleType]]:
     """As `walkable_states`, with what stands for `ptx_warp` too."""
-    package = importlib.import_module("lowlat.kernels.toolchain")
-    made: Any = ModuleType(NAME)
+    made: Any = ModuleType(known.__name__)
     given = _Instructions(walker)
     assert {name for name in vars(known.Instructions) if name[0] != "_"} <= set(dir(given))
 
@@ -115,9 +110,5 @@ def walkable_unrolled(walker: Walker, *names: str) -> Iterator[list[ModuleType]]
         return run
 
     made.unrolled = unrolled
-    sys.modules[NAME] = package.ptx_warp = made  # type: ignore[attr-defined]
-    try:
-        with walkable_states(walker, *names) as modules:
-            yield modules
-    finally:
-        sys.modules[NAME] = package.ptx_warp = known  # type: ignore[attr-defined]
+    with standing_in(known, made), walkable_states(walker, *names) as modules:
+        yield modules
