@@ -1,6 +1,6 @@
 """This module has the names of other tools' commands and options, for the message that refuses them here.
 
-The tools are vLLM, SGLang, llama.cpp and Ollama.
+The tools are vLLM, SGLang, TensorRT-LLM, llama.cpp and Ollama.
 """
 
 import click
@@ -25,6 +25,11 @@ COMMANDS = {
 _SPELLINGS = {
     "--draft-model": ("--speculative-model", "--speculative-draft-model-path", "--model-draft", "-md"),
     "--http": ("--host", "--port"),
+    "--kv-cache-gib": (
+        *("--gpu-memory-utilization", "--kv-cache-memory-bytes", "--num-gpu-blocks-override"),
+        *("--mem-fraction-static", "--max-total-tokens"),
+        *("--free-gpu-memory-fraction", "--kv-cache-free-gpu-memory-fraction"),
+    ),
     "--kv-cache-dtype": ("--cache-type-k", "-ctk"),
     "--max-batch": ("--max-num-seqs", "--max-running-requests", "--parallel", "-np"),
     "--max-context": ("--max-model-len", "--context-length", "--ctx-size", "-c"),

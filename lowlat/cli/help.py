@@ -20,6 +20,7 @@ COMMON = frozenset(
         *("endpoint", "http", "curve_keys", "model", "name", "max_queue", "drain_s"),
         *("head", "method", "num_speculative_tokens"),
         *("max_batch", "max_context", "device", "tensor_parallel_size", "dtype", "quantize", "kv_cache_dtype"),
+        "kv_cache_gib",
         *("temperature", "top_p", "seed", "stop", "max_tokens", "json_schema"),
     }
 )

@@ -105,20 +105,22 @@ class TextOfFile(click.ParamType[str]):
             self.fail(f"{value!s:.200} is not UTF-8: byte {error.start}", param, ctx)
 
 
-class NumberOrWord(click.ParamType[int | str]):
-    """An integer, or one of a few words that stand for one."""
+class NumberOrWord(click.ParamType[float | str]):
+    """A number of an option's kind, or one of its words, which stand for one."""
 
-    name = "integer"
+    name = "number"
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self._words = tuple(words)
+    def __init__(self, option: Option) -> None:
+        self._option = option
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
-        """Return the word or the integer; anything else is a usage error."""
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float | str:
+        """Return the word or the number; anything else is a usage error."""
+        if value in self._option.words:
+            return str(value)
         try:
-            return value if value in self._words else int(value)
+            return int(value) if self._option.kind == "int" else float(value)
         except ValueError:
-            self.fail(f"{value!r:.40} is neither an integer nor {' or '.join(map(repr, self._words))}", param, ctx)
+            self.fail(f"must be {self._option.wanted}, got {value!r:.40}", param, ctx)
 
 
 def bundled(part: str) -> Path:
@@ -232,7 +234,7 @@ def _kind_of(option: Option, repeatable: bool = False) -> tuple[Any, str]:
     }
     kind, metavar = kinds[option.kind]
     if option.words:
-        kind, metavar = NumberOrWord(option.words), "|".join((metavar, *option.words))
+        kind, metavar = NumberOrWord(option), "|".join((metavar, *option.words))
     return TextOfFile() if option.from_file else kind, metavar
 
 

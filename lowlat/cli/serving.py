@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import lowlat
-from lowlat.cli.console import print_json
+from lowlat.cli.console import format_bytes, print_json
 from lowlat.cli.options import bundled
 from lowlat.cli.paths import check_model
 from lowlat.errors import ConfigError
@@ -205,6 +205,8 @@ def _facts(info: EngineInfo, runtime: "Runtime") -> dict[str, Any]:
         "executor": runtime.executor.name,
         "max_batch": info.max_running,
         "max_context": info.max_context,
+        "kv_cache_tokens": runtime.geometry.num_kv_tokens,
+        "kv_cache_bytes": runtime.memory[0].need.kv_bytes,
         "numerics": info.numerics,
         "num_speculative_tokens": info.num_speculative_tokens,
         "speculation_error": runtime.speculation_error,
@@ -241,6 +243,8 @@ def _how_to_reach(facts: dict[str, Any], curve_keys: Path | None) -> str:
     lines.append(f"  shell     lowlat generate --endpoint{shell}{keys} {asked}")
     if facts["has_tokenizer"]:
         lines.append(f"            lowlat chat{' --endpoint' + shell if own else ''}{keys}")
+    size = format_bytes(facts["kv_cache_bytes"])
+    lines.append(f"  KV cache  {facts['kv_cache_tokens']:,} tokens in {size} (--kv-cache-gib)")
     if facts["sampling_defaults"]:
         advice = ", ".join(f"{name} {value:g}" for name, value in facts["sampling_defaults"].items())
         lines.append(f"  sampling  {advice}, as the model's authors advise (--sampling-defaults)")

@@ -96,6 +96,11 @@ class Option:
         """How it is set on the command line, for messages."""
         return f"--set {self.key}" if self.rare else self.flag
 
+    @property
+    def wanted(self) -> str:
+        """The kind of value that it takes, and the words that stand for one, for messages."""
+        return " or ".join((KINDS[self.kind], *map(repr, self.words)))
+
     def offers(self, value: object) -> bool:
         """Whether a value, of any type, is one of the choices, which may be the keys of a table."""
         return value in tuple(self.choices)
@@ -173,6 +178,8 @@ def check_options(record: Any, error: type[Exception]) -> None:
             object.__setattr__(record, option.name, value := number)
         if (value is None and option.nullable) or (isinstance(value, str) and value in option.words):
             continue
+        if option.words and not option.takes(value):
+            raise error(f"{option.name} must be {option.wanted}, got {shown(value)}")
         if option.kind == "int":
             check_integer(option.name, value, option.low, option.high, error)
         elif option.kind == "float" and option.low is not None:

@@ -78,6 +78,7 @@ class RuntimeOptions(TypedDict, total=False):
     prefill_chunk: int
     max_prefill_chunks: int
     max_stall_ms: float
+    kv_cache_gib: float | Literal["free"] | str | None
     kv_blocks: int | None
     prefix_reuse: bool
     host_cache_gib: float

@@ -17,10 +17,13 @@ from lowlat.options.speculative_checks import WIDE_ROWS
 if TYPE_CHECKING:
     from lowlat.options.keywords import RuntimeOptions
 
-__all__ = ["FEW_SLOTS", "MAX_BATCH", "MAX_CONTEXT", "RuntimeConfig", "TraceConfig", "options_from"]
+__all__ = [
+    "FEW_SLOTS", "MAX_BATCH", "MAX_CONTEXT", "MAX_KV_BLOCKS", "RuntimeConfig", "TraceConfig", "options_from",
+]  # fmt: skip
 
 MAX_BATCH, FEW_SLOTS = 32, 8  # slots, and up to how many there may be all kinds of steps
 MAX_CONTEXT = 1 << 20
+MAX_KV_BLOCKS = (1 << 31) - 1
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
@@ -95,11 +98,22 @@ class RuntimeConfig:
         10000.0,
         rare=True,
     )
+    kv_cache_gib: float | Literal["free"] | None = declare(
+        None,
+        "GiB of KV cache on a GPU; free: all that is left. Prefixes of idle conversations stay in what running "
+        "requests leave of it. It holds the pools of all layers, of windows and of the draft model too; snapshots of "
+        "recurrent states have state_cache_gib.",
+        0.0,
+        16384.0,
+        above=True,
+        words=("free",),
+        otherwise="what max_batch needs",
+    )
     kv_blocks: int | None = declare(
         None,
-        "KV blocks in the pool; layers of windows have their own.",
+        "KV blocks in the pool, in place of kv_cache_gib; layers of windows have their own.",
         2,
-        (1 << 31) - 1,
+        MAX_KV_BLOCKS,
         otherwise="what max_batch needs",
         rare=True,
     )
@@ -242,6 +256,11 @@ class RuntimeConfig:
             raise ConfigError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got {self.device!r:.80}")
         if not isinstance(self.traces, TraceConfig):
             raise ConfigError(f"traces must be a TraceConfig, got {self.traces!r:.80}")
+        if self.kv_cache_gib is not None and self.kv_blocks is not None:
+            raise ConfigError(
+                f"kv_cache_gib {self.kv_cache_gib!r} and kv_blocks {self.kv_blocks} both size the KV cache; leave one "
+                "of them out"
+            )
         if self.quantize_lm_head and self.quantize is None:
             raise ConfigError("quantize_lm_head needs quantize, which says to what")
         if self.activations is not None and self.tp_invariant:

@@ -15,7 +15,7 @@ from lowlat.checkpoint.files import read_text
 from lowlat.errors import ConfigError, meant
 from lowlat.ipc.endpoint import Endpoint, default_endpoint, parse_endpoint
 from lowlat.ipc.limits import Limits
-from lowlat.options.declaration import KINDS, Option, declare, options_of
+from lowlat.options.declaration import Option, declare, options_of
 from lowlat.options.method_options import AUTO_METHOD, NEEDS_MODEL
 from lowlat.options.model_names import find_repository
 from lowlat.options.runtime import RuntimeConfig
@@ -275,7 +275,7 @@ def _from_text(option: Option, text: str, place: str) -> Any:
     try:
         return readers.get(option.kind, str)(text)
     except (ValueError, KeyError):
-        raise ConfigError(f"{place} must be {KINDS[option.kind]}, got {text!r:.80}") from None
+        raise ConfigError(f"{place} must be {option.wanted}, got {text!r:.80}") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -320,7 +320,9 @@ def _checked(option: Option, value: Any, place: str) -> Any:
     if option.kind == "choice" and not option.offers(value):
         raise ConfigError(f"{place} must be one of {', '.join(option.choices)}, got {value!r:.80}")
     if not option.takes(value):
-        raise ConfigError(f"{place} must be {KINDS[option.kind]}, got {value!r:.80}")
+        raise ConfigError(f"{place} must be {option.wanted}, got {value!r:.80}")
     if option.kind == "path":
         return Path(value).expanduser()
+    if isinstance(value, str) and value in option.words:
+        return value
     return {"float": float, "ints": tuple}.get(option.kind, lambda same: same)(value)

@@ -176,6 +176,11 @@ class StepGeometry:
         return -(-(self.max_context + self.overhang) // self.block_size)
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Tokens whose state the first pool holds."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
     def num_positions(self) -> int:
         """Positions that RoPE's tables cover: a padded last chunk, or a step's overhang."""
         return self.max_context + max(self.prefill_sizes[-1], self.max_rows)

@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.pool_size import takes_all_free
 from lowlat.engine.loading.programs import build_program, make_ladder
 from lowlat.engine.loading.speculation import make_topologies
 from lowlat.errors import ConfigError
@@ -116,6 +117,9 @@ def plan_step(
     speculative  with PRESET_DRAFT_MODEL as its model the preset's own draft model
     Raises ConfigError for options that a runtime refuses.
     """
+    if takes_all_free(options):
+        raise ConfigError("kv_cache_gib 'free' is what a GPU here has left, and this plans for one that is described; "
+                          "give a number of GiB")  # fmt: skip
     config, speculator = _read(model, speculative, options)
     speculative = fit_slots(speculative, options.max_batch)
     topologies: Mapping[int, Topology] = {0: TreeTopology.chain(0)}

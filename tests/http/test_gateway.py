@@ -356,7 +356,7 @@ def test_histograms_and_speculation_are_exposed() -> None:
     speculation = {"num_drafts": 3, "drafted_by_position": [3, 2], "accepted_by_position": [2, 1]}
     speculation["by_source"] = {"suffix": {"steps": 3, "draft_tokens": 5, "accepted_tokens": 2}}
     structured = {"num_requests": 2, "mask_s": 0.25}
-    kv = {"num_blocks": 10, "num_used": 5, "query_tokens": 20, "hit_tokens": 5}
+    kv = {"num_blocks": 10, "num_used": 5, "query_tokens": 20, "hit_tokens": 5, "capacity_tokens": 320}
     checks = {"failed": {"masks": 2, "lengths": 0}, "ended_requests": 2, "single_token_requests": 0}
     stats = {
         "model": "fake",
@@ -367,7 +367,7 @@ def test_histograms_and_speculation_are_exposed() -> None:
     assert found[f"{name}_sum",] == pytest.approx(1000.0030005)
     assert found[f"{name}_bucket", "0.001024"] == 1 and found[f"{name}_bucket", "0.002048"] == 3
     assert found[f"{name}_bucket", "+Inf"] == found[f"{name}_count",] == 4
-    assert found["lowlat:kv_cache_usage_perc",] == 0.5
+    assert found["lowlat:kv_cache_usage_perc",] == 0.5 and found["lowlat:kv_cache_capacity_tokens",] == 320
     assert found["lowlat:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 1
     assert found["lowlat:spec_decode_num_drafts_total",] == 3
     assert (found["lowlat:failed_checks_total", "masks"], found["lowlat:failed_checks_total", "lengths"]) == (2, 0)

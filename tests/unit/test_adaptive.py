@@ -114,7 +114,7 @@ def test_what_cannot_be_chosen_is_refused(pair: PairPaths) -> None:
     assert (config.num_speculative_tokens, config.adaptive_width) == (7, True)
     with pytest.raises(ConfigError, match=r"adaptive_width .* text_drafts 'suffix'"):
         Runtime.load(pair.target, config, **OPTIONS)
-    with pytest.raises(ConfigError, match="num_speculative_tokens must be an integer, got 'automatic'"):
+    with pytest.raises(ConfigError, match="num_speculative_tokens must be an integer or 'auto', got 'automatic'"):
         replace(config, num_speculative_tokens="automatic")  # type: ignore[arg-type]
 
 

@@ -87,7 +87,7 @@ def test_every_option_is_covered_here() -> None:
     others |= {"prompt_logprobs", "check", "on_failed_check", "count_tiles", "forced_rows"}
     others |= {"kv_cache_dtype", "activations", "max_stall_ms", "devices", "tp_invariant", "state_cache_gib"}
     others |= {"host_cache_gib", "cache_dir", "cache_gib", "cache_copy_gb_per_s", "session_ttl_s", "can_sleep"}
-    others |= {"pause_gib", "pause_deadline_s"}
+    others |= {"pause_gib", "pause_deadline_s", "kv_cache_gib"}
     assert {item.name for item in dataclasses.fields(RuntimeConfig)} == {*RUNTIME_BOUNDS, *others}
 
 
@@ -107,7 +107,25 @@ def test_integer_bounds(make: Any, name: str, low: int, high: int) -> None:
     for wrong in NO_INT:
         with pytest.raises(ConfigError) as caught:
             make(**{name: wrong})
-        assert str(caught.value) == f"{name} must be an integer, got {wrong!r}"
+        kind = "an integer or 'auto'" if name == "num_speculative_tokens" else "an integer"
+        assert str(caught.value) == f"{name} must be {kind}, got {wrong!r}"
+
+
+def test_the_kv_cache_is_gib_or_all_that_is_free() -> None:
+    for size in (1e-6, 40, 16384.0, "free", None):
+        assert runtime(kv_cache_gib=size).kv_cache_gib == size
+    for size in (0.0, 16385, -1):
+        with pytest.raises(ConfigError, match=r"^kv_cache_gib must be above 0\.0 and at most 16384\.0, got "):
+            runtime(kv_cache_gib=size)
+    for wrong in ("all", "0.9", True, [1.0]):
+        with pytest.raises(ConfigError) as caught:
+            runtime(kv_cache_gib=wrong)
+        assert str(caught.value) == f"kv_cache_gib must be a number or 'free', got {wrong!r}"
+    with pytest.raises(ConfigError, match=r"^kv_cache_gib must be a finite number, got nan$"):
+        runtime(kv_cache_gib=math.nan)
+    for size in (1.5, "free"):
+        with pytest.raises(ConfigError, match=f"^kv_cache_gib {size!r} and kv_blocks 9 both size the KV cache"):
+            runtime(kv_cache_gib=size, kv_blocks=9)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,9 @@ def test_a_full_gpu_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     free = {"cpu": 1 << 40, "cuda:0": 1 << 40, "cuda:1": 1 << 40}
     monkeypatch.setattr(plan, "available_bytes", lambda device: free[str(device)])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[str(device)], 1 << 41))
-    needs = [found.need for found in plan.check_ranks(ranks, weights, choice, gpus)]
+    plans = plan.plan_ranks(ranks, weights, choice, gpus)
+    plan.check_ranks(plans, gpus)
+    needs = [found.need for found in plans]
     first, second = (each.to_dict() for each in held_memory(needs, gpus))
     assert (first["device"], first["ranks"], second["device"], second["ranks"]) == ("cuda:0", [0], "cuda:1", [1])
     assert first["weights_bytes"] == needs[0].weights_bytes > 0 and first["free_bytes"] == 1 << 40
@@ -127,7 +129,7 @@ def test_a_full_gpu_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.Monke
     assert shared["ranks"] == [0, 1] and shared["kv_bytes"] == first["kv_bytes"] + second["kv_bytes"]
     free["cuda:1"] = needs[1].total_bytes - 1
     with pytest.raises(ConfigError, match=r"GiB are needed on cuda:1 .* lower max_batch, max_context"):
-        plan.check_ranks(ranks, weights, choice, gpus)
+        plan.check_ranks(plans, gpus)
 
 
 class StandIn:

@@ -176,6 +176,7 @@ def test_tables_lay_their_settings_over_the_files(tmp_path: Path) -> None:
         ('[[models]]\nmodel = "a"\nhttp = "80"\n', r"http is the server's, no model's"),
         ('[[models]]\nmodel = "a"\nmax_bach = 1\n', "unknown setting 'max_bach'; did you mean 'max_batch'"),
         ('[[models]]\nmodel = "a"\nmax_batch = 0\n', "max_batch must be from 1"),
+        ('kv_cache_gib = "free"\n[[models]]\nmodel = "a"\n', r"models\[0\]: kv_cache_gib 'free' .* a number of GiB"),
         ("models = 3\n", "models must be tables of settings"),
         ("models = []\n", "models names no model"),
         ('endpoint = "tcp://127.0.0.1:9"\n[[models]]\nmodel = "a"\n', "listen at ipc://"),

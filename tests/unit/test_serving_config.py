@@ -88,6 +88,19 @@ def test_the_environment_speaks_every_kind() -> None:
     assert speculative is not None and speculative.strict and speculative.capture_layers == (2, 18, 33)
 
 
+def test_a_number_or_a_word_is_read_from_every_place(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+    for text, value in (("40", 40.0), ('"free"', "free")):
+        file.write_text(f"kv_cache_gib = {text}\n")
+        assert gather(file)["kv_cache_gib"] == value
+        environment = {"LOWLAT_KV_CACHE_GIB": text.strip('"')}
+        assert gather(environment=environment).runtime_options()["kv_cache_gib"] == value
+    with pytest.raises(ConfigError, match=r"^LOWLAT_KV_CACHE_GIB must be a number or 'free', got 'all'$"):
+        gather(environment={"LOWLAT_KV_CACHE_GIB": "all"})
+    with pytest.raises(ConfigError, match=r"^kv_cache_gib 'free' and kv_blocks 9 both size the KV cache"):
+        gather(file, kv_blocks=9)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -95,6 +108,7 @@ def test_the_environment_speaks_every_kind() -> None:
         ("[limits]\nmax_queue = 1", "unknown setting 'limits'"),
         ("max_queue = 1.5", "max_queue must be an integer, got 1.5"),
         ("max_queue = true", "max_queue must be an integer, got True"),
+        ('kv_cache_gib = "all"', "kv_cache_gib must be a number or 'free', got 'all'"),
         ("strict = 1", "strict must be true or false, got 1"),
         ("endpoint = 1", "endpoint must be a string, got 1"),
         ('log_format = "xml"', "log_format must be one of text, json, got 'xml'"),

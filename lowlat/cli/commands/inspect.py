@@ -71,7 +71,7 @@ def command() -> None:
     "--context", type=CONTEXT, metavar="N", help="Tokens of a request.  [default: 2048, or the model's if less]"
 )
 @click.option("--batch", type=BATCH, default=RuntimeConfig.max_batch, show_default=True, metavar="N", help="Slots.")
-@record_options(RuntimeConfig, "dtype", "device", "tensor_parallel_size", "activations", filled=True)
+@record_options(RuntimeConfig, "dtype", "device", "tensor_parallel_size", "activations", "kv_cache_gib", filled=True)
 @click.option("--buffers", is_flag=True, help="List the buffers of the step for --batch slots at depth -S.")
 @as_json
 def model(
@@ -82,6 +82,7 @@ def model(
     device: str,
     tensor_parallel_size: int,
     activations: str | None,
+    kv_cache_gib: float | str | None,
     buffers: bool,
     json_output: bool,
     **values: Any,
@@ -107,6 +108,7 @@ def model(
                 "device": device,
                 "tensor_parallel_size": tensor_parallel_size,
                 "activations": activations,
+                "kv_cache_gib": kv_cache_gib,
             },
             buffers=buffers,
             context_flag="--context",
@@ -138,6 +140,7 @@ def _print_model(report: dict[str, Any]) -> None:
         ["KV blocks", kv["num_blocks"]],
         *([f"KV blocks, window of {each['window']}", each["num_blocks"]] for each in kv.get("windows", ())),
         ["block size", kv["block_size"]],
+        ["tokens that it holds", kv["capacity_tokens"]],
         *(
             [f"recurrent state, bytes of a {what}", kv[name]]
             for name, what in (("state_bytes_per_slot", "slot"), ("snapshot_bytes", "snapshot"))

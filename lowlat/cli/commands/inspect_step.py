@@ -21,7 +21,7 @@ __all__ = ["step"]
 
 SIZING = (
     *("max_batch", "max_context", "dtype", *STORED, "block_size", "prefill_chunk", "max_prefill_chunks"),
-    *("kv_blocks", "tensor_parallel_size", "tp_invariant"),
+    *("kv_cache_gib", "kv_blocks", "tensor_parallel_size", "tp_invariant"),
 )
 
 

@@ -44,9 +44,8 @@ def command(
 ) -> None:
     """Serve MODEL, a Hugging Face directory or ORG/NAME, to other processes here; without one, the bundled pair.
 
-    A setting is an option (a rare one: --set name=value), LOWLAT_NAME in the environment, or `name = value` in a TOML
-    file; the former wins over the latter. SIGTERM or Ctrl-C ends the server when running requests have ended, or
-    --drain-s have passed; a second one ends it at once.
+    A setting is an option (a rare one: --set name=value), else LOWLAT_NAME in the environment, else `name = value` in a
+    TOML file. SIGTERM or Ctrl-C ends the server when requests have ended, or --drain-s have passed; twice, at once.
     """
     if make_curve_keys is not None:
         _make_keys(make_curve_keys, json_output)

@@ -186,8 +186,9 @@ def _kv(kv: dict[str, Any]) -> "RenderableType":
 
     used, total = kv["num_used"], max(kv["num_blocks"], 1)
     hits = kv["hit_tokens"] / kv["query_tokens"] if kv["query_tokens"] else 0.0
+    capacity = f" ({kv['capacity_tokens']:,} tokens)" if "capacity_tokens" in kv else ""  # older servers do not say
     return Text(
-        f"KV        {_bar(used / total)} {used}/{total} blocks, {kv['num_evictable']} reusable; "
+        f"KV        {_bar(used / total)} {used}/{total} blocks{capacity}, {kv['num_evictable']} reusable; "
         f"{hits:.0%} of prompt tokens reused"
     )
 

@@ -11,6 +11,7 @@ from lowlat.checkpoint.hub import Download
 from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
 from lowlat.cli.reports.sizes import Plan, buffer_dict, parts_of, plan_runtime
 from lowlat.cli.running import default_context
+from lowlat.engine.loading.pool_size import check_free, takes_all_free
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
@@ -55,6 +56,10 @@ def model_report(
     depth = 0 if speculative is None else speculative.num_speculative_tokens
     program = plan.program(runtime.max_batch, depth)
     choice = settle_executor(_planned_device(runtime), runtime.executor, [program], plan.weights)
+    if takes_all_free(runtime):
+        check_free(runtime, choice.device)
+        plan = plan.filled(runtime, choice)
+        program = plan.program(runtime.max_batch, depth)
     report: dict[str, Any] = {
         "directory": str(directory),
         "device": str(choice.device),
@@ -98,6 +103,8 @@ def _planned_device(options: RuntimeConfig) -> DeviceChoice:
         name, _, index = options.device.partition(":")
         if name != "cuda" or (index and not index.isdigit()):
             raise
+        if takes_all_free(options):
+            raise ConfigError(f"kv_cache_gib 'free' is what a GPU has left: {error}; give a number of GiB") from error
         executor = "graph" if options.executor == "auto" else options.executor
         return DeviceChoice(torch.device("cuda", int(index or 0)), executor, f"planned alone: {error}")
 
@@ -120,7 +127,7 @@ def _files(directory: Path, config: ModelConfig) -> dict[str, int] | None:
 
 
 def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, Any]:
-    """The caches: bytes a token, and the pool that holds max_batch requests of the largest size.
+    """The caches: bytes a token, and the pool, with the tokens that it holds, cached prefixes included.
 
     `windows` has the pools of layers of windows, where there are any; recurrent states have bytes a slot.
     """
@@ -139,6 +146,7 @@ def _kv(plan: Plan, program: Program, options: RuntimeConfig) -> dict[str, Any]:
         "max_batch": options.max_batch,
         "block_size": options.block_size,
         "num_blocks": plan.geometry.num_blocks,
+        "capacity_tokens": plan.geometry.num_kv_tokens,
         "bytes": sum(spec.num_bytes for spec in caches),
         **{name: size for state in plan.geometry.sequence_states for name, size in state.slot_bytes().items()},
         **({"windows": windows} if windows else {}),

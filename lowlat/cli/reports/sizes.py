@@ -1,7 +1,7 @@
 """This module sums up a model, a speculator and a runtime of them by part, from their configs alone."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,11 @@ import torch
 from lowlat.checkpoint.quantising import Quantiser, rounding_bytes
 from lowlat.checkpoint.stored import ahead_bytes
 from lowlat.engine.loading.geometry import make_geometry, rank_geometries
+from lowlat.engine.loading.pool_size import fill_devices
 from lowlat.engine.loading.programs import build_rank, make_ladder
 from lowlat.engine.loading.speculation import make_topologies
-from lowlat.engine.memory.plan import plan_rank
-from lowlat.executors.devices import DeviceChoice
+from lowlat.engine.memory.plan import MemoryNeed, plan_rank
+from lowlat.executors.devices import DeviceChoice, rank_devices
 from lowlat.executors.make import planned_gpus
 from lowlat.graphs import Bucket, BufferSpec, Paging
 from lowlat.graphs.program import Program
@@ -111,9 +112,27 @@ class Plan:
             found[part] = found.get(part, 0) + spec.num_bytes // (spec.shape[0] * size)
         return found
 
+    def filled(self, options: RuntimeConfig, choice: DeviceChoice) -> "Plan":
+        """The plan with a KV cache of all that its GPUs have left. Raises ConfigError for GPUs that are not here."""
+        needs = [self._need(choice, rank) for rank in range(len(self.ranks))]
+        devices = rank_devices(choice, len(self.ranks), options.devices)
+        geometry, ranks = fill_devices(self.geometry, self.ranks, options, needs, devices)
+        return replace(self, geometry=geometry, ranks=tuple(ranks))
+
     def memory(self, choice: DeviceChoice, rank: int = 0) -> dict[str, int]:
         """Bytes on a rank's device by part and in all, and the most that the host holds, Python and libraries left
         out."""
+        need = self._need(choice, rank)
+        on_host = need.total_bytes if choice.device.type == "cpu" else 0
+        return {
+            **need.parts(),
+            "total_bytes": need.total_bytes,
+            "host_load_bytes": need.host_load_bytes,
+            "host_peak_bytes": need.host_load_bytes + on_host,
+        }
+
+    def _need(self, choice: DeviceChoice, rank: int) -> MemoryNeed:
+        """The memory that a rank needs."""
         own_rank = build_rank(self.ranks[rank], self.ladder, self.topologies)
         every = (*own_rank.programs.values(), *own_rank.prefills.values())
         speculator, dtype = self.geometry.speculator, self.geometry.config.dtype
@@ -127,13 +146,7 @@ class Plan:
             host_load_bytes=self.read_ahead_bytes + self.made_bytes + sum(self.weights[name].nbytes for name in own),
             rank=(rank, len(self.ranks)),
         )
-        on_host = need.total_bytes if choice.device.type == "cpu" else 0
-        return {
-            **need.parts(),
-            "total_bytes": need.total_bytes,
-            "host_load_bytes": need.host_load_bytes,
-            "host_peak_bytes": need.host_load_bytes + on_host,
-        }
+        return need
 
 
 def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeConfig | None) -> Plan:

@@ -15,11 +15,16 @@ def kv_summary(
 ) -> dict[str, Any]:
     """Count blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
     counted = sessions.stats()  # first: those whose time has passed pin nothing
-    found: dict[str, Any] = {**asdict(scheduler.kvcache.stats()), "cache_dtype": cache_dtype}
+    kvcache = scheduler.kvcache
+    found: dict[str, Any] = {
+        **asdict(kvcache.stats()),
+        "capacity_tokens": kvcache.capacity * kvcache.block_size,
+        "cache_dtype": cache_dtype,
+    }
     if counted:
         found["sessions"] = counted
     in_tiers = {} if tiers is None else {"tiers": tiers.stats()}
-    return found | scheduler.kvcache.pool_stats() | in_tiers
+    return found | kvcache.pool_stats() | in_tiers
 
 
 def paused_summary(scheduler: Scheduler) -> dict[str, int]:

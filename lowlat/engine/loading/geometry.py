@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
+from lowlat.engine.loading.pool_size import settle_pools
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.step.slots import MAX_PATH_NODES
 from lowlat.models.geometry import ModelConfig
@@ -22,7 +23,6 @@ from lowlat.step.state import StepGeometry
 __all__ = ["check_countable", "make_geometry", "rank_geometries"]
 
 logger = logging.getLogger("lowlat")
-MAX_SNAPSHOTS = 32  # a slot: more are seldom found again
 
 
 def make_geometry(
@@ -34,7 +34,9 @@ def make_geometry(
 ) -> StepGeometry:
     """The shapes of all programs; the pool defaults to max_batch requests of the largest size.
 
-    Raises ConfigError for a tree that asks for more tokens after one than the draft model has.
+    A kv_cache_gib of all that is free is one such request here: `lowlat.engine.loading.pool_size.fill_devices` knows.
+    Raises ConfigError for a tree that asks for more tokens after one than the draft model has, and for a kv_cache_gib
+    below one request of the largest size.
     """
     config = config.for_context(options.max_context)
     _check_choices(speculator, topologies)
@@ -58,8 +60,6 @@ def make_geometry(
     if forced_rows:
         max_rows, path_width = max(max_rows, *forced_rows), max(path_width, *forced_rows)
         _check_paths(options, topologies, path_width)
-    worst = -(-(options.max_context + max(max_rows, num_drafted_rows)) // options.block_size)
-    num_blocks = options.kv_blocks if options.kv_blocks is not None else options.max_batch * worst + 1
     geometry = StepGeometry(
         config=config,
         speculator=speculator,
@@ -69,7 +69,7 @@ def make_geometry(
         num_paths=max(topology.num_paths for topology in topologies.values()),
         path_width=path_width,
         block_size=options.block_size,
-        num_blocks=num_blocks,
+        num_blocks=0,
         prefill_chunk=options.prefill_chunk,
         max_prefill_chunks=_chunks_at_once(options),
         simulated_acceptance=None if used is None else used.imposed_acceptance,
@@ -82,9 +82,7 @@ def make_geometry(
         prompt_logprobs=options.prompt_logprobs and not options.is_strict,
         checks=_checks(options, has_partial=partial is not None),
     )
-    per_chunk, num_requests = options.prefill_chunk // options.block_size, max(options.max_batch, num_blocks // worst)
-    pools = [pool.default_blocks(worst, per_chunk, num_requests) for pool in geometry.window_pools]
-    return replace(geometry, window_blocks=tuple(pools), num_snapshots=_num_snapshots(geometry, options))
+    return settle_pools(geometry, options, lambda whole: _cut(whole, options, speculative)[0])
 
 
 def _num_bytes(plan: WeightPlan) -> float:
@@ -100,14 +98,6 @@ def _log_partial(partial: PartialKV) -> None:
     else:
         logger.warning("SpecPV is on, which is lossy: from %d tokens on steps attend to a part of the KV cache, and "
                        "tokens may differ from the target's", partial.threshold)  # fmt: skip
-
-
-def _num_snapshots(geometry: StepGeometry, options: RuntimeConfig) -> int:
-    """Snapshots that the memory for them holds, no more than MAX_SNAPSHOTS a slot."""
-    size = geometry.snapshot_bytes
-    if not size or not options.prefix_reuse:
-        return 0
-    return min(int(options.state_cache_gib * (1 << 30)) // size, MAX_SNAPSHOTS * options.max_batch)
 
 
 def _check_layers(
@@ -198,6 +188,19 @@ def rank_geometries(
 
     A draft model that cannot be cut is whole on every rank, unless it was asked for.
     """
+    ranks, problem = _cut(geometry, options, speculative)
+    if problem is not None:
+        logger.info("the draft model is whole on every GPU: %s", problem)
+    return ranks
+
+
+def _cut(
+    geometry: StepGeometry, options: RuntimeConfig, speculative: SpeculativeConfig | None
+) -> tuple[list[StepGeometry], ConfigError | None]:
+    """The shapes of each rank's programs, and why a draft model is not cut that may be; None: it is, or there is none.
+
+    Raises what `rank_geometries` does.
+    """
     size = options.tensor_parallel_size
     if geometry.partial is not None and size > 1:
         raise ConfigError(f"enable_specpv is not implemented for tensor_parallel_size {size}; leave one of them out")
@@ -207,15 +210,14 @@ def rank_geometries(
     if asked not in (None, 1, size):
         raise ConfigError(f"draft_tensor_parallel_size must be 1 or tensor_parallel_size {size}, got {asked}")
     if configs[0].shard is None or draft is None or speculator is None or asked == 1:
-        return [replace(geometry, config=config) for config in configs]
+        return [replace(geometry, config=config) for config in configs], None
     try:
         parts = rank_drafts(configs, draft)
     except ConfigError as error:
         if asked is not None:
             raise
-        logger.info("the draft model is whole on every GPU: %s", error)
-        return [replace(geometry, config=config) for config in configs]
-    return [replace(geometry, config=config, speculator=speculator.with_config(own)) for config, own in parts]
+        return [replace(geometry, config=config) for config in configs], error
+    return [replace(geometry, config=config, speculator=speculator.with_config(own)) for config, own in parts], None
 
 
 def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) -> None:

@@ -15,12 +15,13 @@ import torch
 from lowlat.checkpoint.source import JoinedWeights
 from lowlat.engine.loading.geometry import check_countable, make_geometry, rank_geometries
 from lowlat.engine.loading.loaded import Loaded, gpu_of
+from lowlat.engine.loading.pool_size import check_free, fill_devices, kv_bytes, takes_all_free
 from lowlat.engine.loading.programs import build_rank, make_ladder
 from lowlat.engine.loading.speculation import load_speculation
 from lowlat.engine.loading.strict import check_device, check_launches
 from lowlat.engine.loading.target import load_target
 from lowlat.engine.memory.held import held_memory
-from lowlat.engine.memory.plan import DeviceNeed, check_ranks
+from lowlat.engine.memory.plan import DeviceNeed, check_ranks, plan_ranks
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.executors.devices import DeviceChoice, choose_device, rank_devices
 from lowlat.executors.make import (
@@ -69,6 +70,7 @@ def load(
     _check_call(model, speculative, progress, captured, downloaded, reserve)
     choice = choose_device(f"cuda:{options.devices[0]}" if options.devices else options.device, options.executor)
     _log_choice(choice)
+    check_free(options, choice.device, shares=reserve is not None)
     target = load_target(model, options, progress, downloaded)
     codec = TextCodec.load(target.directory)
     speculation = load_speculation(target, speculative, options, downloaded)
@@ -83,7 +85,14 @@ def load(
     if options.count_tiles:
         check_countable(geometry, topologies)
     devices = rank_devices(choice, len(ranks), options.devices)
-    plans = check_ranks(ranks, weights, choice, devices, reserve, fuse=options.fuse)
+    plans = plan_ranks(ranks, weights, choice, devices, fuse=options.fuse)
+    if takes_all_free(options):
+        needs = [plan.need for plan in plans]
+        geometry, geometries = fill_devices(geometry, geometries, options, needs, devices)
+        ranks = [build_rank(each, ladder, topologies) for each in geometries]
+        plans = plan_ranks(ranks, weights, choice, devices, fuse=options.fuse)
+    check_ranks(plans, devices, reserve)
+    _log_cache(geometry, geometries)
     executor = make_executor(
         choice, ranks, weights, captured, devices=devices, device_loop=options.device_loop, fuse=options.fuse,
         hooks=not options.is_strict, watchdog=(options.watchdog_factor, options.watchdog_min_s),
@@ -136,6 +145,14 @@ def _refuse_unfit(
     if choice.has_kernels:
         check_positions(first, invariant=options.tp_invariant)
     refuse_parts(choice, first.config, None if first.speculator is None else first.speculator.draft_config)
+
+
+def _log_cache(geometry: StepGeometry, ranks: Sequence[StepGeometry]) -> None:
+    """Log how many tokens the KV cache holds, of how many requests, and what it takes of a rank's device."""
+    tokens, size = geometry.num_kv_tokens, max(map(kv_bytes, ranks)) / 2**30
+    count = (geometry.num_blocks - 1) // geometry.table_width
+    logger.info("the KV cache holds %d tokens, %d requests of max_context %d, in %.2f GiB%s", tokens, count,
+                geometry.max_context, size, " of each GPU" if len(ranks) > 1 else "")  # fmt: skip
 
 
 def _check_call(model: object, speculative: object, *told: object) -> None:

@@ -24,7 +24,7 @@ from lowlat.models.rank_weights import rank_weights
 
 __all__ = [
     "DeviceNeed", "MemoryNeed", "RankPlan", "available_bytes", "check_fits", "check_ranks", "memory_need",
-    "on_one_device", "plan_rank",
+    "on_one_device", "plan_rank", "plan_ranks",
 ]  # fmt: skip
 
 
@@ -221,22 +221,21 @@ def check_fits(need: MemoryNeed, device: torch.device) -> None:
         shown = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**30:.2f}" for name, value in parts.items())
         raise ConfigError(
             f"{total / 2**30:.2f} GiB are needed on {place}{during} ({shown}) and {free / 2**30:.2f} GiB are "
-            "free: lower max_batch, max_context or kv_blocks, or take a smaller model"
+            "free: lower max_batch, max_context, kv_cache_gib or kv_blocks, or take a smaller model"
         )
 
 
-def check_ranks(
+def plan_ranks(
     ranks: Sequence[Rank],
     weights: JoinedWeights,
     choice: DeviceChoice,
     devices: Sequence[torch.device],
-    reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
     *,
     fuse: bool = True,
 ) -> list[RankPlan]:
-    """The plan of each rank. Raises ConfigError where the ranks of a device together do not fit there, naming it."""
+    """The plan of each rank, on its device."""
     shapes, gpus = weights.shapes(), planned_gpus(choice, devices)
-    plans = [
+    return [
         plan_rank(
             (*rank.programs.values(), *rank.prefills.values()),
             rank_weights(shapes, rank.config),
@@ -248,6 +247,17 @@ def check_ranks(
         )
         for number, rank in enumerate(ranks)
     ]
+
+
+def check_ranks(
+    plans: Sequence[RankPlan],
+    devices: Sequence[torch.device],
+    reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
+) -> None:
+    """Raise ConfigError where the ranks of a device together do not fit there, naming it.
+
+    reserve  see `Runtime.load`
+    """
     together = {
         device: on_one_device([plan.need for plan, own in zip(plans, devices, strict=True) if own == device])
         for device in dict.fromkeys(devices)
@@ -256,4 +266,3 @@ def check_ranks(
         reserve([DeviceNeed(str(own), need.total_bytes, available_bytes(own)) for own, need in together.items()])
     for device, need in together.items():
         check_fits(need, device)
-    return plans

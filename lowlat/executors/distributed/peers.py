@@ -246,7 +246,7 @@ class _Allocation:
             if status.value:
                 raise ConfigError(
                     f"cuda:{gpu} has no {num_bytes} bytes for what ranks exchange ({status.name}); lower max_batch, "
-                    f"max_context or kv_blocks"
+                    f"max_context, kv_cache_gib or kv_blocks"
                 )
             _checked("cuMemsetD8", driver.cuMemsetD8(address, 0, num_bytes))
             _checked("cuCtxSynchronize", driver.cuCtxSynchronize())

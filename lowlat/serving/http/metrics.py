@@ -64,6 +64,9 @@ TIERS = {
     "cache_bytes_to_device": ("bytes_in", "Bytes copied to the device."),
     "cache_bytes_from_device": ("bytes_out", "Bytes copied from the device."),
 }
+KV_GAUGES = {
+    "kv_cache_capacity_tokens": ("capacity_tokens", "Tokens that the KV cache holds, cached prefixes included."),
+}
 SESSIONS = {
     "sessions": ("num_sessions", "Sessions that live."),
     "sessions_running": ("num_running", "Sessions with requests under way."),
@@ -110,6 +113,7 @@ class _Snapshot(Collector):
         if "query_tokens" in (kv := engine.get("kv", {})):
             used = kv["num_used"] / max(kv["num_blocks"], 1)
             yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used)
+            yield from self._gauges(KV_GAUGES, kv)
             if kv.get("cache_dtype") in CACHE_BITS:
                 bits = CACHE_BITS[kv["cache_dtype"]]
                 yield self._gauge("kv_cache_bits", "Bits of a number in the KV cache.", bits)

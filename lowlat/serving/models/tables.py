@@ -65,6 +65,11 @@ def read_tables(
         place = f"{file}: {MODELS_TABLE}[{number}]"
         if settings["model"] is None:
             raise ConfigError(f"{place} names no model")
+        if settings["kv_cache_gib"] == "free":
+            raise ConfigError(
+                f"{place}: kv_cache_gib 'free' ({settings.sources['kv_cache_gib']}) is for a model that has its GPUs "
+                "to itself, and [[models]] share them; give each a number of GiB (models_gib bounds them together)"
+            )
         name = settings["name"] or display_name(settings["model"])
         own = f"ipc://{base.with_name(_UNSAFE.sub('_', name) + '.sock')}"
         endpoint = shared["endpoint"] if not number else own

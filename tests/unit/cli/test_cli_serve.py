@@ -1,6 +1,7 @@
 """`lowlat serve` as a process: ready lines, refusals before anything is loaded, restarts, signals, keys."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,8 @@ def test_ready_lines_can_be_copied(folder: Path, talker: Path) -> None:
     ) as process:
         try:
             assert process.stdout is not None
-            lines = [process.stdout.readline().strip() for _ in range(5)]
+            lines = [process.stdout.readline().strip() for _ in range(6)]
+            assert any(re.fullmatch(r"KV cache  2,176 tokens in .* \(--kv-cache-gib\)", line) for line in lines)
             python, shell = (line.partition(" ")[2].strip() for line in lines[2:4])
             done = subprocess.run(
                 [sys.executable, "-c", python], capture_output=True, text=True, timeout=60, check=True

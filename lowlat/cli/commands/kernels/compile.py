@@ -24,7 +24,7 @@ __all__ = ["command"]
 
 SIZING = (
     *("max_batch", "max_context", "dtype", *STORED, "block_size", "prefill_chunk", "max_prefill_chunks"),
-    *("kv_blocks", "device_loop", "tensor_parallel_size", "tp_invariant"),
+    *("kv_cache_gib", "kv_blocks", "device_loop", "tensor_parallel_size", "tp_invariant"),
 )
 
 
