@@ -49,7 +49,9 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         _page("speculators", None, "lowlat/speculators/README.md"),
         _page("specpv", None, "lowlat/speculators/SPECPV.md"),
         _page("embed", "In a process", USING, "In a process"),
-        Page("serve", "Serving", (Part(USING, ("From other processes", "Over HTTP")),)),
+        Page(
+            "serve", "Serving", (Part(USING, ("From other processes", "Over HTTP", "Memory for many conversations")),)
+        ),
         _page("http", None, "lowlat/serving/http/README.md"),
         _page("growing", None, "lowlat/serving/http/GROWING.md"),
         _page("tools", None, "lowlat/serving/http/TOOLS.md"),

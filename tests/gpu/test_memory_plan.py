@@ -8,6 +8,7 @@ import torch
 
 import lowlat
 from lowlat import Runtime, SpeculativeConfig
+from lowlat.engine.loading.pool_size import MARGIN_BYTES, MARGIN_SHARE
 from lowlat.engine.memory.held import PARTS
 from lowlat.engine.memory.plan import available_bytes
 
@@ -47,3 +48,18 @@ def test_the_plan_is_within_two_per_cent_of_the_gpu_s_own_count(name: str) -> No
     found = [loaded(name) for _ in range(TURNS)]
     assert all(planned > 2 << 30 for planned, _ in found)
     assert any(abs(taken - planned) <= 0.02 * planned for planned, taken in found), found
+
+
+def test_a_kv_cache_of_all_that_is_free_leaves_the_margin() -> None:
+    """Graphs, code and what the plan is wrong by are within it; the tokens are those of the usual cache."""
+    drafts = SpeculativeConfig(model=DEMO / "head", num_speculative_tokens=3, strict=True)
+    options = {name: value for name, value in OPTIONS.items() if name != "kv_blocks"}
+    with Runtime.load(DEMO / "target", drafts, **options) as runtime:  # the context, and code that stays
+        expected = runtime.generate("The President shall", max_tokens=32, temperature=0.0).token_ids
+    before = _free_bytes()
+    with Runtime.load(DEMO / "target", drafts, **options, kv_cache_gib="free") as runtime:
+        assert runtime.generate("The President shall", max_tokens=32, temperature=0.0).token_ids == expected
+        left = _free_bytes()
+        runtime.kvcache.invariants()
+    margin = MARGIN_BYTES + before // MARGIN_SHARE
+    assert MARGIN_BYTES // 4 < left < 2 * margin, (before, left)

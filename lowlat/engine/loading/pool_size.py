@@ -141,8 +141,8 @@ def _with_blocks(geometry: StepGeometry, options: RuntimeConfig, num_blocks: int
 
 def _alike(ranks: Sequence[StepGeometry], whole: StepGeometry) -> list[StepGeometry]:
     """The ranks with as many blocks and snapshots as the whole."""
-    sizes = {"num_blocks": whole.num_blocks, "window_blocks": whole.window_blocks}
-    return [replace(rank, **sizes, num_snapshots=whole.num_snapshots) for rank in ranks]
+    blocks, windows, snapshots = whole.num_blocks, whole.window_blocks, whole.num_snapshots
+    return [replace(rank, num_blocks=blocks, window_blocks=windows, num_snapshots=snapshots) for rank in ranks]
 
 
 def _most_blocks(geometry: StepGeometry, taken: Callable[[int], int], limit: int) -> int | None:
