@@ -37,6 +37,22 @@ def test_inspect_model_counts_what_is_stored(pair: PairPaths) -> None:
     assert found["kv"]["bytes"] == blocks * 32 * found["kv"]["bytes_per_token"]
 
 
+def test_inspect_model_sizes_the_kv_cache(pair: PairPaths) -> None:
+    """In GiB; what a GPU has left is asked of one that is here."""
+    sizes = ("--context", 100, "--kv-cache-gib")
+    kv = answer("inspect", "model", pair.target, *sizes, 0.01, "--json")["kv"]
+    block = 32 * kv["bytes_per_token"]
+    assert kv["bytes"] <= 0.01 * (1 << 30) < kv["bytes"] + block
+    assert kv["bytes"] == kv["num_blocks"] * block and kv["capacity_tokens"] == (kv["num_blocks"] - 1) * 32
+    shown = lowlat("inspect", "model", pair.target, *sizes, 0.01).stdout
+    assert re.search(rf"tokens that it holds +{kv['capacity_tokens']:,}", shown)
+    model = ("inspect", "model", pair.target)
+    assert "kv_cache_gib 1e-06 is less than" in refusal(*model, *sizes, 1e-6)
+    assert "kv_cache_gib 'free' is what a GPU has left" in refusal(*model, *sizes, "free", "--device", "cpu")
+    assert "give a number of GiB" in refusal(*model, *sizes, "free", "--device", "cuda:63")
+    assert "give a number of GiB" in refusal("inspect", "step", "--kv-cache-gib", "free")
+
+
 @pytest.mark.parametrize("with_draft_model", [False, True])
 def test_inspect_model_forecasts_what_a_runtime_allocates(pair: PairPaths, with_draft_model: bool) -> None:
     extra = ("--head", pair.head, "-S", 2) if with_draft_model else ()
