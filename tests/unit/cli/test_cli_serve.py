@@ -52,6 +52,7 @@ def test_a_server_has_its_endpoint_until_it_is_killed_and_the_next_takes_it_over
         path = Path(server.endpoint.removeprefix("ipc://"))
         assert path == folder / "lowlat" / "default.sock" and path.stat().st_mode & 0o077 == 0
         assert server.ready["model"] == "lowlat-demo" and server.ready["num_speculative_tokens"] == 3
+        assert server.ready["kv_cache_tokens"] >= 4 * server.ready["max_context"] and server.ready["kv_cache_bytes"] > 0
         assert server.ready["pid"] == server.process.pid and server.ready["speculation_error"] is None
         refused = run(folder, "serve", "--model", talker, code=2)
         assert f"another server, process {server.process.pid}, holds" in refused.stderr and not refused.stdout
