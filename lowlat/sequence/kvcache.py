@@ -192,7 +192,8 @@ class KVCache:
             if not self._moves.restore(self.tiers, prompt_token_ids, root, count):
                 return None
         digests, hits = chunks.lookup(prompt_token_ids, root) if reads else ([], [])
-        has_others = hits and (hits[-1].children or self.tiers is not None)  # which may have others' chunks alone
+        last = hits[-1] if hits else None  # chunks that come from the tiers may have others' children there
+        has_others = last is not None and (last.children or last.is_torn or self.tiers is not None)
         num_common = len(digests) if has_others else 0
         count = chunks.num_hits(digests)
         digests, hits = digests[:count], hits[:count]
@@ -335,7 +336,10 @@ class KVCache:
         if owner is not None and not poisoned and not entry.tainted:
             before = self._chunks.pinned(owner)
             if completed or entry.digests[: len(before)] == before:
-                self._chunks.pin(owner, entry.digests)
+                self._chunks.pin(owner, entry.digests, completed=completed)
+        last = self._chunks.index.get(entry.digests[-1]) if entry.digests else None
+        if last is not None and entry.num_prefilled < len(entry.prompt):
+            last.is_torn = True
         self._let_go(request_id)
         for book in self._books:
             book.release(request_id)
