@@ -115,7 +115,7 @@ class SnapshotBook(PoolBook):
             if digest in self._listed:
                 return {}
             if kept := is_kept(digest):
-                row = None if kept is COMING else self._take()
+                row = None if kept is COMING else self._take(_Place.END)
                 if row is None:
                     return {}
                 self._listed[digest] = _Snapshot(digest, row, _Place.END)
