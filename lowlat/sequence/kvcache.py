@@ -202,6 +202,10 @@ class KVCache:
             return None
         for book in self._books:
             book.admit(request_id, total, len(prompt_token_ids), digests, num_common)
+        if self.tiers is not None:
+            self._moves.touch_kept(digests)
+            chain = chunks.chain(prompt_token_ids, root)
+            self.tiers.ask([chain.digest(k) for k in range(chunks.num_whole(prompt_token_ids))])
         blocks, num_cached = table(), len(hits) * self.prefill_chunk
         self._entries[request_id] = Admitted(
             prompt_token_ids, blocks, total, num_cached, root, digests, dict(enumerate(hits))
@@ -232,8 +236,7 @@ class KVCache:
 
     def take_saves(self) -> list[Save]:
         """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
-        saves, self._moves.saves = self._moves.saves, []
-        return saves
+        return self._moves.take_saves()
 
     def note_all(self) -> None:
         """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""

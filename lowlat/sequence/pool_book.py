@@ -56,6 +56,10 @@ class PoolBook(ABC):
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
         """The first chunks of a chain, `most` at the most, after which a prompt can go on by what is listed here."""
 
+    def goes_on(self, digests: Sequence[bytes], is_kept: IsKept) -> bool:
+        """Whether a prompt can go on after a chain by what is kept of this pool."""
+        return all(map(is_kept, self.needed(digests)))
+
     @abstractmethod
     def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
         """List contents that lie in a tier of the cache, so that a prompt goes on after as many chunks as possible.

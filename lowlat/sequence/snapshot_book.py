@@ -109,6 +109,10 @@ class SnapshotBook(PoolBook):
         """The last two: a prompt that ends with a chunk leaves its last snapshot before that."""
         return digests[-2:]
 
+    def goes_on(self, digests: Sequence[bytes], is_kept: IsKept) -> bool:
+        """Whether there is a snapshot after the last."""
+        return bool(digests) and bool(is_kept(digests[-1]))
+
     def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
         """List the snapshot after the last chunk that has one, here or in the tier."""
         for digest in reversed(digests):

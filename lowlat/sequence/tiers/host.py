@@ -41,8 +41,7 @@ class HostTier:
         return key in self._kept
 
     def get(self, key: ChunkKey) -> torch.Tensor | None:
-        """The content of a key, which is then the newest; None where it is not there."""
-        self.touch(key)
+        """The content of a key; None where it is not there."""
         return self._kept.get(key)
 
     def touch(self, key: ChunkKey) -> None:
@@ -52,13 +51,14 @@ class HostTier:
             self.now += 1
             self._used[key] = self.now
 
-    def reserve(self, size: int) -> torch.Tensor | None:
+    def reserve(self, size: int, before: int | None = None) -> torch.Tensor | None:
         """Memory for a content of so many bytes; the oldest ones go where there is none left.
 
-        None: it is larger than a slab of the tier, or all that could go is under way to the device.
+        before  only those go that were used last before that
+        None: it is larger than a slab of the tier, or all that could go is under way to the device, or was used later.
         """
         while (memory := self._arena.take(size)) is None:
-            if size > self._arena.slab_bytes or not self._evict(size):
+            if size > self._arena.slab_bytes or not self._evict(size, self.now + 1 if before is None else before):
                 return None
         return memory
 
@@ -79,7 +79,7 @@ class HostTier:
             self._keys.pop(content.data_ptr(), None)
             self.num_bytes -= content.numel()
 
-    def _evict(self, size: int) -> bool:
+    def _evict(self, size: int, before: int) -> bool:
         """Let the oldest content go where it has so many bytes, else contents that lie side by side and have them.
 
         Those are around one of the oldest, and the newest of them is the oldest. Pinned contents go after others.
@@ -89,11 +89,13 @@ class HostTier:
             passes.append(lambda key: True)
         for may_go in passes:
             oldest = list(islice(filter(may_go, self._kept), NUM_OLDEST))
-            if oldest:
+            if oldest and self._used[oldest[0]] < before:
                 gone = oldest[:1]
                 if 0 < self._kept[oldest[0]].numel() < size:
                     runs = (self._around(key, size, may_go) for key in self._one_a_slab(oldest))
-                    gone = min(filter(None, runs), default=(0, gone))[1]
+                    newest, gone = min(filter(None, runs), default=(0, gone))
+                    if newest >= before:
+                        return False
                 for key in gone:
                     self.drop(key)
                 return True
