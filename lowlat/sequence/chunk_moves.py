@@ -96,26 +96,32 @@ class ChunkMoves:
             if chunk not in above:
                 self._chunks.index.touch_chain(chunk)
 
-    def save(self, digests: Iterable[bytes]) -> None:
-        """Chunks whose contents are to be kept in the tiers, where they are not yet, and what comes before them is."""
+    def save(self, digests: Iterable[bytes], *, with_all_before: bool = False) -> None:
+        """Chunks whose contents are to be kept in the tiers, where they are not yet, and what comes before them is.
+
+        with_all_before  that is among them, or in the tiers
+        """
         if self._chunks.tiers is None:
             return
         for digest in digests:
             chunk = self._chunks.index.get(digest)
             if chunk is None or self._is_kept(digest):
                 continue
-            if chunk.parent is None or self._is_kept(chunk.parent.digest):
+            if with_all_before or chunk.parent is None or self._is_kept(chunk.parent.digest):
                 self._chunks.index.acquire(chunk)
                 self._save(Save(ChunkKey(digest, ""), chunk.blocks, self.hold(chunk)))
 
-    def save_of(self, book: PoolBook, digests: Iterable[bytes]) -> None:
-        """The same of another pool."""
-        if self._chunks.tiers is None:
+    def save_of(self, book: PoolBook, digests: Iterable[bytes], *, spare: bool = False) -> None:
+        """The same of another pool; spare: see `Save`."""
+        tiers = self._chunks.tiers
+        if tiers is None:
             return
         for digest in digests:
             places = book.places(digest)
-            if places is not None and self._is_kept(digest) and not self._is_kept(digest, book.name):
-                self._save(Save(ChunkKey(digest, book.name), places))
+            if places is None or not self._is_kept(digest) or self._is_kept(digest, book.name):
+                continue
+            if not spare or tiers.has_space(book.name, len(places)):
+                self._save(Save(ChunkKey(digest, book.name), places, spare=spare))
 
     def _save(self, save: Save) -> None:
         self.saves.append(save)
@@ -207,12 +213,12 @@ class ChunkMoves:
         tiers, books = self._chunks.tiers, self._chunks.books
         if tiers is None:
             return
-        kept = list(takewhile(self._is_kept, digests))
+        kept = list(digests if tiers.has_files else takewhile(self._is_kept, digests))
 
         def goes_on(book: PoolBook) -> bool:
             return book.goes_on(kept, lambda digest: self._is_kept(digest, book.name))
 
-        while kept and not all(map(goes_on, books)):
+        while kept and not tiers.has_files and not all(map(goes_on, books)):
             kept.pop()
         ends = [ChunkKey(digest, book.name) for book in books for digest in book.needed(kept)]
         tiers.touch([*(ChunkKey(digest, "") for digest in reversed(kept)), *ends])

@@ -206,6 +206,10 @@ class KVCache:
             self._moves.touch_kept(digests)
             chain = chunks.chain(prompt_token_ids, root)
             self.tiers.ask([chain.digest(k) for k in range(chunks.num_whole(prompt_token_ids))])
+            if not self.tiers.has_files:
+                self._moves.save(digests)
+                for book in self._books:
+                    self._moves.save_of(book, book.needed(digests))
         blocks, num_cached = table(), len(hits) * self.prefill_chunk
         self._entries[request_id] = Admitted(
             prompt_token_ids, blocks, total, num_cached, root, digests, dict(enumerate(hits))
@@ -242,7 +246,7 @@ class KVCache:
         """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""
         self._moves.settle()
         digests = [chunk.digest for chunk in self._chunks.index.oldest_first()]
-        self._moves.save(digests)
+        self._moves.save(digests, with_all_before=True)
         for book in self._books:
             self._moves.save_of(book, digests)
 
@@ -298,6 +302,7 @@ class KVCache:
         self._moves.save(self._register(request_id, entry.prompt, num_tokens))
         for book in self._books:
             self._moves.save_of(book, book.worth_keeping(request_id, entry.digests, num_before))
+            self._moves.save_of(book, book.spare(entry.digests, num_before), spare=True)
         if num_tokens == len(entry.prompt) and self._books:
             for book in self._books:
                 book.mark_prefilled(request_id)

@@ -111,6 +111,10 @@ class PoolBook(ABC):
         """
         return digests[num_before:]
 
+    def spare(self, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
+        """The chunks of a prompt whose state here may have what memory of the tiers is free; arguments as above."""
+        return ()
+
     @abstractmethod
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
         """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""

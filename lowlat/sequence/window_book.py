@@ -233,6 +233,10 @@ class WindowBook(PoolBook):
                 yield digests[k]
         yield from (part.digest for part in holding.parts.values() if part.is_shared)
 
+    def spare(self, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
+        """All: a prompt may go on from anywhere, as a question about a document does."""
+        return digests[num_before:]
+
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
         """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""
         part = self._parts.pop(digest, None)

@@ -375,11 +375,14 @@ def test_tiers_keep_of_windows_what_prompts_go_on_from(
     book = WindowBook(WindowPool(32, 201, 8, num_at_once=4 * CHUNK, num_behind=0, num_ahead=1), CHUNK)
     cache = KVCache(250, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers, books=[book])
     assert read_prompt(cache, tiers, "a", prompt) == 0
-    assert 50 + 4 <= tiers.counts.saved <= 50 + 3 * seen  # after 16, 32 and 48 chunks, which is near its end
+    # after 16, 32 and 48 chunks, which is near its end; all where memory is free
+    assert 50 + 4 <= tiers.counts.saved <= 50 + (3 * seen if in_files else 50)
     cache.forget_all()
     assert read_prompt(cache, tiers, "again", [*prompt, 0]) == 50 * CHUNK
     assert tiers.counts.read <= in_files * (50 + seen)  # what it goes on from, and nothing before
     cases = [(40, 32), (40, 40), (22, 16), (22, 22)]  # from the second prompt that parts there on
+    if not in_files:
+        cases = [(40, 40), (22, 22)]
     for number, (count, found) in enumerate(cases):
         cache.forget_all()
         other = [*prompt[: count * CHUNK], *[100 + number] * (3 * CHUNK + 2)]

@@ -39,6 +39,12 @@ class HostArena:
         self._free = [(size, base) for base in self._bases]  # sizes and starts, ascending
         self._returned: list[int] = []  # appended to by whatever thread drops a tensor
 
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest free piece."""
+        self._take_back()
+        return self._free[-1][0] if self._free else 0
+
     def take(self, size: int) -> torch.Tensor | None:
         """Memory of so many bytes, [n] uint8, as it was left, of the smallest free piece that has them.
 

@@ -1,4 +1,8 @@
-"""The host tier keeps contents of chunks in the process's memory; those used longest ago go first."""
+"""The host tier keeps contents of chunks in the process's memory; those used longest ago go first.
+
+One that comes back takes the place of such alone as were not used since it was asked for: of texts that come in turn,
+and are too many, some stay. Otherwise each would go before its turn.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -29,6 +33,7 @@ class HostTier:
     def __init__(self, arena: HostArena, is_pinned: Callable[[ChunkKey], bool] = _nothing) -> None:
         self.num_bytes = 0
         self.now = 0  # grows with each use of a content
+        self._num_spare = 0  # contents that were
         self._arena, self._is_pinned = arena, is_pinned
         self._kept: OrderedDict[ChunkKey, torch.Tensor] = OrderedDict()  # the first to go first
         self._used: dict[ChunkKey, int] = {}  # when each was used last
@@ -62,11 +67,20 @@ class HostTier:
                 return None
         return memory
 
-    def put(self, key: ChunkKey, content: torch.Tensor) -> None:
-        """Keep a content that lies in memory of `reserve`."""
+    def has_space(self, size: int) -> bool:
+        """Whether memory for a content of so many bytes is free."""
+        return self._arena.largest >= size
+
+    def put(self, key: ChunkKey, content: torch.Tensor, *, spare: bool = False) -> None:
+        """Keep a content that lies in memory of `reserve`; spare: it is the first to go, until it is used."""
         self.drop(key)
         self._kept[key] = content
-        self.touch(key)
+        if spare:
+            self._kept.move_to_end(key, last=False)
+            self._num_spare += 1
+            self._used[key] = -self._num_spare
+        else:
+            self.touch(key)
         self.num_bytes += content.numel()
         if content.numel():
             self._keys[content.data_ptr()] = key

@@ -107,6 +107,11 @@ class CacheTiers:
         return self._num_read
 
     @property
+    def has_files(self) -> bool:
+        """Whether contents go to files: host memory is a way there then, and to look for each takes time."""
+        return self._disk is not None
+
+    @property
     def num_loads(self) -> int:
         """Copies to the device that are under way."""
         return self._num_loads
@@ -142,6 +147,11 @@ class CacheTiers:
             if key in self._host or key in self._saving:
                 return True
             return self._disk is not None and key in self._whole and key in self._disk
+
+    def has_space(self, pool: str, count: int) -> bool:
+        """Whether host memory is free for a content of so many blocks or rows of a pool, and is no way to files."""
+        with self._lock:
+            return self._disk is None and self._host.has_space(self._copier.content_bytes(pool, count))
 
     def ask(self, digests: Iterable[bytes]) -> None:
         """Note that a prompt has these chunks.
@@ -184,12 +194,15 @@ class CacheTiers:
                 self._num_open += 1
             self._put_copy(1, partial(self._copy_out, save, mark))
 
-    def put(self, key: ChunkKey, content: Callable[[], torch.Tensor]) -> None:
-        """Keep a content. `content` is called in the tiers' own thread, and waits for the copy from the device."""
+    def put(self, key: ChunkKey, content: Callable[[], torch.Tensor], *, spare: bool = False) -> None:
+        """Keep a content. `content` is called in the tiers' own thread, and waits for the copy from the device.
+
+        spare  it is kept where host memory is free, and goes before all others
+        """
         with self._lock:
             self._saving.add(key)
             self._num_open += 1
-        self._put_copy(1, lambda: partial(self._keep_read, key, content))
+        self._put_copy(1, lambda: partial(self._keep_read, key, content, spare))
 
     def take_done(self) -> list[object]:
         """The holders of copies that have ended since this was called last; several times where they hold several."""
@@ -343,9 +356,11 @@ class CacheTiers:
         with self._lock:
             return self._host.reserve(size)
 
-    def _reserve_for(self, key: ChunkKey, size: int) -> torch.Tensor | None:
+    def _reserve_for(self, key: ChunkKey, size: int, *, spare: bool = False) -> torch.Tensor | None:
         """Memory for a content from the device; what goes to a file passes through it in any case."""
         with self._lock:
+            if spare and not self._host.has_space(size):
+                return None
             before = self._asked.get(key.digest, (0, None))[1]
             return self._host.reserve(size, before if self._disk is None else None)
 
@@ -393,19 +408,19 @@ class CacheTiers:
 
         return _begun(lambda: self._copier.start_out([save], [content], mark), end)
 
-    def _keep_read(self, key: ChunkKey, content: Callable[[], torch.Tensor]) -> None:
+    def _keep_read(self, key: ChunkKey, content: Callable[[], torch.Tensor], spare: bool) -> None:
         """Keep a content that is on its way already, in memory of the tier."""
         kept = None
         try:
             made = content()
-            kept = self._reserve_for(key, made.numel())
+            kept = self._reserve_for(key, made.numel(), spare=spare)
             if kept is not None:
                 kept.copy_(made)
                 self.counts.bytes_out += made.numel()
         finally:
-            self._keep(key, kept, None)
+            self._keep(key, kept, None, spare=spare)
 
-    def _keep(self, key: ChunkKey, content: torch.Tensor | None, holder: object) -> None:
+    def _keep(self, key: ChunkKey, content: torch.Tensor | None, holder: object, *, spare: bool = False) -> None:
         """Note a content that has come from the device; None: there is no memory for it."""
         with self._lock:
             self._saving.discard(key)
@@ -413,7 +428,7 @@ class CacheTiers:
             if holder is not None:
                 self._done.append(holder)
             if content is not None and key not in self._dropping:
-                self._host.put(key, content)
+                self._host.put(key, content, spare=spare)
                 self.counts.saved += 1
             if not self._saving:
                 self._tell()  # blocks that were held may be others'
