@@ -5,6 +5,7 @@ A chunk whose copy runs beside steps has the copy as one of its users, so that i
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -60,6 +61,7 @@ class ChunkMoves:
     def __init__(self, chunks: SharedChunks) -> None:
         self.loads: list[Load] = []
         self.saves: list[Save] = []
+        self._saved: set[ChunkKey] = set()  # of these
         self.moving: Counter[CachedChunk] = Counter()
         self.arriving: set[CachedChunk] = set()
         self._chunks = chunks
@@ -94,26 +96,47 @@ class ChunkMoves:
             if chunk not in above:
                 self._chunks.index.touch_chain(chunk)
 
-    def save(self, digests: Iterable[bytes]) -> None:
-        """Chunks whose contents are to be kept in the tiers, where they are not yet."""
-        tiers, index = self._chunks.tiers, self._chunks.index
-        if tiers is None:
+    def save(self, digests: Iterable[bytes], *, with_all_before: bool = False) -> None:
+        """Chunks whose contents are to be kept in the tiers, where they are not yet, and what comes before them is.
+
+        with_all_before  that is among them, or in the tiers
+        """
+        if self._chunks.tiers is None:
             return
         for digest in digests:
-            chunk = index.get(digest)
-            if chunk is not None and tiers.wants(key := ChunkKey(digest, "")):
-                index.acquire(chunk)
-                self.saves.append(Save(key, chunk.blocks, self.hold(chunk)))
+            chunk = self._chunks.index.get(digest)
+            if chunk is None or self._is_kept(digest):
+                continue
+            if with_all_before or chunk.parent is None or self._is_kept(chunk.parent.digest):
+                self._chunks.index.acquire(chunk)
+                self._save(Save(ChunkKey(digest, ""), chunk.blocks, self.hold(chunk)))
 
-    def save_of(self, book: PoolBook, digests: Iterable[bytes]) -> None:
-        """The same of another pool."""
+    def save_of(self, book: PoolBook, digests: Iterable[bytes], *, spare: bool = False) -> None:
+        """The same of another pool; spare: see `Save`."""
         tiers = self._chunks.tiers
         if tiers is None:
             return
         for digest in digests:
             places = book.places(digest)
-            if places is not None and tiers.wants(key := ChunkKey(digest, book.name)):
-                self.saves.append(Save(key, places))
+            if places is None or not self._is_kept(digest) or self._is_kept(digest, book.name):
+                continue
+            if not spare or tiers.has_space(book.name, len(places)):
+                self._save(Save(ChunkKey(digest, book.name), places, spare=spare))
+
+    def _save(self, save: Save) -> None:
+        self.saves.append(save)
+        self._saved.add(save.key)
+
+    def _is_kept(self, digest: bytes, pool: str = "") -> bool:
+        """Whether a content is in the tiers, or on its way there."""
+        key = ChunkKey(digest, pool)
+        return key in self._saved or (self._chunks.tiers is not None and self._chunks.tiers.has(key))
+
+    def take_saves(self) -> list[Save]:
+        """The contents that the caller reads for the tiers."""
+        saves, self.saves = self.saves, []
+        self._saved.clear()
+        return saves
 
     def contents(self, token_ids: Sequence[int], root: bytes, count: int) -> list[tuple[int, Save]]:
         """The contents of the first chunks of some tokens that are listed, by number; those of the first pool are held.
@@ -185,14 +208,20 @@ class ChunkMoves:
         return not coming
 
     def touch_kept(self, digests: Sequence[bytes]) -> None:
-        """Make a chain the newest in the tiers, from its end on: a beginning is worth something without what follows.
+        """Make what a prompt can go on from the newest in the tiers, from its end on: a beginning is worth something
+        without what follows, and nothing is without what comes before, or what other pools need there."""
+        tiers, books = self._chunks.tiers, self._chunks.books
+        if tiers is None:
+            return
+        kept = list(digests if tiers.has_files else takewhile(self._is_kept, digests))
 
-        Of other pools that is what prompts need which go on after it.
-        """
-        tiers = self._chunks.tiers
-        if tiers is not None:
-            ends = [ChunkKey(digest, book.name) for book in self._chunks.books for digest in book.needed(digests)]
-            tiers.touch([*(ChunkKey(digest, "") for digest in reversed(digests)), *ends])
+        def goes_on(book: PoolBook) -> bool:
+            return book.goes_on(kept, lambda digest: self._is_kept(digest, book.name))
+
+        while kept and not tiers.has_files and not all(map(goes_on, books)):
+            kept.pop()
+        ends = [ChunkKey(digest, book.name) for book in books for digest in book.needed(kept)]
+        tiers.touch([*(ChunkKey(digest, "") for digest in reversed(kept)), *ends])
 
     def forget_kept(self, digest: bytes) -> None:
         """Take a chunk that may hold NaN out of the tiers."""

@@ -192,7 +192,8 @@ class KVCache:
             if not self._moves.restore(self.tiers, prompt_token_ids, root, count):
                 return None
         digests, hits = chunks.lookup(prompt_token_ids, root) if reads else ([], [])
-        has_others = hits and (hits[-1].children or self.tiers is not None)  # which may have others' chunks alone
+        last = hits[-1] if hits else None  # chunks that come from the tiers may have others' children there
+        has_others = last is not None and (last.children or last.is_torn or self.tiers is not None)
         num_common = len(digests) if has_others else 0
         count = chunks.num_hits(digests)
         digests, hits = digests[:count], hits[:count]
@@ -201,6 +202,14 @@ class KVCache:
             return None
         for book in self._books:
             book.admit(request_id, total, len(prompt_token_ids), digests, num_common)
+        if self.tiers is not None:
+            self._moves.touch_kept(digests)
+            chain = chunks.chain(prompt_token_ids, root)
+            self.tiers.ask([chain.digest(k) for k in range(chunks.num_whole(prompt_token_ids))])
+            if not self.tiers.has_files:
+                self._moves.save(digests)
+                for book in self._books:
+                    self._moves.save_of(book, book.needed(digests))
         blocks, num_cached = table(), len(hits) * self.prefill_chunk
         self._entries[request_id] = Admitted(
             prompt_token_ids, blocks, total, num_cached, root, digests, dict(enumerate(hits))
@@ -231,14 +240,13 @@ class KVCache:
 
     def take_saves(self) -> list[Save]:
         """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
-        saves, self._moves.saves = self._moves.saves, []
-        return saves
+        return self._moves.take_saves()
 
     def note_all(self) -> None:
         """Have `take_saves` name all that may be shared and is in no tier, what was used longest ago first."""
         self._moves.settle()
         digests = [chunk.digest for chunk in self._chunks.index.oldest_first()]
-        self._moves.save(digests)
+        self._moves.save(digests, with_all_before=True)
         for book in self._books:
             self._moves.save_of(book, digests)
 
@@ -294,6 +302,7 @@ class KVCache:
         self._moves.save(self._register(request_id, entry.prompt, num_tokens))
         for book in self._books:
             self._moves.save_of(book, book.worth_keeping(request_id, entry.digests, num_before))
+            self._moves.save_of(book, book.spare(entry.digests, num_before), spare=True)
         if num_tokens == len(entry.prompt) and self._books:
             for book in self._books:
                 book.mark_prefilled(request_id)
@@ -335,7 +344,10 @@ class KVCache:
         if owner is not None and not poisoned and not entry.tainted:
             before = self._chunks.pinned(owner)
             if completed or entry.digests[: len(before)] == before:
-                self._chunks.pin(owner, entry.digests)
+                self._chunks.pin(owner, entry.digests, completed=completed)
+        last = self._chunks.index.get(entry.digests[-1]) if entry.digests else None
+        if last is not None and entry.num_prefilled < len(entry.prompt):
+            last.is_torn = True
         self._let_go(request_id)
         for book in self._books:
             book.release(request_id)

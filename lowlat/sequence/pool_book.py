@@ -56,6 +56,10 @@ class PoolBook(ABC):
     def num_hits(self, digests: Sequence[bytes], most: int) -> int:
         """The first chunks of a chain, `most` at the most, after which a prompt can go on by what is listed here."""
 
+    def goes_on(self, digests: Sequence[bytes], is_kept: IsKept) -> bool:
+        """Whether a prompt can go on after a chain by what is kept of this pool."""
+        return all(map(is_kept, self.needed(digests)))
+
     @abstractmethod
     def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
         """List contents that lie in a tier of the cache, so that a prompt goes on after as many chunks as possible.
@@ -106,6 +110,10 @@ class PoolBook(ABC):
         num_before  those of them that parts before this one had
         """
         return digests[num_before:]
+
+    def spare(self, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
+        """The chunks of a prompt whose state here may have what memory of the tiers is free; arguments as above."""
+        return ()
 
     @abstractmethod
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:

@@ -17,6 +17,8 @@ __all__ = ["CachedChunk", "PrefixIndex"]
 class CachedChunk:
     """One written, immutable chunk: the chained digest of its content, its blocks, and the tables that hold it.
 
+    is_torn  the prompt of a request went on after it, which was broken off
+
     A chunk that left the index (`listed` False) keeps its users until they end; its blocks are not shared
     again.
     """
@@ -26,6 +28,7 @@ class CachedChunk:
     blocks: tuple[int, ...]
     num_users: int
     listed: bool = True
+    is_torn: bool = False
     children: "dict[bytes, CachedChunk]" = field(default_factory=dict)
 
 

@@ -43,7 +43,7 @@ class SharedChunks:
         self.index = PrefixIndex()
         self.generation = 0
         self._chains = PrefixChains(self.index, prefill_chunk)
-        self._pins: dict[Hashable, tuple[list[bytes], list[bytes]]] = {}  # and the part that prompts go on from
+        self._pins: dict[Hashable, tuple[list[bytes], tuple[list[bytes], ...]]] = {}  # and what prompts go on from
 
     @property
     def num_evictable(self) -> int:
@@ -112,33 +112,37 @@ class SharedChunks:
         """One less holds a chunk."""
         self.pool.give_back(self.index.retire(chunk))
 
-    def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
+    def pin(self, owner: Hashable, digests: Sequence[bytes], *, completed: bool = True) -> None:
         """Have a chain of chunks stay while others can go, in every pool and tier, in place of the owner's before.
 
         Where other pools do not have what its end needs (of what decoding wrote, or of a prompt that was broken off),
         they keep what the longest part needs from which a prompt can go on.
+
+        completed  False: they also keep what the last completed one needs, as the next prompt may be another
         """
         chain = list(digests)
-        here = chain[: self.num_hits(chain)]
+        ends: tuple[list[bytes], ...] = (chain[: self.num_hits(chain)],)
+        if not completed and owner in self._pins:
+            ends += self._pins[owner][1][-1:]
         self.unpin(owner)
-        self._pins[owner] = chain, here
+        self._pins[owner] = chain, ends
         self.index.pin(chain)
         for book in self.books:
-            book.pin(chain)
-            book.pin(here)
+            for each in (chain, *ends):
+                book.pin(each)
         if self.tiers is not None:
             self.tiers.pin(chain)
 
     def unpin(self, owner: Hashable) -> None:
         """Let the chunks of an owner go as others do."""
-        chain, here = self._pins.pop(owner, ([], []))
+        chain, ends = self._pins.pop(owner, ([], ()))
         self.index.unpin(chain)
         for book in self.books:
-            book.unpin(chain)
-            book.unpin(here)
+            for each in (chain, *ends):
+                book.unpin(each)
         if self.tiers is not None:
             self.tiers.unpin(chain)
 
     def pinned(self, owner: Hashable) -> list[bytes]:
         """The chain that an owner pins."""
-        return list(self._pins.get(owner, ([], []))[0])
+        return list(self._pins.get(owner, ([], ()))[0])

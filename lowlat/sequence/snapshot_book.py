@@ -3,15 +3,18 @@
 `lowlat.sequence.kvcache` calls it next to its own book. A prompt goes on after the longest prefix of which both the
 keys and values and a snapshot are there. Snapshots are large, so few are kept: at the end of a prompt's last whole
 chunk, where another prompt was found to part from this one (the end of a system prompt), and at every so many
-positions. Those used longest ago go first; a text that goes on from its end, and leaves another, does not use the one
-before in this sense. A request needs none: each fits, and its state is in the slot's own row. One is written whole
-before it is read, so that nothing is cleared. The device copies nothing by itself: a part of prefill begins with the
-row that it is told, and leaves its states in the rows that it is told.
+positions. A prompt that is being read has one at the end of what was read, which moves along: one that is broken off
+goes on from there. Those used longest ago go first; a text that goes on from its end, and leaves another, does not use
+the one before in this sense. A request needs none: each fits, and its state is in the slot's own row. One is written
+whole before it is read, so that nothing is cleared. The device copies nothing by itself: a part of prefill begins with
+the row that it is told, and leaves its states in the rows that it is told.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
 
 from lowlat.sequence.pool_book import IsKept, PoolBook
 from lowlat.sequence.prefix_index import PrefixIndex
@@ -25,43 +28,56 @@ MAX_KEPT = 2  # snapshots that one part of a prompt may leave
 NO_SNAPSHOTS = (OWN_ROW, *(OWN_ROW, 0) * MAX_KEPT)  # a part that begins with the slot's own row and leaves none
 
 
+class _Place(Enum):
+    """Where a snapshot was left."""
+
+    END = "the end of a prompt"
+    PASSING = "the end of what was read of a prompt, which moves along"
+    PARTING = "where it parts from another text"
+    OFTEN = "every so many positions"
+
+
 @dataclass(eq=False, slots=True)
 class _Snapshot:
     """A row with the state after a chunk. One that was dropped while a request begins with it goes when that has begun.
 
+    place      what it was left for
     num_users  requests that will begin with it
-    is_end     of a prompt, which goes on from it once
     num_found  requests that began with it
     """
 
     digest: bytes
     row: int
-    is_end: bool
+    place: _Place
     num_users: int = 0
     num_found: int = 0
     listed: bool = True
 
+    @property
+    def is_end(self) -> bool:
+        """Whether its text goes on from it once."""
+        return self.place in (_Place.END, _Place.PASSING)
+
 
 @dataclass(eq=False, slots=True)
 class _Holding:
-    """One request: the snapshot that it begins with, the positions whose states are worth a row, the best first.
+    """One request: the snapshot that it begins with, the positions of its prompt, and where it parts from another text.
 
-    parting   where it parts from another text
     begun     the digest of the snapshot that it began with
-    pending   rows that the part under way leaves, by the number of the chunk that they follow
+    pending   rows that the part under way leaves, and where, by the number of the chunk that they follow
     own       digests of the snapshots that it has left
+    passing   the one that moves along, its own or that of a request that was broken off
     command   contents of the command buffer for the part under way
     grows     its prompt becomes longer while it is read
     """
 
     begins: _Snapshot | None
-    first: int
-    wanted: list[int]
-    often: frozenset[int]
+    num_prompt: int
     parting: int = 0
     begun: bytes | None = None
-    pending: dict[int, int] = field(default_factory=dict)
+    pending: dict[int, tuple[int, _Place]] = field(default_factory=dict)
     own: list[bytes] = field(default_factory=list)
+    passing: _Snapshot | None = None
     command: list[int] = field(default_factory=list)
     grows: bool = False
 
@@ -93,16 +109,20 @@ class SnapshotBook(PoolBook):
         """The last two: a prompt that ends with a chunk leaves its last snapshot before that."""
         return digests[-2:]
 
+    def goes_on(self, digests: Sequence[bytes], is_kept: IsKept) -> bool:
+        """Whether there is a snapshot after the last."""
+        return bool(digests) and bool(is_kept(digests[-1]))
+
     def restore(self, digests: Sequence[bytes], is_kept: IsKept) -> Mapping[bytes, tuple[int, ...]]:
         """List the snapshot after the last chunk that has one, here or in the tier."""
         for digest in reversed(digests):
             if digest in self._listed:
                 return {}
             if kept := is_kept(digest):
-                row = None if kept is COMING else self._take()
+                row = None if kept is COMING else self._take(_Place.END)
                 if row is None:
                     return {}
-                self._listed[digest] = _Snapshot(digest, row, is_end=True)
+                self._listed[digest] = _Snapshot(digest, row, _Place.END)
                 return {digest: (row,)}
         return {}
 
@@ -123,31 +143,30 @@ class SnapshotBook(PoolBook):
             if begins.num_found > begins.is_end:  # several texts go on from it; one alone has another end soon
                 self._listed.move_to_end(begins.digest)
             self._num_found += 1
-        first = len(digests) * self._chunk
-        ends = num_prompt // self._chunk * self._chunk, (num_prompt - 1) // self._chunk * self._chunk
-        often = range(self._interval, ends[0], self._interval) if self._interval else ()
-        parting = num_common * self._chunk
-        wanted = dict.fromkeys((*ends, parting, *often))
-        kept = frozenset(often) - {*ends, parting}
-        left, begun = [each for each in wanted if each > first], digests[-1] if digests else None
-        self._holdings[request_id] = _Holding(begins, first, left, kept, parting, begun)
+        begun = digests[-1] if digests else None
+        self._holdings[request_id] = _Holding(begins, num_prompt, num_common * self._chunk, begun)
+        if begins is not None and begins.place is _Place.PASSING:
+            self._holdings[request_id].passing = begins
 
     def append(self, request_id: str, start: int, stop: int) -> None:
         """Take rows for the snapshots that the prompt's positions [start, stop) leave, as far as there are rows."""
         holding = self._holdings[request_id]
         self._forget_pending(holding)
         begins = holding.begins
-        row = OWN_ROW if begins is None else begins.row
-        for position in [each for each in holding.wanted if start < each <= stop][:MAX_KEPT]:
-            kept = self._take(breaks_pins=position not in holding.often)
-            if kept is not None:
-                holding.pending[position // self._chunk - 1] = kept
+        places = self._places(holding, start, stop)
+        if places and begins is None:
+            self._move_along(holding)
+        for position, place in places.items():
+            row = self._take(place)
+            if row is not None:
+                holding.pending[position // self._chunk - 1] = row, place
         if begins is not None:  # what is launched later may write to its row
             holding.begins = None
             self._let_go(begins)
-        pairs = [(kept, (k + 1) * self._chunk - start) for k, kept in holding.pending.items()]
+        pairs = [(kept, (k + 1) * self._chunk - start) for k, (kept, _) in holding.pending.items()]
         pairs += [(OWN_ROW, 0)] * (MAX_KEPT - len(pairs))
-        holding.command = [row, *(value for pair in pairs for value in pair)]
+        begin = OWN_ROW if begins is None else begins.row
+        holding.command = [begin, *(value for pair in pairs for value in pair)]
 
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
         """The row that the part under way begins with, and MAX_KEPT pairs: a row, and after how many positions."""
@@ -156,21 +175,25 @@ class SnapshotBook(PoolBook):
     def attach(self, request_id: str, k: int, digest: bytes) -> None:
         """List the snapshot after chunk k under its digest, where the request left one and nobody's is listed."""
         holding = self._holdings[request_id]
-        row = holding.pending.pop(k, None)
-        if row is None:
+        if (found := holding.pending.pop(k, None)) is None:
             return
+        row, place = found
         if digest in self._listed:
             self._free.append(row)
             return
-        if holding.grows and holding.own and (k + 1) * self._chunk not in holding.often:
-            last = self._listed.get(holding.own[-1])
-            if last is not None and not last.num_users:
-                self.drop(holding.own.pop())
-        position = (k + 1) * self._chunk
-        is_often = position in holding.often
-        self._listed[digest] = _Snapshot(digest, row, is_end=not is_often and position != holding.parting)
-        self._listed.move_to_end(digest, last=not is_often)
+        self._move_along(holding)  # from the row that the part began with
+        snapshot = self._listed[digest] = _Snapshot(digest, row, place)
+        self._listed.move_to_end(digest, last=place in (_Place.END, _Place.PARTING))
         holding.own.append(digest)
+        if place is _Place.PASSING:
+            holding.passing = snapshot
+
+    def worth_keeping(self, request_id: str, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
+        """All but the one that moves along."""
+        for digest in digests[num_before:]:
+            snapshot = self._listed.get(digest)
+            if snapshot is not None and snapshot.place is not _Place.PASSING:
+                yield digest
 
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
         """Unlist the snapshot of a digest. Its row is written whole before it is read again, so nothing is cleared."""
@@ -202,12 +225,9 @@ class SnapshotBook(PoolBook):
             self._listed.move_to_end(last)
 
     def grow(self, request_id: str, num_prompt: int) -> None:
-        """Leave a snapshot at the end of the last whole chunk that is known, in place of the one before."""
+        """Leave a snapshot at its end where it grows no more."""
         holding = self._holdings[request_id]
-        holding.grows = True
-        ends = num_prompt // self._chunk * self._chunk, (num_prompt - 1) // self._chunk * self._chunk
-        others = [each for each in holding.wanted if each not in ends and each in holding.often]
-        holding.wanted = [*(each for each in dict.fromkeys(ends) if each > holding.first), *others]
+        holding.num_prompt, holding.grows = num_prompt, True
 
     def move_out(self, request_id: str) -> tuple[tuple[int, ...], object]:
         """Nothing is moved: its state is in the slot's own row."""
@@ -216,7 +236,7 @@ class SnapshotBook(PoolBook):
 
     def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
         """A request that decodes begins with no snapshot, and leaves none."""
-        self._holdings[request_id] = _Holding(None, 0, [], frozenset(), command=list(NO_SNAPSHOTS))
+        self._holdings[request_id] = _Holding(None, 0, command=list(NO_SNAPSHOTS))
         return ()
 
     def stats(self) -> dict[str, int]:
@@ -236,7 +256,7 @@ class SnapshotBook(PoolBook):
         if lost := [digest for digest in self._listed if index.get(digest) is None]:
             yield f"snapshots: {len(lost)} are listed that no prompt finds"
         rows = [*self._free, *(each.row for each in (*self._listed.values(), *self._dropped))]
-        rows += [row for holding in self._holdings.values() for row in holding.pending.values()]
+        rows += [row for holding in self._holdings.values() for row, _ in holding.pending.values()]
         if sorted(rows) != list(range(self._first_row, self._first_row + self.num_snapshots)):
             yield f"snapshots: rows {sorted(rows)} are accounted for, of {self.num_snapshots} from {self._first_row} on"
         users = [id(each.begins) for each in self._holdings.values() if each.begins is not None]
@@ -244,13 +264,35 @@ class SnapshotBook(PoolBook):
             if snapshot.num_users != (count := users.count(id(snapshot))):
                 yield f"snapshot of row {snapshot.row} has {count} users, and counts {snapshot.num_users}"
 
-    def _take(self, *, breaks_pins: bool = True) -> int | None:
-        """A row: a free one, or that of the snapshot used longest ago, of a session's last; None where all are about to
-        be read, or are sessions' and may not be taken."""
+    def _places(self, holding: _Holding, start: int, stop: int) -> Mapping[int, _Place]:
+        """The positions in (start, stop] whose states are worth a row, the best first, MAX_KEPT at the most."""
+        size, num_prompt, is_last = self._chunk, holding.num_prompt, stop >= holding.num_prompt
+        found: dict[int, _Place] = {}
+        if is_last or not holding.grows:
+            found = dict.fromkeys((num_prompt // size * size, (num_prompt - 1) // size * size), _Place.END)
+        found.setdefault(holding.parting, _Place.PARTING)
+        if self._interval:
+            for position in range((start // self._interval + 1) * self._interval, num_prompt, self._interval):
+                found.setdefault(position, _Place.OFTEN)
+        if not is_last:
+            found.setdefault(stop // size * size, _Place.PASSING)
+        return dict(islice(((each, place) for each, place in found.items() if start < each <= stop), MAX_KEPT))
+
+    def _move_along(self, holding: _Holding) -> None:
+        """Give back the row of a request's snapshot that moves along, unless another is about to begin with it."""
+        passing, holding.passing = holding.passing, None
+        if passing is not None and passing.listed and not passing.num_users:
+            self.drop(passing.digest)
+
+    def _take(self, place: _Place) -> int | None:
+        """A row for a snapshot: a free one, or that of the snapshot used longest ago, of a session's last.
+
+        None: all are about to be read, or one that moves along would take another's, or one of an interval a session's.
+        """
         if not self._free:
             free = [each for each in self._listed.values() if not each.num_users]
             unused = next((each for each in free if each.digest not in self._pins), free[0] if free else None)
-            if unused is None or (unused.digest in self._pins and not breaks_pins):
+            if unused is None or place is _Place.PASSING or (place is _Place.OFTEN and unused.digest in self._pins):
                 return None
             self.num_broken_pins += unused.digest in self._pins
             self.drop(unused.digest)
@@ -264,5 +306,5 @@ class SnapshotBook(PoolBook):
 
     def _forget_pending(self, holding: _Holding) -> None:
         """Give back the rows of a part whose chunks were not listed."""
-        self._free.extend(holding.pending.values())
+        self._free.extend(row for row, _ in holding.pending.values())
         holding.pending.clear()

@@ -45,6 +45,7 @@ class _Holding:
     """One request: its table by position, 0 where it holds nothing, and its chunks that are or were listed.
 
     is_whole    it holds all of its blocks to its end; else decoding goes round in the ring's, from `ring_start` on
+    takes_more  it will take blocks in place of those that it lets go of
     parting     chunks that rows see after which it parts from another text; the book did not have all of them
     num_held    different blocks of the table
     num_prompt  positions of its prompt
@@ -54,6 +55,7 @@ class _Holding:
     num_reserved: int
     num_prompt: int
     is_whole: bool
+    takes_more: bool
     parting: range = range(0)
     num_held: int = 0
     first: int = 0  # the first block that it may hold
@@ -143,11 +145,17 @@ class WindowBook(PoolBook):
 
     def fits(self, num_blocks: int, digests: Sequence[bytes]) -> bool:
         """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""
-        hits = self._seen_after(digests)
-        needed, _ = self._need(num_blocks, len(digests))
-        pinned = sum(not part.num_users for part in hits.values())
+        hits = self._seen_after(digests).values()
+        needed, is_whole = self._need(num_blocks, len(digests))
+        num_back = len(hits)  # chunks whose blocks it need not find twice
+        if not is_whole:  # it takes others in place of all; those that somebody holds do not come back
+            num_back = sum(not part.num_users for part in hits)
+        else:  # it keeps them, and they do not come back to those who take others in their place
+            holders = self._holders_that_take_more()
+            num_back -= sum(0 < part.num_users == holders[part] for part in hits)
+        pinned = sum(not part.num_users for part in hits)
         available = len(self._free) + (len(self._unused) - pinned) * self.per_chunk - self._num_outstanding()
-        return needed - len(hits) * self.per_chunk <= available
+        return needed - num_back * self.per_chunk <= available
 
     def admit(
         self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_common: int
@@ -155,7 +163,7 @@ class WindowBook(PoolBook):
         """Reserve what a request needs; `fits` must have said that it fits."""
         hits = self._seen_after(digests)
         needed, is_whole = self._need(num_blocks, len(digests))
-        holding = _Holding([0] * num_blocks, needed, num_prompt, is_whole, parts=hits)
+        holding = _Holding([0] * num_blocks, needed, num_prompt, is_whole, takes_more=not is_whole, parts=hits)
         holding.first = self._first_seen(len(digests) * self._chunk) * self.per_chunk
         holding.stop = len(digests) * self.per_chunk
         if num_common > len(digests):
@@ -192,7 +200,7 @@ class WindowBook(PoolBook):
         holding = self._holdings[request_id]
         if not holding.is_whole:
             self._forget(holding, holding.num_prompt, end=self._first_of_end(holding, holding.num_prompt))
-            holding.num_reserved = holding.num_held
+            holding.num_reserved, holding.takes_more = holding.num_held, False
 
     def commands(self, request_id: str) -> Mapping[str, Sequence[int]]:
         """A request's blocks by position: 0 where no row of it reads."""
@@ -224,6 +232,10 @@ class WindowBook(PoolBook):
             if k >= end or k in holding.parting or k >= self._first_seen(after * self._chunk):
                 yield digests[k]
         yield from (part.digest for part in holding.parts.values() if part.is_shared)
+
+    def spare(self, digests: Sequence[bytes], num_before: int) -> Iterable[bytes]:
+        """All: a prompt may go on from anywhere, as a question about a document does."""
+        return digests[num_before:]
 
     def drop(self, digest: bytes, *, poisoned: bool = False) -> None:
         """Unlist the chunk of a digest; poisoned: its blocks are cleared before anybody gets them."""
@@ -318,8 +330,15 @@ class WindowBook(PoolBook):
         return self._first_seen(min(position, (holding.num_prompt - 1) // self._chunk * self._chunk))
 
     def _num_outstanding(self) -> int:
-        """Blocks that requests have reserved and not taken."""
-        return sum(each.num_reserved - each.num_held for each in self._holdings.values())
+        """Blocks that requests have reserved and not taken, or will take in place of such as others go on holding."""
+        holders = self._holders_that_take_more()
+        shared = sum(count - (count == part.num_users) for part, count in holders.items())
+        not_taken = sum(each.num_reserved - each.num_held for each in self._holdings.values())
+        return not_taken + shared * self.per_chunk
+
+    def _holders_that_take_more(self) -> Counter[_Part]:
+        """By chunk, how many of those who hold it will take other blocks in its place."""
+        return Counter(part for each in self._holdings.values() if each.takes_more for part in each.parts.values())
 
     def _extend(self, holding: _Holding, stop: int) -> None:
         """Give the blocks of a table up to `stop`."""

@@ -89,6 +89,42 @@ def test_the_snapshot_of_a_system_prompt_stays_while_conversations_go_on() -> No
         cache.release(f"{turn} short")
 
 
+def broken_off(cache: KVCache, device: Device, name: str, prompt: list[int], num_parts: int) -> int:
+    """Read some parts of a prompt and break it off; returns its cached tokens."""
+    allocation = cache.admit(name, prompt, len(prompt) + 1, 1)
+    assert allocation is not None
+    for part in range(num_parts):
+        start = allocation.num_cached_tokens + part * MOST
+        device.prefill(cache, name, prompt, start, start + MOST)
+    cache.release(name, completed=False)
+    cache.invariants()
+    return allocation.num_cached_tokens
+
+
+def test_a_prompt_that_is_broken_off_again_and_again_goes_on_where_it_was() -> None:
+    cache, device, prompt = make(4), Device(), text(*range(40), more=5)
+    others = [[number + 50] * (2 * CHUNK + 3) for number in range(2)]
+    for number, other in enumerate(others):
+        device.run(cache, f"other {number}", other)
+        cache.release(f"other {number}")
+    found = [broken_off(cache, device, str(attempt), prompt, 1) for attempt in range(10)]
+    assert found == [attempt * MOST for attempt in range(10)]
+    for number, other in enumerate(others):  # it took free rows, and no more of them than it began with and left
+        assert device.run(cache, f"again {number}", other) == 2 * CHUNK
+        cache.release(f"again {number}")
+    assert device.run(cache, "whole", prompt) == 10 * MOST == 40 * CHUNK
+
+
+def test_a_prompt_that_is_broken_off_goes_on_where_it_was_the_time_before_where_no_row_is_free() -> None:
+    cache, device, prompt = make(3), Device(), text(*range(40), more=5)
+    others = [[number + 50] * (2 * CHUNK + 3) for number in range(3)]
+    for number, other in enumerate(others):
+        device.run(cache, f"other {number}", other)
+        cache.release(f"other {number}")
+    found = [broken_off(cache, device, str(attempt), prompt, 1 + attempt) for attempt in range(4)]
+    assert found == [0, 0, MOST, 2 * MOST]
+
+
 def test_prompts_part_at_a_snapshot_from_the_third_on() -> None:
     cache, device = make(8), Device()
     system = [1] * (6 * CHUNK)
@@ -134,7 +170,10 @@ def test_a_session_s_snapshot_stays_pinned_when_its_next_turn_is_broken_off() ->
     for number in range(5):
         device.run(cache, str(number), text(number + 10, more=2))
         cache.release(str(number))
-    assert device.run(cache, "c", longer) == 5 * CHUNK
+    another = cache.admit("another", [*prompt, *[3] * CHUNK], len(longer), 1)
+    assert another is not None and another.num_cached_tokens == 5 * CHUNK
+    cache.release("another", owner="session", completed=False)
+    assert device.run(cache, "c", longer) == 9 * CHUNK
     cache.release("c", owner="session")
     cache.unpin("session")
     for number in range(3):

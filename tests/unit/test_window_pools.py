@@ -181,6 +181,32 @@ def test_long_requests_wait_for_each_other_s_blocks_only() -> None:
     cache.invariants()
 
 
+@pytest.mark.parametrize("is_whole", [False, True])  # whether the third request takes all of its blocks at once
+def test_a_chunk_that_two_requests_hold_is_promised_to_neither(is_whole: bool) -> None:
+    """What one lets go of while the other holds it comes back to nobody: a request waits for as many blocks more."""
+    base = [1] * (20 * CHUNK)
+    longer, other = [*base, *[2] * (20 * CHUNK)], [*base, *([3, 4] if is_whole else [3] * (20 * CHUNK))]
+    num_running = []
+    for num_blocks in range(pool(150, 0).most_blocks(2) + 1, 110):
+        cache = make(2001, pool(150, num_blocks))
+        found: dict[str, int] = {}
+        for name, prompt in (("a", base), ("b", longer), ("c", other)):
+            allocation = cache.admit(name, prompt, len(prompt) + 600 * (len(prompt) % CHUNK == 0), AHEAD)
+            if allocation is not None:
+                found[name] = allocation.num_cached_tokens
+                assert found[name] == 20 * CHUNK * (name != "a")
+            if name in found and name != "b":
+                prefill(cache, name, prompt, found[name])
+        if "b" in found:
+            prefill(cache, "b", longer, found["b"])
+        num_running.append(len(found))
+        for name in found:
+            cache.release(name)
+        assert cache.admit("later", longer, len(longer) + 600, AHEAD) is not None
+        cache.invariants()
+    assert num_running == sorted(num_running) and set(num_running) == ({2, 3} if is_whole else {1, 2, 3})
+
+
 PROMPTS = st.builds(
     lambda base, count, tail: [*text(*base[:count])[:-1], *[7] * tail],
     st.sampled_from([(0,) * 8, (0, 0, *range(1, 7)), (2,) * 8]),

@@ -53,7 +53,7 @@ class CacheMoves:
                 except CapacityError as error:
                     logger.warning("a part of the prefix cache is not kept: %s", error)
                     continue
-                tiers.put(save.key, content)
+                tiers.put(save.key, content, spare=save.spare)
 
     def keep_all(self) -> None:
         """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""

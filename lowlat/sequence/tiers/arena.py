@@ -5,66 +5,105 @@ nothing is allocated while steps run, and the tier takes what it was given and n
 """
 
 import weakref
-from collections import defaultdict
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 
 import torch
 
 __all__ = ["HostArena"]
 
-SLAB_BYTES = 256 << 20
-MIN_SLABS = 8  # contents of several sizes have slabs of their own
+SLAB_BYTES = 512 << 20  # at most: snapshots of large hybrids are 150 MB, and each slab has a rest
+MIN_SLABS = 8
 ALIGNMENT = 4096
 
 
 class HostArena:
-    """Host memory in slabs, each cut into pieces of one size. A piece is free again when nobody holds its tensor.
+    """Host memory in slabs. A piece is free again when nobody holds its tensor, and joins what is free on either side.
 
-    max_bytes  of all slabs together
-    allocate   makes [n] uint8 in host memory, from which the device copies
-    Safe for several threads, as long as one at a time calls `take`.
+    max_bytes   of all slabs together
+    allocate    makes [n] uint8 in host memory, from which the device copies
+    slab_bytes  of a slab: no piece has more
+    Pieces are known by their addresses. Safe for several threads, as long as one at a time calls it; what is dropped
+    meanwhile is free from the next `take` on.
     """
 
     def __init__(self, max_bytes: int, allocate: Callable[[int], torch.Tensor]) -> None:
         size = min(SLAB_BYTES, 1 << max(0, (max_bytes // MIN_SLABS).bit_length() - 1))  # torch rounds others up
-        self._slabs = [allocate(size) for _ in range(max_bytes // size)]
-        self.num_bytes = size * len(self._slabs)
-        self._slab_bytes = size
-        self._whole = list(range(len(self._slabs)))  # slabs of which no piece is out
-        self._pieces: dict[int, list[tuple[int, int]]] = defaultdict(list)  # free ones by size: slab and start
-        self._returned: list[tuple[int, int, int]] = []  # appended to by whatever thread drops a tensor
-        self._num_out = [0] * len(self._slabs)
+        slabs = [allocate(size) for _ in range(max_bytes // size)]
+        self.num_bytes = size * len(slabs)
+        self.slab_bytes = size
+        self._slabs = {slab.data_ptr(): slab for slab in slabs}
+        self._bases = sorted(self._slabs)
+        self._starts = {base: [base] for base in self._bases}  # of a slab's pieces, out and free, ascending
+        self._sizes = dict.fromkeys(self._bases, size)
+        self._free = [(size, base) for base in self._bases]  # sizes and starts, ascending
+        self._returned: list[int] = []  # appended to by whatever thread drops a tensor
+
+    @property
+    def largest(self) -> int:
+        """The bytes of the largest free piece."""
+        self._take_back()
+        return self._free[-1][0] if self._free else 0
 
     def take(self, size: int) -> torch.Tensor | None:
-        """Memory of so many bytes, [n] uint8, as it was left; None where there is none."""
+        """Memory of so many bytes, [n] uint8, as it was left, of the smallest free piece that has them.
+
+        None: there is none.
+        """
         if not size:  # of blocks of which no layer keeps anything
             return torch.empty(0, dtype=torch.uint8)
         piece = -(-size // ALIGNMENT) * ALIGNMENT
         self._take_back()
-        if piece > self._slab_bytes:
+        place = bisect_left(self._free, (piece, 0))
+        if place == len(self._free):
             return None
-        if not self._pieces[piece] and not self._cut(piece):
-            return None
-        slab, start = self._pieces[piece].pop()
-        self._num_out[slab] += 1
-        memory = self._slabs[slab][start : start + size]
-        weakref.finalize(memory, self._returned.append, (piece, slab, start)).atexit = False
+        whole, start = self._free.pop(place)
+        base = self.slab_of(start)
+        self._sizes[start] = piece
+        if whole > piece:
+            insort(self._starts[base], start + piece)
+            self._add(start + piece, whole - piece)
+        memory = self._slabs[base][start - base : start - base + size]
+        weakref.finalize(memory, self._returned.append, start).atexit = False
         return memory
 
-    def _cut(self, piece: int) -> bool:
-        """Cut a slab that is whole into pieces."""
-        if not self._whole:
-            return False
-        slab = self._whole.pop()
-        starts = range(0, self._slab_bytes - piece + 1, piece)
-        self._pieces[piece] += [(slab, start) for start in reversed(starts)]
-        return True
+    def slab_of(self, address: int) -> int:
+        """The address at which the slab of an address begins."""
+        return self._bases[bisect_right(self._bases, address) - 1]
+
+    def beside(self, start: int, step: int) -> tuple[int, int, bool] | None:
+        """The piece of a slab before another (`step` -1) or after it (1): start, bytes, and whether it is free."""
+        starts = self._starts[self.slab_of(start)]
+        place = bisect_left(starts, start) + step
+        if not 0 <= place < len(starts):
+            return None
+        return starts[place], self._sizes[starts[place]], self._is_free(starts[place])
+
+    def _is_free(self, start: int) -> bool:
+        piece = self._sizes[start], start
+        place = bisect_left(self._free, piece)
+        return place < len(self._free) and self._free[place] == piece
+
+    def _add(self, start: int, size: int) -> None:
+        """A piece is free."""
+        self._sizes[start] = size
+        insort(self._free, (size, start))
+
+    def _join(self, start: int) -> int:
+        """A free piece is no piece of its own any more; returns its bytes."""
+        size = self._sizes.pop(start)
+        del self._free[bisect_left(self._free, (size, start))]
+        return size
 
     def _take_back(self) -> None:
         while self._returned:
-            piece, slab, start = self._returned.pop()
-            self._pieces[piece].append((slab, start))
-            self._num_out[slab] -= 1
-            if not self._num_out[slab]:
-                self._pieces[piece] = [each for each in self._pieces[piece] if each[0] != slab]
-                self._whole.append(slab)
+            start = self._returned.pop()
+            starts, size = self._starts[self.slab_of(start)], self._sizes.pop(start)
+            place = bisect_left(starts, start)
+            if place + 1 < len(starts) and self._is_free(starts[place + 1]):
+                size += self._join(starts.pop(place + 1))
+            if place and self._is_free(starts[place - 1]):
+                starts.pop(place)
+                start = starts[place - 1]
+                size += self._join(start)
+            self._add(start, size)

@@ -1,7 +1,12 @@
-"""The host tier keeps contents of chunks in the process's memory; those used longest ago go first."""
+"""The host tier keeps contents of chunks in the process's memory; those used longest ago go first.
+
+One that comes back takes the place of such alone as were not used since it was asked for: of texts that come in turn,
+and are too many, some stay. Otherwise each would go before its turn.
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import torch
 
@@ -11,6 +16,8 @@ from lowlat.sequence.tiers.key import ChunkKey
 __all__ = ["HostTier"]
 
 PINNED_SHARE = 0.75  # of the memory, that pinned contents hold at most: what is read from files needs some
+NUM_OLDEST = 256  # contents whose slabs are looked at where the oldest is too small,
+NUM_SLABS = 16  # and slabs: a request that asks for what the tier holds waits meanwhile
 
 
 def _nothing(key: ChunkKey) -> bool:
@@ -25,8 +32,12 @@ class HostTier:
 
     def __init__(self, arena: HostArena, is_pinned: Callable[[ChunkKey], bool] = _nothing) -> None:
         self.num_bytes = 0
+        self.now = 0  # grows with each use of a content
+        self._num_spare = 0  # contents that were
         self._arena, self._is_pinned = arena, is_pinned
         self._kept: OrderedDict[ChunkKey, torch.Tensor] = OrderedDict()  # the first to go first
+        self._used: dict[ChunkKey, int] = {}  # when each was used last
+        self._keys: dict[int, ChunkKey] = {}  # by address
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -35,50 +46,109 @@ class HostTier:
         return key in self._kept
 
     def get(self, key: ChunkKey) -> torch.Tensor | None:
-        """The content of a key, which is then the newest; None where it is not there."""
-        content = self._kept.get(key)
-        if content is not None:
-            self._kept.move_to_end(key)
-        return content
+        """The content of a key; None where it is not there."""
+        return self._kept.get(key)
 
     def touch(self, key: ChunkKey) -> None:
         """Make a content the newest, if it is there."""
         if key in self._kept:
             self._kept.move_to_end(key)
+            self.now += 1
+            self._used[key] = self.now
 
-    def reserve(self, size: int) -> torch.Tensor | None:
+    def reserve(self, size: int, before: int | None = None) -> torch.Tensor | None:
         """Memory for a content of so many bytes; the oldest ones go where there is none left.
 
-        None: it is larger than the tier, or all that could go is under way to the device.
+        before  only those go that were used last before that
+        None: it is larger than a slab of the tier, or all that could go is under way to the device, or was used later.
         """
         while (memory := self._arena.take(size)) is None:
-            if not self._evict(size):
+            if size > self._arena.slab_bytes or not self._evict(size, self.now + 1 if before is None else before):
                 return None
         return memory
 
-    def put(self, key: ChunkKey, content: torch.Tensor) -> None:
-        """Keep a content that lies in memory of `reserve`."""
+    def has_space(self, size: int) -> bool:
+        """Whether memory for a content of so many bytes is free."""
+        return self._arena.largest >= size
+
+    def put(self, key: ChunkKey, content: torch.Tensor, *, spare: bool = False) -> None:
+        """Keep a content that lies in memory of `reserve`; spare: it is the first to go, until it is used."""
         self.drop(key)
         self._kept[key] = content
+        if spare:
+            self._kept.move_to_end(key, last=False)
+            self._num_spare += 1
+            self._used[key] = -self._num_spare
+        else:
+            self.touch(key)
         self.num_bytes += content.numel()
+        if content.numel():
+            self._keys[content.data_ptr()] = key
 
     def drop(self, key: ChunkKey) -> None:
         """Let go of a content, if it is there."""
-        if key in self._kept:
-            self.num_bytes -= self._kept.pop(key).numel()
+        content = self._kept.pop(key, None)
+        if content is not None:
+            del self._used[key]
+            self._keys.pop(content.data_ptr(), None)
+            self.num_bytes -= content.numel()
 
-    def _evict(self, size: int) -> bool:
-        """Let the oldest content go, of this size before others, and without a pin before those with one."""
-        oldest = None
-        for key, content in self._kept.items():
-            if not self._is_pinned(key):
-                oldest = oldest or key
-                if content.numel() == size:
-                    oldest = key
-                    break
-        if oldest is None and self.num_bytes > PINNED_SHARE * self._arena.num_bytes:
-            oldest = next(iter(self._kept), None)
-        if oldest is None:
-            return False
-        self.drop(oldest)
-        return True
+    def _evict(self, size: int, before: int) -> bool:
+        """Let the oldest content go where it has so many bytes, else contents that lie side by side and have them.
+
+        Those are around one of the oldest, and the newest of them is the oldest. Pinned contents go after others.
+        """
+        passes: list[Callable[[ChunkKey], bool]] = [lambda key: not self._is_pinned(key)]
+        if self.num_bytes > PINNED_SHARE * self._arena.num_bytes:
+            passes.append(lambda key: True)
+        for may_go in passes:
+            oldest = list(islice(filter(may_go, self._kept), NUM_OLDEST))
+            if oldest and self._used[oldest[0]] < before:
+                gone = oldest[:1]
+                if 0 < self._kept[oldest[0]].numel() < size:
+                    runs = (self._around(key, size, may_go) for key in self._one_a_slab(oldest))
+                    newest, gone = min(filter(None, runs), default=(0, gone))
+                    if newest >= before:
+                        return False
+                for key in gone:
+                    self.drop(key)
+                return True
+        return False
+
+    def _one_a_slab(self, oldest: Sequence[ChunkKey]) -> list[ChunkKey]:
+        """The oldest content of each slab, of the slabs that come first."""
+        found: dict[int, ChunkKey] = {}
+        for key in oldest:
+            if (content := self._kept[key]).numel():
+                found.setdefault(self._arena.slab_of(content.data_ptr()), key)
+        return list(found.values())[:NUM_SLABS]
+
+    def _around(
+        self, key: ChunkKey, size: int, may_go: Callable[[ChunkKey], bool]
+    ) -> tuple[int, list[ChunkKey]] | None:
+        """Contents around one, of so many bytes with what is free between them, and when the newest of them was used.
+
+        None: there are not so many that may go.
+        """
+        content = self._kept[key]
+        total, newest, found = content.numel(), self._used[key], [key]
+        before, after = (self._arena.beside(content.data_ptr(), step) for step in (-1, 1))
+        while total < size:
+            sides = []
+            for step, piece in ((-1, before), (1, after)):
+                if piece is not None:
+                    start, num_bytes, is_free = piece
+                    near = self._keys.get(start)
+                    if is_free or (near is not None and may_go(near)):
+                        sides.append((0 if near is None else self._used[near], step, start, num_bytes, near))
+            if not sides:
+                return None
+            used, step, start, num_bytes, near = min(sides, key=lambda side: side[0])
+            total, newest = total + num_bytes, max(newest, used)
+            if near is not None:
+                found.append(near)
+            if step < 0:
+                before = self._arena.beside(start, step)
+            else:
+                after = self._arena.beside(start, step)
+        return newest, found

@@ -47,11 +47,13 @@ class Save(NamedTuple):
 
     holder     the chunk that is held until it was copied, so that steps do not wait for that; None: it is read before
                anything else is launched
+    spare      it is kept where memory is free, and goes before all others
     """
 
     key: ChunkKey
     places: tuple[int, ...]
     holder: object = None
+    spare: bool = False
 
 
 Mark = Callable[[], None]

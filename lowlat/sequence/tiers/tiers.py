@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ NUM_READERS = 8  # a core digests about 1 GB/s, and a disk gives several
 READ_AHEAD = 24  # contents of a prompt that are read from files at a time
 BATCH_BYTES = 64 << 20  # of copies to the device that are started at a time; two such are under way
 TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
+MAX_ASKED = 1 << 16  # chunks of which it is known when they were asked for
 Value = TypeVar("Value")
 Job = Callable[[], None]
 CopyJob = Callable[[], Job | None]  # starts a copy, and returns what waits for it
@@ -83,6 +84,7 @@ class CacheTiers:
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
         self._whole: set[ChunkKey] = set()  # this process has read or written their files
         self._dropping: set[ChunkKey] = set()  # wrong, and not yet taken out everywhere
+        self._asked: OrderedDict[bytes, tuple[int, int | None]] = OrderedDict()  # when chunks were, and the time before
         self._done: list[object] = []  # holders of copies that have ended
         self._failed: list[object] = []  # those of them whose content did not come to the device
         self._num_read = self._num_open = self._num_loads = 0
@@ -105,12 +107,17 @@ class CacheTiers:
         return self._num_read
 
     @property
+    def has_files(self) -> bool:
+        """Whether contents go to files: host memory is a way there then, and to look for each takes time."""
+        return self._disk is not None
+
+    @property
     def num_loads(self) -> int:
         """Copies to the device that are under way."""
         return self._num_loads
 
     def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
-        """A content, [n] uint8 in host memory, which is then the newest; COMING: it is read from its file from here on.
+        """A content, [n] uint8 in host memory; COMING: it is read from its file from here on.
 
         None: it is in no tier.
         """
@@ -134,12 +141,29 @@ class CacheTiers:
             if self._coming or self._num_loads:
                 self._lock.wait(timeout_s)
 
-    def wants(self, key: ChunkKey) -> bool:
-        """Whether a content is in none of the tiers, as far as is known, so that it is worth a copy."""
+    def has(self, key: ChunkKey) -> bool:
+        """Whether a content is in one of the tiers, as far as is known, or on its way there."""
         with self._lock:
             if key in self._host or key in self._saving:
-                return False
-            return self._disk is None or key not in self._whole or key not in self._disk
+                return True
+            return self._disk is not None and key in self._whole and key in self._disk
+
+    def has_space(self, pool: str, count: int) -> bool:
+        """Whether host memory is free for a content of so many blocks or rows of a pool, and is no way to files."""
+        with self._lock:
+            return self._disk is None and self._host.has_space(self._copier.content_bytes(pool, count))
+
+    def ask(self, digests: Iterable[bytes]) -> None:
+        """Note that a prompt has these chunks.
+
+        Those that had been asked for, and are kept now, take the place of none that was used since.
+        """
+        with self._lock:
+            for digest in digests:
+                before = self._asked.pop(digest, (None, None))[0]
+                self._asked[digest] = self._host.now, before
+            while len(self._asked) > MAX_ASKED:
+                self._asked.popitem(last=False)
 
     def touch(self, keys: Sequence[ChunkKey]) -> None:
         """Make those of some contents that are there the newest, each newer than the one before."""
@@ -170,12 +194,15 @@ class CacheTiers:
                 self._num_open += 1
             self._put_copy(1, partial(self._copy_out, save, mark))
 
-    def put(self, key: ChunkKey, content: Callable[[], torch.Tensor]) -> None:
-        """Keep a content. `content` is called in the tiers' own thread, and waits for the copy from the device."""
+    def put(self, key: ChunkKey, content: Callable[[], torch.Tensor], *, spare: bool = False) -> None:
+        """Keep a content. `content` is called in the tiers' own thread, and waits for the copy from the device.
+
+        spare  it is kept where host memory is free, and goes before all others
+        """
         with self._lock:
             self._saving.add(key)
             self._num_open += 1
-        self._put_copy(1, lambda: partial(self._keep_read, key, content))
+        self._put_copy(1, lambda: partial(self._keep_read, key, content, spare))
 
     def take_done(self) -> list[object]:
         """The holders of copies that have ended since this was called last; several times where they hold several."""
@@ -329,6 +356,14 @@ class CacheTiers:
         with self._lock:
             return self._host.reserve(size)
 
+    def _reserve_for(self, key: ChunkKey, size: int, *, spare: bool = False) -> torch.Tensor | None:
+        """Memory for a content from the device; what goes to a file passes through it in any case."""
+        with self._lock:
+            if spare and not self._host.has_space(size):
+                return None
+            before = self._asked.get(key.digest, (0, None))[1]
+            return self._host.reserve(size, before if self._disk is None else None)
+
     def _copy_in(self, loads: Sequence[Load], mark: Mark) -> Job:
         num_bytes = sum(load.content.numel() for load in loads)
         begun = time.monotonic()
@@ -358,7 +393,7 @@ class CacheTiers:
         try:
             size = self._copier.content_bytes(save.key.pool, len(save.places))
             self._wait_for_turn(size)
-            content = self._reserve(size)
+            content = self._reserve_for(save.key, size)
         finally:
             if content is None:
                 self._keep(save.key, None, save.holder)
@@ -373,19 +408,19 @@ class CacheTiers:
 
         return _begun(lambda: self._copier.start_out([save], [content], mark), end)
 
-    def _keep_read(self, key: ChunkKey, content: Callable[[], torch.Tensor]) -> None:
+    def _keep_read(self, key: ChunkKey, content: Callable[[], torch.Tensor], spare: bool) -> None:
         """Keep a content that is on its way already, in memory of the tier."""
         kept = None
         try:
             made = content()
-            kept = self._reserve(made.numel())
+            kept = self._reserve_for(key, made.numel(), spare=spare)
             if kept is not None:
                 kept.copy_(made)
                 self.counts.bytes_out += made.numel()
         finally:
-            self._keep(key, kept, None)
+            self._keep(key, kept, None, spare=spare)
 
-    def _keep(self, key: ChunkKey, content: torch.Tensor | None, holder: object) -> None:
+    def _keep(self, key: ChunkKey, content: torch.Tensor | None, holder: object, *, spare: bool = False) -> None:
         """Note a content that has come from the device; None: there is no memory for it."""
         with self._lock:
             self._saving.discard(key)
@@ -393,7 +428,7 @@ class CacheTiers:
             if holder is not None:
                 self._done.append(holder)
             if content is not None and key not in self._dropping:
-                self._host.put(key, content)
+                self._host.put(key, content, spare=spare)
                 self.counts.saved += 1
             if not self._saving:
                 self._tell()  # blocks that were held may be others'
