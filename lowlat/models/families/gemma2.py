@@ -9,8 +9,6 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.models.families.dense import parse_sizes
 from lowlat.models.families.gemma import (
-    FULL,
-    SLIDING,
     gemma_config,
     gemma_recipes,
     layer_kinds,
@@ -18,7 +16,7 @@ from lowlat.models.families.gemma import (
     with_defaults,
 )
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import check_architecture, parse_rope
+from lowlat.models.hf_config import FULL, SLIDING, check_architecture, parse_rope
 from lowlat.models.layer_spec import DenseSpec, LayerSpec
 
 __all__ = ["parse", "recipes"]
