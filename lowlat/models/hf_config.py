@@ -25,6 +25,7 @@ __all__ = [
     "check_head_counts",
     "dtype_error",
     "is_quantised",
+    "layer_kinds",
     "layer_windows",
     "max_positions",
     "parse_rope",
@@ -146,6 +147,12 @@ def sliding_kinds(fields: Fields, count: int) -> tuple[str, ...]:
     if kinds and len(kinds) != count:
         raise ConfigError(f"{fields.label}: layer_types has {len(kinds)} entries, expected {count}, one a layer")
     return kinds
+
+
+def layer_kinds(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
+    """The kind of each layer, FULL or SLIDING: by layer_types, else FULL in the last of every `interval` layers."""
+    named = sliding_kinds(fields, count)
+    return named or tuple(SLIDING if (layer + 1) % interval else FULL for layer in range(count))
 
 
 def is_quantised(fields: Fields, directory: Path) -> bool:

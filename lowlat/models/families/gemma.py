@@ -1,4 +1,4 @@
-"""Common parts of the Gemma families: layer kinds, keys with one meaning, and the recipes of a layer.
+"""Common parts of the Gemma families: keys with one meaning, and the recipes of a layer.
 
 Layers have norms on both sides and a GELU gate; embeddings are multiplied by the root of their width; the LM head is
 the embedding. Each family's own keys are in its own module.
@@ -13,7 +13,7 @@ from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.models.families.dense import Sizes, dense_recipes, outer_recipes, plus_one_norm
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import FULL, SLIDING, sliding_kinds, special_tokens
+from lowlat.models.hf_config import special_tokens
 from lowlat.models.layer_spec import LayerSpec
 from lowlat.models.layers import TORCH_DTYPES, rounded_scale
 
@@ -21,7 +21,6 @@ __all__ = [
     "HARMLESS",
     "gemma_config",
     "gemma_recipes",
-    "layer_kinds",
     "refuse_others",
     "with_defaults",
 ]
@@ -63,12 +62,6 @@ def refuse_others(fields: Fields, *, qk_norm: bool, bidirectional: tuple[Any, ..
         fields.refuse_unless(key, ("gelu_pytorch_tanh",), "only GELU's tanh formula")
     fields.refuse_unless("attention_bias", (False,), "attention without biases")
     fields.refuse_unless("use_bidirectional_attention", bidirectional, "each token sees those before it alone")
-
-
-def layer_kinds(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
-    """The kind of each layer: layer_types, else full attention in each layer whose number such an interval ends."""
-    named = sliding_kinds(fields, count)
-    return named or tuple(SLIDING if (layer + 1) % interval else FULL for layer in range(count))
 
 
 def gemma_config(

@@ -13,12 +13,11 @@ from lowlat.models.families.dense import parse_sizes
 from lowlat.models.families.gemma import (
     gemma_config,
     gemma_recipes,
-    layer_kinds,
     refuse_others,
     with_defaults,
 )
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import FULL, SLIDING, check_architecture, parse_ropes
+from lowlat.models.hf_config import FULL, SLIDING, check_architecture, layer_kinds, parse_ropes
 from lowlat.models.layer_spec import DenseSpec, LayerSpec, RopeConfig
 
 __all__ = ["SKIPPED", "parse", "recipes"]

@@ -18,12 +18,11 @@ from lowlat.models.families.dense import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, M
 from lowlat.models.families.gemma import (
     gemma_config,
     gemma_recipes,
-    layer_kinds,
     refuse_others,
     with_defaults,
 )
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import FULL, SLIDING, check_architecture, check_head_counts, parse_ropes
+from lowlat.models.hf_config import FULL, SLIDING, check_architecture, check_head_counts, layer_kinds, parse_ropes
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, ParallelSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 

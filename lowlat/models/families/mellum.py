@@ -10,7 +10,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.models.families.dense import MAX_LAYERS, MAX_POSITIONS, parse_decoder
 from lowlat.models.families.qwen3_moe import parse_experts
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import FULL, SLIDING, parse_ropes, sliding_kinds
+from lowlat.models.hf_config import FULL, SLIDING, layer_kinds, parse_ropes
 
 __all__ = ["SKIPPED", "parse"]
 
@@ -29,7 +29,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     full = ROPES[FULL] if given is None else given.values.get(FULL, ROPES[FULL])
     fields = fields.with_values({"rope_parameters": full})
     count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-    kinds = sliding_kinds(fields, count) or (FULL,) * count
+    kinds = layer_kinds(fields, count, 1)
     windows = {FULL: None, SLIDING: fields.integer("sliding_window", 1, MAX_POSITIONS, default=1024)}
     for kind in fields.optional_strings("mlp_layer_types", max_count=MAX_LAYERS) or ():
         if kind != "sparse":
