@@ -1,6 +1,6 @@
 """This module reads the configs of draft models whose layers are those of a family, by their model_type.
 
-Other draft models have plain layers, see `lowlat.speculators.eagle3.sizes`.
+Other draft models have plain layers, see `lowlat.speculators.draft_files.sizes`.
 """
 
 from collections.abc import Callable, Mapping

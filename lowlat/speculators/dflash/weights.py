@@ -14,8 +14,8 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.geometry import DflashConfig
+from lowlat.speculators.draft_files.weights import LoadedDraftModel, load_tensors
 from lowlat.speculators.draft_parts import layer_recipes, one_piece, own_weight_plan, table_recipes
-from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_tensors
 
 __all__ = ["dflash_recipes", "dflash_weight_plan", "load_dflash"]
 

@@ -15,10 +15,10 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import dflash_recipes, dflash_weight_plan
+from lowlat.speculators.draft_files.weights import LoadedDraftModel, load_tensors
 from lowlat.speculators.draft_parts import one_piece
 from lowlat.speculators.dspark.config import parse_dspark
 from lowlat.speculators.dspark.geometry import DsparkConfig
-from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_tensors
 
 __all__ = ["dspark_recipes", "dspark_weight_plan", "load_dspark"]
 

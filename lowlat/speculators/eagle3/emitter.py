@@ -28,8 +28,8 @@ from lowlat.models.walk import (
 )
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
+from lowlat.speculators.draft_files.windows import draft_kv_windows, effective_window
 from lowlat.speculators.eagle3.geometry import Eagle3Config
-from lowlat.speculators.eagle3.windows import draft_kv_windows, effective_window
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from lowlat import SpeculativeConfig
 from lowlat.errors import ConfigError
+from lowlat.speculators.draft_files.windows import effective_window
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
-from lowlat.speculators.eagle3.windows import effective_window
 from lowlat.speculators.methods import draft_method, load_speculator, plan_speculator
 from lowlat.speculators.peagle.config import PEAGLE
 from lowlat.speculators.peagle.geometry import PeagleConfig
