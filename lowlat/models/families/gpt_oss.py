@@ -11,7 +11,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, read_format
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
-from lowlat.models.families.dense import MAX_EXPERTS, Sizes, attention_recipes, outer_recipes, parse_sizes
+from lowlat.models.families.dense import MAX_EXPERTS, Sizes, decoder_recipes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import FULL, SLIDING, check_architecture, layer_kinds, parse_rope, special_tokens
@@ -106,8 +106,4 @@ def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of gpt-oss is made."""
-    made = outer_recipes(config)
-    for layer in range(config.num_layers):
-        made += attention_recipes(config, layer)
-        made += _expert_recipes(config, layer)
-    return made
+    return decoder_recipes(config, _expert_recipes)
