@@ -17,11 +17,11 @@ from lowlat.models.shard import LayerShard
 __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
 LAYER = re.compile(
-    r"(?P<draft>head\.)?(layers\.(?P<number>\d+)\.)?"
+    r"(?P<draft>draft_model\.)?(layers\.(?P<number>\d+)\.)?"
     r"(?P<layer>qkv|qk|q|kv|k|context\.kv?|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
     r"|delta_(in|ba|conv|a|dt|out))(\.(?P<part>\w+))?"
 )
-LM_HEADS = ("lm_head.", "head.lm_head.")  # the target's and the draft model's
+LM_HEADS = ("lm_head.", "draft_model.lm_head.")  # the target's and the draft model's
 PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a: as values' of a delta net
     **{letters: letters for letters in ("qkv", "qk", "q", "kv", "k")},
     "gate": "q",

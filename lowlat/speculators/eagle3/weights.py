@@ -27,7 +27,7 @@ def draft_recipes(config: Eagle3Config, dtype: torch.dtype) -> list[Recipe]:
     hidden, width, features = config.hidden_size, config.target_hidden_size, len(config.capture_boundaries)
 
     def one(weight: str, name: str, *shape: int) -> Recipe:
-        return one_piece(f"head.{weight}", name, dtype, *shape)
+        return one_piece(f"draft_model.{weight}", name, dtype, *shape)
 
     made = [] if config.final_hidden else [one("fc.weight", "fc.weight", hidden, features * width)]
     for layer in range(config.num_layers):
@@ -81,8 +81,8 @@ def load_draft_model(
 
     kind is the method that it must be of; P-EAGLE's `mask_hidden` is left out. capture_layers, boundaries, overrides
     what the config says. dtype is "bfloat16" or "float32", None the target's, whatever the draft model is stored in.
-    head.draft_to_target is always there, int32, the identity where the whole vocabulary is drafted. progress is called
-    with (bytes done, bytes in all). Raises ConfigError naming file, tensor, expected and found.
+    draft_model.draft_to_target is always there, int32, the identity where the whole vocabulary is drafted. progress is
+    called with (bytes done, bytes in all). Raises ConfigError naming file, tensor, expected and found.
     """
     directory = Path(directory)
     name = target.dtype if dtype is None else dtype
