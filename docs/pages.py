@@ -5,7 +5,6 @@ from dataclasses import dataclass
 __all__ = ["GROUPS", "PAGES", "Page", "Part"]
 
 USING, TOOLS, EXECUTORS = "lowlat/USING.md", "lowlat/tools/README.md", "lowlat/executors/README.md"
-ENGINE = "lowlat/engine/README.md"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         _page("deploy", None, "lowlat/serving/deploy/README.md"),
         _page("structured", "Structured output", USING, "Structured output"),
         _page("sessions", None, "lowlat/SESSIONS.md"),
-        _page("requests", None, ENGINE, "", "Pause and resume", "Priority", "Prompts that grow"),
+        _page("requests", None, "lowlat/engine/REQUESTS.md"),
         _page("gpus", "Several GPUs", EXECUTORS, "Several GPUs"),
         _page("quantise", "Weights of 8 and 4 bits", "lowlat/checkpoint/README.md"),
         _page("tune", "Tuning and profiling", TOOLS, "Tuning for a GPU", "Where the time goes"),
@@ -72,7 +71,7 @@ GROUPS: dict[str, tuple[Page, ...]] = {
         _page("tour", None, "lowlat/README.md"),
         _page("step", None, "lowlat/step/README.md"),
         _page("executors", "Executors", EXECUTORS, "", "Executors"),
-        _page("engine", "The engine", ENGINE, "Ten minutes in the engine"),
+        _page("engine", None, "lowlat/engine/README.md"),
         _page("sequence", None, "lowlat/sequence/README.md"),
         _page("graphs", None, "graphs/README.md"),
         _page("kernels", None, "kernels/README.md"),

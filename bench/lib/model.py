@@ -100,7 +100,7 @@ class Model:
 
     def _format_of(self, weight: str) -> str:
         """The format of a linear layer, by its canonical name."""
-        drafts, is_lm_head = weight.startswith("head."), weight == "lm_head.weight"
+        drafts, is_lm_head = weight.startswith("draft_model."), weight == "lm_head.weight"
         name = self.draft if drafts else self.lm_head if is_lm_head else self.weights
         if name != "int4":
             return name

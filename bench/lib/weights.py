@@ -77,8 +77,8 @@ def _is_linear(name: str) -> bool:
 class RandomParts(WeightSource):
     """A plan's weights, made on the device one at a time as they are streamed.
 
-    vocab_size  of the target, from which the ids of a draft model's tokens are chosen
-    tied        the LM head is the embedding
+    plan    canonical name -> shape and dtype
+    config  of the target, whose vocabulary the ids of a draft model's tokens are chosen from
     """
 
     def __init__(self, plan: Plan, config: ModelConfig, device: torch.device, *, seed: int = 0) -> None:

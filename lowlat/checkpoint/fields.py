@@ -25,7 +25,11 @@ class Fields:
 
     def with_defaults(self, defaults: dict[str, Any]) -> "Fields":
         """The same with values for keys that it does not have; what has been read stays read."""
-        made = Fields({**defaults, **self.values}, self.label)
+        return self.with_values({**defaults, **self.values})
+
+    def with_values(self, values: dict[str, Any]) -> "Fields":
+        """The same with these values of keys; what has been read stays read."""
+        made = Fields({**self.values, **values}, self.label)
         made._used |= self._used
         return made
 

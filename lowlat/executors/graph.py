@@ -4,17 +4,12 @@ Where it is asked to, it also captures each bucket as a loop: a WHILE node whose
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowlat.errors import ConfigError, DeviceError
-from lowlat.executors.distributed.place import RankPlace
-from lowlat.executors.distributed.watchdog import WATCHDOG
-from lowlat.executors.kernel_executor import KernelExecutor, Size, abandon
-from lowlat.executors.residence.base import Residence
-from lowlat.executors.workspace import PlannedWorkspaces
+from lowlat.executors.kernel_executor import DEFAULT, KernelExecutor, KernelOptions, Size, abandon
 from lowlat.graphs import Bucket, Role
 from lowlat.graphs.audit import OwnedMemory
 from lowlat.graphs.capture import Body, Choice, capture, capture_choice
@@ -24,7 +19,7 @@ from lowlat.graphs.program import Program
 from lowlat.graphs.replay import CapturedGraph, Replays
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl, for_condition
-from lowlat.kernels.toolchain.kernel import Gpu, KernelCall
+from lowlat.kernels.toolchain.kernel import KernelCall
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.lowering.lower import LoweredGroup
 from lowlat.lowering.operations import RING_COUNT
@@ -53,21 +48,13 @@ class GraphExecutor(KernelExecutor):
         prefills: Mapping[int, Program],
         weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
+        options: KernelOptions = DEFAULT,
         *,
         looping: bool = False,
-        fuse: bool = True,
-        cache_directory: Path | None = None,
         progress: Callable[[int, int], None] | None = None,
-        watchdog: tuple[float, float] = WATCHDOG,
-        place: RankPlace | None = None,
-        residence: Residence | None = None,
-        gpu: Gpu | None = None,
-        planned: PlannedWorkspaces | None = None,
     ) -> None:
-        super().__init__(
-            programs, prefills, weights, device, fuse=fuse, cache_directory=cache_directory, watchdog=watchdog,
-            place=place, residence=residence, gpu=gpu, planned=planned,
-        )  # fmt: skip
+        super().__init__(programs, prefills, weights, device, options)
+        place = options.place
         with torch.cuda.stream(self.stream):
             self._core_stream = self.launcher.stream()
             self._graphs: Replays[Size] = Replays(self._core_stream)

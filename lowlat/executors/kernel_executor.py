@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,37 @@ from lowlat.lowering.memory import Workspaces, few_layers, largest, workspaces_o
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.step.variants import PASS
 
-__all__ = ["KernelExecutor", "Size", "abandon"]
+__all__ = ["DEFAULT", "KernelExecutor", "KernelOptions", "Size", "abandon"]
 
 POLLS_BETWEEN_CHECKS = 4096
 POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
 Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """How programs are lowered to kernels and run on one device.
+
+    fuse             False: every operation has launches of its own
+    cache_directory  of compiled kernels; None: `default_cache_directory`
+    watchdog         its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
+    place            of a rank among several, on devices of their own, which `ParallelExecutor` runs together
+    residence        where weights, paged state and scratch lie, so that they can leave the device; None: they stay
+    gpu              the device's properties, as `gpu_of` reads them; None: they are read at the start
+    planned          workspaces that were found before; those of programs that it lacks, and all where it was made for
+                     another GPU or another kind of lowering, are found at the start
+    """
+
+    fuse: bool = True
+    cache_directory: Path | None = None
+    watchdog: tuple[float, float] = WATCHDOG
+    place: RankPlace | None = None
+    residence: Residence | None = None
+    gpu: Gpu | None = None
+    planned: PlannedWorkspaces | None = None
+
+
+DEFAULT = KernelOptions()
 
 
 def abandon(held: list[Any]) -> None:
@@ -68,13 +95,7 @@ class KernelExecutor(ABC):
     programs  the step's programs by bucket, the largest first; those of first tokens among them
     prefills  the prefill programs by the positions that they take, ascending; see `build_prefills`
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
-    fuse      False: every operation has launches of its own
-    watchdog  its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
-    place     of a rank among several, on devices of their own, which `ParallelExecutor` runs together
-    residence where weights, paged state and scratch lie, so that they can leave the device; None: they stay there
-    gpu       the device's properties, as `gpu_of` reads them; None: they are read here
-    planned   workspaces that were found before; those of programs that it lacks, and all where it was made for another
-              GPU or another kind of lowering, are found here
+    options   how they are lowered and run
     """
 
     name = "kernels"
@@ -87,20 +108,14 @@ class KernelExecutor(ABC):
         prefills: Mapping[int, Program],
         weights: Mapping[str, torch.Tensor | PackedExperts],
         device: torch.device,
-        *,
-        fuse: bool = True,
-        cache_directory: Path | None = None,
-        watchdog: tuple[float, float] = WATCHDOG,
-        place: RankPlace | None = None,
-        residence: Residence | None = None,
-        gpu: Gpu | None = None,
-        planned: PlannedWorkspaces | None = None,
+        options: KernelOptions = DEFAULT,
     ) -> None:
+        place, residence, fuse = options.place, options.residence, options.fuse
         self.device, self.residence = device, residence
         self._place = place
         self._look_at_others: Callable[[], None] | None = None
         self._fuse = fuse
-        self._step_watchdog, self._prefill_watchdog = Watchdog(*watchdog), Watchdog(*watchdog)
+        self._step_watchdog, self._prefill_watchdog = Watchdog(*options.watchdog), Watchdog(*options.watchdog)
         self._num_prefills = 0
         self._failed = False
         self._peeks = Peeks(on_gpu=device.type == "cuda")
@@ -108,7 +123,7 @@ class KernelExecutor(ABC):
         largest_first = {size: prefills[size] for size in sorted(prefills, reverse=True)}
         self._programs: dict[Size, Program] = dict([*programs.items(), *largest_first.items()])
         is_shared = place is not None and place.peers.shares_gpus
-        self.launcher = Launcher(device, cache_directory, gpu=gpu, is_shared=is_shared)
+        self.launcher = Launcher(device, options.cache_directory, gpu=options.gpu, is_shared=is_shared)
         self.stream = torch.cuda.Stream(device)
         every = list(self._programs.values())
         self._is_invariant = sum_in_parts(every)
@@ -120,7 +135,7 @@ class KernelExecutor(ABC):
             torch.cuda.current_stream(device).synchronize()  # its copies are this stream's, and steps have their own
         with torch.cuda.stream(self.stream):
             self._allocate_buffers([*programs.values(), prefills[max(prefills)]], prefills)
-            self._lower_programs(planned)
+            self._lower_programs(options.planned)
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the GPU; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll

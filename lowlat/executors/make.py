@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +24,9 @@ from lowlat.models.geometry import DraftConfig, ModelConfig
 from lowlat.models.shard import PARTS, STEP
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.step.state import StepGeometry
+
+if TYPE_CHECKING:
+    from lowlat.executors.kernel_executor import KernelOptions
 
 __all__ = [
     "Rank",
@@ -196,26 +199,20 @@ def make_executor(
             parts, configs = [(rank.programs, rank.prefills) for rank in ranks], [rank.config for rank in ranks]
             return RankedReferenceExecutor(parts, weights, configs, device, hooks=hooks, residence=storages)
         return ReferenceExecutor(first.programs, first.prefills, weights, device, hooks=hooks, residence=storages)
-    known: list[dict[str, Any]] = [{"gpu": each.gpu, "planned": each} for each in planned]
-    known = known or [{}] * len(ranks)
+    from lowlat.executors.kernel_executor import KernelOptions  # which loads the kernels
+
+    options = KernelOptions(fuse=fuse, watchdog=watchdog)
+    known = [replace(options, gpu=each.gpu, planned=each) for each in planned] or [options] * len(ranks)
     if len(ranks) > 1:
-        return _make_parallel(
-            ranks, devices, weights, captured, known, can_sleep=can_sleep, looping=device_loop, fuse=fuse,
-            watchdog=watchdog,
-        )  # fmt: skip
-    mapped = _mapped(device) if can_sleep else None
+        return _make_parallel(ranks, devices, weights, captured, known, can_sleep=can_sleep, looping=device_loop)
+    own = replace(known[0], residence=_mapped(device) if can_sleep else None)
     if choice.executor == "eager":
         from lowlat.executors.eager import EagerExecutor
 
-        return EagerExecutor(
-            first.programs, first.prefills, weights, device, fuse=fuse, watchdog=watchdog, residence=mapped, **known[0]
-        )
+        return EagerExecutor(first.programs, first.prefills, weights, device, own)
     from lowlat.executors.graph import GraphExecutor
 
-    return GraphExecutor(
-        first.programs, first.prefills, weights, device, looping=device_loop, progress=captured, fuse=fuse,
-        watchdog=watchdog, residence=mapped, **known[0],
-    )  # fmt: skip
+    return GraphExecutor(first.programs, first.prefills, weights, device, own, looping=device_loop, progress=captured)
 
 
 def _mapped(device: torch.device) -> Residence:
@@ -229,12 +226,12 @@ def _make_parallel(
     devices: Sequence[torch.device],
     weights: Mapping[str, torch.Tensor],
     captured: Callable[[int, int], None] | None,
-    known: Sequence[Mapping[str, Any]],
+    known: Sequence["KernelOptions"],
     *,
     can_sleep: bool,
-    **options: Any,
+    looping: bool,
 ) -> Executor:
-    """A graph executor for each rank, with what is known for it; the weights' files are read once."""
+    """A graph executor for each rank, with its options; the weights' files are read once."""
     from lowlat.executors.distributed.parallel import ParallelExecutor, exchanged_rows
     from lowlat.executors.distributed.parts import place_parts
     from lowlat.executors.distributed.peers import PeerMemory
@@ -250,10 +247,11 @@ def _make_parallel(
             if captured is not None:
                 captured(number * total + done, len(ranks) * total)
 
-        rank, place = ranks[number], RankPlace(number, peers, leader)
+        rank, device = ranks[number], devices[number]
+        residence = _mapped(device) if can_sleep else None
+        own = replace(known[number], place=RankPlace(number, peers, leader), residence=residence)
         return GraphExecutor(
-            rank.programs, rank.prefills, parts[number], devices[number], progress=progress, place=place,
-            residence=_mapped(devices[number]) if can_sleep else None, **known[number], **options,
-        )  # fmt: skip
+            rank.programs, rank.prefills, parts[number], device, own, looping=looping, progress=progress
+        )
 
     return ParallelExecutor(make, peers)

@@ -19,7 +19,7 @@ from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.options.runtime import FEW_SLOTS
 
 __all__ = [
-    "AllReduces", "Binding", "Call", "LeftArgmax", "LibraryCall", "decodes", "in_parts", "sum_in_parts",
+    "AllReduces", "Binding", "BlockArgmax", "Call", "LibraryCall", "decodes", "in_parts", "sum_in_parts",
     "triggers_first",
 ]  # fmt: skip
 
@@ -48,10 +48,10 @@ Call = KernelCall | LibraryCall
 
 
 class AllReduces(Protocol):
-    """The memory by which a rank exchanges with the others; see `PeerMemory`."""
+    """The memory by which a rank adds up rows with the others; see `PeerMemory`."""
 
     def channel(self, width: int, whole: bool) -> Channel:
-        """The memory of launches that exchange rows of a width; `whole`: each row is one block's, as norms need it."""
+        """The memory of launches that all-reduce rows of a width; whole: each row is one block's, as norms need it."""
 
     def rows(self, width: int, kind: str) -> PeerRows:
         """The memory of one kind of kernel that adds up rows of a width over ranks as it makes them."""
@@ -68,8 +68,8 @@ def decodes(op: Op) -> bool:
 def triggers_first(op: Op) -> bool:
     """Whether a small launch lets the next one start before it waits itself: in the target's step.
 
-    What later kernels read early there is as old as the step's start, and weights are asked for the sooner. Drafts'
-    rows are laid out on the way: there launches that wait first settle them for attention.
+    What later kernels read before they wait was written at the step's start there, and weights are asked for the
+    sooner. Drafts' rows are laid out on the way: there launches that wait first make them visible to attention.
     """
     return op.stage is Stage.VERIFY
 
@@ -85,8 +85,8 @@ def sum_in_parts(programs: Iterable[Program]) -> bool:
 
 
 @dataclass(frozen=True)
-class LeftArgmax:
-    """The best pair of each row and block of a GEMM's logits.
+class BlockArgmax:
+    """The best pair of each row and block of logits, which the GEMM that made them has written next to them.
 
     logits  the buffer that the logits are in
     pairs   [M, blocks, 2] int32
@@ -105,8 +105,8 @@ class Binding:
     loop            the control of the device loop whose body the step is, if it is one
     switches        whether the choice of a width is for a SWITCH node
     num_awaited     MoE layers so far whose logits are awaited; each fills the next one's with sentinels
-    exchanges       the memory by which this rank exchanges rows with others; None: it is the only one
-    left            the partial argmax that the last GEMM left next to its logits, if it did
+    all_reduces     the memory by which this rank adds up rows with others; None: it is the only one
+    block_argmax    the argmax of each block of the last GEMM's logits, if it has written one
     is_invariant    no bit may depend on how many ranks there are: not on extents of which each has a part
     fresh           buffers that a kernel may still be writing when the next call starts; a cache, of which `kv_write`
                     alone wrote, with the buffer of the lengths that it wrote after, others with ""
@@ -121,15 +121,15 @@ class Binding:
     switches: bool = False
     all_reduces: AllReduces | None = None
     num_awaited: int = 0
-    left: LeftArgmax | None = None
+    block_argmax: BlockArgmax | None = None
     is_invariant: bool = False
     fresh: dict[str, str] = field(default_factory=dict)
 
     def wrote(self, op: Op) -> None:
         """Take what an operation writes for fresh."""
-        behind = op.reads.get("write_lens", "")
+        lens = op.reads.get("write_lens", "")
         for name in op.writes.values():
-            self.fresh[name] = behind if self.fresh.get(name, behind) == behind else ""
+            self.fresh[name] = lens if self.fresh.get(name, lens) == lens else ""
 
     def arguments(self, op: Op) -> dict[str, Any]:
         """The buffers and parameters of an operation by argument name; its weights are left out."""

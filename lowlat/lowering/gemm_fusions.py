@@ -24,7 +24,7 @@ from lowlat.kernels.gemm.decode.gemm import (
 from lowlat.kernels.gemm.packing import TILE_ROWS, gate_up_permutation, rope_permutation
 from lowlat.kernels.sampling.select import FINITE, INFINITY
 from lowlat.kernels.toolchain.kernel import Gpu
-from lowlat.lowering.binding import Binding, Call, LeftArgmax, decodes, in_parts
+from lowlat.lowering.binding import Binding, BlockArgmax, Call, decodes, in_parts
 from lowlat.lowering.fusion import Fusion, Run
 from lowlat.lowering.row_fusions import adds_ranks, gathered
 
@@ -237,7 +237,7 @@ def _leave_argmax(binding: Binding, run: Run, logits: str, limit: int) -> Partia
     """Where the best pairs go, with which the operation after the run begins."""
     blocks = binding.gpu.num_multiprocessors
     pairs = binding.workspace("gemm.partial_argmax", (run.shape(logits)[0], blocks, 2), torch.int32)
-    binding.left = LeftArgmax(logits, pairs, limit)
+    binding.block_argmax = BlockArgmax(logits, pairs, limit)
     return PartialArgmax(pairs, limit)
 
 

@@ -66,19 +66,20 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     """
     check_covered(binding.program)
     groups: list[LoweredGroup] = []
-    awaits, fresh = True, binding.fresh  # whether the next call awaits all before it
+    awaits, fresh = True, binding.fresh  # whether the next call is launched without PDL: after all before it has ended
     fresh.clear()
     for fusion, run in cover(binding.program, binding.gpu, FUSIONS if fuse else (), binding.weights.permutation):
-        if binding.left is not None and any(binding.left.logits in op.writes.values() for op in run.ops):
-            binding.left = None
+        known = binding.block_argmax
+        if known is not None and any(known.logits in op.writes.values() for op in run.ops):
+            binding.block_argmax = None
         calls = list(lower_alone(binding, run.ops[0]) if fusion is None else fusion.lower(binding, run))
-        awaits = awaits and not (groups and _settles(calls[0]))
+        awaits = awaits and not (groups and _waits_first(calls[0]))
         if awaits or not fresh.keys().isdisjoint(name for op in run.ops for name in early_reads(op)):
             calls[0] = _awaits_all(calls[0])
             fresh.clear()
         # nearly every kernel after a step's start reads slots and lengths
         awaits = run.ops[-1].stage is Stage.ACTIVE_SLOTS
-        if any(map(_settles, calls)):
+        if any(map(_waits_first, calls)):
             fresh.clear()
         for op in run.ops:
             binding.wrote(op)
@@ -88,12 +89,13 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
     return tuple(groups)
 
 
-def _settles(call: Call) -> bool:
+def _waits_first(call: Call) -> bool:
+    """Whether a call waits for all before it, and only then lets the next one start."""
     return isinstance(call, KernelCall) and call.kernel.waits_before_trigger
 
 
 def _awaits_all(call: Call) -> Call:
-    """The call as one that starts only when all before it has ended."""
+    """The call without programmatic dependent launch: it starts only when all before it has ended."""
     return replace(call, dependent=False) if isinstance(call, KernelCall) else call
 
 

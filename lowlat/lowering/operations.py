@@ -88,9 +88,9 @@ from lowlat.lowering.weight_parts import experts_name
 
 __all__ = [
     "RING_COUNT",
+    "block_argmax_of",
     "draft_topk_alone",
     "early_reads",
-    "left_argmax",
     "lower_alone",
     "operation_layouts",
     "publication",
@@ -161,30 +161,30 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
 
 def _is_settled(binding: Binding, op: Op) -> bool:
     """Whether attention may look up and copy, before it waits, the keys and values before its dense lengths."""
-    behind, tables = op.reads["dense_lens"], (op.reads.get(name) for name in ("slots", "block_table", "block_lists"))
-    caches = (binding.fresh.get(op.reads[name], behind) for name in ("k_cache", "v_cache"))
-    return binding.fresh.keys().isdisjoint((behind, *tables)) and all(each == behind for each in caches)
+    lens, tables = op.reads["dense_lens"], (op.reads.get(name) for name in ("slots", "block_table", "block_lists"))
+    caches = (binding.fresh.get(op.reads[name], lens) for name in ("k_cache", "v_cache"))
+    return binding.fresh.keys().isdisjoint((lens, *tables)) and all(each == lens for each in caches)
 
 
 def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
     return summarise_blocks(**binding.arguments(op), gpu=binding.gpu)
 
 
-def left_argmax(binding: Binding, op: Op) -> torch.Tensor | None:
-    """The partial argmax of an operation's logits, if the GEMM that made them left it."""
-    limit, left = INFINITY if op.kind == "draft_topk" else FINITE, binding.left
-    return left.pairs if left is not None and (left.logits, left.limit) == (op.reads["logits"], limit) else None
+def block_argmax_of(binding: Binding, op: Op) -> torch.Tensor | None:
+    """The argmax of each block of an operation's logits, if the GEMM that made them has written it."""
+    limit, known = INFINITY if op.kind == "draft_topk" else FINITE, binding.block_argmax
+    return known.pairs if known is not None and (known.logits, known.limit) == (op.reads["logits"], limit) else None
 
 
 def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call]:
     """The calls of `draft_topk`; of what follows it, too, where `children` are arguments of `assign_drafts`, and `then`
     a level after them."""
-    given, best = {**binding.arguments(op), **binding.vectors(op)}, left_argmax(binding, op)
+    given, best = {**binding.arguments(op), **binding.vectors(op)}, block_argmax_of(binding, op)
     return draft_topk(**given, **children, best=best if given["k"] == 1 else None, workspace=binding.workspace)
 
 
 def _sample(binding: Binding, op: Op) -> Sequence[Call]:
-    return sample(**binding.arguments(op), best=left_argmax(binding, op), workspace=binding.workspace)
+    return sample(**binding.arguments(op), best=block_argmax_of(binding, op), workspace=binding.workspace)
 
 
 def _gather_ranks(binding: Binding, op: Op) -> Sequence[Call]:

@@ -18,7 +18,7 @@ from lowlat.kernels.step.publish import end_step, finish_step
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, Call
 from lowlat.lowering.fusion import Fusion, Run
-from lowlat.lowering.operations import draft_topk_alone, left_argmax, publication
+from lowlat.lowering.operations import block_argmax_of, draft_topk_alone, publication
 from lowlat.lowering.row_fusions import embedded, embeds_for_norms, is_unscaled, level_input
 
 __all__ = ["STEP_FUSIONS"]
@@ -107,7 +107,7 @@ def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
 
 def _sample(binding: Binding, run: Run) -> Sequence[Call]:
     """Finite flags and draws."""
-    best = left_argmax(binding, run.op("finite"))
+    best = block_argmax_of(binding, run.op("finite"))
     return sample(**_joined(binding, run.ops), best=best, workspace=binding.workspace)
 
 
@@ -147,7 +147,7 @@ def _follows(run: Run, gpu: Gpu) -> bool:
 def _draft_level(binding: Binding, run: Run) -> Sequence[Call]:
     """A chain's drafts, and the draft model's input of the level after them: of best pairs in one launch."""
     drafting = run.op("draft_topk")
-    best, given = left_argmax(binding, drafting), binding.arguments(drafting)
+    best, given = block_argmax_of(binding, drafting), binding.arguments(drafting)
     if best is None:
         return [*_draft_topk(binding, run), *level_input(binding, run)]
     names = binding.vectors(drafting)["draft_to_target"]

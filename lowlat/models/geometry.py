@@ -122,7 +122,7 @@ class ModelConfig(Decoder):
 
     family           a name in the table of `lowlat.models.families`
     embedding_scale  of the embedding's rows, in the compute dtype; None: they are taken as they are
-    logit_scale      of logits, which the weight of the final norm has: a power of two
+    logit_divisor    of logits, by which the family's recipes divide the weight of the final norm
     logit_softcap    logits l become c tanh(l / c); None: they stay
     coded_kv         None: the cache has the compute dtype
     coded_rows       matrices of layers that are multiplied by e4m3 codes of a prompt's rows, see `code_activations`; by
@@ -135,7 +135,7 @@ class ModelConfig(Decoder):
     tie_embeddings: bool
     dtype: ComputeDtype
     embedding_scale: float | None = None
-    logit_scale: float = 1.0
+    logit_divisor: float = 1.0
     logit_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

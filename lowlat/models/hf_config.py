@@ -4,7 +4,7 @@ It knows transformers' conventions as of versions 4 and 5 and no family's own ke
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +17,19 @@ from lowlat.models.geometry import ComputeDtype
 from lowlat.models.layer_spec import RopeConfig
 
 __all__ = [
+    "FULL",
     "IMAGE_POSITIONS",
     "MAX_VOCABULARY",
+    "SLIDING",
     "check_architecture",
     "check_head_counts",
     "dtype_error",
     "is_quantised",
+    "layer_kinds",
     "layer_windows",
     "max_positions",
     "parse_rope",
+    "parse_ropes",
     "partial_rotary_dims",
     "read_config",
     "resolve_dtype",
@@ -35,6 +39,7 @@ __all__ = [
 ]
 
 MAX_VOCABULARY = 1 << 24
+SLIDING, FULL = "sliding_attention", "full_attention"  # entries of layer_types
 MAX_EOS_TOKENS = 64
 
 WRAPPERS = (
@@ -120,8 +125,8 @@ def layer_windows(
     if "sliding_window" not in fields.values:
         window = default
     kinds = sliding_kinds(fields, count)
-    if "sliding_attention" in kinds:
-        has_window = [kind == "sliding_attention" for kind in kinds]
+    if SLIDING in kinds:
+        has_window = [kind == SLIDING for kind in kinds]
     elif off_by_default:
         first = fields.integer("max_window_layers", 0, 1 << 20, default=default_first) if default_first else 0
         some = bool(uses) and window is not None and not kinds
@@ -134,14 +139,20 @@ def layer_windows(
 
 
 def sliding_kinds(fields: Fields, count: int) -> tuple[str, ...]:
-    """The entries of layer_types, each full_attention or sliding_attention; none without the key."""
+    """The entries of layer_types, each FULL or SLIDING; none without the key."""
     kinds = fields.optional_strings("layer_types", max_count=4096) or ()
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in (FULL, SLIDING):
             raise ConfigError(f"{fields.label}: layer_types entry {kind!r} is not implemented for this family")
     if kinds and len(kinds) != count:
         raise ConfigError(f"{fields.label}: layer_types has {len(kinds)} entries, expected {count}, one a layer")
     return kinds
+
+
+def layer_kinds(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
+    """The kind of each layer, FULL or SLIDING: by layer_types, else FULL in the last of every `interval` layers."""
+    named = sliding_kinds(fields, count)
+    return named or tuple(SLIDING if (layer + 1) % interval else FULL for layer in range(count))
 
 
 def is_quantised(fields: Fields, directory: Path) -> bool:
@@ -274,6 +285,34 @@ def parse_rope(
         result = _yarn(rope, theta, _trained_positions(fields, rope, max_position))
     rope.refuse_unknown(known)
     return result
+
+
+def parse_ropes(fields: Fields, max_position: int, absent: Mapping[str, dict[str, Any]]) -> dict[str, RopeConfig]:
+    """RoPE of layers of each kind, by rope_parameters. absent: what a config says that has none, by kind."""
+    given = fields.optional_object("rope_parameters")
+    if given is None or not given.values:
+        given = Fields(dict(absent), f"{fields.label}: rope_parameters")
+    found = {}
+    for kind, default in absent.items():
+        own = given.optional_object(kind)
+        values = default if own is None or not own.values else {"rope_theta": default["rope_theta"], **own.values}
+        found[kind] = _rope_of_kind(Fields(values, f"{given.label}: {kind}"), max_position)
+    given.refuse_unknown(())
+    return found
+
+
+def _rope_of_kind(rope: Fields, max_position: int) -> RopeConfig:
+    if rope.values.get("rope_type") != "proportional":
+        return parse_rope(Fields({"rope_parameters": rope.values}, rope.label), max_position=max_position)
+    rope.raw("rope_type")
+    made = RopeConfig(
+        rope.number("rope_theta", 1.001, 1e15),
+        "proportional",
+        factor=rope.number("factor", 1e-3, 1e6, default=1.0),
+        share=rope.number("partial_rotary_factor", 0.0, 1.0, default=1.0),
+    )
+    rope.refuse_unknown(())
+    return made
 
 
 def partial_rotary_dims(fields: Fields, head_dim: int, *, default: float) -> int:

@@ -76,6 +76,19 @@ QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN3_MOE = {**QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768} | {
     "norm_topk_prob": True
 }
+MELLUM_ROPE = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 16.0, "original_max_position_embeddings": 8192} | {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "attention_factor": 1.2772588722239782,
+}
+MELLUM = {"head_dim": 128, "rms_norm_eps": 1e-6, "norm_topk_prob": True, "sliding_window": 1024} | {
+    "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7,
+    "mlp_layer_types": ["sparse"] * 28,
+    "rope_parameters": {
+        "full_attention": MELLUM_ROPE,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+    },
+}
 QWEN35 = {"head_dim": 256, "rms_norm_eps": 1e-6, "linear_num_key_heads": 16, "full_attention_interval": 4} | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 }
@@ -179,6 +192,24 @@ PUBLISHED = (
     Published(
         "ibm-granite/granite-3.3-8b-instruct", "granite", (4096, 12800, 40, 32, 8, 49159, 131072),
         {**MULTIPLIERS, "attention_multiplier": 0.0078125, "logits_scaling": 16.0, "rope_theta": 1e7},
+    ),
+    Published(
+        "ibm-granite/granite-4.1-8b", "granite", (4096, 12800, 40, 32, 8, 100352, 131072),
+        {**MULTIPLIERS, "attention_multiplier": 0.0078125, "logits_scaling": 16.0, "rope_theta": 1e7},
+    ),
+    Published(
+        "ibm-granite/granite-4.1-3b", "granite", (2560, 8192, 40, 40, 8, 100352, 131072),
+        {**MULTIPLIERS, "attention_multiplier": 0.015625, "logits_scaling": 10.0, "rope_theta": 1e7},
+    ),
+    Published(
+        "ibm-granite/granite-4.0-micro", "granitemoehybrid", (2560, 8192, 40, 40, 8, 100352, 131072),
+        {**MULTIPLIERS, "attention_multiplier": 0.015625, "logits_scaling": 10.0, "rope_theta": 1e7,
+         "layer_types": ["attention"] * 40, "num_local_experts": 0, "shared_intermediate_size": 8192,
+         "position_embedding_type": "rope"},
+    ),
+    Published(
+        "JetBrains/Mellum2-12B-A2.5B-Instruct", "mellum", (2304, 7168, 28, 32, 4, 98304, 131072),
+        {**MELLUM, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896},
     ),
     Published(
         "ByteDance-Seed/Seed-OSS-36B-Instruct", "seed_oss", (5120, 27648, 64, 80, 8, 155136, 524288),

@@ -17,11 +17,11 @@ from lowlat.models.shard import LayerShard
 __all__ = ["RankCuts", "cut_stream", "rank_weights"]
 
 LAYER = re.compile(
-    r"(?P<draft>head\.)?(layers\.(?P<number>\d+)\.)?"
+    r"(?P<draft>draft_model\.)?(layers\.(?P<number>\d+)\.)?"
     r"(?P<layer>qkv|qk|q|kv|k|context\.kv?|o|gate|gate_up|down|(experts|shared)\.(gate_up|down)|lm_head|sinks"
     r"|delta_(in|ba|conv|a|dt|out))(\.(?P<part>\w+))?"
 )
-LM_HEADS = ("lm_head.", "head.lm_head.")  # the target's and the draft model's
+LM_HEADS = ("lm_head.", "draft_model.lm_head.")  # the target's and the draft model's
 PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a: as values' of a delta net
     **{letters: letters for letters in ("qkv", "qk", "q", "kv", "k")},
     "gate": "q",
@@ -110,13 +110,13 @@ def _rows(tensor: torch.Tensor, spans: Sequence[Span], axis: int) -> torch.Tenso
     return torch.cat([tensor.narrow(axis, start, stop - start) for start, stop in spans], axis)
 
 
-def _columns(name: str, tensor: torch.Tensor, span: Span, depth: int, behind: int) -> torch.Tensor:
+def _columns(name: str, tensor: torch.Tensor, span: Span, depth: int, from_end: int) -> torch.Tensor:
     """Columns of K of a part of a matrix.
 
-    depth   K, of which an entry of the part holds one number or several; one entry of all: the rank has it, too
-    after  the dimension of K, counted from the last
+    depth     K, of which an entry of the part holds one number or several; one entry of all: the rank has it, too
+    from_end  the dimension of K, counted from the last
     """
-    count = tensor.shape[-behind]
+    count = tensor.shape[-from_end]
     if count == 1:
         return tensor
     held = 1 << (-(-depth // count) - 1).bit_length()  # what formats hold together is a power of two
@@ -124,7 +124,7 @@ def _columns(name: str, tensor: torch.Tensor, span: Span, depth: int, behind: in
         raise ConfigError(f"{name} holds {held} numbers of a row together, and tensor_parallel_size would cut it at "
                           f"{span[0]} and {span[1]} of {depth}")  # fmt: skip
     first, last = span[0] // held, -(-span[1] // held)
-    return tensor.narrow(-behind, first, last - first).contiguous()
+    return tensor.narrow(-from_end, first, last - first).contiguous()
 
 
 def cut_stream(

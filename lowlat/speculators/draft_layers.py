@@ -1,6 +1,6 @@
 """This module reads the configs of draft models whose layers are those of a family, by their model_type.
 
-Other draft models have plain layers, see `lowlat.speculators.eagle3.sizes`.
+Other draft models have plain layers, see `lowlat.speculators.draft_files.sizes`.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from lowlat.errors import ConfigError
 from lowlat.models.families import gemma, gemma4
 from lowlat.models.families.dense import Sizes
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.hf_config import FULL, SLIDING
 from lowlat.models.layers import rounded_scale
 
 __all__ = ["LayerStyle", "layer_style", "with_layer_defaults"]
@@ -46,15 +47,15 @@ def with_layer_defaults(fields: Fields) -> Fields:
 
 def _gemma4_defaults(fields: Fields) -> Fields:
     count = fields.values.get("num_hidden_layers")
-    kinds = [gemma.FULL] * count if isinstance(count, int) and 0 < count <= 64 else [gemma.FULL]
+    kinds = [FULL] * count if isinstance(count, int) and 0 < count <= 64 else [FULL]
     return gemma.with_defaults(fields, layer_types=kinds)
 
 
 def _gemma4_fields(fields: Fields, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
     """Gemma 4's layers of full attention with dense FFNs: embedding and logits are scaled and capped as its are."""
     layers = gemma4.layer_specs(fields, sizes, 0)
-    if any(isinstance(kind, str) and kind != gemma.FULL for kind in fields.values.get("layer_types") or ()):
-        raise ConfigError(f"{fields.label}: layer_types entry {gemma.SLIDING!r} is not implemented for draft models")
+    if any(isinstance(kind, str) and kind != FULL for kind in fields.values.get("layer_types") or ()):
+        raise ConfigError(f"{fields.label}: layer_types entry {SLIDING!r} is not implemented for draft models")
     for layer in layers:
         if layer.experts is not None or layer.per_layer_size is not None:
             what = "enable_moe_block" if layer.experts is not None else "hidden_size_per_layer_input"

@@ -28,8 +28,8 @@ __all__ = [
     "vocabulary_report",
 ]
 
-DRAFT_MAP = "head.draft_to_target"
-LM_HEAD = "head.lm_head.weight"
+DRAFT_MAP = "draft_model.draft_to_target"
+LM_HEAD = "draft_model.lm_head.weight"
 BY_SLOT = {"slots": "slots", "block_table": "block_table"}
 # norms of a layer after its attention, canonical -> stored name: of layers with norms on both sides, and of others
 SANDWICH = {
@@ -49,7 +49,9 @@ def table_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
     """The embedding and the LM head of a draft model where they are its own; an LM head that is cut is made at load."""
     made = []
     if config.own_embedding:
-        made.append(one_piece("head.embed.weight", "embed_tokens.weight", dtype, config.vocab_size, config.hidden_size))
+        made.append(
+            one_piece("draft_model.embed.weight", "embed_tokens.weight", dtype, config.vocab_size, config.hidden_size)
+        )
     if config.own_lm_head and not config.is_cut:
         made.append(one_piece(LM_HEAD, "lm_head.weight", dtype, config.draft_vocab_size, config.hidden_size))
     return made
@@ -130,14 +132,14 @@ def layer_recipes(
 
 
 def emit_accepted_rows(scope: StepScope) -> None:
-    """Lay out the rows of a step's accepted tokens for a draft model, in buffers `head.*`, see `draft_rows`."""
+    """Lay out the rows of a step's accepted tokens for a draft model, in buffers `draft_model.*`, see `draft_rows`."""
     builder, batch, rows = scope.builder, scope.bucket.batch, scope.rows
     outs = {
-        "tokens": builder.scratch("head.tokens", (batch, rows), torch.int32),
-        "positions": builder.scratch("head.positions", (batch, rows), torch.int32),
-        "row_live": builder.scratch("head.row_live", (batch, rows), torch.uint8),
-        "write_lens": builder.scratch("head.write_lens", (batch,), torch.int32),
-        "live_positions": builder.scratch("head.live_positions", (batch, 1), torch.int32),
+        "tokens": builder.scratch("draft_model.tokens", (batch, rows), torch.int32),
+        "positions": builder.scratch("draft_model.positions", (batch, rows), torch.int32),
+        "row_live": builder.scratch("draft_model.row_live", (batch, rows), torch.uint8),
+        "write_lens": builder.scratch("draft_model.write_lens", (batch,), torch.int32),
+        "live_positions": builder.scratch("draft_model.live_positions", (batch, 1), torch.int32),
     }
     names = ("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
     builder.emit("draft_rows", Stage.DRAFT_FC, reads=scope.reads(*names), writes=outs)

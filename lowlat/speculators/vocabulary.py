@@ -117,7 +117,7 @@ def cut_loaded(
         for name in _parts_of_head(weights):
             del weights[name]
     elif source is not None:
-        lm_head = dequantised(LM_HEAD.removeprefix("head."), source.weights)
+        lm_head = dequantised(LM_HEAD.removeprefix("draft_model."), source.weights)
     else:
         raise ValueError("rows of the target's LM head are gathered, and its weights are not at hand")
     weights[LM_HEAD] = lm_head[vocabulary.ids].to(TORCH_DTYPES[dtype]).contiguous()

@@ -44,7 +44,7 @@ class _Opening(StepBuilder):
 
     def build(self) -> Program:
         """All operations, checked and frozen."""
-        self.width = 1
+        self.rows = 1
         self.builder.keep((*SLOTS, *ROWS), _opened(self.batch))
         self._apply_commands()
         self._list_slots()

@@ -48,7 +48,7 @@ class StepBuilder:
         self.geometry = geometry
         self.bucket = bucket
         self.topology = topology
-        self.batch, self.width = bucket.batch, bucket.rows
+        self.batch, self.rows = bucket.batch, bucket.rows
         self.is_first_token, is_wide = bucket.variant == FIRST_TOKEN, bucket.variant == WIDE
         self.partial = None if is_wide else geometry.partial
         self.is_proposed = bucket.variant == PROPOSED
@@ -119,12 +119,12 @@ class StepBuilder:
             writes=named("draft_sources", **outs),
             source=speculator.wide_source,
         )
-        scope = replace(self._scope([]), topology=TreeTopology.line(self.width))
+        scope = replace(self._scope([]), topology=TreeTopology.line(self.rows))
         self._hand_over(scope, speculator.emit_proposals(scope))
 
     def _rows(self) -> dict[str, str]:
         """The buffers of the rows to verify, by the argument that writes them."""
-        batch, rows = self.batch, self.width
+        batch, rows = self.batch, self.rows
         return {
             "row_tokens": self._ints("row_tokens", batch, rows),
             "row_positions": self._ints("row_positions", batch, rows),
@@ -160,10 +160,10 @@ class StepBuilder:
 
     def _target(self) -> list[str]:
         """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
-        offsets = self.builder.constant("node_offsets", torch.arange(self.width, dtype=torch.int32))
+        offsets = self.builder.constant("node_offsets", torch.arange(self.rows, dtype=torch.int32))
         rows = Rows(
             prefix="",
-            count=self.batch * self.width,
+            count=self.batch * self.rows,
             live="row_live",
             positions="row_positions",
             attention=named("slots", "block_table", "dense_lens", "row_masks"),
@@ -183,7 +183,7 @@ class StepBuilder:
         return boundaries
 
     def _accept(self) -> None:
-        stage, batch, rows, emit = Stage.ACCEPT, self.batch, self.width, self.builder.emit
+        stage, batch, rows, emit = Stage.ACCEPT, self.batch, self.rows, self.builder.emit
         logits = named("row_live", logits="target.logits")
         emit("finite", stage, reads=logits, writes=named(finite=self._ints("finite", batch, rows, dtype=torch.uint8)))
         state = named(

@@ -33,8 +33,8 @@ from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import fit_slots
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import Speculator
+from lowlat.speculators.draft_files.windows import check_draft_window
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
-from lowlat.speculators.eagle3.windows import check_draft_window
 from lowlat.speculators.methods import plan_speculator, rounded_speculator
 from lowlat.speculators.suffix.beside import TextBeside
 from lowlat.speculators.tree.dynamic import Topology

@@ -53,8 +53,8 @@ class Periodic(Speculator):
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
         assert extended == ("periodic.last",)
-        nodes, names = scope.draft_nodes(), ("tokens", "slots", "draft_live", "draft_lens")
-        reads, writes = {name: name for name in names}, {"draft_nodes": nodes}
+        nodes, reads = scope.draft_nodes(), scope.reads("tokens", "slots", "draft_live", "draft_lens")
+        writes = {"draft_nodes": nodes}
         scope.builder.emit("ngram_draft", Stage.DRAFT, reads=reads, writes=writes, min_match=1, max_match=1)
         return nodes
 

@@ -112,7 +112,7 @@ def test_weights_are_those_of_their_plan_each_time(weights: str) -> None:
     for name, part in plan.items():
         assert (streamed[name].shape, streamed[name].dtype) == (torch.Size(part.shape), part.dtype)
         assert torch.equal(streamed[name], source[name])
-    assert streamed["head.draft_to_target"].diff().min() > 0
+    assert streamed["draft_model.draft_to_target"].diff().min() > 0
     with pytest.raises(ConfigError, match="'int3' are no format"):
         Model("tiny", "int3").plan(drafts=False)
 

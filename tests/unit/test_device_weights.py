@@ -27,7 +27,7 @@ def source() -> dict[str, torch.Tensor]:
         "o.weight": matrix(64, 40, seed=4),
         "o.bias": matrix(64, seed=5),
         "norm.weight": matrix(64, seed=6),
-        "head.draft_to_target": torch.arange(9, dtype=torch.int32),
+        "draft_model.draft_to_target": torch.arange(9, dtype=torch.int32),
         "sinks": matrix(4, seed=7, dtype=torch.float32),
     }
 

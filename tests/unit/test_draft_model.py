@@ -129,7 +129,7 @@ def test_ranks_share_it(tied: bool, tmp_path: Path) -> None:
             found.append(run_one(runtime, prompt, GREEDY))
             accepted, drafted = totals(runtime)
             assert accepted == drafted > 0
-            assert runtime.executor.state["head.k_cache.0"].shape[1] == 2 // size
+            assert runtime.executor.state["draft_model.k_cache.0"].shape[1] == 2 // size
     assert found[0] == found[1]
 
 
@@ -172,15 +172,15 @@ def test_weights_are_those_of_the_plan(tmp_path: Path) -> None:
                 planned = plan_speculator(options, target)
                 assert planned == found.speculator
                 plan = dict(planned.weight_plan("bfloat16"))
-                same = found.weights.get("head.lm_head.weight") is found.weights["head.embed.weight"]
+                same = found.weights.get("draft_model.lm_head.weight") is found.weights["draft_model.embed.weight"]
                 assert same == (tied and size >= 97 and kind is None)
                 made = {name: (tuple(each.shape), each.dtype) for name, each in found.weights.items()}
                 if same:
-                    del made["head.lm_head.weight"]
+                    del made["draft_model.lm_head.weight"]
                 assert made == plan
-                assert made["head.embed.weight"][0][0] == 97
-                assert found.weights["head.draft_to_target"].tolist() == list(range(min(size, 97)))
-    embedding = load_speculator(drafting(tmp_path / "89-True"), target).weights["head.embed.weight"]
+                assert made["draft_model.embed.weight"][0][0] == 97
+                assert found.weights["draft_model.draft_to_target"].tolist() == list(range(min(size, 97)))
+    embedding = load_speculator(drafting(tmp_path / "89-True"), target).weights["draft_model.embed.weight"]
     assert not embedding[89:].any() and embedding[:89].any(dim=1).all()
 
 

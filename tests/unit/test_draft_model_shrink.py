@@ -38,19 +38,19 @@ def test_every_layout_keeps_all_but_its_vocabulary(layout: str, has_map: bool, t
     write_draft_layout(tmp_path / "head", layout, draft_tensors(draft_vocab=20) if has_map else full_tensors())
     (tmp_path / "head" / "LICENSE").write_text("free")
     before = load_draft_model(tmp_path / "head", TARGET)
-    known = before.weights["head.draft_to_target"].tolist()
+    known = before.weights["draft_model.draft_to_target"].tolist()
     counts = COUNTS.index_fill(0, torch.tensor(known[3:10]), 5)
     counts[known[15]] = 9
     made = shrink_draft_model(tmp_path / "head", tmp_path / "out", counts, 6)
     after = load_draft_model(tmp_path / "out", TARGET)
     expected = sorted([known[15], *known[3:8]])  # the most frequent, then the lowest of the equal ones
-    assert after.weights["head.draft_to_target"].tolist() == expected == made.new_ids.tolist()
+    assert after.weights["draft_model.draft_to_target"].tolist() == expected == made.new_ids.tolist()
     assert made.old_ids.tolist() == known and made.not_kept == ()
     rows = [known.index(token) for token in expected]
     for name, value in before.weights.items():
-        if name == "head.lm_head.weight":
+        if name == "draft_model.lm_head.weight":
             value = value[rows]
-        if name != "head.draft_to_target":
+        if name != "draft_model.draft_to_target":
             assert torch.equal(after.weights[name], value), name
     old, new = (load_file(tmp_path / part / "model.safetensors") for part in ("head", "out"))
     assert set(new) == set(old) | {"d2t", "t2d"}
@@ -104,7 +104,7 @@ def test_what_was_tied_is_so_no_more(tmp_path: Path) -> None:
 
 def test_ids_that_must_stay(tmp_path: Path) -> None:
     write_draft_layout(tmp_path / "head", "safeai", draft_tensors(draft_vocab=20))
-    known = load_draft_model(tmp_path / "head", TARGET).weights["head.draft_to_target"].tolist()
+    known = load_draft_model(tmp_path / "head", TARGET).weights["draft_model.draft_to_target"].tolist()
     absent = next(token for token in range(40) if token not in known)
     counts = COUNTS.index_fill(0, torch.tensor(known[:8]), 100)
     made = shrink_draft_model(tmp_path / "head", tmp_path / "out", counts, 4, keep=[known[19], known[12], absent])

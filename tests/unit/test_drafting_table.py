@@ -255,7 +255,7 @@ def check_run(run: Run, case: Case, expected: list[Answer]) -> None:
     executor: Any = runtime.executor if case["device"] == "steps" else runtime.executor.inner  # type: ignore[attr-defined]
     assert isinstance(executor, RankedReferenceExecutor) == (case["ranks"] == "2")
     if case["ranks"] == "2" and case["method"] in (*MODELS, "mtp"):
-        own = [each for name, each in executor.state.items() if name.startswith("head.k_cache")]
+        own = [each for name, each in executor.state.items() if name.startswith("draft_model.k_cache")]
         heads = 1 if case["method"] in ("mtp", "draft_model", "whole_beside") else 4
         assert own and {cache.shape[1] for cache in own} == {heads}  # the draft model is cut, too
 

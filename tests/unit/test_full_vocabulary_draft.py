@@ -39,7 +39,7 @@ def test_a_full_head_drafts_every_id_and_changes_no_token(own_lm_head: bool, tre
     config = load_target(pair.target).config
     head = load_draft_model(pair.head, config)
     assert (head.config.draft_vocab_size, head.config.own_lm_head) == (config.vocab_size, own_lm_head)
-    assert torch.equal(head.weights["head.draft_to_target"], torch.arange(config.vocab_size, dtype=torch.int32))
+    assert torch.equal(head.weights["draft_model.draft_to_target"], torch.arange(config.vocab_size, dtype=torch.int32))
     speculative = SpeculativeConfig(model=pair.head, num_speculative_tokens=3, tree=tree, strict=True)
     prompt, sampling = [5, 17, 3, 88, 41, 9, 60, 2], SamplingParams(temperature=0.0, max_tokens=40)
     with Runtime.load(pair.target, **OPTIONS) as runtime:

@@ -92,7 +92,7 @@ def test_draft_models_of_blocks_read_the_embedding_as_the_target_does(flags: dic
             program = runtime.executor.program(runtime.ladder.choose(1, 3))
             embeds = {op.weights["weight"]: op.params.get("scale") for op in program.ops if op.kind == "embed"}
             assert embeds["embed.weight"] == torch.tensor(32**0.5).item()
-            assert not own or embeds["head.embed.weight"] is None
+            assert not own or embeds["draft_model.embed.weight"] is None
             counts = [op for op in program.ops if op.kind == "embed" and op.params.get("scale") is not None]
             assert len(counts) == (1 if own else 2)
             assert run_one(runtime, prompt, SAMPLED) == tokens
@@ -117,7 +117,9 @@ def test_a_draft_model_with_the_target_s_own_window_keeps_all_of_its_keys(tmp_pa
         assert run_one(runtime, prompt, SAMPLED) == tokens
         assert runtime.speculator is not None and runtime.speculator.method == "dflash"
         program = runtime.executor.program(runtime.ladder.choose(1, 5))
-        reads = [op.reads for op in program.ops if op.kind == "attention" and op.reads["k_cache"].startswith("head.")]
+        reads = [
+            op.reads for op in program.ops if op.kind == "attention" and op.reads["k_cache"].startswith("draft_model.")
+        ]
         assert [each["block_table"] for each in reads] == ["block_table"] * 3
         shapes = {program.buffers[each["k_cache"]].shape[0] for each in reads}
         assert shapes == {runtime.geometry.num_blocks}

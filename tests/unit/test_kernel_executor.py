@@ -24,6 +24,7 @@ from lowlat.executors.distributed import watchdog
 from lowlat.executors.distributed.watchdog import COLD_FACTOR, MIN_SAMPLES, Watchdog
 from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.graph import GraphExecutor, check_call
+from lowlat.executors.kernel_executor import KernelOptions
 from lowlat.graphs import Bucket
 from lowlat.graphs.audit import OwnedMemory
 from lowlat.graphs.loop import LoopMemory
@@ -175,7 +176,7 @@ def make_executor(name: str, gpu: Gpu, directory: Path, **options: Any) -> Any:
     pair = make_named(name, directory)
     bucket = Bucket(1, 1, 0)
     programs, prefills = {bucket: pair.program(0, 1)}, build_prefills(pair.geometry)
-    return EagerExecutor(programs, prefills, pair.source, CPU, **options)
+    return EagerExecutor(programs, prefills, pair.source, CPU, KernelOptions(**options))
 
 
 class Stuck:

@@ -209,8 +209,8 @@ def test_nan_in_a_shared_prefix_is_not_shared_any_further(pair: PairPaths) -> No
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [
-        wide("head.k_cache", None),
-        ("head.v_cache", TREE),
+        wide("draft_model.k_cache", None),
+        ("draft_model.v_cache", TREE),
         wide("block_features", {"dynamic_tree_max_topk": 3}),
         ("block_features", None),
     ],

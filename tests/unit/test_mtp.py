@@ -74,9 +74,9 @@ def test_layers_as_files_have_them(family: str, quantised: str | None, options: 
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert shapes.keys() == loaded.speculator.weight_plan(source.config.dtype).keys()
     assert loaded.speculator == plan_speculator(mtp(**options), source.config, tmp_path)
-    assert "head.fc.weight" in shapes or "draft_quantize" in options
+    assert "draft_model.fc.weight" in shapes or "draft_quantize" in options
     if quantised:
-        assert any(name.startswith("head.q.") and not name.endswith(".weight") for name in shapes)
+        assert any(name.startswith("draft_model.q.") and not name.endswith(".weight") for name in shapes)
 
 
 def _without(path: Path, *gone: str) -> None:
@@ -135,9 +135,9 @@ def test_a_draft_vocabulary_changes_no_token(hybrid: Path, tmp_path: Path) -> No
     for size, count in ((None, len({*kept, *range(50, 55)})), (len(kept), len(kept))):
         options = mtp(3, draft_vocab=ids, draft_vocab_size=size)
         loaded = load_speculator(options, source.config, source)
-        chosen = loaded.weights["head.draft_to_target"].long()
+        chosen = loaded.weights["draft_model.draft_to_target"].long()
         assert len(chosen) == count and set(kept) <= set(chosen.tolist())
-        assert torch.equal(loaded.weights["head.lm_head.weight"], lm_head[chosen])
+        assert torch.equal(loaded.weights["draft_model.lm_head.weight"], lm_head[chosen])
         with Runtime.load(hybrid, options, **OPTIONS) as runtime:
             assert run_one(runtime, prompt, sampling) == expected
             assert acceptance(runtime) > 0

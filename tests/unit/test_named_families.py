@@ -34,7 +34,25 @@ PIXTRAL = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, 
     "image_size": 28,
 }
 MOE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+MELLUM = {**MOE, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]} | {
+    "rope_parameters": {
+        "full_attention": {
+            **YARN,
+            "rope_theta": 500000.0,
+            "attention_factor": 1.3,
+            "mscale": None,
+            "mscale_all_dim": None,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "max_position_embeddings": 2048,
+}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+GRANITE4 = {"layer_types": ["full_attention"] * COMMON["num_hidden_layers"], "num_local_experts": 0} | {
+    "shared_intermediate_size": 40,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 4,
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +91,22 @@ class Case:
         return model
 
 
+PUBLISHED_GRANITE4 = {"rope_theta": 10000.0, "rope_scaling": None, "normalization_function": "rmsnorm"} | {
+    "init_method": "mup",
+    "num_experts_per_tok": 0,
+    "router_aux_loss_coef": 0.01,
+    "mamba_chunk_size": 256,
+    "mamba_conv_bias": True,
+    "mamba_d_conv": 4,
+    "mamba_d_head": 64,
+    "mamba_d_state": 256,
+    "mamba_expand": 2,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 1,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, float("inf")],
+}
+
 CASES = {
     "ministral3": Case("Ministral3", {"rope_parameters": SCALED, "max_position_embeddings": 2048}),
     "mistral3": Case("Mistral3", {"model_type": "mistral", "sliding_window": None}, PIXTRAL),
@@ -80,6 +114,8 @@ CASES = {
         "Mistral3", {"model_type": "ministral3", "rope_parameters": SCALED, "max_position_embeddings": 2048}, PIXTRAL
     ),
     "mixtral": Case("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mellum": Case("Mellum", MELLUM),
+    "mellum-without-windows": Case("Mellum", {**MOE, "norm_topk_prob": False, "num_nextn_predict_layers": 1}),
     "qwen2_5_vl": Case("Qwen2_5_VL", {"model_type": "qwen2_5_vl_text", **MROPE}, VISION),
     "qwen2_vl": Case("Qwen2VL", {"model_type": "qwen2_vl_text", **MROPE}, VISION | {"embed_dim": 16}),
     "qwen3_vl": Case("Qwen3VL", {"model_type": "qwen3_vl_text", **MROPE}, VISION),
@@ -92,12 +128,22 @@ CASES = {
     "glm4": Case("Glm4", {"pad_token_id": 0, "eos_token_id": 96}),
     "granite": Case("Granite", {"embedding_multiplier": 12.0, "attention_multiplier": 0.3,
         "residual_multiplier": 0.22, "logits_scaling": 8.0, "tie_word_embeddings": True}),
+    "granite-thirds": Case("Granite", {"residual_multiplier": 0.22, "logits_scaling": 6.0}),
     "granite-plain": Case("Granite"),
+    "granitemoehybrid": Case("GraniteMoeHybrid", GRANITE4 | {"embedding_multiplier": 12.0, "logits_scaling": 10.0,
+        "attention_multiplier": 0.3, "residual_multiplier": 0.22, "tie_word_embeddings": True}),
+    "granitemoehybrid-still": Case("GraniteMoeHybrid", GRANITE4 | {"position_embedding_type": None}),
     "seed_oss": Case("SeedOss"),
     "smollm3": Case("SmolLM3", {"num_hidden_layers": 5, "pad_token_id": 0}),
     "ernie4_5": Case("Ernie4_5", {"head_dim": 12}),
     "ernie4_5-biased": Case("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}),
 }  # fmt: skip
+
+
+def change_config(directory: Path, changed: dict[str, Any]) -> None:
+    """Give keys of a config.json other values."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -115,12 +161,81 @@ def test_queries_scaled_by_position_limit_the_context(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).max_context == 128
 
 
-def test_a_divisor_of_logits_that_is_no_power_of_two_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divisor", [8.0, 10.0])
+def test_logits_are_divided_by_the_final_norm_without_a_rounding_more(divisor: float, tmp_path: Path) -> None:
+    """A quotient by a power of two is a bfloat16 number; others are kept in float32."""
     CASES["granite"].make(tmp_path)
-    fields = json.loads((tmp_path / "config.json").read_text()) | {"logits_scaling": 6.0}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ConfigError, match="logits_scaling must be a power of two"):
+    change_config(tmp_path, {"logits_scaling": divisor})
+    stored = load_file(tmp_path / "model.safetensors")["model.norm.weight"]
+    norm = load_target(tmp_path, dtype="bfloat16").weights["norm.weight"]
+    assert norm.dtype == (torch.bfloat16 if divisor == 8.0 else torch.float32)
+    expected = stored / divisor
+    assert torch.equal(norm, expected.to(norm.dtype))
+
+
+def test_a_granite_4_as_it_is_published_is_read_like_one_of_transformers(tmp_path: Path) -> None:
+    """Its files are of transformers 4: other names of layers' kinds, RoPE's base next to it, keys of absent layers."""
+    CASES["granitemoehybrid"].make(tmp_path)
+    before = load_target(tmp_path)
+    kinds = ["attention"] * COMMON["num_hidden_layers"]
+    change_config(tmp_path, PUBLISHED_GRANITE4 | {"layer_types": kinds, "rope_parameters": None})
+    after = load_target(tmp_path)
+    assert after.config == before.config
+    assert all(torch.equal(after.weights[each], before.weights[each]) for each in before.weights)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"layer_types": ["mamba", "attention", "mamba"]}, "Granite 4.0's layers of mamba are not implemented"),
+        ({"layer_types": ["linear_attention"] * 3}, "Granite 4.0's layers of linear_attention are not implemented"),
+        ({"layer_types": None}, "Granite 4.0's layers of mamba are not implemented"),
+        ({"layer_types": ["attention"] * 2}, "layer_types must be a list of 3 names"),
+        ({"num_local_experts": 64}, "num_local_experts must be 0: Granite 4.0's experts are not implemented"),
+        ({"num_local_experts": None}, "num_local_experts must be 0: Granite 4.0's experts are not implemented"),
+        ({"position_embedding_type": "alibi"}, "position_embedding_type must be 'rope' or 'nope'"),
+        ({"normalization_function": "layernorm"}, "normalization_function = 'layernorm' is not implemented"),
+    ],
+)
+def test_a_granite_4_with_other_layers_is_refused_by_name(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    CASES["granitemoehybrid"].make(tmp_path)
+    change_config(tmp_path, changed)
+    with pytest.raises(ConfigError, match=message):
         read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, "layers without experts are not implemented"),
+        ({"layer_types": ["sliding_attention"] * 2}, "layer_types has 2 entries, expected 3"),
+        ({"layer_types": ["linear_attention"] * 3}, "'linear_attention' is not implemented for this family"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "spiral"}}}, "rope type 'spiral' is not implemented"),
+        ({"rope_parameters": {"chunked_attention": {"rope_type": "default"}}}, "not a key that lowlat knows"),
+    ],
+)
+def test_a_mellum_with_other_layers_is_refused_by_name(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    CASES["mellum"].make(tmp_path)
+    change_config(tmp_path, changed)
+    with pytest.raises(ConfigError, match=message):
+        read_model_config(tmp_path)
+
+
+def test_a_mellum_has_windows_and_rope_by_kind_and_its_mtp_layer_is_skipped(tmp_path: Path) -> None:
+    CASES["mellum"].make(tmp_path)
+    path = tmp_path / "model.safetensors"
+    before = load_target(tmp_path)
+    extra = {"mtp.layers.0.input_layernorm.weight": torch.ones(32), "mtp.norm.weight": torch.ones(32)}
+    save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
+    change_config(tmp_path, {"num_nextn_predict_layers": 1, "use_sliding_window": True, "max_window_layers": 0})
+    after = load_target(tmp_path)
+    assert after.config == before.config and after.config.windows == (24, None, 24)
+    ropes = [mixer.rope for mixer in after.config.attentions.values()]
+    assert [(rope.kind, rope.theta) for rope in ropes] == [("default", 1e4), ("yarn", 5e5), ("default", 1e4)]
+    assert after.config.max_context == 2048 and ropes[1].attention_factor == 1.3
+    assert all(torch.equal(after.weights[each], before.weights[each]) for each in before.weights)
 
 
 def test_published_experts_are_transposed(tmp_path: Path) -> None:

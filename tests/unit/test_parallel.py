@@ -73,7 +73,7 @@ def test_ranks_launch_alike_over_memory_of_their_own_and_what_they_all_reduce_by
     for rank, each in enumerate(geometries):
         place = RankPlace(rank, peers, ranks[0] if ranks else None)
         weights = rank_weights(pair.source, each.config)
-        ranks.append(Idle(steps[rank], prefills[rank], weights, CPU, place=place))
+        ranks.append(Idle(steps[rank], prefills[rank], weights, CPU, kernel_executor.KernelOptions(place=place)))
     commands = [executor.state.of_role(Role.COMMAND) for executor in ranks]
     assert all(tensor.data_ptr() == commands[1][name].data_ptr() for name, tensor in commands[0].items())
     assert ranks[0].state["lengths"].data_ptr() != ranks[1].state["lengths"].data_ptr()

@@ -27,6 +27,7 @@ from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.eager import EagerExecutor
+from lowlat.executors.kernel_executor import KernelOptions
 from lowlat.executors.make import planned_gpus
 from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import Bucket, Role
@@ -175,7 +176,7 @@ def test_an_executor_holds_the_workspaces_that_are_planned(
         (replace(planned, programs=(*alike, *every[2:])), every[:2]),
     ):
         lowerings.few.clear()
-        executor = EagerExecutor(steps, prefills, pair.source, CPU, fuse=fuse, gpu=H200, planned=own)
+        executor = EagerExecutor(steps, prefills, pair.source, CPU, KernelOptions(fuse=fuse, gpu=H200, planned=own))
         assert sorted(lowerings.few) == sorted(each.name for each in found_here)
         assert executor.workspace.num_bytes == workspace_bytes(planned.sizes) > 0
         assert len(executor.workspace.tensors()) == len(planned.sizes)
@@ -215,7 +216,8 @@ def test_ranks_hold_the_workspaces_that_are_planned(
             lowerings.few.clear()
             place = RankPlace(number, peers, executors[0] if executors else None)
             steps, prefills = made[number]
-            executor = EagerExecutor(steps, prefills, parts[number], CPU, place=place, gpu=gpu, planned=own)
+            options = KernelOptions(place=place, gpu=gpu, planned=own)
+            executor = EagerExecutor(steps, prefills, parts[number], CPU, options)
             assert len(lowerings.few) == (0 if own is plans[number] else len(steps) + len(prefills))
             assert executor.workspace.num_bytes == workspace_bytes(plans[number].sizes) > 0
             executors.append(executor)

@@ -84,13 +84,17 @@ def test_layers_of_a_draft_model_before_its_last_attend_in_prefill(tmp_path: Pat
     """From the first row that there is on; keys and values of all layers are kept."""
     pair = Pair(*write_pair("llama+several_layers", tmp_path))
     made = pair.lower_program(build_prefill(pair.geometry), H200)
-    own = [op for op in made.program.ops if op.kind == "prefill_attention" and op.reads["k_cache"].startswith("head.")]
+    own = [
+        op
+        for op in made.program.ops
+        if op.kind == "prefill_attention" and op.reads["k_cache"].startswith("draft_model.")
+    ]
     assert [(op.reads["k_cache"], op.params["first"], op.params["window"]) for op in own] == [
-        ("head.k_cache", 1, None),
-        ("head.k_cache.1", 1, 96),
+        ("draft_model.k_cache", 1, None),
+        ("draft_model.k_cache.1", 1, 96),
     ]
     written = [op.writes["k_cache"] for op in made.program.ops if op.kind == "prefill_kv_write"]
-    assert written[-3:] == ["head.k_cache", "head.k_cache.1", "head.k_cache.2"]
+    assert written[-3:] == ["draft_model.k_cache", "draft_model.k_cache.1", "draft_model.k_cache.2"]
     gathered = [call.kernel.name for call in made.calls if call.kernel.name.startswith("gather_kv")]
     assert ["_from1" in name for name in gathered] == [False, False, True, True]
 

@@ -66,7 +66,7 @@ class Decoded:
                 for rank in range(size):
                     own = executor.peer_state(rank)
                     assert all(torch.equal(own[name], executor.state[name]) for name in STATE)
-            drafted = runtime.executor.state.get("head.k_cache")
+            drafted = runtime.executor.state.get("draft_model.k_cache")
             self.num_drafted_heads = 0 if drafted is None else drafted.shape[1]
             self.acceptance = acceptance = runtime.summary().get("eagle_speculation")
             assert draft is None or (acceptance is not None and acceptance["num_drafts"] > 0)

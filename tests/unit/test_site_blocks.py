@@ -29,7 +29,7 @@ RUN_BY = {
     ("README.md", "python"): "tests/unit/test_readmes.py",
     ("lowlat/USING.md", "python"): "tests/unit/test_readmes.py",
     ("lowlat/SESSIONS.md", "python"): "tests/unit/test_readmes.py",
-    ("lowlat/engine/README.md", "python"): "tests/unit/engine/test_waiting_page.py",
+    ("lowlat/engine/REQUESTS.md", "python"): "tests/unit/engine/test_waiting_page.py",
     ("lowlat/serving/models/README.md", "python"): "tests/unit/test_served_models.py",
     ("lowlat/serving/models/README.md", "toml"): "tests/unit/test_served_models.py",
     ("lowlat/serving/http/GROWING.md", "python"): "tests/http/test_growing.py",

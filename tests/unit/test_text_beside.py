@@ -126,7 +126,7 @@ def test_ranks_share_the_draft_model_beside_it(tmp_path: Path) -> None:
         options = {**SIZES, "tp_invariant": True, "tensor_parallel_size": size}
         with Runtime.load(models.target("float32"), config, **options) as runtime:
             found.append(run_one(runtime, [5, 6, 7, 8] * 5, sampling))
-            caches = [each for name, each in runtime.executor.state.items() if name.startswith("head.k_cache")]
+            caches = [each for name, each in runtime.executor.state.items() if name.startswith("draft_model.k_cache")]
             assert caches and {cache.shape[1] for cache in caches} == {8 // size}
             assert runtime.summary()["eagle_speculation"]["by_source"].keys() == {"eagle3", "suffix"}
     assert found[0] == found[1]

@@ -93,6 +93,27 @@ GRANITE = """{%- set kind = 'tools' if tools else 'plain' %}
     {%- else %}{{- m['content'] }}{%- endif %}{{- '<|end_of_text|>\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"""
+GRANITE4 = """{%- set given = messages[0]['role'] == 'system' %}
+{%- set system = messages[0]['content'] if given else 'You are a helpful assistant.' %}
+{%- if tools %}{%- set ns = namespace(listed='') %}
+    {%- for tool in tools %}{%- set ns.listed = ns.listed + '\n' + (tool | tojson) %}{%- endfor %}
+{{- '<|start_of_role|>system<|end_of_role|>' + system + '\n\n<tools>' + ns.listed + '\n</tools>\n\nReturn a json '
+    + 'object within XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>.'
+    + '<|end_of_text|>\n' }}
+{%- else %}{{- '<|start_of_role|>system<|end_of_role|>' + system + '<|end_of_text|>\n' }}{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}{{- '<|start_of_role|>assistant<|end_of_role|>' + (m.content or '') }}
+        {%- for call in m.tool_calls or [] %}{%- set f = call.function %}
+            {{- '<tool_call>\n{"name": "' + f.name + '", "arguments": ' + (f.arguments | tojson) + '}\n</tool_call>' }}
+        {%- endfor %}{{- '<|end_of_text|>\n' }}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start_of_role|>user<|end_of_role|>\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+        {{- '<|end_of_text|>\n' }}
+    {%- elif m.role == 'user' or not loop.first %}
+        {{- '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}"""
 SMOLLM3 = """{%- set thinks = enable_thinking if enable_thinking is defined else true %}
 {{- '<|im_start|>system\n## Metadata\n\nReasoning Mode: ' + ('/think' if thinks else '/no_think') + '\n\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content }}{%- endif %}
@@ -186,6 +207,18 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str, str, str, str]] = {
         "<|start_of_role|>assistant<|end_of_role|>",
         "listed",
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}]',
+    ),
+    "granite4": (
+        GRANITE4,
+        ("<|start_of_role|>", "<|end_of_role|>", "<tool_call>", "</tool_call>"),
+        "<|start_of_role|>system<|end_of_role|>Be kind.<|end_of_text|>\n<|start_of_role|>user<|end_of_role|> Hello "
+        "<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>Hi.<|end_of_text|>\n"
+        "<|start_of_role|>user<|end_of_role|>Bye<|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
+        '<|start_of_role|>assistant<|end_of_role|><tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", '
+        '"days": 2}}\n</tool_call><|end_of_text|>\n<|start_of_role|>user<|end_of_role|>\n<tool_response>\nwet\n'
+        "</tool_response><|end_of_text|>\n<|start_of_role|>assistant<|end_of_role|>",
+        "Hermes",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Bonn", "days": 2}}\n</tool_call>',
     ),
     "smollm3": (
         SMOLLM3,

@@ -24,7 +24,7 @@ from lowlat.executors.distributed.parallel import ParallelExecutor, exchanged_ro
 from lowlat.executors.distributed.parts import place_parts
 from lowlat.executors.distributed.peers import PeerMemory
 from lowlat.executors.distributed.place import RankPlace
-from lowlat.executors.kernel_executor import KernelExecutor
+from lowlat.executors.kernel_executor import KernelExecutor, KernelOptions
 from lowlat.executors.planned import META
 from lowlat.kernels.collectives.peers.rows import PeerRows, area_shape
 from lowlat.kernels.toolchain.kernel import H200, KernelCall
@@ -179,8 +179,8 @@ def stand_in(choice: Any, ranks: Any, weights: Any, *_: Any, **__: Any) -> Any:
     parts = place_parts(weights, [rank.config for rank in ranks], [CPU] * len(ranks))
 
     def make(number: int, leader: Any) -> Any:
-        place = RankPlace(number, peers, leader)
-        return Standing(ranks[number].programs, ranks[number].prefills, parts[number], CPU, place=place)
+        options = KernelOptions(place=RankPlace(number, peers, leader))
+        return Standing(ranks[number].programs, ranks[number].prefills, parts[number], CPU, options)
 
     return ParallelExecutor(make, peers)
 

@@ -99,7 +99,7 @@ def test_the_draft_model_goes_on_as_if_there_had_been_no_wide_steps(pairs: dict[
                 tokens += [token for output in runtime.step() for token in output.token_ids]
             table = runtime.executor.state["block_table"][0].long()
             length = len(REPEATING) + 45
-            cache = runtime.executor.state["head.k_cache"][table].transpose(1, 2).flatten(0, 1)
+            cache = runtime.executor.state["draft_model.k_cache"][table].transpose(1, 2).flatten(0, 1)
             caches.append(cache[1:length].clone())
             assert bool(num_wide(runtime)) == bool(rows)
             runtime.cancel(name)

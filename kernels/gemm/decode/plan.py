@@ -309,7 +309,7 @@ def candidate_plans(
     weights     how the weight is held
     depth       K; 0: any
     parts       of K, if it is summed in such
-    exchanges   whether its sums go to other ranks
+    all_reduces  whether its sums go to other ranks
     Raises ShapeError for a GPU whose blocks have too little shared memory.
     """
     row_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= rows)

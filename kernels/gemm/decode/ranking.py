@@ -37,7 +37,7 @@ class GemmSizes:
     width      rows of the weight, N
     own_steps  K steps of a warp in a tile; 0: not known
     holds      blocks norm their rows and hold them
-    exchanges  sums go to other ranks
+    all_reduces  sums go to other ranks
     """
 
     row_tiles: int

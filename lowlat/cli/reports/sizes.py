@@ -71,7 +71,7 @@ def parts_of(plan: WeightPlan) -> dict[str, dict[str, int]]:
 
 
 def _part(name: str) -> str:
-    pieces = [piece for piece in name.split(".") if not piece.isdecimal() and piece not in ("layers", "head")]
+    pieces = [piece for piece in name.split(".") if not piece.isdecimal() and piece not in ("layers", "draft_model")]
     return PART_OF.get(pieces[0], pieces[0])
 
 

@@ -102,14 +102,14 @@ class InFlight(Generic[Kind]):
             return Action.DRAIN
         return Action.LAUNCH if wanted is not None and self.may_launch(wanted) else Action.WAIT
 
-    def loop_budget(self, num_unread: int, most: int | None = None) -> int:
+    def loop_budget(self, num_unread: int, max_steps: int | None = None) -> int:
         """Steps that a loop launched now may run: half of the ring, and what the ring has capacity for, at most.
 
         num_unread  entries that were seen and may not be overwritten yet
-        most        a bound of the caller's; None: there is none
+        max_steps   a bound of the caller's; None: there is none
         """
         budget = min(self._num_entries // 2, self._num_entries - num_unread - self.num_steps)
-        return max(0, budget if most is None else min(budget, most))
+        return max(0, budget if max_steps is None else min(budget, max_steps))
 
     def launched(self, bucket: Kind, budget: int = 0) -> None:
         """Record a launch: of a loop of so many steps at most, or of one step, where the budget is 0.

@@ -43,17 +43,22 @@ class Launches:
         self.in_flight = InFlight[Bucket](mailbox.num_entries)
 
     def start(
-        self, bucket: Bucket, *, may_loop: bool, meanwhile: Callable[[], None] | None = None, most: int | None = None
+        self,
+        bucket: Bucket,
+        *,
+        may_loop: bool,
+        meanwhile: Callable[[], None] | None = None,
+        max_steps: int | None = None,
     ) -> None:
         """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
 
         Where something is under way `InFlight.may_launch` must allow it, and a loop is followed by a loop. A loop gets
-        at most `most` steps. `meanwhile` is the host's part of a step, see `Executor.step`.
+        at most `max_steps` steps. `meanwhile` is the host's part of a step, see `Executor.step`.
         Raises DeviceError when the device has failed.
         """
         budget = 0
         if self._loop is not None and may_loop:
-            budget = self.in_flight.loop_budget(self._mailbox.num_unread, most)
+            budget = self.in_flight.loop_budget(self._mailbox.num_unread, max_steps)
         if self._loop is not None and budget:
             self._loop.start_loop(bucket, budget)
         else:

@@ -106,7 +106,7 @@ class Steps:
         outputs = self._requests.outputs
         num_before = len(outputs)
         while self._in_flight.under_way:
-            self._go_on(depth, ahead)
+            self._advance(depth, ahead)
             if ahead and len(outputs) > num_before:
                 return
         # Nothing is under way from here on: whoever joins now is in no step that was launched before.
@@ -114,13 +114,13 @@ class Steps:
         if not (self._owes_step and self._scheduler.num_active):
             entries = self._admit(depth)
             if entries:
-                self._take(entries, depth, ahead)
+                self._consume(entries, depth, ahead)
                 self._owes_step = not self._in_flight.under_way
                 return
         self._owes_step = False
         if self._scheduler.num_active:
             self._launch(*self.proposer.next_step(depth), ahead)
-            self._go_on(depth, ahead)
+            self._advance(depth, ahead)
 
     def stop_outdated(self) -> None:
         """Ask a loop to end where something else is wanted; the next `step` takes what it published."""
@@ -131,7 +131,7 @@ class Steps:
     def settle(self) -> None:
         """Wait for all that is under way, and take its outputs. Raises DeviceError when the device has failed."""
         while self._in_flight.under_way and (bucket := self._in_flight.bucket) is not None:
-            self._go_on(bucket.num_speculative_tokens, ahead=False)
+            self._advance(bucket.num_speculative_tokens, ahead=False)
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
         """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
@@ -200,13 +200,13 @@ class Steps:
                 self.changes.end(request, "error", error=problem, code="not_finite")
         return entries
 
-    def _launch(self, bucket: Bucket, most: int | None, ahead: bool) -> None:
+    def _launch(self, bucket: Bucket, max_steps: int | None, ahead: bool) -> None:
         self.changes.send_limits()
         meanwhile = None
         if self.masks and not self._executor.asynchronous:
             meanwhile = partial(self._fill_masks, bucket, amid=True)
         may_loop = ahead and not self._scheduler.has_work and not self.masks and may_repeat(bucket)
-        self.launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, most=most)
+        self.launches.start(bucket, may_loop=may_loop, meanwhile=meanwhile, max_steps=max_steps)
         if self._learner is not None:
             self._learner.launched(bucket, loops=self._in_flight.in_loop)
 
@@ -218,7 +218,7 @@ class Steps:
             for request, problem in failures:
                 self.changes.end(request, "error", error=problem, code="grammar")
 
-    def _go_on(self, depth: int, ahead: bool) -> None:
+    def _advance(self, depth: int, ahead: bool) -> None:
         """Take the outputs of what is under way: of the next step, or of all where others are wanted from here on.
 
         What follows is queued first, where it is certain: then the device does not wait while the host waits, makes
@@ -228,10 +228,10 @@ class Steps:
         self._fill_masks(in_flight.bucket)
         wanted = self._wanted(depth)
         action = in_flight.action(wanted, ahead=ahead)
-        if action is Action.LAUNCH and wanted is not None and (most := self._num_certain(depth)) != 0:
-            self._launch(wanted, most, ahead)
+        if action is Action.LAUNCH and wanted is not None and (max_steps := self._num_certain(depth)) != 0:
+            self._launch(wanted, max_steps, ahead)
         drains = action is Action.DRAIN and not self.masks  # their masks are needed step by step
-        self._take(self.launches.drain() if drains else self.launches.wait(), depth, ahead)
+        self._consume(self.launches.drain() if drains else self.launches.wait(), depth, ahead)
 
     def _num_certain(self, depth: int) -> int | None:
         """Steps that are wanted after all that is under way, whatever that brings; None: any number."""
@@ -249,7 +249,7 @@ class Steps:
             return None
         return self.proposer.bucket(depth, scheduler.num_active)
 
-    def _take(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
+    def _consume(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
         """Make the outputs of entries; where the step after them is certain, it is launched first."""
         requests, in_flight = self._requests, self._in_flight
         for entry in entries:
@@ -287,9 +287,9 @@ class Steps:
         scheduler, is_live = self._scheduler, self._requests.is_live
         num_ended = sum(is_live(slot, entry.number) for entry in entries for slot in entry.ended)
         num_left = scheduler.num_active - num_ended
-        most = self.proposer.num_certain(depth, len(entries))
-        if num_left and most != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
-            self._launch(self.proposer.bucket(depth, num_left), most, ahead=True)
+        max_steps = self.proposer.num_certain(depth, len(entries))
+        if num_left and max_steps != 0 and not scheduler.has_work and not (num_ended and scheduler.num_queued):
+            self._launch(self.proposer.bucket(depth, num_left), max_steps, ahead=True)
 
     def _apply(self, published: SlotPublication) -> None:
         request = self._requests.slots[published.slot]

@@ -3,7 +3,7 @@
 It knows the tensors' names of transformers' text models; each family's own keys are in its own module.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -174,15 +174,6 @@ def parse_decoder(
     return config
 
 
-def decoder_recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a dense decoder is made."""
-    made = outer_recipes(config)
-    for layer in range(config.num_layers):
-        made += attention_recipes(config, layer)
-        made += dense_recipes(config, layer)
-    return made
-
-
 def evens_first(piece: Piece, head_dim: int, dims: int) -> Piece:
     """Rows of queries or keys of a model whose RoPE turns neighbours, pairs (2i, 2i + 1) of a head's first `dims`.
 
@@ -261,3 +252,14 @@ def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
             Recipe(f"{canonical}.down.bias", (Piece(f"{stored}.down_proj.bias", (hidden,)),), dtype),
         ]
     return recipes
+
+
+def decoder_recipes(
+    config: ModelConfig, ffn_recipes: Callable[[ModelConfig, int], list[Recipe]] = dense_recipes
+) -> list[Recipe]:
+    """How every canonical weight of a decoder is made; ffn_recipes: of the FFN, or of the experts, of one layer."""
+    made = outer_recipes(config)
+    for layer in range(config.num_layers):
+        made += attention_recipes(config, layer)
+        made += ffn_recipes(config, layer)
+    return made

@@ -1,37 +1,30 @@
-"""Common parts of the Gemma families: layer kinds, RoPE by kind, keys with one meaning, and the recipes of a layer.
+"""Common parts of the Gemma families: keys with one meaning, and the recipes of a layer.
 
 Layers have norms on both sides and a GELU gate; embeddings are multiplied by the root of their width; the LM head is
 the embedding. Each family's own keys are in its own module.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import read_quantisation
 from lowlat.checkpoint.recipes import Piece, Recipe
-from lowlat.errors import ConfigError
 from lowlat.models.families.dense import Sizes, dense_recipes, outer_recipes, plus_one_norm
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import parse_rope, special_tokens
-from lowlat.models.layer_spec import LayerSpec, RopeConfig
+from lowlat.models.hf_config import special_tokens
+from lowlat.models.layer_spec import LayerSpec
 from lowlat.models.layers import TORCH_DTYPES, rounded_scale
 
 __all__ = [
-    "FULL",
     "HARMLESS",
-    "SLIDING",
     "gemma_config",
     "gemma_recipes",
-    "layer_kinds",
-    "parse_ropes",
     "refuse_others",
     "with_defaults",
 ]
 
-SLIDING, FULL = "sliding_attention", "full_attention"
 NORMS = {
     "attn_norm": "input_layernorm",
     "post_attn_norm": "post_attention_layernorm",
@@ -69,47 +62,6 @@ def refuse_others(fields: Fields, *, qk_norm: bool, bidirectional: tuple[Any, ..
         fields.refuse_unless(key, ("gelu_pytorch_tanh",), "only GELU's tanh formula")
     fields.refuse_unless("attention_bias", (False,), "attention without biases")
     fields.refuse_unless("use_bidirectional_attention", bidirectional, "each token sees those before it alone")
-
-
-def layer_kinds(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
-    """The kind of each layer: layer_types, else full attention in each layer whose number such an interval ends."""
-    kinds = fields.optional_strings("layer_types", max_count=count)
-    if kinds is None:
-        return tuple(SLIDING if (layer + 1) % interval else FULL for layer in range(count))
-    if len(kinds) != count:
-        raise ConfigError(f"{fields.label}: layer_types has {len(kinds)} entries, expected {count}, one a layer")
-    for kind in kinds:
-        if kind not in (SLIDING, FULL):
-            raise ConfigError(f"{fields.label}: layer_types entry {kind!r} is not implemented for this family")
-    return kinds
-
-
-def parse_ropes(fields: Fields, max_position: int, absent: Mapping[str, dict[str, Any]]) -> dict[str, RopeConfig]:
-    """RoPE of layers of each kind, by rope_parameters. absent: what a config says that has none, by kind."""
-    given = fields.optional_object("rope_parameters")
-    if given is None or not given.values:
-        given = Fields(dict(absent), f"{fields.label}: rope_parameters")
-    found = {}
-    for kind, default in absent.items():
-        own = given.optional_object(kind)
-        values = default if own is None or not own.values else {"rope_theta": default["rope_theta"], **own.values}
-        found[kind] = _rope(Fields(values, f"{given.label}: {kind}"), max_position)
-    given.refuse_unknown(())
-    return found
-
-
-def _rope(rope: Fields, max_position: int) -> RopeConfig:
-    if rope.values.get("rope_type") != "proportional":
-        return parse_rope(Fields({"rope_parameters": rope.values}, rope.label), max_position=max_position)
-    rope.raw("rope_type")
-    made = RopeConfig(
-        rope.number("rope_theta", 1.001, 1e15),
-        "proportional",
-        factor=rope.number("factor", 1e-3, 1e6, default=1.0),
-        share=rope.number("partial_rotary_factor", 0.0, 1.0, default=1.0),
-    )
-    rope.refuse_unknown(())
-    return made
 
 
 def gemma_config(

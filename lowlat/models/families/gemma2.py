@@ -9,16 +9,13 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.models.families.dense import parse_sizes
 from lowlat.models.families.gemma import (
-    FULL,
-    SLIDING,
     gemma_config,
     gemma_recipes,
-    layer_kinds,
     refuse_others,
     with_defaults,
 )
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import check_architecture, parse_rope
+from lowlat.models.hf_config import FULL, SLIDING, check_architecture, layer_kinds, parse_rope
 from lowlat.models.layer_spec import DenseSpec, LayerSpec
 
 __all__ = ["parse", "recipes"]

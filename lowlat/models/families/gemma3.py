@@ -11,17 +11,13 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Recipe
 from lowlat.models.families.dense import parse_sizes
 from lowlat.models.families.gemma import (
-    FULL,
-    SLIDING,
     gemma_config,
     gemma_recipes,
-    layer_kinds,
-    parse_ropes,
     refuse_others,
     with_defaults,
 )
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import check_architecture
+from lowlat.models.hf_config import FULL, SLIDING, check_architecture, layer_kinds, parse_ropes
 from lowlat.models.layer_spec import DenseSpec, LayerSpec, RopeConfig
 
 __all__ = ["SKIPPED", "parse", "recipes"]

@@ -16,17 +16,13 @@ from lowlat.checkpoint.tensors import FLOAT_NAMES
 from lowlat.errors import ConfigError
 from lowlat.models.families.dense import MAX_EXPERTS, MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, Sizes, parse_sizes
 from lowlat.models.families.gemma import (
-    FULL,
-    SLIDING,
     gemma_config,
     gemma_recipes,
-    layer_kinds,
-    parse_ropes,
     refuse_others,
     with_defaults,
 )
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import check_architecture, check_head_counts
+from lowlat.models.hf_config import FULL, SLIDING, check_architecture, check_head_counts, layer_kinds, parse_ropes
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, ParallelSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 

@@ -11,10 +11,10 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import STORED_FORMATS, Matrices, check_widths, read_format
 from lowlat.checkpoint.recipes import Arrange, Piece, Recipe
 from lowlat.errors import ConfigError
-from lowlat.models.families.dense import MAX_EXPERTS, Sizes, attention_recipes, outer_recipes, parse_sizes
+from lowlat.models.families.dense import MAX_EXPERTS, Sizes, decoder_recipes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import check_architecture, parse_rope, special_tokens
+from lowlat.models.hf_config import FULL, SLIDING, check_architecture, layer_kinds, parse_rope, special_tokens
 from lowlat.models.layer_spec import ExpertsSpec, LayerSpec
 from lowlat.models.layers import TORCH_DTYPES
 
@@ -31,20 +31,6 @@ DEFAULT_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
-
-
-def _windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    window = fields.integer("sliding_window", 1, 1 << 30, default=128)
-    kinds = fields.optional_strings("layer_types", max_count=num_layers)
-    if kinds is None:
-        kinds = tuple("full_attention" if layer % 2 else "sliding_attention" for layer in range(num_layers))
-    if len(kinds) != num_layers:
-        raise ConfigError(f"{fields.label}: layer_types has {len(kinds)} entries, expected {num_layers}, one a layer")
-    sizes = {"sliding_attention": window, "full_attention": None}
-    for kind in kinds:
-        if kind not in sizes:
-            raise ConfigError(f"{fields.label}: layer_types entry {kind!r} is not implemented")
-    return tuple(sizes[kind] for kind in kinds)
 
 
 def _experts(fields: Fields, sizes: Sizes) -> ExpertsSpec:
@@ -79,12 +65,13 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     rope = parse_rope(fields, max_position=sizes.max_position, default_theta=150000.0, absent=DEFAULT_ROPE)
     mixer = sizes.attention(rope, qkv_bias=attention_bias, output_bias=attention_bias, sinks=True)
     experts = _experts(fields, sizes)
-    windows = _windows(fields, sizes.num_layers)
+    windows = {SLIDING: fields.integer("sliding_window", 1, 1 << 30, default=128), FULL: None}
+    kinds = layer_kinds(fields, sizes.num_layers, 2)
     config = ModelConfig(
         family="gpt_oss",
         **sizes.model(),
         max_position=sizes.max_position,
-        layers=tuple(LayerSpec(mixer=replace(mixer, window=window), ffn=experts) for window in windows),
+        layers=tuple(LayerSpec(mixer=replace(mixer, window=windows[kind]), ffn=experts) for kind in kinds),
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=dtype,
         eos_token_ids=ends,
@@ -119,8 +106,4 @@ def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of gpt-oss is made."""
-    made = outer_recipes(config)
-    for layer in range(config.num_layers):
-        made += attention_recipes(config, layer)
-        made += _expert_recipes(config, layer)
-    return made
+    return decoder_recipes(config, _expert_recipes)

@@ -1,57 +1,112 @@
-"""Granite 3 (dense): config.json to geometry. Embeddings, scores, sums and logits have multipliers.
+"""Granite 3 and 4.1 (granite), and Granite 4.0 without Mamba layers (granitemoehybrid): config.json to geometry.
 
-Logits are divided by dividing the final norm's weight: exact, as the divisor is a power of two.
-Source: transformers models/granite.
+Embeddings, scores, sums and logits have multipliers. Logits are divided by dividing the final norm's weight, which is
+kept in float32 where the quotient of a bfloat16 number may be none: a divisor costs a step nothing, and each number
+that the LM head reads is rounded once, as without one. Source: transformers models/granite, models/granitemoehybrid.
 """
 
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Conversion, Piece, Recipe
 from lowlat.checkpoint.tensors import FLOAT_NAMES
-from lowlat.models.families.dense import decoder_recipes, parse_decoder
+from lowlat.models.families.dense import MAX_WIDTH, decoder_recipes, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.layer_spec import DenseSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 
-__all__ = ["parse", "recipes"]
+__all__ = ["hybrid_recipes", "parse", "parse_hybrid", "recipes"]
+
+FUSED = {"gate_up": "input_linear", "down": "output_linear"}  # gates first
+ABSENT_KEYS = frozenset(  # of experts and Mamba layers, which these models do not have, and of training
+    {
+        *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand"),
+        *("mamba_n_groups", "mamba_n_heads", "mamba_proj_bias", "time_step_limit", "num_experts_per_tok"),
+        "init_method",
+    }
+)
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Granite 3. Raises ConfigError for what lowlat does not implement."""
-    biased, divisor = fields.boolean("attention_bias", False), fields.number("logits_scaling", 1e-6, 1e6, default=1.0)
-    if math.frexp(divisor)[0] != 0.5:
-        raise fields.error("logits_scaling", "a power of two")
-    embedding = fields.number("embedding_multiplier", 1e-6, 1e6, default=1.0)
-    sums = fields.number("residual_multiplier", 1e-6, 1e6, default=1.0)
-    config = parse_decoder(
+    """The geometry of a Granite 3 or 4.1. Raises ConfigError for what lowlat does not implement."""
+    mlp_bias = fields.boolean("mlp_bias", False)
+    return _parse(fields, directory, dtype, family="granite", architecture="GraniteForCausalLM", mlp_bias=mlp_bias)
+
+
+def parse_hybrid(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of a Granite 4.0 of attention and dense FFNs alone (Micro, 1B, 350M).
+
+    Raises ConfigError for Mamba layers, experts, and what else lowlat does not implement.
+    """
+    count = fields.integer("num_hidden_layers", 1, 1 << 12)
+    key = "layers_block_type" if "layers_block_type" in fields.values else "layer_types"
+    kinds = fields.optional_strings(key, max_count=1 << 12) or ("mamba",)
+    if others := sorted(set(kinds) - {"attention", "full_attention"}):
+        raise fields.error(key, f"attention in every layer: Granite 4.0's layers of {others[0]} are not implemented,")
+    if len(kinds) != count:
+        raise fields.error(key, f"a list of {count} names, one a layer,")
+    if fields.integer("num_local_experts", 0, 1 << 12, default=8):
+        raise fields.error("num_local_experts", "0: Granite 4.0's experts are not implemented,")
+    fields.refuse_unless("normalization_function", ("rmsnorm",), "RMS norms")
+    inner = fields.integer("shared_intermediate_size", 1, MAX_WIDTH, default=1024)
+    turns = fields.optional_string("position_embedding_type") or "nope"
+    if turns not in ("rope", "nope"):
+        raise fields.error("position_embedding_type", "'rope' or 'nope'")
+    config = _parse(
         fields,
         directory,
         dtype,
-        family="granite",
-        architecture="GraniteForCausalLM",
-        qkv_bias=biased,
-        output_bias=biased,
-        mlp_bias=fields.boolean("mlp_bias", False),
-        scale=fields.number("attention_multiplier", 1e-9, 1e3, default=1.0),
+        family="granitemoehybrid",
+        architecture="GraniteMoeHybridForCausalLM",
+        harmless=ABSENT_KEYS,
     )
+    mixer = config.attention
+    if turns == "nope":
+        mixer = replace(mixer, rope=RopeConfig(mixer.rope.theta, "proportional", share=0.0))
+    ffn = DenseSpec(inner_size=inner)
+    return replace(config, layers=tuple(replace(layer, mixer=mixer, ffn=ffn) for layer in config.layers))
+
+
+def _parse(fields: Fields, directory: Path, dtype: ComputeDtype, **own: Any) -> ModelConfig:
+    """A decoder with Granite's multipliers; own: arguments of `parse_decoder`."""
+    biased, divisor = fields.boolean("attention_bias", False), fields.number("logits_scaling", 1e-6, 1e6, default=1.0)
+    embedding = fields.number("embedding_multiplier", 1e-6, 1e6, default=1.0)
+    sums = fields.number("residual_multiplier", 1e-6, 1e6, default=1.0)
+    scale = fields.number("attention_multiplier", 1e-9, 1e3, default=1.0)
+    config = parse_decoder(fields, directory, dtype, qkv_bias=biased, output_bias=biased, scale=scale, **own)
     layers = tuple(replace(layer, sum_scale=None if sums == 1 else sums) for layer in config.layers)
-    scale = None if embedding == 1 else embedding
-    return replace(config, layers=layers, embedding_scale=scale, logit_scale=1 / divisor)
+    embedding_scale = None if embedding == 1 else embedding
+    return replace(config, layers=layers, embedding_scale=embedding_scale, logit_divisor=divisor)
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Granite 3 is made."""
-    hidden, factor = config.hidden_size, config.logit_scale
-    divided = Conversion((hidden,), tuple(FLOAT_NAMES), lambda label, stored: stored * factor)
-    norm = Recipe("norm.weight", (Piece("model.norm.weight", (hidden,), divided),), TORCH_DTYPES[config.dtype])
+    """How every canonical weight of a Granite 3 or 4.1 is made."""
+    hidden, divisor = config.hidden_size, config.logit_divisor
+    is_exact = math.frexp(divisor)[0] == 0.5  # a power of two
+    dtype = TORCH_DTYPES[config.dtype] if is_exact else torch.float32
+    divided = Conversion((hidden,), tuple(FLOAT_NAMES), lambda label, stored: stored.float() / divisor)
+    norm = Recipe("norm.weight", (Piece("model.norm.weight", (hidden,), divided),), dtype)
     made = [norm if recipe.weight == norm.weight else recipe for recipe in decoder_recipes(config)]
     return made + [
         _constant(config, layer, spec.sum_scale) for layer, spec in enumerate(config.layers) if spec.sum_scale
     ]
+
+
+def hybrid_recipes(config: ModelConfig) -> list[Recipe]:
+    """How every canonical weight of a Granite 4.0 is made: its FFN is the one that experts would share."""
+
+    def own(recipe: Recipe) -> Recipe:
+        layer, _, name = recipe.weight.removesuffix(".weight").rpartition(".")
+        if name not in FUSED:
+            return recipe
+        return replace(recipe, pieces=(Piece(f"model.{layer}.shared_mlp.{FUSED[name]}.weight", recipe.shape),))
+
+    return list(map(own, recipes(config)))
 
 
 def _constant(config: ModelConfig, layer: int, value: float | None) -> Recipe:

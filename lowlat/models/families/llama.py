@@ -5,7 +5,7 @@ from pathlib import Path
 from lowlat.checkpoint.fields import Fields
 from lowlat.models.families.dense import MAX_LAYERS, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
-from lowlat.models.hf_config import layer_windows, sliding_kinds
+from lowlat.models.hf_config import SLIDING, layer_windows, sliding_kinds
 
 __all__ = ["parse"]
 
@@ -19,7 +19,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     fields.optional_integer("sliding_window", 0, 1 << 30)  # of layers that layer_types names
     fields.refuse_unless("use_sliding_window", (False,), "windows of the layers that layer_types names")
-    has_windows = "sliding_attention" in sliding_kinds(fields, count)
+    has_windows = SLIDING in sliding_kinds(fields, count)
     return parse_decoder(
         fields,
         directory,

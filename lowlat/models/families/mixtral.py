@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
-from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, attention_recipes, outer_recipes, parse_decoder
+from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, decoder_recipes, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import layer_windows
 from lowlat.models.layer_spec import ExpertsSpec
@@ -36,18 +36,19 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     )
 
 
+def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
+    experts, dtype, hidden = config.layers[layer].experts, TORCH_DTYPES[config.dtype], config.hidden_size
+    if experts is None:
+        return []
+    of, canonical, count = f"model.layers.{layer}.block_sparse_moe", f"layers.{layer}", experts.num_experts
+    made = [Recipe(f"{canonical}.router.weight", (Piece(f"{of}.gate.weight", (count, hidden)),), dtype)]
+    inner = experts.inner_size
+    for name, parts, shape in (("gate_up", "13", (inner, hidden)), ("down", "2", (hidden, inner))):
+        pieces = tuple(Piece(f"{of}.experts.{e}.w{part}.weight", shape) for e in range(count) for part in parts)
+        made.append(Recipe(f"{canonical}.experts.{name}.weight", pieces, dtype, count=count))
+    return made
+
+
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a Mixtral is made: of an expert, w1 is the gate, w3 is up and w2 is down."""
-    made, dtype, hidden = outer_recipes(config), TORCH_DTYPES[config.dtype], config.hidden_size
-    for layer, spec in enumerate(config.layers):
-        experts = spec.experts
-        if experts is None:
-            continue
-        of, canonical, count = f"model.layers.{layer}.block_sparse_moe", f"layers.{layer}", experts.num_experts
-        made += attention_recipes(config, layer)
-        made.append(Recipe(f"{canonical}.router.weight", (Piece(f"{of}.gate.weight", (count, hidden)),), dtype))
-        inner = experts.inner_size
-        for name, parts, shape in (("gate_up", "13", (inner, hidden)), ("down", "2", (hidden, inner))):
-            pieces = tuple(Piece(f"{of}.experts.{e}.w{part}.weight", shape) for e in range(count) for part in parts)
-            made.append(Recipe(f"{canonical}.experts.{name}.weight", pieces, dtype, count=count))
-    return made
+    return decoder_recipes(config, _expert_recipes)

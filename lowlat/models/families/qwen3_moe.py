@@ -8,7 +8,7 @@ from pathlib import Path
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
 from lowlat.errors import ConfigError
-from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, attention_recipes, outer_recipes, parse_decoder
+from lowlat.models.families.dense import MAX_EXPERTS, MAX_WIDTH, decoder_recipes, parse_decoder
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import layer_windows
 from lowlat.models.layer_spec import ExpertsSpec
@@ -77,8 +77,4 @@ def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a Qwen3-MoE is made."""
-    made = outer_recipes(config)
-    for layer in range(config.num_layers):
-        made += attention_recipes(config, layer)
-        made += _expert_recipes(config, layer)
-    return made
+    return decoder_recipes(config, _expert_recipes)

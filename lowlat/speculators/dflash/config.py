@@ -26,10 +26,10 @@ from lowlat.models.families.known_keys import HARMLESS_KEYS
 from lowlat.models.geometry import DraftLayout, ModelConfig
 from lowlat.models.hf_config import check_architecture, read_config
 from lowlat.speculators.dflash.geometry import DflashConfig, LocalConv, Selector
+from lowlat.speculators.draft_files.sizes import GATES, check_target, size_fields, vocabulary_fields
+from lowlat.speculators.draft_files.tensors import DraftTensors
+from lowlat.speculators.draft_files.windows import draft_windows
 from lowlat.speculators.draft_layers import layer_style, with_layer_defaults
-from lowlat.speculators.eagle3.sizes import GATES, check_target, size_fields, vocabulary_fields
-from lowlat.speculators.eagle3.tensors import DraftTensors
-from lowlat.speculators.eagle3.windows import draft_windows
 
 __all__ = ["TYPES", "BlockFile", "BlockKind", "parse_block_model", "parse_dflash"]
 

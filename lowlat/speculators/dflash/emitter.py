@@ -36,7 +36,7 @@ __all__ = ["DflashEmitter", "dflash_kv_specs"]
 
 
 def _caches(layer: int) -> tuple[str, str]:
-    return f"head.k_cache.{layer}", f"head.v_cache.{layer}"
+    return f"draft_model.k_cache.{layer}", f"draft_model.v_cache.{layer}"
 
 
 def dflash_kv_specs(draft: DflashConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
@@ -55,14 +55,17 @@ class DflashEmitter:
     def __init__(self, scope: Scope, draft: DflashConfig, tables: Tables) -> None:
         self.scope, self.draft, self.tables = scope, draft, tables
         self.builder, self.dtype = scope.builder, scope.dtype
-        each = [layer_of(draft, number, f"head.layers.{number}", _caches(number)) for number in range(draft.num_layers)]
+        each = [
+            layer_of(draft, number, f"draft_model.layers.{number}", _caches(number))
+            for number in range(draft.num_layers)
+        ]
         self.layers = [replace(layer, kv_window=None) for layer in each]  # windows bound what is seen, not what is kept
 
     def emit_prefill(self, scope: PrefillScope) -> None:
         """Keys and values of a program's positions; the boundaries must have been computed."""
         common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
         write = {"row_live": "prefill_live", **common}
-        rows = Rows("prefill.head.", scope.size, None, "prefill_positions", common, write, scope.chunk)
+        rows = Rows("prefill.draft_model.", scope.size, None, "prefill_positions", common, write, scope.chunk)
         emitter = Emitter(self.builder, rows, self.dtype, Stage.PREFILL)
         features = emitter.scratch("features", scope.size, self._feature_width)
         emitter.emit("join_features", self._sources(), {"out": features})
@@ -73,8 +76,8 @@ class DflashEmitter:
         batch, rows = scope.bucket.batch, scope.rows
         emit_accepted_rows(scope)
         lens = scope.buffer("dense_lens")
-        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": lens, "offsets": scope.offsets}
-        context = Rows("head.", batch * rows, "head.row_live", "head.positions", {}, write)
+        write = {**BY_SLOT, "row_live": "draft_model.row_live", "write_lens": lens, "offsets": scope.offsets}
+        context = Rows("draft_model.", batch * rows, "draft_model.row_live", "draft_model.positions", {}, write)
         emitter = Emitter(self.builder, context, self.dtype, Stage.DRAFT_FC)
         features = None if scope.waited is None else scope.waited.features
         if features is None:
@@ -92,13 +95,13 @@ class DflashEmitter:
 
     def _emit_context(self, emitter: Emitter, features: str) -> None:
         draft = self.draft
-        hidden = emitter.cast(emitter.linear(features, "head.fc", draft.hidden_size, "fc"), "hidden")
+        hidden = emitter.cast(emitter.linear(features, "draft_model.fc", draft.hidden_size, "fc"), "hidden")
         if emitter.stage is not Stage.PREFILL:
             emitter.stage = Stage.DRAFT_ATTENTION_FMHA
-        normed = emitter.norm(hidden, "head.hidden_norm.weight", draft.rms_norm_eps, "context")
+        normed = emitter.norm(hidden, "draft_model.hidden_norm.weight", draft.rms_norm_eps, "context")
         letters, bias = draft.context, draft.attention.qkv_bias
         widths = [len(letters) * layer.attention.kv_size for layer in self.layers]
-        product, first = emitter.linear(normed, f"head.context.{letters}", sum(widths), "kv", bias=bias), 0
+        product, first = emitter.linear(normed, f"draft_model.context.{letters}", sum(widths), "kv", bias=bias), 0
         for layer, width in zip(self.layers, widths, strict=True):
             own = emitter.scratch("layer.kv", emitter.rows.count, width, dtype=torch.float32)
             emitter.emit("take_columns", {"x": product}, {"out": own}, first=first)
@@ -109,15 +112,15 @@ class DflashEmitter:
         """The block and all its drafts; returns the drafted nodes."""
         draft = self.draft
         level, tokens = self._block(scope, scope.topology.depth + self.first_row)
-        table, scale = "head.embed.weight", draft.embedding_scale
+        table, scale = "draft_model.embed.weight", draft.embedding_scale
         if not draft.own_embedding:  # it was trained with the target's embedding as the target has it, scaled
             table, scale = "embed.weight", scope.config.embedding_scale if scale is None else scale
         stream = level.embed(tokens, table, draft.hidden_size, "embedded", scale=scale)
         for number in range(draft.num_layers):
             stream = self._emit_layer(level, stream, number)
         level.stage = Stage.DRAFT_LM_HEAD
-        normed = level.norm(stream, "head.norm.weight", draft.rms_norm_eps, "final")
-        head = "head.lm_head" if draft.own_lm_head else "lm_head"
+        normed = level.norm(stream, "draft_model.norm.weight", draft.rms_norm_eps, "final")
+        head = "draft_model.lm_head" if draft.own_lm_head else "lm_head"
         shard = draft.shard if draft.own_lm_head else scope.config.shard
         cap = draft.logit_softcap
         logits = level.vocabulary(normed, head, draft.draft_vocab_size, "logits", shard, softcap=cap)
@@ -154,7 +157,7 @@ class DflashEmitter:
     def emit_ranks(self, level: Emitter, logits: str, count: int) -> str:
         """The `count` likeliest tokens of these rows, [M, count]."""
         drafted = level.scratch("top_tokens", level.rows.count, count, dtype=torch.int32)
-        weights = {"draft_to_target": "head.draft_to_target"}
+        weights = {"draft_to_target": "draft_model.draft_to_target"}
         level.emit("draft_topk", {"logits": logits, **level.live()}, {"out": drafted}, weights=weights, k=count)
         return drafted
 
@@ -243,9 +246,9 @@ class DflashEmitter:
     def _emit_walk(self, level: Emitter, tokens: str, normed: str, logits: str, selector: Selector) -> None:
         """The chain through the likeliest tokens of the block's rows."""
         listed = rank_drafts(level, logits, min(selector.top_k, self.draft.draft_vocab_size))
-        hidden = level.linear(normed, "head.selector.project", selector.rank, "selector")
+        hidden = level.linear(normed, "draft_model.selector.project", selector.rank, "selector")
         reads = {"candidates": listed["top_tokens"], "scores": listed["top_logprobs"]}
-        weights = {f"{part}s": f"head.selector.{part}s" for part in ("predecessor", "successor")}
+        weights = {f"{part}s": f"draft_model.selector.{part}s" for part in ("predecessor", "successor")}
         level.emit(
             "walk_candidates",
             {**reads, "hidden": hidden, "tokens": tokens},

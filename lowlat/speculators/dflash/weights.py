@@ -14,8 +14,8 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.dflash.config import parse_dflash
 from lowlat.speculators.dflash.geometry import DflashConfig
+from lowlat.speculators.draft_files.weights import LoadedDraftModel, load_tensors
 from lowlat.speculators.draft_parts import layer_recipes, one_piece, own_weight_plan, table_recipes
-from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_tensors
 
 __all__ = ["dflash_recipes", "dflash_weight_plan", "load_dflash"]
 
@@ -25,7 +25,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     hidden = config.hidden_size
 
     def one(weight: str, tensor: str, *shape: int) -> Recipe:
-        return one_piece(f"head.{weight}", tensor, dtype, *shape)
+        return one_piece(f"draft_model.{weight}", tensor, dtype, *shape)
 
     made = [
         one("fc.weight", "fc.weight", hidden, len(config.capture_boundaries) * config.target_hidden_size),
@@ -34,7 +34,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
     ]
     norms = {"attn_norm": "input_layernorm"}
     for layer in range(config.num_layers):
-        spec, names = config.layers[layer], (f"head.layers.{layer}", f"layers.{layer}")
+        spec, names = config.layers[layer], (f"draft_model.layers.{layer}", f"layers.{layer}")
         products = (config.attention.projected,)
         made += layer_recipes(spec, hidden, dtype, names, products=products, columns=hidden, norms=norms)
     made += _dflash2(config, dtype)
@@ -53,15 +53,15 @@ def _dflash2(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
         taps, wide = config.conv.taps, 2 * config.conv.taps * (hidden // config.conv.group)
         for layer in range(config.num_layers):
             for part, stored in (("attn_conv", "attention_conv"), ("ffn_conv", "mlp_conv")):
-                name, own = f"head.layers.{layer}.{part}", f"layers.{layer}.{stored}"
+                name, own = f"draft_model.layers.{layer}.{part}", f"layers.{layer}.{stored}"
                 made.append(one_piece(f"{name}.base", f"{own}.base_kernel", dtype, 2, taps, hidden))
                 made.append(one_piece(f"{name}.project.weight", f"{own}.kernel_projection.weight", dtype, wide, hidden))
     if config.selector is not None:
         rank, own = config.selector.rank, "candidate_selector"
         shape, table = (rank, hidden), (config.vocab_size, rank)
-        made.append(one_piece("head.selector.project.weight", f"{own}.hidden_projection.weight", dtype, *shape))
+        made.append(one_piece("draft_model.selector.project.weight", f"{own}.hidden_projection.weight", dtype, *shape))
         for part in ("predecessor", "successor"):
-            made.append(one_piece(f"head.selector.{part}s", f"{own}.{part}_codebook", dtype, *table))
+            made.append(one_piece(f"draft_model.selector.{part}s", f"{own}.{part}_codebook", dtype, *table))
     return made
 
 
@@ -72,7 +72,7 @@ def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -
         for layer, spec in config.attentions.items()
         for each in config.context
     )
-    return Recipe(f"head.context.{config.context}.{part}", pieces, dtype)
+    return Recipe(f"draft_model.context.{config.context}.{part}", pieces, dtype)
 
 
 def dflash_weight_plan(config: DflashConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -7,7 +7,7 @@ from lowlat.models.geometry import ComputeDtype, DraftConfig, ModelConfig
 
 __all__ = ["OWNER", "WholeDraftConfig"]
 
-OWNER = "head."  # begins the names of a draft model's weights, caches and rows
+OWNER = "draft_model."  # begins the names of a draft model's weights, caches and rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
 from lowlat.speculators.dflash.config import BlockFile, BlockKind, parse_block_model
+from lowlat.speculators.draft_files.tensors import DraftTensors
 from lowlat.speculators.dspark.geometry import DsparkConfig
-from lowlat.speculators.eagle3.tensors import DraftTensors
 
 __all__ = ["DEEPSPEC", "parse_dspark"]
 

@@ -17,7 +17,7 @@ from lowlat.speculators.dspark.geometry import DsparkConfig
 
 __all__ = ["DsparkEmitter"]
 
-MARKOV = "head.markov"
+MARKOV = "draft_model.markov"
 
 
 class DsparkEmitter(DflashEmitter):

@@ -15,15 +15,15 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.speculators.dflash.geometry import DflashConfig
 from lowlat.speculators.dflash.weights import dflash_recipes, dflash_weight_plan
+from lowlat.speculators.draft_files.weights import LoadedDraftModel, load_tensors
 from lowlat.speculators.draft_parts import one_piece
 from lowlat.speculators.dspark.config import parse_dspark
 from lowlat.speculators.dspark.geometry import DsparkConfig
-from lowlat.speculators.eagle3.weights import LoadedDraftModel, load_tensors
 
 __all__ = ["dspark_recipes", "dspark_weight_plan", "load_dspark"]
 
-GATE, STATE_GATE, TOKEN_GATE = (f"head.markov.{name}.weight" for name in ("gate", "state_gate", "token_gate"))
-CONFIDENCE = ("head.confidence.weight", "head.confidence.bias")  # checked, and read by no step
+GATE, STATE_GATE, TOKEN_GATE = (f"draft_model.markov.{name}.weight" for name in ("gate", "state_gate", "token_gate"))
+CONFIDENCE = ("draft_model.confidence.weight", "draft_model.confidence.bias")  # checked, and read by no step
 
 
 def dspark_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
@@ -36,11 +36,13 @@ def _head_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
     hidden, rank, made = config.hidden_size, config.markov_rank, list[Recipe]()
     if rank:
         stored = "markov_head.markov_"
-        made.append(one_piece("head.markov.tokens.weight", f"{stored}w1.weight", dtype, config.vocab_size, rank))
-        made.append(one_piece("head.markov.bias.weight", f"{stored}w2.weight", dtype, config.draft_vocab_size, rank))
+        made.append(one_piece("draft_model.markov.tokens.weight", f"{stored}w1.weight", dtype, config.vocab_size, rank))
+        made.append(
+            one_piece("draft_model.markov.bias.weight", f"{stored}w2.weight", dtype, config.draft_vocab_size, rank)
+        )
     if config.markov_gated:
         made.append(one_piece(GATE, "markov_head.gate_proj.weight", dtype, rank, hidden + rank))
-        made.append(one_piece("head.markov.state_gate.bias", "markov_head.gate_proj.bias", dtype, rank))
+        made.append(one_piece("draft_model.markov.state_gate.bias", "markov_head.gate_proj.bias", dtype, rank))
     if config.confidence:
         width = hidden + (rank if config.confidence_markov else 0)
         made.append(one_piece(CONFIDENCE[0], "confidence_head.proj.weight", dtype, 1, width))

@@ -15,13 +15,14 @@ from lowlat.models.families.dense import Sizes, parse_sizes
 from lowlat.models.families.known_keys import HARMLESS_KEYS
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import check_architecture, read_config
+from lowlat.speculators.draft_files.sizes import GATES, check_target, size_fields, vocabulary_fields
+from lowlat.speculators.draft_files.tensors import DraftTensors
+from lowlat.speculators.draft_files.windows import draft_windows
 from lowlat.speculators.draft_layers import layer_style, with_layer_defaults
 from lowlat.speculators.eagle3.capture import IDS_KEY, MAX_FEATURES, OUTPUTS_KEY, capture_boundaries
 from lowlat.speculators.eagle3.draft_file import DEEPSPEC, DraftFile
 from lowlat.speculators.eagle3.geometry import Eagle3Config
-from lowlat.speculators.eagle3.sizes import GATES, check_target, size_fields, vocabulary_fields
-from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors, open_draft_model
-from lowlat.speculators.eagle3.windows import draft_windows
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, open_draft_model
 
 __all__ = ["EAGLE3", "DraftKind", "parse_draft", "read_draft_config"]
 

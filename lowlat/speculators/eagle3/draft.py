@@ -33,15 +33,20 @@ class Drafter:
         """Keys and values of the accepted rows; returns the last layer's attention input and residual, by row."""
         emitter, hidden = self.accepted()
         emitter.stage = Stage.DRAFT_ATTENTION_FMHA
-        return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "head.tokens", hidden))
+        return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "draft_model.tokens", hidden))
 
     def accepted(self) -> tuple[Emitter, str]:
-        """The accepted rows: an emitter over them, with tokens `head.tokens`, and their features [B * T, H]."""
+        """The accepted rows: an emitter over them, with tokens `draft_model.tokens`, and their features [B * T, H]."""
         batch, rows = self.batch, self.rows
         emit_accepted_rows(self.scope)
-        write = {**BY_SLOT, "row_live": "head.row_live", "write_lens": "head.write_lens", "offsets": self.scope.offsets}
-        before = self.rows_before("head.accepted_before", rows)
-        all_rows = Rows("head.", batch * rows, "head.row_live", "head.positions", before, write)
+        write = {
+            **BY_SLOT,
+            "row_live": "draft_model.row_live",
+            "write_lens": "draft_model.write_lens",
+            "offsets": self.scope.offsets,
+        }
+        before = self.rows_before("draft_model.accepted_before", rows)
+        all_rows = Rows("draft_model.", batch * rows, "draft_model.row_live", "draft_model.positions", before, write)
         emitter = Emitter(self.builder, all_rows, self.dtype, Stage.DRAFT_FC)
         return emitter, "prefilled_feature" if self.scope.is_first_token else self._features(emitter)
 
@@ -53,7 +58,7 @@ class Drafter:
         if self.draft_config.num_layers == 1:
             return {}  # keys and values alone are made of them
         masks = self.builder.constant(name, seen_before(self.batch, count))
-        return {**BY_SLOT, "dense_lens": "head.write_lens", "row_masks": masks}
+        return {**BY_SLOT, "dense_lens": "draft_model.write_lens", "row_masks": masks}
 
     def _features(self, emitter: Emitter) -> str:
         """The draft model's input made of the target's features of the accepted rows, kept where a block ends."""
@@ -68,7 +73,7 @@ class Drafter:
         hidden = self.eagle.emit_fc(emitter, features)
         emitter.emit(
             "store_boundary",
-            {"hidden": hidden, "positions": "head.positions", "row_live": "head.row_live", **BY_SLOT},
+            {"hidden": hidden, "positions": "draft_model.positions", "row_live": "draft_model.row_live", **BY_SLOT},
             {"block_features": "block_features"},
             block_size=self.scope.block_size,
         )
@@ -86,10 +91,10 @@ class Drafter:
     def first_level(self, x: str, residual: str) -> tuple[Emitter, tuple[str, str]]:
         """The root's row, each slot's last: an emitter over it, its last attention's input and residual."""
         batch = self.batch
-        alone = self.builder.constant("head.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
+        alone = self.builder.constant("draft_model.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
         attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": alone}
         live_rows = self.scope.buffer("draft_live")
-        rows = Rows("draft.0.", batch, live_rows, "head.live_positions", attention, {})
+        rows = Rows("draft.0.", batch, live_rows, "draft_model.live_positions", attention, {})
         level = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)
         live = {}
         for name, source in (("both", x), ("residual", residual)):

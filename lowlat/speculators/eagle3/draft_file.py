@@ -13,9 +13,10 @@ Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and De
 from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftLayout
+from lowlat.speculators.draft_files.tensors import DraftTensors
 from lowlat.speculators.draft_layers import with_layer_defaults
 from lowlat.speculators.eagle3.capture import OUTPUTS_KEY
-from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN
 
 __all__ = ["DEEPSPEC", "DraftFile"]
 

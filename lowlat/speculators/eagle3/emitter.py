@@ -28,20 +28,21 @@ from lowlat.models.walk import (
 )
 from lowlat.sequence.paged_kv import cache_specs
 from lowlat.speculators.base import StateSizes
+from lowlat.speculators.draft_files.windows import draft_kv_windows, effective_window
 from lowlat.speculators.eagle3.geometry import Eagle3Config
-from lowlat.speculators.eagle3.windows import draft_kv_windows, effective_window
 
 __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
 
 
 def layer_name(layer: int) -> str:
     """The beginning of the canonical names of a layer's weights."""
-    return f"head.layers.{layer}" if layer else "head"
+    return f"draft_model.layers.{layer}" if layer else "draft_model"
 
 
 def _caches(layer: int) -> tuple[str, str]:
     """The buffers of a layer's keys and values."""
-    return (f"head.k_cache.{layer}", f"head.v_cache.{layer}") if layer else ("head.k_cache", "head.v_cache")
+    number = f".{layer}" if layer else ""
+    return f"draft_model.k_cache{number}", f"draft_model.v_cache{number}"
 
 
 def draft_kv_specs(draft: Eagle3Config, sizes: StateSizes, windows: Sequence[int | None]) -> list[BufferSpec]:
@@ -76,8 +77,8 @@ class Eagle3Emitter:
             replace(layer_of(draft, number, layer_name(number), _caches(number)), kv_window=window)
             for number, window in enumerate(draft_kv_windows(draft, draft_window))
         ]
-        self.embedding = "head.embed.weight" if draft.own_embedding else "embed.weight"
-        self.lm_head = "head.lm_head" if draft.own_lm_head else "lm_head"
+        self.embedding = "draft_model.embed.weight" if draft.own_embedding else "embed.weight"
+        self.lm_head = "draft_model.lm_head" if draft.own_lm_head else "lm_head"
         self.head_shard = draft.shard if draft.own_lm_head else config.shard  # the target's is cut as it is there
 
     def emit_fc(self, emitter: Emitter, features: str) -> str:
@@ -86,7 +87,7 @@ class Eagle3Emitter:
         if draft.final_hidden:
             return emitter.norm(features, "norm.weight", self.target_eps, "hidden")
         if draft.norm_before_fc:
-            features = emitter.norm(features, "head.input_norm.weight", draft.rms_norm_eps, "features.normed")
+            features = emitter.norm(features, "draft_model.input_norm.weight", draft.rms_norm_eps, "features.normed")
         if draft.fc_norm:
             normed = emitter.scratch("features.split", *emitter.builder.spec(features).shape)
             count = len(draft.capture_boundaries)
@@ -94,11 +95,11 @@ class Eagle3Emitter:
                 "split_norms",
                 {"x": features, **emitter.live()},
                 {"out": normed},
-                weights={f"weight{k}": f"head.fc_norm.{k}.weight" for k in range(count)},
+                weights={f"weight{k}": f"draft_model.fc_norm.{k}.weight" for k in range(count)},
                 eps=draft.rms_norm_eps,
             )
             features = normed
-        product = emitter.linear(features, "head.fc", draft.hidden_size, "fc")
+        product = emitter.linear(features, "draft_model.fc", draft.hidden_size, "fc")
         return emitter.cast(product, "hidden")
 
     def emit_input(self, emitter: Emitter, tokens: str, hidden: str) -> tuple[str, str]:
@@ -112,7 +113,10 @@ class Eagle3Emitter:
             "concat_norms",
             {"embedded": embedded, "hidden": hidden, **emitter.live()},
             {"out": both, "normed_hidden": normed},
-            weights={"embed_weight": "head.embed_norm.weight", "hidden_weight": "head.hidden_norm.weight"},
+            weights={
+                "embed_weight": "draft_model.embed_norm.weight",
+                "hidden_weight": "draft_model.hidden_norm.weight",
+            },
             eps=draft.rms_norm_eps,
         )
         return both, normed if draft.norm_before_residual else hidden
@@ -167,7 +171,7 @@ class Eagle3Emitter:
         """LM head; returns logits [M, Vd] and the state that may be fed back."""
         draft = self.draft
         emitter.stage = Stage.DRAFT_LM_HEAD
-        normed = emitter.norm(residual, "head.norm.weight", draft.rms_norm_eps, "final")
+        normed = emitter.norm(residual, "draft_model.norm.weight", draft.rms_norm_eps, "final")
         width, cap = draft.draft_vocab_size, draft.logit_softcap
         logits = emitter.vocabulary(normed, self.lm_head, width, "logits", self.head_shard, softcap=cap)
         return logits, normed if draft.norm_output else residual
@@ -179,7 +183,7 @@ class Eagle3Emitter:
             "draft_topk",
             {"logits": logits, **emitter.live()},
             {"out": tokens},
-            weights={"draft_to_target": "head.draft_to_target"},
+            weights={"draft_to_target": "draft_model.draft_to_target"},
             k=num_ranks,
         )
         return tokens

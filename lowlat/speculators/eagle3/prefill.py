@@ -12,7 +12,7 @@ def emit_draft_prefill(scope: PrefillScope, eagle: Eagle3Emitter) -> None:
     """Append fc, the shift and the KV writes for a program's positions; the boundaries must have been computed."""
     draft, common = eagle.draft, {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_draft_live", **common}
-    rows = Rows("prefill.head.", scope.size, None, "prefill_draft_positions", common, write, scope.chunk)
+    rows = Rows("prefill.draft_model.", scope.size, None, "prefill_draft_positions", common, write, scope.chunk)
     emitter = Emitter(scope.builder, rows, scope.dtype, Stage.PREFILL)
     features = emitter.scratch("features", scope.size, len(draft.capture_boundaries) * draft.target_hidden_size)
     sources = {f"source{k}": scope.boundaries[boundary] for k, boundary in enumerate(draft.capture_boundaries)}

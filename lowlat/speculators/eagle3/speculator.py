@@ -16,6 +16,7 @@ from lowlat.graphs.program import RangeNames, Stage
 from lowlat.models.geometry import ModelConfig
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator, PrefillScope, Scope, StateSizes, StepScope, draft_model_of
+from lowlat.speculators.draft_files.windows import check_draft_window, draft_kv_windows
 from lowlat.speculators.draft_parts import vocabulary_report
 from lowlat.speculators.eagle3.config import EAGLE3, DraftKind, read_draft_config
 from lowlat.speculators.eagle3.draft import Drafter
@@ -24,7 +25,6 @@ from lowlat.speculators.eagle3.emitter import Eagle3Emitter, draft_kv_specs
 from lowlat.speculators.eagle3.geometry import Eagle3Config
 from lowlat.speculators.eagle3.prefill import emit_draft_prefill
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
-from lowlat.speculators.eagle3.windows import check_draft_window, draft_kv_windows
 from lowlat.speculators.tree.dynamic import DynamicTree
 from lowlat.speculators.with_model import ModelSpeculator
 

@@ -6,71 +6,18 @@ It knows names and shapes, not configs.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
-from lowlat.checkpoint.tensors import Checkpoint, TensorEntry
+from lowlat.checkpoint.tensors import Checkpoint
 from lowlat.errors import ConfigError
+from lowlat.speculators.draft_files.tensors import DraftTensors
 
-__all__ = ["MASK_HIDDEN", "DraftTensors", "open_draft_model"]
+__all__ = ["MASK_HIDDEN", "open_draft_model"]
 
 MLA_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm")
-# Buffers that are recomputed, and copies of the target's that some trainers leave after.
 MASK_HIDDEN = "mask_hidden"  # P-EAGLE's alone: the features of rows that the target has not run
-IGNORED = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|verifier_(lm_head|norm)\.weight")
 MIDLAYER = re.compile(r"midlayer\.(?:(\d+)\.)?")
-LAYER = re.compile(r"layers\.(\d{1,9})\.")
 LATER_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.weight")
-
-
-@dataclass(frozen=True)
-class DraftTensors:
-    """A head's checkpoint, and the stored name of each normalised one."""
-
-    checkpoint: Checkpoint
-    stored: dict[str, str]
-    has_midlayer: bool
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.stored
-
-    def entry(self, name: str, dimensions: int) -> TensorEntry:
-        """The entry of a tensor that must be there with that many dimensions. Raises ConfigError."""
-        if name not in self.stored:
-            directory = self.checkpoint.directory
-            raise ConfigError(f"{directory}: tensor {name!r} is missing; an EAGLE3 draft model needs it")
-        entry = self.checkpoint.entries[self.stored[name]]
-        if len(entry.shape) != dimensions:
-            raise ConfigError(
-                f"{entry.file}: tensor {entry.name!r}: expected {dimensions} dimensions, found {list(entry.shape)}"
-            )
-        return entry
-
-    def in_any_layer(self, part: str) -> bool:
-        """Whether a layer has this part."""
-        return any(name.endswith(part) and LAYER.match(name) for name in self.stored)
-
-    def ignored(self) -> set[str]:
-        """Stored names of tensors that nobody needs."""
-        return {stored for name, stored in self.stored.items() if IGNORED.fullmatch(name)}
-
-    def check_layers(self, num_layers: int, hidden_size: int, label: str) -> None:
-        """Raise ConfigError for tensors of more layers than the config names, and for later layers that read more than
-        the layer before them."""
-        for name, stored in self.stored.items():
-            layer = LAYER.match(name)
-            if layer is not None and int(layer[1]) >= num_layers:
-                raise ConfigError(
-                    f"{self.checkpoint.directory}: tensor {stored!r} is of draft layer {int(layer[1])}, but {label}: "
-                    f"num_hidden_layers is {num_layers}"
-                )
-        for number in range(1, num_layers):
-            name = f"layers.{number}.self_attn.q_proj.weight"
-            if name in self and self.entry(name, 2).shape[1] == 2 * hidden_size:
-                raise ConfigError(
-                    f"{self.checkpoint.directory}: tensor {self.stored[name]!r} has {2 * hidden_size} columns: draft "
-                    f"models whose later layers read the embedding, too, are not implemented"
-                )
 
 
 def _normalised(name: str) -> str:

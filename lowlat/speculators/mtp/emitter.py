@@ -22,6 +22,6 @@ class MtpEmitter(Eagle3Emitter):
         both, _ = super().emit_input(emitter, tokens, hidden)
         if emitter.rows.chunk is None:
             emitter.stage = Stage.DRAFT_FC
-        joined = emitter.cast(emitter.linear(both, "head.fc", draft.hidden_size, "fc"), "joined")
+        joined = emitter.cast(emitter.linear(both, "draft_model.fc", draft.hidden_size, "fc"), "joined")
         emitter.stage = stage
-        return emitter.norm(joined, "head.attn_norm.weight", draft.rms_norm_eps, "input.normed"), joined
+        return emitter.norm(joined, "draft_model.attn_norm.weight", draft.rms_norm_eps, "input.normed"), joined

@@ -16,10 +16,10 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.base import LoadedSpeculator
+from lowlat.speculators.draft_files.windows import check_draft_window
 from lowlat.speculators.draft_parts import vocabulary_report
 from lowlat.speculators.eagle3.emitter import Eagle3Emitter
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
-from lowlat.speculators.eagle3.windows import check_draft_window
 from lowlat.speculators.mtp.config import has_layer, open_files, parse_mtp
 from lowlat.speculators.mtp.emitter import MtpEmitter
 from lowlat.speculators.mtp.geometry import MtpConfig, mtp_config

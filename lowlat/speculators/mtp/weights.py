@@ -41,14 +41,14 @@ def mtp_recipes(config: MtpConfig, dtype: torch.dtype) -> list[Recipe]:
     )
     recipes = chosen_recipes(FAMILIES[config.family].recipes(whole), None, others=not config.fused_experts)
     family = {recipe.weight: recipe for recipe in recipes}
-    made = [one_piece("head.fc.weight", FC, dtype, config.hidden_size, 2 * config.hidden_size)]
+    made = [one_piece("draft_model.fc.weight", FC, dtype, config.hidden_size, 2 * config.hidden_size)]
     for weight, tensor in NORMS.items():
-        made.append(_renamed(family["norm.weight"], f"head.{weight}.weight", f"{PREFIX}{tensor}.weight"))
+        made.append(_renamed(family["norm.weight"], f"draft_model.{weight}.weight", f"{PREFIX}{tensor}.weight"))
     for weight, recipe in family.items():
         if not weight.startswith(CANONICAL):
             continue
         own = weight.removeprefix(CANONICAL)
-        recipe = replace(recipe, weight=f"head.{own}", pieces=tuple(map(_moved, recipe.pieces)))
+        recipe = replace(recipe, weight=f"draft_model.{own}", pieces=tuple(map(_moved, recipe.pieces)))
         made += _apart(recipe, own.removeprefix(f"{FUSED}.")) if own.startswith(f"{FUSED}.") else [recipe]
     return made if config.quantisation is None else config.quantisation.apply(made)
 
@@ -73,8 +73,8 @@ def _apart(recipe: Recipe, part: str) -> list[Recipe]:
     """Queries, and keys with values, of the projection of all three."""
     query, *others = recipe.pieces
     return [
-        replace(recipe, weight=f"head.q.{part}", pieces=(query,)),
-        replace(recipe, weight=f"head.kv.{part}", pieces=tuple(others)),
+        replace(recipe, weight=f"draft_model.q.{part}", pieces=(query,)),
+        replace(recipe, weight=f"draft_model.kv.{part}", pieces=tuple(others)),
     ]
 
 

@@ -20,7 +20,7 @@ from lowlat.speculators.tree.growth import rank_drafts
 
 __all__ = ["MASK_STATE", "BlockDrafter"]
 
-MASK_STATE = "head.mask_state"
+MASK_STATE = "draft_model.mask_state"
 
 
 class BlockDrafter(Drafter):
@@ -49,12 +49,12 @@ class BlockDrafter(Drafter):
         names = ("commit_lens", "draft_live", "dense_lens")
         accepted.emit(
             "block_rows",
-            {"tokens": "head.tokens", "hidden": hidden, **self.scope.reads(*names)},
+            {"tokens": "draft_model.tokens", "hidden": hidden, **self.scope.reads(*names)},
             outs,
             weights={"mask_state": MASK_STATE},
             mask_token=config.mask_token,
         )
-        write = {**BY_SLOT, "row_live": outs["block_live"], "write_lens": "head.write_lens", "offsets": offsets}
+        write = {**BY_SLOT, "row_live": outs["block_live"], "write_lens": "draft_model.write_lens", "offsets": offsets}
         before = self.rows_before("block.before", count)
         rows = Rows("block.", batch * count, outs["block_live"], outs["block_positions"], before, write)
         block = Emitter(self.builder, rows, self.dtype, Stage.DRAFT_ATTENTION_FMHA)

@@ -5,9 +5,10 @@ from typing import Any
 
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import ModelConfig
+from lowlat.speculators.draft_files.tensors import DraftTensors
 from lowlat.speculators.eagle3.config import DraftKind
 from lowlat.speculators.eagle3.draft_file import DraftFile
-from lowlat.speculators.eagle3.tensors import MASK_HIDDEN, DraftTensors
+from lowlat.speculators.eagle3.tensors import MASK_HIDDEN
 from lowlat.speculators.peagle.geometry import PeagleConfig
 
 __all__ = ["MASK_KEYS", "PEAGLE"]

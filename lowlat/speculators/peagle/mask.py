@@ -24,18 +24,18 @@ def mask_state(directory: Path, config: Eagle3Config, weights: Mapping[str, torc
     """
     tensors = open_draft_model(directory)
     ((_, stored),) = tensors.checkpoint.read([tensors.stored[MASK_HIDDEN]])
-    dtype = weights["head.norm.weight"].dtype
+    dtype = weights["draft_model.norm.weight"].dtype
     hidden = stored.reshape(-1).to(dtype)
     if config.final_hidden:
         return hidden
     if config.norm_before_fc:
-        hidden = _norm(hidden, weights["head.input_norm.weight"], config.rms_norm_eps)
+        hidden = _norm(hidden, weights["draft_model.input_norm.weight"], config.rms_norm_eps)
     if config.fc_norm:
         parts = hidden.chunk(len(config.capture_boundaries))
-        names = [f"head.fc_norm.{number}.weight" for number in range(len(parts))]
+        names = [f"draft_model.fc_norm.{number}.weight" for number in range(len(parts))]
         normed = [_norm(part, weights[name], config.rms_norm_eps) for part, name in zip(parts, names, strict=True)]
         hidden = torch.cat(normed)
-    return F.linear(hidden.float(), dequantised("head.fc.weight", weights)).to(dtype)
+    return F.linear(hidden.float(), dequantised("draft_model.fc.weight", weights)).to(dtype)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

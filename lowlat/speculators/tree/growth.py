@@ -17,7 +17,7 @@ def rank_drafts(emitter: Emitter, logits: str, top_k: int) -> dict[str, str]:
     """The likeliest ids of each row, mapped to target ids, and their logarithmic probabilities: [M, K] each."""
     names = {"top_tokens": torch.int32, "top_logprobs": torch.float32}
     found = {name: emitter.scratch(name, emitter.rows.count, top_k, dtype=dtype) for name, dtype in names.items()}
-    weights = {"draft_to_target": "head.draft_to_target"}
+    weights = {"draft_to_target": "draft_model.draft_to_target"}
     emitter.emit("draft_topk_logprobs", {"logits": logits, **emitter.live()}, found, weights=weights, k=top_k)
     return found
 

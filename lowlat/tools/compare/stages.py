@@ -108,7 +108,7 @@ class _Recorder:
     def _take_drafts(self) -> None:
         """The draft model's rows after the last token committed; after a prompt its feature comes out of prefill."""
         count = int(self._buffers["commit_lens"][0])
-        feature = self._buffers.get("head.hidden", self._buffers["prefilled_feature"])
+        feature = self._buffers.get("draft_model.hidden", self._buffers["prefilled_feature"])
         earlier = {name: LAYER_STAGE.fullmatch(name) for name in self._buffers}
         layers = {name: found for name, found in earlier.items() if found is not None}
         self.positions.append(int(self._buffers["draft_lens"][0]) - 2)
@@ -116,7 +116,7 @@ class _Recorder:
         self._add("draft.fc_out", feature[count - 1 : count])
         at_once = "block.hidden" in self._buffers
         for level in range(len(self.drafts[-1])):
-            before = "block" if at_once else f"draft.{level}" if level else "head"
+            before = "block" if at_once else f"draft.{level}" if level else "draft_model"
             row = count - 1 + level if at_once else 0 if level else count - 1
             for name, found in layers.items():
                 if found[1] == before:

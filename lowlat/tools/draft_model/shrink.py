@@ -22,8 +22,10 @@ from lowlat.models.families import FAMILIES
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import MAX_VOCABULARY
 from lowlat.models.target import read_model_config
-from lowlat.speculators.eagle3.tensors import DraftTensors, open_draft_model
-from lowlat.speculators.eagle3.weights import load_draft_model, read_draft_map
+from lowlat.speculators.draft_files.tensors import DraftTensors
+from lowlat.speculators.draft_files.weights import read_draft_map
+from lowlat.speculators.eagle3.tensors import open_draft_model
+from lowlat.speculators.eagle3.weights import load_draft_model
 from lowlat.text.counts import most_frequent
 
 __all__ = ["Shrunk", "head_vocabulary", "shrink_draft_model"]

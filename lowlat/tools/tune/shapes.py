@@ -69,7 +69,7 @@ def stage_tag(group: LoweredGroup, pair: PairPrograms, number: int = 0) -> str:
     others = gemms or [op for op in group.ops if op.kind in KERNELS]
     op = next(experts, None) or (others[min(number, len(others) - 1)] if others else None)
     part = group.name.upper() if op is None else _part(op)
-    drafts = op is not None and op.weights.get("weight", "").startswith("head.")
+    drafts = op is not None and op.weights.get("weight", "").startswith("draft_model.")
     if group.stage is Stage.PREFILL:
         return f"EAGLE3_PREFILL_{part}" if drafts else f"PREFILL_{part}"
     if group.stage is Stage.VERIFY:

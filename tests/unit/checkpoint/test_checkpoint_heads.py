@@ -27,18 +27,18 @@ def expected_weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
     keys = [tensors[f"{ATTENTION}.{part}_proj.weight"] for part in "kv"]
     gates = [tensors[f"{mlp}.{part}_proj.weight"] for part in ("gate", "up")]
     return {
-        "head.fc.weight": tensors["fc.weight"],
-        "head.embed_norm.weight": tensors["layers.0.input_layernorm.weight"],
-        "head.hidden_norm.weight": tensors["layers.0.hidden_norm.weight"],
-        "head.q.weight": tensors[f"{ATTENTION}.q_proj.weight"],
-        "head.kv.weight": torch.cat(keys),
-        "head.o.weight": tensors[f"{ATTENTION}.o_proj.weight"],
-        "head.ffn_norm.weight": tensors["layers.0.post_attention_layernorm.weight"],
-        "head.gate_up.weight": torch.cat(gates),
-        "head.down.weight": tensors[f"{mlp}.down_proj.weight"],
-        "head.norm.weight": tensors["norm.weight"],
-        "head.lm_head.weight": tensors["lm_head.weight"],
-        "head.draft_to_target": (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).int(),
+        "draft_model.fc.weight": tensors["fc.weight"],
+        "draft_model.embed_norm.weight": tensors["layers.0.input_layernorm.weight"],
+        "draft_model.hidden_norm.weight": tensors["layers.0.hidden_norm.weight"],
+        "draft_model.q.weight": tensors[f"{ATTENTION}.q_proj.weight"],
+        "draft_model.kv.weight": torch.cat(keys),
+        "draft_model.o.weight": tensors[f"{ATTENTION}.o_proj.weight"],
+        "draft_model.ffn_norm.weight": tensors["layers.0.post_attention_layernorm.weight"],
+        "draft_model.gate_up.weight": torch.cat(gates),
+        "draft_model.down.weight": tensors[f"{mlp}.down_proj.weight"],
+        "draft_model.norm.weight": tensors["norm.weight"],
+        "draft_model.lm_head.weight": tensors["lm_head.weight"],
+        "draft_model.draft_to_target": (tensors["d2t"] + torch.arange(len(tensors["d2t"]))).int(),
     }
 
 
@@ -82,11 +82,11 @@ def test_heads_take_the_targets_dtype(dtype: str, tmp_path: Path) -> None:
     loaded = load_draft_model(tmp_path, target_geometry(dtype=dtype))
     compute = getattr(torch, dtype)
     for name, tensor in loaded.weights.items():
-        assert tensor.dtype == (torch.int32 if name == "head.draft_to_target" else compute)
+        assert tensor.dtype == (torch.int32 if name == "draft_model.draft_to_target" else compute)
     assert_same(loaded.weights, expected_weights(halves))
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert dict(draft_weight_plan(loaded.config, dtype=dtype)) == held
-    assert load_draft_model(tmp_path, TARGET, dtype="bfloat16").weights["head.q.weight"].dtype == torch.bfloat16
+    assert load_draft_model(tmp_path, TARGET, dtype="bfloat16").weights["draft_model.q.weight"].dtype == torch.bfloat16
     refused(tmp_path, "dtype must be 'bfloat16' or 'float32', got 'float16'", dtype="float16")
 
 
@@ -122,16 +122,16 @@ def test_every_option_at_once(tmp_path: Path) -> None:
     write_draft_layout(tmp_path, "speculators", tensors, config={**flags, **ids}, layer=layer)
     loaded = load_draft_model(tmp_path, TARGET)
     expected = expected_weights(tensors) | {
-        "head.input_norm.weight": tensors["input_norm.weight"],
-        "head.embed.weight": tensors["embed_tokens.weight"],
-        "head.q.bias": tensors[f"{ATTENTION}.q_proj.bias"],
-        "head.kv.bias": torch.cat([tensors[f"{ATTENTION}.{part}_proj.bias"] for part in "kv"]),
-        "head.o.bias": tensors[f"{ATTENTION}.o_proj.bias"],
-        "head.q_norm.weight": tensors[f"{ATTENTION}.q_norm.weight"],
-        "head.k_norm.weight": tensors[f"{ATTENTION}.k_norm.weight"],
-        "head.gate_up.bias": torch.cat([tensors[f"layers.0.mlp.{part}_proj.bias"] for part in ("gate", "up")]),
-        "head.down.bias": tensors["layers.0.mlp.down_proj.bias"],
-        **{f"head.fc_norm.{k}.weight": tensors[f"fc_norm.{k}.weight"] for k in range(4)},
+        "draft_model.input_norm.weight": tensors["input_norm.weight"],
+        "draft_model.embed.weight": tensors["embed_tokens.weight"],
+        "draft_model.q.bias": tensors[f"{ATTENTION}.q_proj.bias"],
+        "draft_model.kv.bias": torch.cat([tensors[f"{ATTENTION}.{part}_proj.bias"] for part in "kv"]),
+        "draft_model.o.bias": tensors[f"{ATTENTION}.o_proj.bias"],
+        "draft_model.q_norm.weight": tensors[f"{ATTENTION}.q_norm.weight"],
+        "draft_model.k_norm.weight": tensors[f"{ATTENTION}.k_norm.weight"],
+        "draft_model.gate_up.bias": torch.cat([tensors[f"layers.0.mlp.{part}_proj.bias"] for part in ("gate", "up")]),
+        "draft_model.down.bias": tensors["layers.0.mlp.down_proj.bias"],
+        **{f"draft_model.fc_norm.{k}.weight": tensors[f"fc_norm.{k}.weight"] for k in range(4)},
     }
     assert_same(loaded.weights, expected)
     config = loaded.config
@@ -278,8 +278,8 @@ def test_the_targets_lm_head_is_shared_where_it_fits(tmp_path: Path) -> None:
     write_draft_layout(tmp_path, "modelopt", tensors)
     loaded = load_draft_model(tmp_path, TARGET)
     assert loaded.config.draft_vocab_size == 40 and not loaded.config.own_lm_head and not loaded.config.own_draft_map
-    assert "head.lm_head.weight" not in loaded.weights
-    assert loaded.weights["head.draft_to_target"].tolist() == list(range(40))
+    assert "draft_model.lm_head.weight" not in loaded.weights
+    assert loaded.weights["draft_model.draft_to_target"].tolist() == list(range(40))
     write_draft_layout(tmp_path, "modelopt", tensors, config={"draft_vocab_size": 12})
     refused(tmp_path, "draft_vocab_size 12 is not the 40 rows of the LM head")
     write_draft_layout(tmp_path, "modelopt", tensors, config={"tie_word_embeddings": True})

@@ -98,11 +98,11 @@ def test_blocks_are_still_there_when_their_scales_come(tmp_path: Path, monkeypat
 def test_joined_weights_are_one_mapping(tmp_path: Path) -> None:
     make_target(tmp_path, "llama")
     target = open_target(tmp_path)
-    own = {"head.a": torch.ones(3), "head.b": torch.zeros(2)}
-    own["head.c"] = own["head.a"]
+    own = {"draft_model.a": torch.ones(3), "draft_model.b": torch.zeros(2)}
+    own["draft_model.c"] = own["draft_model.a"]
     joined = JoinedWeights(target.weights, own)
     assert set(joined) == set(target.weights) | set(own) and len(joined) == len(target.weights) + 3
-    assert joined["head.a"] is own["head.a"] and "norm.weight" in joined and "absent" not in joined
+    assert joined["draft_model.a"] is own["draft_model.a"] and "norm.weight" in joined and "absent" not in joined
     assert torch.equal(joined["norm.weight"], load_target(tmp_path).weights["norm.weight"])
     with pytest.raises(KeyError, match="absent"):
         joined["absent"]
@@ -111,7 +111,7 @@ def test_joined_weights_are_one_mapping(tmp_path: Path) -> None:
     for device in (CPU, META):
         with streamed(joined, device) as stream:
             groups = [names for names, _ in stream]
-        assert ("head.a", "head.c") in groups and sum(map(len, groups)) == len(joined)
+        assert ("draft_model.a", "draft_model.c") in groups and sum(map(len, groups)) == len(joined)
 
 
 def test_progress_is_in_bytes_and_ends_with_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

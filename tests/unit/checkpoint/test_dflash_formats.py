@@ -47,10 +47,10 @@ def test_geometry_and_weights_of_every_layout(layout: str, target: tuple[Any, An
     assert attention.qk_norm and attention.qkv_bias and not attention.output_bias and not draft.own_embedding
     for kind in ("weight", "bias"):
         parts = [[tensors[f"layers.{layer}.self_attn.{part}_proj.{kind}"] for part in "qkv"] for layer in (0, 1)]
-        assert torch.equal(loaded.weights[f"head.layers.1.qkv.{kind}"], torch.cat(parts[1]))
-        assert torch.equal(loaded.weights[f"head.context.kv.{kind}"], torch.cat([*parts[0][1:], *parts[1][1:]]))
+        assert torch.equal(loaded.weights[f"draft_model.layers.1.qkv.{kind}"], torch.cat(parts[1]))
+        assert torch.equal(loaded.weights[f"draft_model.context.kv.{kind}"], torch.cat([*parts[0][1:], *parts[1][1:]]))
     ids = torch.arange(40) + tensors["d2t"]
-    assert loaded.weights["head.draft_to_target"].tolist() == ids.tolist()
+    assert loaded.weights["draft_model.draft_to_target"].tolist() == ids.tolist()
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert dict(loaded.speculator.weight_plan("float32")) == held
     assert plan_speculator(options, target[1]) == loaded.speculator
@@ -143,7 +143,7 @@ def test_dspark_of_every_layout(layout: str, kind: str, target: tuple[Any, Any],
     assert dict(loaded.speculator.weight_plan("float32")) == held
     assert plan_speculator(options, target[1]) == loaded.speculator
     if kind == "gated":
-        parts = [loaded.weights[f"head.markov.{name}_gate.weight"] for name in ("state", "token")]
+        parts = [loaded.weights[f"draft_model.markov.{name}_gate.weight"] for name in ("state", "token")]
         assert torch.equal(torch.cat(parts, dim=1), tensors["markov_head.gate_proj.weight"])
     report = loaded.speculator.report()
     assert (report["markov_head"], report["confidence_head"], report["draft_block_size"]) == (kind, True, 5)

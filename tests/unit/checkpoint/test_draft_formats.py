@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from lowlat import SpeculativeConfig
 from lowlat.errors import ConfigError
+from lowlat.speculators.draft_files.windows import effective_window
 from lowlat.speculators.eagle3.config import read_draft_config
 from lowlat.speculators.eagle3.speculator import Eagle3Speculator
 from lowlat.speculators.eagle3.weights import draft_weight_plan, load_draft_model
-from lowlat.speculators.eagle3.windows import effective_window
 from lowlat.speculators.methods import draft_method, load_speculator, plan_speculator
 from lowlat.speculators.peagle.config import PEAGLE
 from lowlat.speculators.peagle.geometry import PeagleConfig
@@ -65,7 +65,7 @@ def test_deepspec_s_five_layers_are_outputs(tmp_path: Path) -> None:
     assert (config.layout, config.capture_boundaries) == ("deepspec", (2, 3, 4, 6, 7))
     assert config.attention.qk_norm and config.own_embedding and config.own_lm_head and not config.own_draft_map
     assert not (config.norm_output or config.norm_before_residual or config.fc_norm) and loaded.notes == ()
-    assert loaded.weights["head.fc.weight"].shape == (16, 80)
+    assert loaded.weights["draft_model.fc.weight"].shape == (16, 80)
     assert read_draft_config(tmp_path, TARGET, capture_layers=(0, 1, 2, 3, 8)).capture_boundaries == (0, 1, 2, 3, 8)
 
 
@@ -112,8 +112,8 @@ def test_p_eagle_s_mask_stands_in_for_tokens_and_features(layout: str, config: d
     loaded = load_speculator(options, TARGET)
     draft = loaded.speculator.draft_config
     assert isinstance(draft, PeagleConfig) and (draft.mask_token, draft.num_layers, draft.method) == (39, 4, "peagle")
-    state = loaded.weights["head.mask_state"]
-    assert torch.allclose(state, loaded.weights["head.fc.weight"] @ hidden.reshape(-1), rtol=1e-4, atol=1e-5)
+    state = loaded.weights["draft_model.mask_state"]
+    assert torch.allclose(state, loaded.weights["draft_model.fc.weight"] @ hidden.reshape(-1), rtol=1e-4, atol=1e-5)
     held = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in loaded.weights.items()}
     assert dict(loaded.speculator.weight_plan("float32")) == held
     assert plan_speculator(options, TARGET) == loaded.speculator
@@ -161,7 +161,7 @@ def test_layers_of_every_layout(layout: str, tmp_path: Path) -> None:
     loaded = load_draft_model(tmp_path, TARGET)
     assert loaded.config.num_layers == 3 and loaded.config.windows == (None, None, None)
     assert loaded.config.layout == ("modelopt" if numbered else layout)
-    for number, name in enumerate(("head", "head.layers.1", "head.layers.2")):
+    for number, name in enumerate(("draft_model", "draft_model.layers.1", "draft_model.layers.2")):
         own = f"layers.{number}"
         norm = "attn_norm" if number else "embed_norm"
         assert torch.equal(loaded.weights[f"{name}.{norm}.weight"], tensors[f"{own}.input_layernorm.weight"])
@@ -249,7 +249,7 @@ def test_a_draft_model_without_features_reads_the_final_hidden_state(tmp_path: P
     write_draft_layout(tmp_path, "modelopt", tensors, eagle=eagle)
     loaded = load_draft_model(tmp_path, TARGET)
     assert loaded.config.final_hidden and loaded.config.capture_boundaries == (8,)
-    assert "head.fc.weight" not in loaded.weights and "fc.weight is not used" in loaded.notes[0]
+    assert "draft_model.fc.weight" not in loaded.weights and "fc.weight is not used" in loaded.notes[0]
     del tensors["fc.weight"]
     write_draft_layout(tmp_path, "modelopt", tensors, eagle=eagle)
     assert load_draft_model(tmp_path, TARGET).notes == ()

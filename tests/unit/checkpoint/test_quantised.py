@@ -195,9 +195,11 @@ def test_a_draft_model_is_quantised_as_a_target_is(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
     weights = load_draft_model(tmp_path, target_geometry()).weights
-    assert "head.down.fp8" in weights and torch.equal(weights["head.fc.weight"], plain["head.fc.weight"])
+    assert "draft_model.down.fp8" in weights and torch.equal(
+        weights["draft_model.fc.weight"], plain["draft_model.fc.weight"]
+    )
     down = next(values for name, values in expected.items() if "down_proj" in name)
-    assert torch.equal(matrix(weights, "head.down.weight"), down)
+    assert torch.equal(matrix(weights, "draft_model.down.weight"), down)
 
 
 def with_group(**weights: Any) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def test_the_tables_fit_a_screen() -> None:
 
 
 def test_the_readme_shows_what_is_printed(repository: Path) -> None:
-    page = (repository / "lowlat" / "README.md").read_text(encoding="utf-8")
+    page = (repository / "lowlat" / "step" / "README.md").read_text(encoding="utf-8")
     shown = page.split("$ lowlat inspect step llama-8b\n")[1].split("```")[0]
     printed = {" ".join(line.split()) for line in lowlat("inspect", "step", "llama-8b").stdout.splitlines()}
     assert {" ".join(line.split()) for line in shown.splitlines()} <= printed

@@ -25,6 +25,7 @@ PARAMETERS = {
     "Phi-4-mini-instruct": 3.84,
     "GLM-4-9B-0414": 9.40,
     "granite-3.3-8b-instruct": 8.17,
+    "granite-4.0-micro": 3.40,
     "Seed-OSS-36B-Instruct": 36.15,
     "SmolLM3-3B": 3.08,
     "ERNIE-4.5-0.3B-PT": 0.36,

@@ -12,7 +12,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 @pytest.mark.second
 def test_the_blocks_run(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repository)
-    blocks = BLOCK.findall((repository / "lowlat" / "engine" / "README.md").read_text())
+    blocks = BLOCK.findall((repository / "lowlat" / "engine" / "REQUESTS.md").read_text())
     assert len(blocks) == 4
     (tmp_path / "page.py").write_text("\n".join(blocks))
     runpy.run_path(str(tmp_path / "page.py"))

@@ -9,7 +9,7 @@ from lowlat.models.families.dense import Sizes
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.hf_config import MAX_VOCABULARY, max_positions, parse_rope
 from lowlat.models.layer_spec import Activation, DenseSpec, LayerSpec
-from lowlat.speculators.eagle3.tensors import DraftTensors
+from lowlat.speculators.draft_files.tensors import DraftTensors
 
 __all__ = ["GATES", "check_target", "size_fields", "vocabulary_fields"]
 

@@ -14,10 +14,10 @@ keeps its first rows in sight as attention sinks; one that was trained with a wi
 from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.geometry import DraftConfig
+from lowlat.models.hf_config import FULL, SLIDING
 
 __all__ = ["check_draft_window", "draft_kv_windows", "draft_windows", "effective_window"]
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 KEEPS_FIRST = 4
 
 

@@ -1,0 +1,62 @@
+"""Mellum 2: config.json to geometry. Its layers are Qwen3-MoE's, most with a window, and each kind has its own RoPE.
+
+The multi-token prediction layer of its files is skipped. Source: transformers models/mellum.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from lowlat.checkpoint.fields import Fields
+from lowlat.models.families.dense import MAX_LAYERS, MAX_POSITIONS, parse_decoder
+from lowlat.models.families.qwen3_moe import parse_experts
+from lowlat.models.geometry import ComputeDtype, ModelConfig
+from lowlat.models.hf_config import FULL, SLIDING, layer_kinds, parse_ropes
+
+__all__ = ["SKIPPED", "parse"]
+
+SKIPPED = ("mtp.",)
+ROPES = {
+    FULL: {"rope_type": "default", "rope_theta": 5e5},
+    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
+}
+MTP_KEYS = frozenset({"num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"})
+
+
+def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
+    """The geometry of a Mellum 2. Raises ConfigError for what lowlat does not implement, dense layers among it."""
+    ropes = parse_ropes(fields, fields.integer("max_position_embeddings", 1, MAX_POSITIONS), ROPES)
+    given = fields.optional_object("rope_parameters")
+    full = ROPES[FULL] if given is None else given.values.get(FULL, ROPES[FULL])
+    fields = fields.with_values({"rope_parameters": full})
+    count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
+    kinds = layer_kinds(fields, count, 1)
+    windows = {FULL: None, SLIDING: fields.integer("sliding_window", 1, MAX_POSITIONS, default=1024)}
+    for kind in fields.optional_strings("mlp_layer_types", max_count=MAX_LAYERS) or ():
+        if kind != "sparse":
+            raise fields.error(
+                "mlp_layer_types", "'sparse' in every layer: layers without experts are not implemented,"
+            )
+    fields.optional_boolean("use_sliding_window")  # layer_types alone says which layers have one
+    biased = fields.boolean("attention_bias", False)
+    config = parse_decoder(
+        fields,
+        directory,
+        dtype,
+        family="mellum",
+        architecture="MellumForCausalLM",
+        default_head_dim=128,
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=True,
+        experts=parse_experts(fields, normed=True),
+        windows=[windows[kind] for kind in kinds],
+        harmless=MTP_KEYS,
+    )
+    mixers = config.attentions.values()
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, mixer=replace(mixer, rope=ropes[kind]))
+            for layer, mixer, kind in zip(config.layers, mixers, kinds, strict=True)
+        ),
+    )

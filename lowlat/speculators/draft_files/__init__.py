@@ -1,0 +1,1 @@
+"""The files of draft models have these parts in common, whatever their method: tensors, sizes, windows, weights."""
