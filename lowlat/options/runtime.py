@@ -86,8 +86,8 @@ class RuntimeConfig:
     )
     max_prefill_chunks: int = declare(
         16,
-        "Chunks of a prompt that run at once while nobody decodes: of a model with many experts 32 or 64 read it sooner, "
-        "and take memory.",
+        "Chunks of a prompt that run at once while nobody decodes: of a model with many experts 32 or 64 read it "
+        "sooner, and take memory.",
         1,
         64,
         rare=True,
