@@ -30,7 +30,7 @@ TARGET_STAGES = {"target.final": "target.pre_head_hidden", "target.logits": "tar
 PARTS = {"middle": "attn_out", "out": "ffn_out"}
 # layers before a draft model's last: they run over accepted rows before level 0, and over each deeper level's rows; or,
 # where all levels are drafted at once, over one block of rows
-LAYER_STAGE = re.compile(r"(head|block|draft\.\d+)\.(layers\.\d+)\.residual\.(middle|out)")
+LAYER_STAGE = re.compile(r"(draft_model|block|draft\.\d+)\.(layers\.\d+)\.residual\.(middle|out)")
 LEVEL_STAGES = {
     **{f"residual.{part}": stage for part, stage in PARTS.items()},
     "final": "pre_head_hidden",
