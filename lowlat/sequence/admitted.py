@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowlat.sequence.chunk_moves import ChunkMoves
+from lowlat.sequence.prefix_chains import PrefixChain
 from lowlat.sequence.prefix_index import CachedChunk
 from lowlat.sequence.shared_chunks import SharedChunks
 
@@ -16,6 +17,7 @@ class Admitted:
     """One admitted request: `digests` is its chain so far, `held` its chunks that are or were listed, by number.
 
     tainted  it read KV of a poisoned request: nothing of it is shared any more
+    chain    the digests of its prompt's chunks; None: the prompt may change
     """
 
     prompt: Sequence[int]
@@ -26,6 +28,7 @@ class Admitted:
     digests: list[bytes] = field(default_factory=list)
     held: dict[int, CachedChunk] = field(default_factory=dict)
     tainted: bool = False
+    chain: PrefixChain | None = None
 
     @property
     def num_known(self) -> int:

@@ -202,18 +202,18 @@ class KVCache:
             return None
         for book in self._books:
             book.admit(request_id, total, len(prompt_token_ids), digests, num_common)
+        chain = chunks.chain(prompt_token_ids, root)
         if self.tiers is not None:
             self._moves.touch_kept(digests)
-            chain = chunks.chain(prompt_token_ids, root)
             self.tiers.ask([chain.digest(k) for k in range(chunks.num_whole(prompt_token_ids))])
             if not self.tiers.has_files:
                 self._moves.save(digests)
                 for book in self._books:
                     self._moves.save_of(book, book.needed(digests))
         blocks, num_cached = table(), len(hits) * self.prefill_chunk
-        self._entries[request_id] = Admitted(
-            prompt_token_ids, blocks, total, num_cached, root, digests, dict(enumerate(hits))
-        )
+        entry = Admitted(prompt_token_ids, blocks, total, num_cached, root, digests, dict(enumerate(hits)))
+        entry.chain = chain if isinstance(prompt_token_ids, tuple) else None
+        self._entries[request_id] = entry
         self._queries += 1
         self._query_tokens += len(prompt_token_ids)
         self._hit_tokens += num_cached
@@ -503,7 +503,11 @@ class KVCache:
         entry, chunks = self._entries[request_id], self._chunks
         for k in range(len(entry.digests), num_written // self.prefill_chunk if self.reuse else 0):
             above = entry.digests[-1] if k else entry.root
-            digest = chunks.index.digest(above, token_ids[k * self.prefill_chunk : (k + 1) * self.prefill_chunk])
+            start, stop = k * self.prefill_chunk, (k + 1) * self.prefill_chunk
+            if entry.chain is not None and stop <= len(entry.prompt):
+                digest = entry.chain.digest(k)
+            else:
+                digest = chunks.index.digest(above, token_ids[start:stop])
             entry.digests.append(digest)
             parent = chunks.index.get(above)
             if entry.tainted or (k and parent is None):
