@@ -3,7 +3,7 @@
 It knows the tensors' names of transformers' text models; each family's own keys are in its own module.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ __all__ = [
     "parse_decoder",
     "parse_sizes",
     "plus_one_norm",
+    "with_stored_matrices",
 ]
 
 MAX_WIDTH = 1 << 20
@@ -263,3 +264,18 @@ def decoder_recipes(
         made += attention_recipes(config, layer)
         made += ffn_recipes(config, layer)
     return made
+
+
+def with_stored_matrices(recipes: Iterable[Recipe], paths: Mapping[str, str]) -> list[Recipe]:
+    """Recipes, of which matrices of layers have one stored matrix each.
+
+    paths  where a matrix is in a stored layer, by its canonical name, such as "gate_up"
+    """
+
+    def own(recipe: Recipe) -> Recipe:
+        layer, _, name = recipe.weight.removesuffix(".weight").rpartition(".")
+        if name not in paths:
+            return recipe
+        return replace(recipe, pieces=(Piece(f"model.{layer}.{paths[name]}.weight", recipe.shape),))
+
+    return list(map(own, recipes))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Piece, Recipe
-from lowlat.models.families.dense import decoder_recipes, evens_first, parse_decoder
+from lowlat.models.families.dense import decoder_recipes, evens_first, parse_decoder, with_stored_matrices
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["parse", "recipes"]
 
 ARCHITECTURES = {"glm": "GlmForCausalLM", "glm4": "Glm4ForCausalLM"}
+FUSED = {"gate_up": "mlp.gate_up_proj"}
 NORMS = {"post_attn_norm": "post_self_attn_layernorm", "post_ffn_norm": "post_mlp_layernorm"}
 
 
@@ -40,15 +41,14 @@ def recipes(config: ModelConfig) -> list[Recipe]:
     head_dim, dims = config.attention.head_dim, config.attention.rotation.dims
 
     def own(recipe: Recipe) -> Recipe:
-        layer, _, name = recipe.weight.rpartition(".")[0].rpartition(".")
-        if name == "gate_up":
-            return replace(recipe, pieces=(Piece(f"model.{layer}.mlp.gate_up_proj.weight", recipe.shape),))
+        name = recipe.weight.split(".")[-2]
         if name != "qkv":
             return recipe
         *turned, value = recipe.pieces
         return replace(recipe, pieces=(*(evens_first(piece, head_dim, dims) for piece in turned), value))
 
-    made, dtype, hidden = list(map(own, decoder_recipes(config))), TORCH_DTYPES[config.dtype], config.hidden_size
+    made = with_stored_matrices(map(own, decoder_recipes(config)), FUSED)
+    dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
     for number, layer in enumerate(config.layers):
         for weight, name in NORMS.items() if layer.sandwich else ():
             piece = Piece(f"model.layers.{number}.{name}.weight", (hidden,))

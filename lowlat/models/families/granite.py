@@ -15,14 +15,14 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.recipes import Conversion, Piece, Recipe
 from lowlat.checkpoint.tensors import FLOAT_NAMES
-from lowlat.models.families.dense import MAX_WIDTH, decoder_recipes, parse_decoder
+from lowlat.models.families.dense import MAX_WIDTH, decoder_recipes, parse_decoder, with_stored_matrices
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.layer_spec import DenseSpec, RopeConfig
 from lowlat.models.layers import TORCH_DTYPES
 
 __all__ = ["hybrid_recipes", "parse", "parse_hybrid", "recipes"]
 
-FUSED = {"gate_up": "input_linear", "down": "output_linear"}  # gates first
+FUSED = {"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}  # gates first
 ABSENT_KEYS = frozenset(  # of experts and Mamba layers, which these models do not have, and of training
     {
         *("mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand"),
@@ -99,14 +99,7 @@ def recipes(config: ModelConfig) -> list[Recipe]:
 
 def hybrid_recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a Granite 4.0 is made: its FFN is the one that experts would share."""
-
-    def own(recipe: Recipe) -> Recipe:
-        layer, _, name = recipe.weight.removesuffix(".weight").rpartition(".")
-        if name not in FUSED:
-            return recipe
-        return replace(recipe, pieces=(Piece(f"model.{layer}.shared_mlp.{FUSED[name]}.weight", recipe.shape),))
-
-    return list(map(own, recipes(config)))
+    return with_stored_matrices(recipes(config), FUSED)
 
 
 def _constant(config: ModelConfig, layer: int, value: float | None) -> Recipe:

@@ -3,12 +3,11 @@
 Source: transformers models/phi3.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from lowlat.checkpoint.fields import Fields
-from lowlat.checkpoint.recipes import Piece, Recipe
-from lowlat.models.families.dense import MAX_POSITIONS, decoder_recipes, parse_decoder
+from lowlat.checkpoint.recipes import Recipe
+from lowlat.models.families.dense import MAX_POSITIONS, decoder_recipes, parse_decoder, with_stored_matrices
 from lowlat.models.geometry import ComputeDtype, ModelConfig
 from lowlat.models.hf_config import layer_windows
 
@@ -38,11 +37,4 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 def recipes(config: ModelConfig) -> list[Recipe]:
     """How every canonical weight of a Phi-3 is made."""
-
-    def fused(recipe: Recipe) -> Recipe:
-        layer, _, name = recipe.weight.removesuffix(".weight").rpartition(".")
-        if name not in FUSED:
-            return recipe
-        return replace(recipe, pieces=(Piece(f"model.{layer}.{FUSED[name]}.weight", recipe.shape),))
-
-    return list(map(fused, decoder_recipes(config)))
+    return with_stored_matrices(decoder_recipes(config), FUSED)
