@@ -5,10 +5,12 @@ Targets are float32 and written by `save_pretrained`, so their files and their l
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from stages import later
@@ -102,6 +104,17 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     **GEMMA_FIELDS,
 }
+
+
+def make_targets(
+    tmp_path_factory: pytest.TempPathFactory, families: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Path]:
+    """A random target of each family, in a folder of its own; the families' options are those of `make_target`."""
+    found = {}
+    for family, options in families.items():
+        found[family] = tmp_path_factory.mktemp(family)
+        make_target(found[family], family, **options)
+    return found
 
 
 def make_target(directory: Path, family: str, *, seed: int = 0, gain: float = 0.8, **options: Any) -> Any:

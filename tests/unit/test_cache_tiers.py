@@ -12,7 +12,7 @@ import pytest
 import torch
 from recording import prompt_of, run_all
 from stages import later, staged
-from tiny_models import make_target
+from tiny_models import make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.errors import ConfigError, DeviceError, SessionError
@@ -47,11 +47,7 @@ KEY = ChunkKey(b"k" * 32, "")
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for family, own in FAMILIES.items():
-        found[family] = tmp_path_factory.mktemp(family)
-        make_target(found[family], family, **own)
-    return found
+    return make_targets(tmp_path_factory, FAMILIES)
 
 
 def answer(runtime: Runtime, prompt: list[int], **options: Any) -> tuple[list[int], int]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from recording import prompt_of, run_all
 from stages import wide
-from tiny_models import KERNEL_HYBRID, make_pair, make_target
+from tiny_models import KERNEL_HYBRID, make_pair, make_target, make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.engine.loading import loading, pool_size
@@ -46,11 +46,7 @@ PARAMS = SamplingParams(max_tokens=4, temperature=0.8, seed=3)
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    found = {}
-    for family, options in FAMILIES.items():
-        found[family] = tmp_path_factory.mktemp(family)
-        make_target(found[family], family, **options)
-    return found
+    return make_targets(tmp_path_factory, FAMILIES)
 
 
 def geometry_of(target: Path, draft: Path | None = None, **options: Any) -> StepGeometry:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from recording import prompt_of, run_all
-from tiny_models import make_target
+from tiny_models import make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.engine import sleep
@@ -34,11 +34,7 @@ PAGE = 4096
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for family, own in FAMILIES.items():
-        found[family] = tmp_path_factory.mktemp(family)
-        make_target(found[family], family, **own)
-    return found
+    return make_targets(tmp_path_factory, FAMILIES)
 
 
 def answer(runtime: Runtime, prompt: list[int]) -> tuple[list[int], int]:

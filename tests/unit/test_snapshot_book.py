@@ -89,6 +89,15 @@ def test_the_snapshot_of_a_system_prompt_stays_while_conversations_go_on() -> No
         cache.release(f"{turn} short")
 
 
+def read_others(cache: KVCache, device: Device, count: int) -> list[list[int]]:
+    """Read so many other prompts, each of which leaves a snapshot; returns them."""
+    others = [[number + 50] * (2 * CHUNK + 3) for number in range(count)]
+    for number, other in enumerate(others):
+        device.run(cache, f"other {number}", other)
+        cache.release(f"other {number}")
+    return others
+
+
 def broken_off(cache: KVCache, device: Device, name: str, prompt: list[int], num_parts: int) -> int:
     """Read some parts of a prompt and break it off; returns its cached tokens."""
     allocation = cache.admit(name, prompt, len(prompt) + 1, 1)
@@ -103,10 +112,7 @@ def broken_off(cache: KVCache, device: Device, name: str, prompt: list[int], num
 
 def test_a_prompt_that_is_broken_off_again_and_again_goes_on_where_it_was() -> None:
     cache, device, prompt = make(4), Device(), text(*range(40), more=5)
-    others = [[number + 50] * (2 * CHUNK + 3) for number in range(2)]
-    for number, other in enumerate(others):
-        device.run(cache, f"other {number}", other)
-        cache.release(f"other {number}")
+    others = read_others(cache, device, 2)
     found = [broken_off(cache, device, str(attempt), prompt, 1) for attempt in range(10)]
     assert found == [attempt * MOST for attempt in range(10)]
     for number, other in enumerate(others):  # it took free rows, and no more of them than it began with and left
@@ -117,10 +123,7 @@ def test_a_prompt_that_is_broken_off_again_and_again_goes_on_where_it_was() -> N
 
 def test_a_prompt_that_is_broken_off_goes_on_where_it_was_the_time_before_where_no_row_is_free() -> None:
     cache, device, prompt = make(3), Device(), text(*range(40), more=5)
-    others = [[number + 50] * (2 * CHUNK + 3) for number in range(3)]
-    for number, other in enumerate(others):
-        device.run(cache, f"other {number}", other)
-        cache.release(f"other {number}")
+    read_others(cache, device, 3)
     found = [broken_off(cache, device, str(attempt), prompt, 1 + attempt) for attempt in range(4)]
     assert found == [0, 0, MOST, 2 * MOST]
 
