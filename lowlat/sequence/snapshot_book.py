@@ -144,9 +144,8 @@ class SnapshotBook(PoolBook):
                 self._listed.move_to_end(begins.digest)
             self._num_found += 1
         begun = digests[-1] if digests else None
-        self._holdings[request_id] = _Holding(begins, num_prompt, num_common * self._chunk, begun)
-        if begins is not None and begins.place is _Place.PASSING:
-            self._holdings[request_id].passing = begins
+        passing = begins if begins is not None and begins.place is _Place.PASSING else None
+        self._holdings[request_id] = _Holding(begins, num_prompt, num_common * self._chunk, begun, passing=passing)
 
     def append(self, request_id: str, start: int, stop: int) -> None:
         """Take rows for the snapshots that the prompt's positions [start, stop) leave, as far as there are rows."""

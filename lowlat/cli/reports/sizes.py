@@ -138,7 +138,7 @@ class Plan:
         speculator, dtype = self.geometry.speculator, self.geometry.config.dtype
         own = () if speculator is None else speculator.weight_plan(dtype)
         gpus = planned_gpus(choice, [choice.device])
-        need, _ = plan_rank(
+        plan = plan_rank(
             every,
             rank_weights(self.weights, self.ranks[rank].config),
             choice.device,
@@ -146,7 +146,7 @@ class Plan:
             host_load_bytes=self.read_ahead_bytes + self.made_bytes + sum(self.weights[name].nbytes for name in own),
             rank=(rank, len(self.ranks)),
         )
-        return need
+        return plan.need
 
 
 def plan_runtime(target: Path, options: RuntimeConfig, speculative: SpeculativeConfig | None) -> Plan:

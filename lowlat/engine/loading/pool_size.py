@@ -160,7 +160,7 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _one_request(geometry: StepGeometry) -> str:
-    """What the smallest cache holds, in words."""
+    """The contents of the smallest cache, in words."""
     windows = f", and the windows' layers of max_batch {geometry.max_batch}" if geometry.windows else ""
     return f"one request of max_context {geometry.max_context}{windows}"
 
