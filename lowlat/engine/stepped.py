@@ -275,7 +275,7 @@ class SteppedRuntime:
         totals = self._requests.totals()
         return {
             **totals.to_dict(),
-            "kv": kv_summary(self.scheduler, self.sessions, self._tiers, self.model_config.cache_dtype),
+            "kv": kv_summary(self.scheduler, self.sessions, self._tiers, self.geometry),
             "perf": self.perf().to_dict(),
             "device": str(self.device_choice.device),
             "numerics": self.numerics,

@@ -229,7 +229,8 @@ def test_a_mellum_has_windows_and_rope_by_kind_and_its_mtp_layer_is_skipped(tmp_
     before = load_target(tmp_path)
     extra = {"mtp.layers.0.input_layernorm.weight": torch.ones(32), "mtp.norm.weight": torch.ones(32)}
     save_file({**load_file(path), **extra}, path, metadata={"format": "pt"})
-    change_config(tmp_path, {"num_nextn_predict_layers": 1, "use_sliding_window": True, "max_window_layers": 0})
+    changed = {"num_nextn_predict_layers": 1, "use_sliding_window": True, "max_window_layers": 0, "rope_theta": 3e4}
+    change_config(tmp_path, changed)
     after = load_target(tmp_path)
     assert after.config == before.config and after.config.windows == (24, None, 24)
     ropes = [mixer.rope for mixer in after.config.attentions.values()]

@@ -6,20 +6,21 @@ from typing import Any
 from lowlat.engine.scheduling.scheduler import Scheduler
 from lowlat.engine.sessions.book import SessionBook
 from lowlat.sequence.tiers.tiers import CacheTiers
+from lowlat.step.state import StepGeometry
 
 __all__ = ["kv_summary", "paused_summary"]
 
 
 def kv_summary(
-    scheduler: Scheduler, sessions: SessionBook, tiers: CacheTiers | None, cache_dtype: str
+    scheduler: Scheduler, sessions: SessionBook, tiers: CacheTiers | None, geometry: StepGeometry
 ) -> dict[str, Any]:
     """Count blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
     counted = sessions.stats()  # first: those whose time has passed pin nothing
     kvcache = scheduler.kvcache
     found: dict[str, Any] = {
         **asdict(kvcache.stats()),
-        "capacity_tokens": kvcache.capacity * kvcache.block_size,
-        "cache_dtype": cache_dtype,
+        "capacity_tokens": geometry.num_kv_tokens,
+        "cache_dtype": geometry.config.cache_dtype,
     }
     if counted:
         found["sessions"] = counted

@@ -122,6 +122,7 @@ def parse_decoder(
     partial: float | None = None,
     scale: float | None = None,
     tied: bool = False,
+    rope: RopeConfig | None = None,
     default_theta: float = 10000.0,
     rope_keys: Collection[str] = (),
     harmless: Collection[str] = (),
@@ -133,6 +134,7 @@ def parse_decoder(
     windows       of the layers, in order; none: all see everything
     partial       of a head that turns where partial_rotary_factor does not say; None: heads turn whole
     scale         of scores
+    rope          of the layers, which the family has read; None: the config says it once for all
     tied          whether the LM head is the embedding where the config does not say
     rope_keys     of rope_parameters that the family reads itself; harmless: the same of the config, or no matter
     The family's own keys must have been read before: here every key that nobody read is refused. Raises ConfigError.
@@ -143,14 +145,15 @@ def parse_decoder(
     quantisation = read_quantisation(fields, directory)
     sizes = parse_sizes(fields, default_head_dim=default_head_dim)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
-    rope = parse_rope(
-        fields,
-        max_position=sizes.max_position,
-        default_theta=default_theta,
-        partial=partial is not None,
-        known=rope_keys,
-        head_dim=sizes.head_dim,
-    )
+    if rope is None:
+        rope = parse_rope(
+            fields,
+            max_position=sizes.max_position,
+            default_theta=default_theta,
+            partial=partial is not None,
+            known=rope_keys,
+            head_dim=sizes.head_dim,
+        )
     dims = sizes.head_dim if partial is None else partial_rotary_dims(fields, sizes.head_dim, default=partial)
     rotary = None if dims == sizes.head_dim else dims
     mixer = sizes.attention(

@@ -25,9 +25,6 @@ MTP_KEYS = frozenset({"num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_t
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Mellum 2. Raises ConfigError for what lowlat does not implement, dense layers among it."""
     ropes = parse_ropes(fields, fields.integer("max_position_embeddings", 1, MAX_POSITIONS), ROPES)
-    given = fields.optional_object("rope_parameters")
-    full = ROPES[FULL] if given is None else given.values.get(FULL, ROPES[FULL])
-    fields = fields.with_values({"rope_parameters": full})
     count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     kinds = layer_kinds(fields, count, 1)
     windows = {FULL: None, SLIDING: fields.integer("sliding_window", 1, MAX_POSITIONS, default=1024)}
@@ -50,13 +47,11 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         qk_norm=True,
         experts=parse_experts(fields, normed=True),
         windows=[windows[kind] for kind in kinds],
-        harmless=MTP_KEYS,
+        rope=ropes[FULL],
+        harmless=MTP_KEYS | {"rope_theta"},  # each kind has its own
     )
-    mixers = config.attentions.values()
-    return replace(
-        config,
-        layers=tuple(
-            replace(layer, mixer=replace(mixer, rope=ropes[kind]))
-            for layer, mixer, kind in zip(config.layers, mixers, kinds, strict=True)
-        ),
+    layers = (
+        layer if kind == FULL else replace(layer, mixer=replace(mixer, rope=ropes[kind]))
+        for layer, mixer, kind in zip(config.layers, config.attentions.values(), kinds, strict=True)
     )
+    return replace(config, layers=tuple(layers))
