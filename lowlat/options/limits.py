@@ -1,4 +1,4 @@
-"""This module compares a configuration of speculation with what an engine was loaded with, option by option."""
+"""This module compares a configuration of speculation with what a runtime was loaded with, option by option."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,38 +9,38 @@ __all__ = ["LimitCheck", "compare_limits"]
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """One option next to the engine's own value.
+    """One option next to the runtime's own value.
 
     asked    the configuration's; None where it leaves the value open
-    engine   the engine's; None where it has no such value
-    fits     whether an engine of these sizes runs what is asked for
+    loaded   the runtime's; None where it has no such value
+    fits     whether a runtime of these sizes runs what is asked for
     verdict  the same in words
     """
 
     name: str
     asked: Any
-    engine: Any
+    loaded: Any
     fits: bool
     verdict: str
 
 
-def compare_limits(asked: Mapping[str, Any], engine: Mapping[str, Any], bounded: frozenset[str]) -> list[LimitCheck]:
+def compare_limits(asked: Mapping[str, Any], loaded: Mapping[str, Any], bounded: frozenset[str]) -> list[LimitCheck]:
     """Compare option by option, in the order of `asked`.
 
-    bounded  options whose engine's value is a size that must not be exceeded; others must be equal
+    bounded  options whose loaded value is a size that must not be exceeded; others must be equal
     """
-    return [_compare(name, value, engine.get(name), name in bounded) for name, value in asked.items()]
+    return [_compare(name, value, loaded.get(name), name in bounded) for name, value in asked.items()]
 
 
-def _compare(name: str, asked: Any, engine: Any, bounded: bool) -> LimitCheck:
+def _compare(name: str, asked: Any, loaded: Any, bounded: bool) -> LimitCheck:
     if asked is None:
-        return LimitCheck(name, asked, engine, True, "left open")
-    if engine is None:
-        return LimitCheck(name, asked, engine, False, "the engine does not speculate" if bounded else "not loaded")
-    if asked == engine:
-        return LimitCheck(name, asked, engine, True, "the same")
+        return LimitCheck(name, asked, loaded, True, "left open")
+    if loaded is None:
+        return LimitCheck(name, asked, loaded, False, "it does not speculate" if bounded else "not loaded")
+    if asked == loaded:
+        return LimitCheck(name, asked, loaded, True, "the same")
     if not bounded:
-        return LimitCheck(name, asked, engine, False, "another; load again")
-    if asked < engine:
-        return LimitCheck(name, asked, engine, True, "within the engine's")
-    return LimitCheck(name, asked, engine, False, "above the engine's; load again")
+        return LimitCheck(name, asked, loaded, False, "another; load again")
+    if asked < loaded:
+        return LimitCheck(name, asked, loaded, True, "within what is loaded")
+    return LimitCheck(name, asked, loaded, False, "above what is loaded; load again")

@@ -83,7 +83,7 @@ def test_nothing_is_left_after_close(memory: Memory) -> None:
 def test_commands_that_load_twice_have_one_runtime_at_a_time(memory: Memory) -> None:
     results, checks = measure_shifts(TARGET, HEAD, [[5, 6, 7]], max_tokens=4, chat=False, device="cpu")
     assert len(results) == memory.closed == 3
-    assert {check.name: check.verdict for check in checks}["num_speculative_tokens"] == "within the engine's"
+    assert {check.name: check.verdict for check in checks}["num_speculative_tokens"] == "within what is loaded"
     question = compared.Question("code", "def f(x):")
     silent: Callable[[Any], None] = lambda _: None  # noqa: E731
     few = SamplingParams(max_tokens=4)

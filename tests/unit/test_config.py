@@ -303,9 +303,9 @@ def test_a_configuration_says_how_it_lies_beside_an_engine() -> None:
 
     plain = verdicts()
     assert plain["method"] == "the same" and plain["capture_layers"] == "left open"
-    assert plain["num_speculative_tokens"] == plain["max_decoding_tokens"] == "within the engine's"
+    assert plain["num_speculative_tokens"] == plain["max_decoding_tokens"] == "within what is loaded"
     assert verdicts(max_path_len=8)["max_path_len"] == "the same"
-    assert verdicts(tree=[[0]], max_decoding_tokens=9)["max_decoding_tokens"] == "above the engine's; load again"
+    assert verdicts(tree=[[0]], max_decoding_tokens=9)["max_decoding_tokens"] == "above what is loaded; load again"
     assert verdicts(capture_layers=(2, 8, 14))["capture_layers"] == "another; load again"
     assert verdicts(method="peagle")["method"] == "another; load again"
     assert not any(check.fits for check in speculative().check(Loaded()) if check.asked is not None)

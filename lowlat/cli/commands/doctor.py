@@ -233,8 +233,8 @@ def _print_limits(checks: "list[LimitCheck]") -> None:
     def shown(value: Any) -> str:
         return "" if value is None else ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
-    rows = [[check.name, shown(check.asked), shown(check.engine), check.verdict] for check in checks]
-    print_table("speculation by default next to what was loaded", ("option", "asked", "engine", ""), rows)
+    rows = [[check.name, shown(check.asked), shown(check.loaded), check.verdict] for check in checks]
+    print_table("speculation by default next to what was loaded", ("option", "asked", "loaded", ""), rows)
 
 
 def _print_shifts(results: "list[ShiftResult]", verdict: str) -> None:

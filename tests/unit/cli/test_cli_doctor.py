@@ -1,6 +1,7 @@
 """`lowlat doctor` and `lowlat demo`: shifts, and the comparison with plain decoding."""
 
 import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -145,6 +146,9 @@ def test_doctor_reads_the_unshifted_rate_from_the_same_decoding(pair: PairPaths,
     assert (entry["drafted"], entry["accepted"]) == (own["num_drafts"], own["total_accepted_tokens"])
     shown = lowlat(*arguments).stdout
     assert found["verdict"] in shown and "first-position acceptance" in shown
+    limit = {each["name"]: each for each in found["limits"]}["num_speculative_tokens"]
+    row = rf"num_speculative_tokens +{limit['asked']} +{limit['loaded']} +{limit['verdict']}"
+    assert re.search(r"option +asked +loaded", shown) and re.search(row, shown)
 
 
 def test_a_wrong_shift_is_seen() -> None:
