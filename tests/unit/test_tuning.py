@@ -405,7 +405,8 @@ CUT = {
 PARALLEL_DRAFTS = ("peagle", "dflash", "dspark")
 
 
-# entries are of powers of two of rows, which other depths add none to; tables know 16 chunks of a prompt at once
+# entries are of powers of two of rows, which other depths add none to but three tiles of gpt-oss's query rows; tables
+# know 16 chunks of a prompt at once
 FEW = Sizes(depths=(0, 1, 3, 7), max_prefill_chunks=16)
 
 
