@@ -116,6 +116,12 @@ class CacheTiers:
         """Copies to the device that are under way."""
         return self._num_loads
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a read, or a copy from or to the device, has not ended: `num_read` grows when the last one does."""
+        with self._lock:
+            return bool(self._coming or self._num_loads or self._saving)
+
     def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
         """A content, [n] uint8 in host memory; COMING: it is read from its file from here on.
 
@@ -138,7 +144,7 @@ class CacheTiers:
     def wait(self, timeout_s: float) -> None:
         """Wait until a read, or a copy from or to the device, has ended, at most so long; where none is, not at all."""
         with self._lock:
-            if self._coming or self._num_loads or self._saving:
+            if self.under_way:
                 self._lock.wait(timeout_s)
 
     def has(self, key: ChunkKey) -> bool:
