@@ -170,7 +170,9 @@ class Driver:
 
     def _is_busy(self) -> bool:
         runtime = self._runtime()
-        return runtime is not None and (bool(self._waiting) or runtime.busy)
+        if runtime is None:
+            return False
+        return runtime.busy or (bool(self._waiting) and not runtime.scheduler.is_full)
 
     def _patience_s(self) -> float | None:
         """Seconds until a request has waited for its caller for too long; None: there is none."""

@@ -6,6 +6,7 @@ published for a slot that the host has given up is dropped.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -45,6 +46,7 @@ __all__ = ["Steps"]
 logger = logging.getLogger("lowlat.engine.steps")
 
 TIERS_WAIT_S = 0.005
+TELL_HELD_UP_S = 60.0  # so often, at most, is told who waits for what is held for callers
 
 
 class Steps:
@@ -99,6 +101,7 @@ class Steps:
         num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
         scheduler.num_written = lambda request_id: len(requests[request_id].committed) + num_ahead
         self._owes_step = False  # a first token was returned, and no step followed it yet
+        self._tells_held_up_at = 0.0
 
     def step(self, num_speculative_tokens: int | None, depth: int) -> None:
         """Do what `Runtime.step` says, at a depth that has a bucket. Raises DeviceError when the device has failed."""
@@ -172,8 +175,16 @@ class Steps:
             self.changes.arrive(admission)
         if plan.prefill is None:
             self.moves.keep()  # what an admission found is held until it was copied
+            self.moves.clear()  # what copies held of a failed request's: the head may wait for it
+            self._tell_held_up()
             return ()
         return self._prefill(plan.prefill, depth)
+
+    def _tell_held_up(self) -> None:
+        """Log it where the head of the queue waits for what is held for callers: for ever, if these never come."""
+        if time.monotonic() >= self._tells_held_up_at and (found := self._scheduler.held_up()) is not None:
+            self._tells_held_up_at = time.monotonic() + TELL_HELD_UP_S
+            logger.warning("%s; resume, finish or cancel these", found)
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
         request = self._requests[chunk.request_id]
