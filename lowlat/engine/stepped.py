@@ -180,11 +180,25 @@ class SteppedRuntime:
         Paused requests are not, nor is a prompt of which all that is known was read, nor one that waits for what these
         hold (`summary()["held_up"]`). What becomes ready by itself does so at `deadline`.
         """
+        return self._owes_outputs or (not self._closed and self.scheduler.busy)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step would do anything now; a runtime that is busy may only wait for a copy, or a file."""
+        return self._owes_outputs or (not self._closed and self.scheduler.ready)
+
+    @property
+    def _owes_outputs(self) -> bool:
+        """Whether there are outputs, or a request has waited for its caller for too long."""
         if self._closed:
             return False
         deadline = self._requests.deadlines.first
-        overdue = deadline is not None and time.monotonic() >= deadline
-        return overdue or bool(self._requests.outputs) or self.scheduler.busy
+        return bool(self._requests.outputs) or (deadline is not None and time.monotonic() >= deadline)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, in any thread, when the runtime may have become ready by itself; it may not block."""
+        if self._tiers is not None:
+            self._tiers.on_read = wake
 
     @property
     def deadline(self) -> float | None:

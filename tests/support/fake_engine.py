@@ -337,6 +337,9 @@ class FakeEngine:
         self.asleep = False
         self.num_wakes += 1
 
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Nothing of it comes by itself: it needs no wake."""
+
     @property
     def busy(self) -> bool:
         return bool(self._running or self._pending)

@@ -115,15 +115,20 @@ class Scheduler:
         """
         if len(self._requests) <= len(self._queue.aside) + self._num_starved:
             return False
-        return not self._queue.queued or not self.is_held_up
+        tiers = self.kvcache.tiers  # first: what ends after this makes it ready
+        return (tiers is not None and tiers.under_way) or self.ready
+
+    @property
+    def ready(self) -> bool:
+        """Whether any request may go on now: of those that `busy` counts, not a head that waits for copies or files."""
+        if len(self._requests) <= len(self._queue.aside) + self._num_starved:
+            return False
+        return not self._queue.queued or self.num_active > 0 or self.has_work
 
     @property
     def is_held_up(self) -> bool:
         """Whether the head of the queue waits for what requests hold that wait for their callers: nothing else runs."""
-        if not self._queue.queued or self.num_active:
-            return False
-        tiers = self.kvcache.tiers  # first: what ends after this is seen as work
-        return not (tiers is not None and tiers.under_way) and not self.has_work
+        return bool(self._queue.queued) and not self.busy
 
     @property
     def retry_at(self) -> float | None:

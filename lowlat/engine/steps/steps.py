@@ -161,7 +161,7 @@ class Steps:
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         tiers = self._kvcache.tiers
-        if tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
+        if tiers is not None and not (self._requests.outputs or self._scheduler.ready):
             with self._guard.repeatable_wait():
                 # for a chunk to come from a file, or for blocks that are copied, for a moment: nobody decodes meanwhile
                 tiers.wait(TIERS_WAIT_S)

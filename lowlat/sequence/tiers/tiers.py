@@ -64,6 +64,7 @@ class CacheTiers:
     """
 
     apart = True  # contents come to the device while others decode
+    on_read: Callable[[], None] | None = None  # called in the tiers' threads when `num_read` has grown
 
     def __init__(
         self,
@@ -327,6 +328,8 @@ class CacheTiers:
         self._told = time.monotonic()
         self._num_read += 1
         self._lock.notify_all()
+        if self.on_read is not None:
+            self.on_read()
 
     def _end(self) -> None:
         """An order is done; the lock is held."""
