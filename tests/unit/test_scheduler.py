@@ -407,7 +407,7 @@ def test_a_head_that_waits_for_open_prompts_is_nothing_to_step_for(max_batch: in
 def test_a_head_that_waits_for_memory_which_the_host_refused_asks_again_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, asked = 100.0, []
+    now, asked = 100.0, list[float]()
     monkeypatch.setattr(time, "monotonic", lambda: now)
 
     def refuse(counts: Any) -> None:
