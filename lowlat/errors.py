@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 NEAR = 0.7  # how much alike two names are, of which one is taken for the other misspelt
+_STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")  # of a path: a field, or a place in a list
 
 
 class LowlatError(Exception):
@@ -108,9 +109,6 @@ def is_panic(error: BaseException) -> bool:
 def not_unicode(error: UnicodeEncodeError) -> RequestError:
     """The refusal of a text that has no encoding."""
     return RequestError(f"text is not Unicode: a lone surrogate at character {error.start}")
-
-
-_STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")  # of a path: a field, or a place in a list
 
 
 def meant(name: object, known: Iterable[str], forms: Mapping[str, str] | None = None) -> str:

@@ -228,3 +228,13 @@ def test_ctrl_c_ends_quietly_while_it_loads(command: str, tmp_path: Path) -> Non
         process.kill()
     assert "Traceback" not in error and "terminate" not in error
     assert code == 130 or (command == "serve" and code == 0)  # one that served already is drained
+
+
+def test_sigterm_ends_a_containers_first_process_while_it_loads() -> None:
+    """The kernel drops a signal that the first process of a container has no handler for."""
+    program = (
+        "import os, signal; import lowlat.cli as cli; os.getpid = lambda: 1\n"
+        "cli.cli = lambda **_: signal.raise_signal(signal.SIGTERM)\n"
+        "cli.main()"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 128 + signal.SIGTERM
