@@ -28,6 +28,7 @@ from lowlat.ipc.endpoint import Endpoint, default_endpoint
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.server import Server
 from lowlat.ipc.signals import ending_signals
+from lowlat.options.directories import make_private
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.config import ServeConfig
 from lowlat.serving.descriptors import raise_descriptor_limit
@@ -84,6 +85,8 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
     _check_free(settings.endpoint())
     if settings["http"] is not None:
         check_gateway(settings["http"], settings["http_origins"])
+    if settings["cache_dir"] is not None:
+        make_private(Path(settings["cache_dir"]), "cache_dir")
     loading = _Loading(settings, unnamed, worker)
     curve = None
     if settings["curve_keys"] is not None:

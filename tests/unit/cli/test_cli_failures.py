@@ -50,6 +50,7 @@ WRONG_PATHS = [
     ("serve --curve-keys /no/keys", "no such directory"),
     ("serve --endpoint ipc://{empty}/" + "s" * 120, "a socket's may have 107"),
     ("serve --max-batch 99", "max_batch must be from 1 to 32"),
+    ("serve --cache-dir {file}/new", "cache_dir {file}/new cannot be used: Not a directory; name another"),
     ("serve --http eighty", "is not [HOST:]PORT"),
     ("serve --http 70000", "is not [HOST:]PORT"),
     ("http ::1:8000", "an IPv6 address stands in brackets"),
@@ -161,7 +162,9 @@ def test_ports_and_keys_are_checked_before_anything_is_loaded(tmp_path: Path, mo
     assert "Name or service not known" in refusal(*own, "--http", "no.invalid:8000")
     monkeypatch.setenv("LOWLAT_API_KEY", "short")
     for command in ((*own, "--http", "0"), ("http", "0")):
-        assert "LOWLAT_API_KEY must have 16 printable ASCII characters at least, got 5" in refusal(*command)
+        assert "LOWLAT_API_KEY must have 16 characters at least, got 5" in refusal(*command)
+    monkeypatch.setenv("LOWLAT_API_KEY", "a key with spaces in it")
+    assert "LOWLAT_API_KEY must be of printable ASCII without spaces, and its character 2" in refusal("http", "0")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
