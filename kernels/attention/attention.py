@@ -219,6 +219,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
         for work, block, first, sinks, early in examples_for(gpu, cases, 4)
     ]
     tuned = [(work, plan) for work in (replace(llama, rows=8), oss) for plan in candidate_plans(work, gpu)[1:3]]
+    tuned.append((replace(oss, rows=5), candidate_plans(replace(oss, rows=5), gpu)[0]))
     shapes += [_shape_of(work, plan, gpu, 32, 0, False, True) for work, plan in examples_for(gpu, tuned, 0)]
     codes = (replace(oss, window=128, coded=True), replace(llama, coded=True), replace(llama, rows=1, coded=True))
     for work in examples_for(gpu, codes, 1):

@@ -105,11 +105,17 @@ class AttentionWork:
         return -(-self.rows * self.group // QUERY_ROWS)
 
     @property
+    def most_shared(self) -> int:
+        """Tiles of query rows for which a thread has registers at once: of narrow heads three, where these are all."""
+        return 3 if self.query_tiles == 3 and self.head_dim == 64 and self.window is None and not self.coded else 2
+
+    @property
     def facts(self) -> dict[str, int | bool]:
-        """The key of tables: slots and tiles of query rows count by the next power of two."""
+        """The key of tables: slots and tiles of query rows that are not all shared count by the next power of two."""
         codes: dict[str, int | bool] = {"coded": True, "few": self.few} if self.coded else {}
+        tiles = self.query_tiles if self.query_tiles <= self.most_shared else _next_power(self.query_tiles)
         return codes | {
-            "batch": _next_power(self.batch), "query_tiles": _next_power(self.query_tiles), "group": self.group,
+            "batch": _next_power(self.batch), "query_tiles": tiles, "group": self.group,
             "kv_heads": self.kv_heads, "head_dim": self.head_dim, "window": self.window or 0,
             "keeps": self.keep_first > 0, "split": 0 if self.whole else self.split,
         }  # fmt: skip
@@ -145,7 +151,7 @@ def candidate_plans(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, ...]:
     if work.head_dim > MAX_WARP_DIM and takes_turns(work, gpu):
         return (AttentionPlan(1, 1, 1),)
     blocks = 2 + work.few + (work.split >= LONG_SPLIT) if work.coded else 2
-    return _split_plans(work.head_dim, tiles, work.window is not None, gpu, work.coded, blocks)
+    return _split_plans(work.head_dim, min(tiles, work.most_shared), work.window is not None, gpu, work.coded, blocks)
 
 
 def choose_attention_plan(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, Planned]:
@@ -155,14 +161,16 @@ def choose_attention_plan(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan,
 
 @cache
 def _split_plans(
-    head_dim: int, query_tiles: int, windowed: bool, gpu: Gpu, coded: bool, blocks: int
+    head_dim: int, most_shared: int, windowed: bool, gpu: Gpu, coded: bool, blocks: int
 ) -> tuple[AttentionPlan, ...]:
     """Two blocks an SM are derived, of as many stages as pay and fit, else one. Two tiles of query rows
     share keys and values where there are registers: heads of 128 have just enough, on 9.0 and without a window. One
-    stage fewer is faster there (an H200, 8 rows at 8K: 17.2 us with 2, 19.3 with 3; without sharing 20.9). Heads of 256
+    stage fewer is faster there (an H200, 8 rows at 8K: 17.2 us with 2, 19.3 with 3; without sharing 20.9). Three tiles
+    of heads of 64 do where a slot has no more, on 9.0 without a window. Heads of 256
     have registers for one tile, and shared memory for two blocks of codes alone. Those of 512 fill an SM with a block
     of eight warps; where a tile does not fit its keys and values take turns.
 
+    most_shared  tiles of query rows that an item may have
     blocks  that are derived of codes, where registers last: they are bound by instructions' latency. One more for few
             query rows, and one for long splits, of which there are many (an H200, heads of 128, 4 slots at 16K: 36.1
             us with 4, 39.2 with 3, 43.2 with 2; 1 slot at 8K: 10.5, 9.4, 9.9)
@@ -184,19 +192,20 @@ def _split_plans(
     def most_stages(blocks: int) -> int:
         return max((s for s in range(1, narrow * MOST_STAGES + 1) if fits(AttentionPlan(1, s, blocks))), default=0)
 
-    several, most = query_tiles > 1, narrow * DERIVED_STAGES[head_dim]
+    several, most = most_shared > 1, narrow * DERIVED_STAGES[head_dim]
     shares = several and (head_dim == 64 or (head_dim == 128 and gpu.capability == HOPPER and not windowed))
-    row_tiles, most = (2, most if head_dim == 64 else most - 1) if shares else (1, most)
+    shared = most_shared if gpu.capability == HOPPER else min(most_shared, 2)
+    row_tiles, most = (shared, most if head_dim == 64 else most - 1) if shares else (1, most)
     most_usual = min(blocks, most_blocks(row_tiles))
     cuts = product(range(most_usual, 1, -1), range(most, LEAST_STAGES - 1, -1))
     usual = (AttentionPlan(row_tiles, stages, count) for count, stages in cuts)
     alone = (AttentionPlan(row_tiles, stages, 1) for stages in range(ALONE_STAGES[head_dim], 0, -1))
     derived = next(filter(fits, chain(usual, alone)))
-    other = 3 - row_tiles if shares else row_tiles
 
     def found() -> Iterator[AttentionPlan]:
-        yield replace(derived, row_tiles=other)
-        for tiles in dict.fromkeys((row_tiles, other)):
+        for fewer in range(row_tiles - 1, 0, -1):
+            yield replace(derived, row_tiles=fewer)
+        for tiles in range(row_tiles, 0, -1):
             yield AttentionPlan(tiles, most_stages(4), 4)
             yield AttentionPlan(tiles, most_stages(3), 3)
             yield AttentionPlan(tiles, most_stages(1), 1)

@@ -280,6 +280,7 @@ class SteppedRuntime:
             "device": str(self.device_choice.device),
             "numerics": self.numerics,
             "paused": paused_summary(self.scheduler),
+            "max_prefill_chunks": self.geometry.max_prefill_chunks,
             "memory": [each.to_dict() for each in self.memory],
             **({"activations": "fp8"} if self.model_config.coded_rows else {}),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),

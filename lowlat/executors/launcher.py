@@ -16,8 +16,9 @@ from lowlat.kernels.tuning.choice import tuned_gpu
 from lowlat.lowering.binding import Call, LibraryCall
 from lowlat.options.directories import cache_directory, tuning_directory, uses_tuning_tables
 
-__all__ = ["Launcher", "default_cache_directory", "gpu_of"]
+__all__ = ["Launcher", "check_compilers", "default_cache_directory", "gpu_of"]
 
+LIBRARIES = {"nvrtc": "nvidia-cuda-nvrtc", "nvvm": "nvidia-nvvm", "nvJitLink": "nvidia-nvjitlink"}  # and their packages
 _SCALARS: dict[str, Any] = {
     "int32": ctypes.c_int32,
     "uint32": ctypes.c_uint32,
@@ -25,6 +26,20 @@ _SCALARS: dict[str, Any] = {
     "uint64": ctypes.c_uint64,
     "float32": ctypes.c_float,
 }
+
+
+def check_compilers() -> None:
+    """Raise DeviceError where a library that compiling takes is not found, naming it and the package that has it."""
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    for library, package in LIBRARIES.items():
+        try:
+            load_nvidia_dynamic_lib(library)
+        except DynamicLibNotFoundError as error:
+            raise DeviceError(
+                f"kernels cannot be compiled: {library} was not found; pip install '{package}>=13,<14' in the "
+                "environment that runs lowlat, or name a directory of CUDA 13 that has it in LD_LIBRARY_PATH"
+            ) from error
 
 
 def default_cache_directory() -> Path:

@@ -311,8 +311,8 @@ class LayerSpec:
     per_layer_size  width P of the token's embedding of this layer, which gates a last sum: x += norm(out(gelu(gate x) *
                     embedding)); None: there is none
     scaled    whether the residual stream is multiplied by a number of the layer at its end
-    sum_scale  what mixer and FFN give is multiplied by it before it is added; None: it is added as it is. The weight
-               `layers.N.sum_scale` has it
+    sum_scale  what mixer and FFN give is multiplied by it before it is added, after the norm of `sandwich`; None: it is
+               added as it is. The weight `layers.N.sum_scale` has it
     Norm weights are what a norm multiplies by: a family whose files store w and multiply by 1 + w adds the 1 at load.
     """
 

@@ -209,27 +209,25 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") ->
 
 
 def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
-    """The output of a mixer or an FFN, [M, N], rounded and normed or scaled where the layer says so.
+    """The output of a mixer or an FFN, [M, N], rounded, then normed, then scaled, as the layer says.
 
     norm  of "post_attn" and "post_ffn"
     """
-    if layer.spec.sum_scale is not None:
-        rounded = emitter.cast(output, f"{norm}.rounded")
-        out = emitter.scratch(f"{norm}.scaled", *emitter.builder.spec(rounded).shape)
-        emitter.emit("scale", {"x": rounded}, {"out": out}, weights={"scalar": f"{layer.name}.sum_scale"})
-        return out
-    if not layer.spec.sandwich:
+    spec = layer.spec
+    if not spec.sandwich and spec.sum_scale is None:
         return output
-    if norm == "post_ffn" and isinstance(layer.spec.ffn, ParallelSpec):
-        return emitter.norm(output, f"{layer.name}.{norm}_norm.weight", layer.eps, f"{norm}.normed")
-    return _emit_normed(emitter, layer, output, norm)
+    is_rounded = norm == "post_ffn" and isinstance(spec.ffn, ParallelSpec)
+    out = output if is_rounded else emitter.cast(output, f"{norm}.rounded")
+    if spec.sandwich:
+        out = emitter.norm(out, f"{layer.name}.{norm}_norm.weight", layer.eps, f"{norm}.normed")
+    if spec.sum_scale is not None:
+        out = _emit_scaled(emitter, layer, out, "sum_scale", f"{norm}.scaled")
+    return out
 
 
 def emit_layer_scale(emitter: Emitter, layer: Layer, total: str, name: str, out: str = "") -> str:
     """The residual stream [M, N] times the layer's number. out: a buffer that it is written to; "": one of the name."""
-    out = out or emitter.scratch(name, *emitter.builder.spec(total).shape)
-    emitter.emit("scale", {"x": total}, {"out": out}, weights={"scalar": f"{layer.name}.scalar"})
-    return out
+    return _emit_scaled(emitter, layer, total, "scalar", name, out)
 
 
 def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, inputs: str) -> str:
@@ -243,6 +241,13 @@ def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, i
     emitter.emit("per_layer_gate", {"gate": gate, "inputs": inputs, **emitter.live()}, {"out": gated}, layer=number)
     output = emitter.linear(gated, f"{layer.name}.per_layer_out", layer.hidden_size, "per_layer.output")
     return _emit_normed(emitter, layer, output, "post_per_layer")
+
+
+def _emit_scaled(emitter: Emitter, layer: Layer, x: str, scalar: str, name: str, out: str = "") -> str:
+    """Rows [M, N] times a number that a weight of the layer holds."""
+    out = out or emitter.scratch(name, *emitter.builder.spec(x).shape)
+    emitter.emit("scale", {"x": x}, {"out": out}, weights={"scalar": f"{layer.name}.{scalar}"})
+    return out
 
 
 def _emit_normed(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:

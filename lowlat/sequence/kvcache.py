@@ -202,17 +202,16 @@ class KVCache:
             return None
         for book in self._books:
             book.admit(request_id, total, len(prompt_token_ids), digests, num_common)
-        chain = chunks.chain(prompt_token_ids, root)
         if self.tiers is not None:
             self._moves.touch_kept(digests)
-            self.tiers.ask([chain.digest(k) for k in range(chunks.num_whole(prompt_token_ids))])
+            self.tiers.ask(digests)
             if not self.tiers.has_files:
                 self._moves.save(digests)
                 for book in self._books:
                     self._moves.save_of(book, book.needed(digests))
         blocks, num_cached = table(), len(hits) * self.prefill_chunk
         entry = Admitted(prompt_token_ids, blocks, total, num_cached, root, digests, dict(enumerate(hits)))
-        entry.chain = chain if isinstance(prompt_token_ids, tuple) else None
+        entry.chain = chunks.chain(prompt_token_ids, root) if isinstance(prompt_token_ids, tuple) else None
         self._entries[request_id] = entry
         self._queries += 1
         self._query_tokens += len(prompt_token_ids)
@@ -299,7 +298,10 @@ class KVCache:
                 f"{entry.num_prefilled} of {len(entry.prompt)}"
             )
         entry.num_prefilled, num_before = num_tokens, len(entry.digests)
-        self._moves.save(self._register(request_id, entry.prompt, num_tokens))
+        listed = self._register(request_id, entry.prompt, num_tokens)
+        if self.tiers is not None:
+            self.tiers.ask(entry.digests[num_before:])
+        self._moves.save(listed)
         for book in self._books:
             self._moves.save_of(book, book.worth_keeping(request_id, entry.digests, num_before))
             self._moves.save_of(book, book.spare(entry.digests, num_before), spare=True)

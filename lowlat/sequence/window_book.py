@@ -126,9 +126,8 @@ class WindowBook(PoolBook):
             for part in held:
                 part.num_users += 1
                 self._unused.pop(part.digest, None)
-            available = len(self._free) + len(self._unused) * self.per_chunk - self._num_outstanding()
             found: dict[bytes, tuple[int, ...]] = {}
-            if len(missing) * self.per_chunk <= available:
+            if len(missing) * self.per_chunk <= self._num_available(self._holders_that_take_more()):
                 for digest in missing:
                     blocks = found[digest] = tuple(self._take(self.per_chunk))
                     held.append(_Part(digest, blocks, num_users=1))
@@ -147,15 +146,14 @@ class WindowBook(PoolBook):
         """Whether a request with a table of so many blocks fits now, that goes on after these chunks."""
         hits = self._seen_after(digests).values()
         needed, is_whole = self._need(num_blocks, len(digests))
+        holders = self._holders_that_take_more()
         num_back = len(hits)  # chunks whose blocks it need not find twice
         if not is_whole:  # it takes others in place of all; those that somebody holds do not come back
             num_back = sum(not part.num_users for part in hits)
         else:  # it keeps them, and they do not come back to those who take others in their place
-            holders = self._holders_that_take_more()
             num_back -= sum(0 < part.num_users == holders[part] for part in hits)
         pinned = sum(not part.num_users for part in hits)
-        available = len(self._free) + (len(self._unused) - pinned) * self.per_chunk - self._num_outstanding()
-        return needed - num_back * self.per_chunk <= available
+        return needed - (num_back - pinned) * self.per_chunk <= self._num_available(holders)
 
     def admit(
         self, request_id: str, num_blocks: int, num_prompt: int, digests: Sequence[bytes], num_common: int
@@ -283,7 +281,7 @@ class WindowBook(PoolBook):
 
     def fits_moved(self, moved: object) -> bool:
         """Whether as many blocks as it had reserved are there."""
-        available = len(self._free) + len(self._unused) * self.per_chunk - self._num_outstanding()
+        available = self._num_available(self._holders_that_take_more())
         return isinstance(moved, _Holding) and moved.num_reserved <= available
 
     def move_in(self, request_id: str, moved: object) -> tuple[int, ...]:
@@ -329,9 +327,12 @@ class WindowBook(PoolBook):
         """The first chunk that prompts see which go on from `position`, or are the same prompt."""
         return self._first_seen(min(position, (holding.num_prompt - 1) // self._chunk * self._chunk))
 
-    def _num_outstanding(self) -> int:
+    def _num_available(self, holders: Counter[_Part]) -> int:
+        """Blocks that nobody holds and no request was promised; holders: see `_holders_that_take_more`."""
+        return len(self._free) + len(self._unused) * self.per_chunk - self._num_outstanding(holders)
+
+    def _num_outstanding(self, holders: Counter[_Part]) -> int:
         """Blocks that requests have reserved and not taken, or will take in place of such as others go on holding."""
-        holders = self._holders_that_take_more()
         shared = sum(count - (count == part.num_users) for part, count in holders.items())
         not_taken = sum(each.num_reserved - each.num_held for each in self._holdings.values())
         return not_taken + shared * self.per_chunk
@@ -451,6 +452,6 @@ class WindowBook(PoolBook):
             yield f"{name}: blocks {wrong} do not have one state; {states.total()} of {self.capacity} are accounted for"
         if self._dirty.intersection(self._free):
             yield f"{name}: blocks {sorted(self._dirty.intersection(self._free))} are free but not cleared"
-        ready = len(self._free) + len(self._unused) * self.per_chunk + len(self._to_clear)
-        if ready < self._num_outstanding():
-            yield f"{name}: {self._num_outstanding()} blocks are reserved, {ready} are there"
+        missing = -self._num_available(self._holders_that_take_more()) - len(self._to_clear)
+        if missing > 0:
+            yield f"{name}: {missing} blocks more are reserved than are there"

@@ -9,15 +9,16 @@ import torch
 from checkpoint_files import target_geometry
 from layer_changes import with_changes
 from lowered import Pair
-from recording import run_one
+from recording import outputs_of, run_one
 from tiny_models import make_target
 
 from lowlat import ConfigError, Runtime, SamplingParams, SpeculativeConfig
+from lowlat.checkpoint.source import JoinedWeights
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, DenseSpec, LayerSpec, RopeConfig
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.shard import rank_configs
-from lowlat.models.target import open_target
+from lowlat.models.target import OpenedTarget, open_target
 from lowlat.models.weight_plan import weight_plan
 from lowlat.sequence.paged_kv import PagedKV
 
@@ -115,3 +116,28 @@ def test_kernels_gate_attention_turn_a_part_of_heads_and_take_wide_norms(
     groups = [group.name for group in pair.lower(depth=0, batch=rows).groups]
     assert groups.count("gemm+output_gate") == groups.count("rope+kv_write") == len(config.layers)
     assert "gemm+rope+kv_write" not in groups
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_norm_of_what_is_added_and_its_scale_are_both_applied(directory: Path, fuse: bool) -> None:
+    """Halves are exact: the tokens and logprobs are those of norms with half the weights."""
+    pair = Pair(directory, fuse=fuse)
+    plain = pair.target
+    names = [f"layers.{layer}.{norm}_norm.weight" for layer in range(2) for norm in ("post_attn", "post_ffn")]
+    generator = torch.Generator().manual_seed(0)
+    norms = {name: (torch.rand(64, generator=generator) + 0.5).bfloat16() for name in names}
+    halved = {name: each / 2 for name, each in norms.items()}
+    numbers = {f"layers.{layer}.sum_scale": torch.tensor([0.5]) for layer in range(2)}
+    found = []
+    for scale, weights in ((0.5, norms | numbers), (None, halved), (None, norms)):
+        layers = tuple(replace(layer, sandwich=True, sum_scale=scale) for layer in plain.config.layers)
+        config = replace(plain.config, layers=layers)
+        target = OpenedTarget(config, JoinedWeights(plain.weights, weights), directory)
+        with Runtime.load(target, **{**OPTIONS, "dtype": "bfloat16"}) as runtime:
+            runtime.submit([5, 6, 7], SamplingParams(max_tokens=8, logprobs=2))
+            found.append([(each.token_ids, each.logprobs) for each in outputs_of(runtime)])
+        if scale is not None:
+            pair.target = replace(plain, config=config, weights={**plain.weights, **weights})
+    ops = [op.kind for group in pair.lower(depth=0, batch=1).groups for op in group.ops]
+    assert ops.count("scale") == 4
+    assert found[0] == found[1] != found[2]

@@ -159,9 +159,8 @@ class Steps:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         tiers = self._kvcache.tiers
         if tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
-            with (
-                self._guard.repeatable_wait()
-            ):  # for a chunk to come from a file, for a moment: nobody decodes meanwhile
+            with self._guard.repeatable_wait():
+                # for a chunk to come from a file, or for blocks that are copied, for a moment: nobody decodes meanwhile
                 tiers.wait(TIERS_WAIT_S)
         plan = self._scheduler.plan()
         for departure in plan.departed:
@@ -171,7 +170,10 @@ class Steps:
         self.moves.fill()
         for admission in plan.admitted:
             self.changes.arrive(admission)
-        return () if plan.prefill is None else self._prefill(plan.prefill, depth)
+        if plan.prefill is None:
+            self.moves.keep()  # what an admission found is held until it was copied
+            return ()
+        return self._prefill(plan.prefill, depth)
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
         request = self._requests[chunk.request_id]
@@ -179,6 +181,7 @@ class Steps:
         problem = self.masks.join(request) if chunk.last else None
         if problem is not None:
             self.changes.end(request, "error", error=problem, code="grammar")
+            self.moves.keep()
             return ()
         request.commands = self._kvcache.commands(request.request_id)
         self.moves.clear()  # some of its own may have been a failed request's

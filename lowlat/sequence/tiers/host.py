@@ -106,9 +106,11 @@ class HostTier:
             if oldest and self._used[oldest[0]] < before:
                 gone = oldest[:1]
                 if 0 < self._kept[oldest[0]].numel() < size:
-                    runs = (self._around(key, size, may_go) for key in self._one_a_slab(oldest))
-                    newest, gone = min(filter(None, runs), default=(0, gone))
-                    if newest >= before:
+                    newest: int | None = None
+                    for key in self._one_a_slab(oldest):
+                        if (run := self._around(key, size, may_go, newest)) is not None:
+                            newest, gone = run
+                    if newest is not None and newest >= before:
                         return False
                 for key in gone:
                     self.drop(key)
@@ -124,31 +126,41 @@ class HostTier:
         return list(found.values())[:NUM_SLABS]
 
     def _around(
-        self, key: ChunkKey, size: int, may_go: Callable[[ChunkKey], bool]
+        self, key: ChunkKey, size: int, may_go: Callable[[ChunkKey], bool], before: int | None
     ) -> tuple[int, list[ChunkKey]] | None:
         """Contents around one, of so many bytes with what is free between them, and when the newest of them was used.
 
-        None: there are not so many that may go.
+        None: there are not so many that may go, or one of them was used at `before` or later.
         """
         content = self._kept[key]
         total, newest, found = content.numel(), self._used[key], [key]
-        before, after = (self._arena.beside(content.data_ptr(), step) for step in (-1, 1))
-        while total < size:
-            sides = []
-            for step, piece in ((-1, before), (1, after)):
-                if piece is not None:
-                    start, num_bytes, is_free = piece
-                    near = self._keys.get(start)
-                    if is_free or (near is not None and may_go(near)):
-                        sides.append((0 if near is None else self._used[near], step, start, num_bytes, near))
-            if not sides:
+        sides = [self._side(content.data_ptr(), step, may_go) for step in (-1, 1)]
+        while before is None or newest < before:
+            if total >= size:
+                return newest, found
+            left, right = sides
+            if left is None and right is None:
                 return None
-            used, step, start, num_bytes, near = min(sides, key=lambda side: side[0])
+            place = int(left is None or (right is not None and right[0] < left[0]))
+            used, start, num_bytes, near = sides[place] or (0, 0, 0, None)
             total, newest = total + num_bytes, max(newest, used)
             if near is not None:
                 found.append(near)
-            if step < 0:
-                before = self._arena.beside(start, step)
-            else:
-                after = self._arena.beside(start, step)
-        return newest, found
+            sides[place] = self._side(start, (-1, 1)[place], may_go)
+        return None
+
+    def _side(
+        self, start: int, step: int, may_go: Callable[[ChunkKey], bool]
+    ) -> tuple[int, int, int, ChunkKey | None] | None:
+        """What lies beside a piece: when it was used, its start and bytes, and its key, None where it is free.
+
+        None: nothing that may go.
+        """
+        piece = self._arena.beside(start, step)
+        if piece is None:
+            return None
+        start, num_bytes, is_free = piece
+        near = self._keys.get(start)
+        if near is None:
+            return (0, start, num_bytes, None) if is_free else None
+        return (self._used[near], start, num_bytes, near) if may_go(near) else None

@@ -136,9 +136,9 @@ class CacheTiers:
                     return
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a read or a copy to the device has ended, at most so long; not at all where none is under way."""
+        """Wait until a read, or a copy from or to the device, has ended, at most so long; where none is, not at all."""
         with self._lock:
-            if self._coming or self._num_loads:
+            if self._coming or self._num_loads or self._saving:
                 self._lock.wait(timeout_s)
 
     def has(self, key: ChunkKey) -> bool:

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from cli_calls import answer, lowlat, refusal
 from click.testing import CliRunner
+from cuda import pathfinder
 from served import eventually
 
 from lowlat.cli import cli
+from lowlat.tools import precompile
 
 LOAD_S = 20.0  # in which Ctrl-C ends what loads; the answer takes longer
 LOWLAT = (sys.executable, "-m", "lowlat.cli")
@@ -124,6 +126,17 @@ def test_what_is_wrong_is_found_before_torch_is_imported(tmp_path: Path) -> None
         assert message.format(**places) in stderr, (command, stderr)
         assert code == (1 if "no such socket" in message else 2), command
         assert stdout == "" and stderr.startswith("error: ") and len(stderr.splitlines()) == 1, (command, stderr)
+
+
+def test_compiling_tells_at_once_which_library_is_not_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def load(library: str) -> None:
+        if library == "nvrtc":
+            raise pathfinder.DynamicLibNotFoundError(library)
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", load)
+    monkeypatch.setattr(precompile, "kernels_of", lambda *_: pytest.fail("programs are lowered before it is told"))
+    found = refusal("compile", "--gpu", "h100", "--out", tmp_path / "kernels", code=1)
+    assert "nvrtc was not found; pip install 'nvidia-cuda-nvrtc>=13,<14'" in found
 
 
 def test_kernels_are_compiled_into_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:

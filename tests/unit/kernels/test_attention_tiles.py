@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ def walked(case: Case, plan: AttentionPlan, tail: int | None, num_blocks: int) -
     [
         wide([290, 70], chain(2), {}),
         wide([70], tree(4, 2), {"group": 5}),
+        ([130], tree(5, 3), {"group": 8}),
         ([60], tree(4, 4), {"window": 100, "group": 5, "live": [1, 1, 0, 1]}),
         wide([330], chain(3), {"window": 65, "keep_first": 70, "first": 1}),
         wide([300], tree(2, 1), {"window": 257, "tail": 8}),
@@ -120,6 +122,11 @@ def test_plans_fit_their_gpu_and_begin_with_the_derived_one(head_dim: int, windo
             most = gpu.shared_bytes if work.whole else gpu.most_bytes(plan.blocks)
             assert pipeline_bytes(head_dim, plan.stages, teams) + STATIC_BYTES <= most
             assert not work.whole or plan.stages == 1, "teams meet in one stage"
+        if gpu.capability == H200.capability and window is None and head_dim == 64:
+            three = [replace(work, rows=count, group=8) for count in (5, 6)]  # of query rows, which then share keys
+            assert {candidate_plans(each, gpu)[0].row_tiles for each in three} == {3}
+            assert {each.facts["query_tiles"] for each in three} == {3}
+            assert {candidate_plans(replace(each, coded=True), gpu)[0].row_tiles for each in three} == {2}
         if gpu == H200 and window is None:
             several = rows * group > 16
             alone, shared = {64: ((1, 4, 2), (2, 4, 2)), 128: ((1, 3, 2), (2, 2, 2))}[head_dim]

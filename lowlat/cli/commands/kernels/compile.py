@@ -62,7 +62,7 @@ def command(
     """
     from lowlat.cli.models import local_draft_model, local_target
     from lowlat.cli.running import default_context
-    from lowlat.executors.launcher import default_cache_directory
+    from lowlat.executors.launcher import check_compilers, default_cache_directory
     from lowlat.options.directories import tuning_directory
     from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.precompile import compile_all, kernels_of
@@ -77,6 +77,8 @@ def command(
         speculative = replace(speculative, model=local_draft_model(Path(str(speculative.model)), target))
     given = given_options({name: values[name] for name in SIZING}, RuntimeConfig)
     options = RuntimeConfig(**{**given, "max_context": default_context(target, values["max_context"])})
+    if not only_list:
+        check_compilers()
     kernels = kernels_of(target, speculative, options, described.facts)
     if only_list:
         if json_output:
