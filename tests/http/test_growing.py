@@ -325,6 +325,7 @@ def test_refusals(growing: tuple[RunningGateway, FakeEngine]) -> None:
         ({"model": "other"}, ["x"], 404, "model", "does not exist"),
         ({}, [], 400, None, "a prompt of 0 tokens"),
         ({}, ["x", 5], 400, "prompt", "line 3 of the body"),
+        ({}, ["x\ud83d", "\ude00"], 400, "prompt", "line 2 of the body: it ends within a character"),
         ({}, ["x", {"finish": "now"}], 400, "finish", "line 3"),
         ({}, [[5000]], 400, None, "prompt token 0 is 5000"),
     ):
