@@ -106,9 +106,8 @@ class AttentionWork:
 
     @property
     def most_shared(self) -> int:
-        """Tiles of query rows for which a thread has registers at once: of narrow heads four, where these are all."""
-        narrow = self.head_dim == 64 and self.window is None and not self.coded
-        return self.query_tiles if narrow and self.query_tiles in (3, 4) else 2
+        """Tiles of query rows for which a thread has registers at once: of narrow heads three, where these are all."""
+        return 3 if self.query_tiles == 3 and self.head_dim == 64 and self.window is None and not self.coded else 2
 
     @property
     def facts(self) -> dict[str, int | bool]:
