@@ -233,11 +233,17 @@ class Codec(Protocol):
     ) -> Sequence[int]:
         """Token ids of a chat through the model's template."""
 
-    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> Growing:
+    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int) -> Growing:
         """Begin a plain prompt that is still being written; its pieces have the token ids of their whole."""
 
     def grow_chat(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        allow_special: bool,
+        max_context: int,
+        max_tokens: int,
     ) -> Growing:
         """Begin a chat of whose last message the content is still being written, and comes in pieces of text."""
 

@@ -133,7 +133,7 @@ class SteppedRuntime:
         )
         with self._guard:
             self._between.submit(request, scheduled)
-        return OpenPrompt(self, request.request_id, allow_special=allow_special)
+        return OpenPrompt(self, request.request_id, max_tokens=request.params.max_tokens, allow_special=allow_special)
 
     @owned
     def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
