@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +89,10 @@ class StampingEngine:
     def deadline(self) -> float | None:
         """See Engine."""
         return self._engine.deadline
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """See Engine."""
+        self._engine.watch(wake)
 
     @property
     def busy(self) -> bool:

@@ -4,7 +4,7 @@ An engine is driven by the decode thread alone, but for `validate` and `compile`
 called from the text threads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -171,7 +171,10 @@ class Engine(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to step for."""
+        """Whether a step would do anything now. It becomes true by what is asked, at `deadline`, or as `watch` says."""
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, in any thread, when `busy` may have become true by itself; it does not block."""
 
     def step(self) -> Sequence[EngineOutput]:
         """One decode step for every running request. Raises DeviceError when the device has failed."""
@@ -230,11 +233,17 @@ class Codec(Protocol):
     ) -> Sequence[int]:
         """Token ids of a chat through the model's template."""
 
-    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> Growing:
+    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int) -> Growing:
         """Begin a plain prompt that is still being written; its pieces have the token ids of their whole."""
 
     def grow_chat(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        allow_special: bool,
+        max_context: int,
+        max_tokens: int,
     ) -> Growing:
         """Begin a chat of whose last message the content is still being written, and comes in pieces of text."""
 

@@ -26,6 +26,7 @@ class Inbox(Generic[Item]):
         self._items: deque[Item] = deque()
         self._asleep = False
         self._signalled = False
+        self._roused = False
         self._poll = select.poll()
         self._poll.register(self.descriptor, select.POLLIN)
 
@@ -44,6 +45,11 @@ class Inbox(Generic[Item]):
             self._asleep = False
             os.eventfd_write(self.descriptor, 1)
 
+    def rouse(self) -> None:
+        """Have the reader's `wait` return without an item, this one or the next: it has something else to look at."""
+        self._roused = True
+        self.wake()
+
     def take(self) -> Item | None:
         """Take the oldest item, or None."""
         return self._items.popleft() if self._items else None
@@ -58,7 +64,7 @@ class Inbox(Generic[Item]):
             self._signalled = False
             os.eventfd_read(self.descriptor)
         self._asleep = True
-        if self._items:
+        if self._items or self._roused:
             self._asleep = False
             return False
         return True
@@ -69,8 +75,11 @@ class Inbox(Generic[Item]):
         self._signalled = signalled
 
     def wait(self, timeout_s: float | None = None) -> Item | None:
-        """Wait for the oldest item and take it; None when the time has passed."""
+        """Wait for the oldest item and take it; None when the time has passed, or where `rouse` was called."""
         while (item := self.take()) is None:
+            if self._roused:
+                self._roused = False
+                return self.take()
             if not self.sleep():
                 continue
             signalled = bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000.0))

@@ -16,7 +16,9 @@ A message names the value, the limit it broke and the knob that moves the limit.
 of lowlat, so that every folder may use it.
 """
 
+import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 __all__ = [
     "Busy",
@@ -33,9 +35,11 @@ __all__ = [
     "is_panic",
     "meant",
     "not_unicode",
+    "shown_at",
 ]
 
 NEAR = 0.7  # how much alike two names are, of which one is taken for the other misspelt
+_STEP = re.compile(r"([^.\[\]]+)|\[([^\]]*)\]")  # of a path: a field, or a place in a list
 
 
 class LowlatError(Exception):
@@ -116,3 +120,16 @@ def meant(name: object, known: Iterable[str], forms: Mapping[str, str] | None = 
 
     near = get_close_matches(str(name)[:80], list(known), n=1, cutoff=NEAR)
     return f"; did you mean {(forms or {}).get(near[0], near[0])!r}?" if near else ""
+
+
+def shown_at(value: Any, path: str, reason: str) -> str:
+    """The part of a value that is wrong, short, for the end of a message; its length where that is what is wrong.
+
+    path    as msgspec writes it, without the "$.": "stop[0]"; "[...]" is some key of a table, which is then shown whole
+    reason  why it is wrong, in msgspec's words
+    """
+    for name, place in _STEP.findall(path):
+        if place == "...":
+            break
+        value = value[int(place)] if place else value.get(name)
+    return str(len(value)) if " of length " in reason else f"{value!r:.80}"

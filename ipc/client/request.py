@@ -8,7 +8,7 @@ from typing import Any, get_args
 import msgspec
 from msgspec import Struct
 
-from lowlat.errors import RequestError, meant, not_unicode
+from lowlat.errors import RequestError, meant, not_unicode, shown_at
 from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Parse, Result, Sampling, Submit
 from lowlat.ipc.prompts import Prompt, chat_messages
 from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
@@ -215,8 +215,7 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
         name = path.strip("`").rpartition("$.")[2] or "sampling"
         if name == "parse":
             reason += f"; it is one of {', '.join(map(repr, get_args(Parse)))}"
-        value = options.get(name.split("[")[0].split(".")[0])
-        raise RequestError(f"{name}: {reason}, got {value!r:.80}") from error
+        raise RequestError(f"{name}: {reason}, got {shown_at(options, name, reason)}") from error
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import secrets
-import signal
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
@@ -31,6 +30,7 @@ from lowlat.ipc.server.threads.io_thread import IoThread
 from lowlat.ipc.server.threads.spin import Spin
 from lowlat.ipc.server.threads.wakeable_flag import Attention
 from lowlat.ipc.server.threads.watchdog import StepClock, Watchdog
+from lowlat.ipc.signals import ending_signals
 from lowlat.ipc.wake import Inbox
 
 __all__ = ["Server"]
@@ -114,14 +114,17 @@ class Server:
     def run(self) -> int:
         """Serve until drained or failed, and return the exit code.
 
-        In the main thread SIGTERM and SIGINT drain (a second one ends at once), and a failure ends the process within
-        a second, even where a device's thread hangs.
+        In the main thread `ending_signals` drain (a second one ends at once), and a failure ends the process within a
+        second, even where a device's thread hangs.
         """
         if self._closed and self._io is not None:
             return self.exit_code or 0
         is_main = threading.current_thread() is threading.main_thread()
         self._runs = True
-        with closing(self._attention), self._attention.signals(_SIGNALS, self._signalled) if is_main else nullcontext():
+        with (
+            closing(self._attention),
+            self._attention.signals(ending_signals(), self._signalled) if is_main else nullcontext(),
+        ):
             if self._io is None:
                 self.start()
             if is_main:
@@ -284,6 +287,3 @@ def _maker(engine: Engine | Callable[[], Engine]) -> Callable[[], Engine]:
     if callable(engine):
         return engine
     return lambda: engine
-
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)

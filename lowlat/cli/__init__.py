@@ -140,6 +140,8 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
         signal.signal(signal.SIGINT, _interrupt)
+    if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)  # the kernel ends no container's first process by a default
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
@@ -166,6 +168,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
             os.write(sys.stderr.fileno(), b"interrupted\n")
         os._exit(INTERRUPTED)
     signal.default_int_handler(number, frame)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """End the process at once, as SIGTERM does to any other."""
+    os._exit(128 + number)
 
 
 def _flush() -> None:

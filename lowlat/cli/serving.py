@@ -27,6 +27,8 @@ from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import Endpoint, default_endpoint
 from lowlat.ipc.engine import EngineInfo
 from lowlat.ipc.server import Server
+from lowlat.ipc.signals import ending_signals
+from lowlat.options.directories import make_private
 from lowlat.serving.codec import ServingCodec
 from lowlat.serving.config import ServeConfig
 from lowlat.serving.descriptors import raise_descriptor_limit
@@ -83,6 +85,8 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
     _check_free(settings.endpoint())
     if settings["http"] is not None:
         check_gateway(settings["http"], settings["http_origins"])
+    if settings["cache_dir"] is not None:
+        make_private(Path(settings["cache_dir"]), "cache_dir")
     loading = _Loading(settings, unnamed, worker)
     curve = None
     if settings["curve_keys"] is not None:
@@ -144,11 +148,10 @@ def _check_free(endpoint: Endpoint) -> None:
 def _drained_by_signals(server: Server) -> Iterator[None]:
     """Start the server, and from then on let signals drain it: whoever reads that it is ready may end it at once.
 
-    While it loads, Ctrl-C and SIGTERM do what they do to any process.
+    While it loads, signals do what they do to any process.
     """
     server.start()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: server.drain()) for number in numbers}
+    before = {number: signal.signal(number, lambda *_: server.drain()) for number in ending_signals()}
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from lowlat.executors.devices import make_current
 from lowlat.ipc.answer import Answer
 from lowlat.ipc.prompts import Prompt
 from lowlat.models.target import OpenedTarget
+from lowlat.options.directories import make_private
 from lowlat.options.keywords import CallOptions, RuntimeOptions
 from lowlat.options.model_names import display_name
 from lowlat.options.request import SamplingParams
@@ -79,6 +80,8 @@ class Runtime(SteppedRuntime):
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
         config = options_from(options)
+        if config.cache_dir is not None:
+            make_private(Path(config.cache_dir), "cache_dir")
         loaded = load(model, speculative, config, progress, captured, downloaded, reserve)
         try:
             runtime = cls(loaded, config)

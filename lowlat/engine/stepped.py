@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from lowlat.engine.calls.driver import Driver, owned
 from lowlat.engine.change_guard import ChangeGuard
 from lowlat.engine.figures.perf import PerfCounters
-from lowlat.engine.figures.summary import kv_summary, paused_summary
+from lowlat.engine.figures.summary import held_up_summary, kv_summary, paused_summary
 from lowlat.engine.loading.loaded import Loaded
 from lowlat.engine.memory.kept_states import host_space
 from lowlat.engine.metrics import RequestMetrics
@@ -133,7 +133,7 @@ class SteppedRuntime:
         )
         with self._guard:
             self._between.submit(request, scheduled)
-        return OpenPrompt(self, request.request_id, allow_special=allow_special)
+        return OpenPrompt(self, request.request_id, max_tokens=request.params.max_tokens, allow_special=allow_special)
 
     @owned
     def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
@@ -177,18 +177,37 @@ class SteppedRuntime:
     def busy(self) -> bool:
         """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished.
 
-        Paused requests are not, nor is a prompt of which all that is known was read.
+        Paused requests are not, nor is a prompt of which all that is known was read, nor one that waits for what these
+        hold (`summary()["held_up"]`). What becomes ready by itself does so at `deadline`.
         """
+        return self._owes_outputs or (not self._closed and self.scheduler.busy)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a step would do anything now; a runtime that is busy may only wait for a copy, or a file."""
+        return self._owes_outputs or (not self._closed and self.scheduler.ready)
+
+    @property
+    def _owes_outputs(self) -> bool:
+        """Whether there are outputs, or a request has waited for its caller for too long."""
         if self._closed:
             return False
         deadline = self._requests.deadlines.first
-        overdue = deadline is not None and time.monotonic() >= deadline
-        return overdue or bool(self._requests.outputs) or self.scheduler.busy
+        return bool(self._requests.outputs) or (deadline is not None and time.monotonic() >= deadline)
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called, in any thread, when the runtime may have become ready by itself; it may not block."""
+        if self._tiers is not None:
+            self._tiers.on_read = wake
 
     @property
     def deadline(self) -> float | None:
-        """The time of the monotonic clock at which a paused request is ended by the next step; None: there is none."""
-        return self._requests.deadlines.first
+        """The time of the monotonic clock at which there is something to step for, whatever is asked; None: never.
+
+        A request that waits for its caller is ended then, or the host is asked again for memory that it has refused.
+        """
+        times = (self._requests.deadlines.first, self.scheduler.retry_at)
+        return min((each for each in times if each is not None), default=None)
 
     @owned
     def speculate(self, num_speculative_tokens: int) -> None:
@@ -280,6 +299,8 @@ class SteppedRuntime:
             "device": str(self.device_choice.device),
             "numerics": self.numerics,
             "paused": paused_summary(self.scheduler),
+            **held_up_summary(self.scheduler),
+            "max_prefill_chunks": self.geometry.max_prefill_chunks,
             "memory": [each.to_dict() for each in self.memory],
             **({"activations": "fp8"} if self.model_config.coded_rows else {}),
             **({} if self.speculator is None else {"speculator": self.speculator.report()}),

@@ -18,6 +18,7 @@ from math import ceil
 from lowlat.errors import ConfigError
 from lowlat.kernels.reference.step.slots import MAX_FORCED
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.prefill_chunks import most_prefill_chunks
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
 
@@ -203,7 +204,8 @@ def _step_bytes(config: ModelConfig, options: RuntimeConfig, weight_bytes: float
 
 
 def _check(partial: PartialKV, options: RuntimeConfig, config: ModelConfig, max_rows: int) -> None:
-    at_once = options.prefill_chunk * options.max_prefill_chunks
+    chunk = options.prefill_chunk
+    at_once = chunk * most_prefill_chunks(config, chunk, options.max_prefill_chunks)
     problems = (
         (
             len(config.caching) < len(config.attentions),

@@ -1,11 +1,14 @@
-"""This module names the directories where lowlat keeps what it fetched, compiled and measured. It creates none."""
+"""This module names the directories where lowlat keeps what it fetched, compiled and measured, or makes one private."""
 
 import os
+import stat
 from pathlib import Path
 
 import platformdirs
 
-__all__ = ["cache_directory", "tuning_directory", "uses_tuning_tables"]
+from lowlat.errors import ConfigError
+
+__all__ = ["cache_directory", "make_private", "tuning_directory", "uses_tuning_tables"]
 
 NO_TABLES = "off"
 
@@ -13,6 +16,26 @@ NO_TABLES = "off"
 def cache_directory() -> Path:
     """The user's cache of lowlat: below XDG_CACHE_HOME, where that is an absolute path, else the system's own place."""
     return platformdirs.user_cache_path("lowlat", appauthor=False)
+
+
+def make_private(folder: Path, option: str) -> None:
+    """Make a folder of this user's alone, and those above it, where it is missing.
+
+    option  that names it, for messages
+    Raises ConfigError for one that cannot be made, that is another user's, or that lets others in.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"{option} {folder} cannot be used: {error.strerror}; name another") from error
+    if facts.st_uid != os.getuid():
+        raise ConfigError(f"{option} {folder} belongs to user {facts.st_uid}, and this process is user {os.getuid()}'s")
+    if stat.S_IMODE(facts.st_mode) & 0o077:
+        raise ConfigError(
+            f"{option} {folder} lets others in (mode {stat.S_IMODE(facts.st_mode):o}), and it keeps what was asked: "
+            "chmod 700 it, or name another"
+        )
 
 
 def tuning_directory() -> Path:

@@ -76,7 +76,7 @@ class RuntimeOptions(TypedDict, total=False):
     tp_invariant: bool
     block_size: int
     prefill_chunk: int
-    max_prefill_chunks: int
+    max_prefill_chunks: int | None
     max_stall_ms: float
     kv_cache_gib: float | Literal["free"] | str | None
     kv_blocks: int | None

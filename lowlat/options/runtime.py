@@ -18,12 +18,14 @@ if TYPE_CHECKING:
     from lowlat.options.keywords import RuntimeOptions
 
 __all__ = [
-    "FEW_SLOTS", "MAX_BATCH", "MAX_CONTEXT", "MAX_KV_BLOCKS", "RuntimeConfig", "TraceConfig", "options_from",
+    "FEW_SLOTS", "MAX_BATCH", "MAX_CONTEXT", "MAX_KV_BLOCKS", "MAX_PREFILL_CHUNKS", "RuntimeConfig", "TraceConfig",
+    "options_from",
 ]  # fmt: skip
 
 MAX_BATCH, FEW_SLOTS = 32, 8  # slots, and up to how many there may be all kinds of steps
 MAX_CONTEXT = 1 << 20
 MAX_KV_BLOCKS = (1 << 31) - 1
+MAX_PREFILL_CHUNKS = 64  # of a prompt, at once
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
@@ -84,12 +86,13 @@ class RuntimeConfig:
         1 << 16,
         rare=True,
     )
-    max_prefill_chunks: int = declare(
-        16,
-        "Chunks of a prompt that run at once while nobody decodes: of a model with many experts 32 or 64 read it "
-        "sooner, and take memory.",
+    max_prefill_chunks: int | None = declare(
+        None,
+        "Chunks of a prompt that run at once while nobody decodes. More of them take memory, and a short prompt that "
+        "comes meanwhile waits longer.",
         1,
-        64,
+        MAX_PREFILL_CHUNKS,
+        otherwise="2,048 positions; 4,096 or 8,192 of a model with many experts",
         rare=True,
     )
     max_stall_ms: float = declare(

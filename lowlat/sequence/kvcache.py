@@ -7,7 +7,7 @@ ordered by the device's stream: a block that is freed here may be handed out at 
 later.
 """
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import replace
 
 import torch
@@ -428,10 +428,14 @@ class KVCache:
             places[book.name] = book.move_in(request_id, moved.own[book.name])
         return MovedIn(list(blocks), places)
 
-    def num_free_without(self, request_ids: Collection[str]) -> int:
+    def num_free_without(self, request_ids: Set[str]) -> int:
         """Blocks that would be free, at the least, if these requests held none."""
-        others = {block for name, entry in self._entries.items() if name not in request_ids for block in entry.table}
-        return self.capacity - len(others)
+        return self.capacity - self.num_held(self._entries.keys() - request_ids)
+
+    def num_held(self, request_ids: Iterable[str]) -> int:
+        """Blocks that these requests hold, those that they share counted once; requests without any hold none."""
+        entries = (self._entries[name] for name in request_ids if name in self._entries)
+        return len({block for entry in entries for block in entry.table})
 
     def num_needed(self, max_total_tokens: int, num_overprovision: int) -> int:
         """Blocks of a request's worst case."""

@@ -50,22 +50,32 @@ class ServingCodec:
             max_tokens=max_tokens,
         )
 
-    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> GrowingPrompt:
+    def grow(
+        self, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int
+    ) -> GrowingPrompt:
         """Begin a plain prompt that is still being written; without a tokenizer it takes token ids alone."""
         return GrowingPrompt(
             self._bound,
             max_context=max_context,
+            max_tokens=max_tokens,
             allow_special=allow_special,
             add_special_tokens=add_special_tokens,
         )
 
     def grow_chat(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, Any],
+        *,
+        allow_special: bool,
+        max_context: int,
+        max_tokens: int,
     ) -> GrowingChat | GrowingPrompt:
         """Begin a chat of whose last message the content is still being written; its pieces may be refused."""
+        limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
         if self._bound is None:
-            return self.grow(allow_special=allow_special, add_special_tokens=False, max_context=max_context)
-        return grow_messages(self._bound, messages, options, allow_special=allow_special, max_context=max_context)
+            return self.grow(add_special_tokens=False, **limits)
+        return grow_messages(self._bound, messages, options, **limits)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens included; ids outside the vocabulary have none."""

@@ -302,8 +302,10 @@ def _read_file(path: Path, table: int | None) -> dict[str, Any]:
                 raise ConfigError(f"{path}: {name} is the server's, no model's: write it before [[{MODELS_TABLE}]]")
             values = {own: value for own, value in values.items() if key is None or _KEYS.get(own) != key}
         values |= tables[table]
-    for name in values:
+    for name, value in values.items():
         if name not in _KEYS:
+            if isinstance(value, dict):
+                raise ConfigError(f"{path}: [{name:.80}] is a table; settings stand without one: name = value")
             raise ConfigError(
                 f"{path}: unknown setting {name!r:.80}{meant(name, _KEYS)}; `lowlat serve --show-config` lists all"
             )
@@ -318,9 +320,11 @@ def _read_file(path: Path, table: int | None) -> dict[str, Any]:
 def _checked(option: Option, value: Any, place: str) -> Any:
     """The value in its own type. Raises ConfigError saying where it stands and what it must be."""
     if option.kind == "choice" and not option.offers(value):
-        raise ConfigError(f"{place} must be one of {', '.join(option.choices)}, got {value!r:.80}")
+        choices = option.choices if isinstance(value, str) else map(repr, option.choices)  # 660 is no '660'
+        raise ConfigError(f"{place} must be one of {', '.join(choices)}, got {value!r:.80}")
     if not option.takes(value):
-        raise ConfigError(f"{place} must be {option.wanted}, got {value!r:.80}")
+        quoted = f"; in quotes: '{value}'" if option.kind == "str" and type(value) is int else ""
+        raise ConfigError(f"{place} must be {option.wanted}, got {value!r:.80}{quoted}")
     if option.kind == "path":
         return Path(value).expanduser()
     if isinstance(value, str) and value in option.words:

@@ -1,7 +1,7 @@
 """This module adapts a Runtime to the server's Engine: it converts parameters, and gives figures as JSON."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec import UNSET
@@ -126,8 +126,12 @@ class RuntimeEngine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to step for."""
-        return self._runtime.busy
+        """Whether a step would do anything now."""
+        return self._runtime.ready
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Have `wake` called when `busy` may have become true by itself."""
+        self._runtime.watch(wake)
 
     def step(self) -> list[StepOutput]:
         """One decode step for every running request. Raises DeviceError when the device has failed."""

@@ -260,9 +260,9 @@ class TextCodec:
         """Return the token ids of a chat's text, or of a part of it, as `chat_text` gives it."""
         return self._ids(text, False, allow_special, max_context, max_tokens)
 
-    def check_length(self, text: str, max_context: int) -> None:
+    def check_length(self, text: str, max_context: int, max_tokens: int) -> None:
         """Refuse a text that is more than a context by its length alone. Raises RequestError, as `encode` does."""
-        self._check_text(text, max_context, 1)
+        self._check_text(text, max_context, max_tokens)
 
     def _with_edges(self, ids: list[int], bare: Callable[[], list[int]]) -> list[int]:
         """Correct what tokenizer.json puts around a text; bare gives its token ids without that."""

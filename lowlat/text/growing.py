@@ -156,9 +156,16 @@ class GrowingPrompt:
     """
 
     def __init__(
-        self, codec: "TextCodec | None", *, max_context: int, allow_special: bool, add_special_tokens: bool = True
+        self,
+        codec: "TextCodec | None",
+        *,
+        max_context: int,
+        max_tokens: int,
+        allow_special: bool,
+        add_special_tokens: bool = True,
     ) -> None:
-        self._codec, self._max_context, self._allow_special = codec, max_context, allow_special
+        self._codec, self._allow_special = codec, allow_special
+        self._max_context, self._max_tokens = max_context, max_tokens
         self._text: GrowingText | None = None
         self._is_start = add_special_tokens
 
@@ -169,7 +176,7 @@ class GrowingPrompt:
                 self._text = self._open()
             found = self._text.append(piece)
             if self._codec is not None and self._text.num_held > LONG:
-                self._codec.check_length(self._text.held, self._max_context)
+                self._codec.check_length(self._text.held, self._max_context, self._max_tokens)
             return found
         found = self.rest() if self._text is not None else []
         self._text, self._is_start = None, False
@@ -186,7 +193,11 @@ class GrowingPrompt:
 
         def encode(text: str, around: bool) -> list[int]:
             return codec.encode(
-                text, add_special_tokens=around, allow_special=self._allow_special, max_context=self._max_context
+                text,
+                add_special_tokens=around,
+                allow_special=self._allow_special,
+                max_context=self._max_context,
+                max_tokens=self._max_tokens,
             )
 
         return GrowingText(codec.cuts, encode, is_start=self._is_start)

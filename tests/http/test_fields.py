@@ -169,7 +169,15 @@ def test_a_field_is_refused_by_name(gateway: RunningGateway, path: str, name: st
         ("chat/completions", {"beams": 2}, "Unsupported parameter: beams"),
         ("chat/completions", {"response_format": {"type": "yaml"}}, "served: 'json_object', 'json_schema', 'text'"),
         ("chat/completions", {"tools": [{"type": "custom"}]}, "tools[0].type: Invalid enum value 'custom'; served: 'f"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs: Expected `int` <= 20"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs: Expected `int` <= 20, got 21"),
+        ("chat/completions", {"n": 0}, "n: Expected `int` >= 1, got 0"),
+        ("chat/completions", {"n": "200"}, "n: Expected `int` <= 128, got '200'"),
+        ("chat/completions", {"messages": []}, "messages: Expected `array` of length >= 1, got 0"),
+        ("chat/completions", {"stop": ["a", "b" * 1025]}, "stop[1]: Expected `str` of length <= 1024, got 1025"),
+        ("completions", {"logit_bias": {"5": 101}}, "logit_bias[...]: Expected `float` <= 100.0, got {5: 101.0}"),
+        ("completions", {"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "of length <= 300, got 301"),
+        ("completions", {"temperature": -1}, "temperature: Expected `float` >= 0.0, got -1.0"),
+        ("completions", {"suffix": "x"}, "Unsupported parameter: suffix: write the model's own tokens"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content: a message of the role 'user'"),
         ("chat/completions", {"gone": None, "messages": "x"}, "messages: Expected `array`"),
         ("completions", {"max_completion_tokens": 1}, "max_completion_tokens: give max_tokens"),
@@ -185,6 +193,10 @@ def test_a_refusal_says_what_is_served(
     error = answer["error"]
     assert status == 400 and error["message"].endswith(message) | error["message"].startswith(message), error
     assert error["param"].split("[")[0].split(".")[0] in fields
+
+
+def test_an_empty_suffix_says_nothing(gateway: RunningGateway) -> None:
+    assert gateway.ask("/v1/completions", BODIES["completions"] | {"suffix": ""})[0] == 200
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -219,9 +219,9 @@ def test_keys_are_the_environments_or_new() -> None:
     assert key_of({"LOWLAT_API_KEY": KEY}) == (KEY, False)
     made, new = key_of({})
     assert new and len(made) >= 32 and made != key_of({})[0]
-    for short in ("short", "with blanks in it, long", "é" * 20):
-        with pytest.raises(ConfigError, match="LOWLAT_API_KEY must have 16"):
-            key_of({"LOWLAT_API_KEY": short})
+    for wrong, why in (("short", "have 16"), ("with blanks in it, long", "without spaces.* 5 is"), ("é" * 20, "ASCII")):
+        with pytest.raises(ConfigError, match=f"LOWLAT_API_KEY must .*{why}"):
+            key_of({"LOWLAT_API_KEY": wrong})
 
 
 @pytest.mark.parametrize(
@@ -368,6 +368,11 @@ def test_histograms_and_speculation_are_exposed() -> None:
     assert found[f"{name}_bucket", "0.001024"] == 1 and found[f"{name}_bucket", "0.002048"] == 3
     assert found[f"{name}_bucket", "+Inf"] == found[f"{name}_count",] == 4
     assert found["lowlat:kv_cache_usage_perc",] == 0.5 and found["lowlat:kv_cache_capacity_tokens",] == 320
+    assert found["lowlat:queue_held_up",] == found["lowlat:queue_held_up_blocks_needed",] == 0
+    held_up = {"request_id": "a", "num_needed": 7, "num_available": 2, "num_paused_blocks": 8, "num_open_blocks": 0}
+    waits = metrics_of(exposition([{"model": "fake", "engine": {"kv": kv, "held_up": held_up}}]).decode())
+    names = ("", "_blocks_needed", "_blocks_available", "_blocks_paused", "_blocks_open")
+    assert [waits[f"lowlat:queue_held_up{name}",] for name in names] == [1, 7, 2, 8, 0]
     assert found["lowlat:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 1
     assert found["lowlat:spec_decode_num_drafts_total",] == 3
     assert (found["lowlat:failed_checks_total", "masks"], found["lowlat:failed_checks_total", "lengths"]) == (2, 0)

@@ -316,7 +316,7 @@ def test_the_pages_example_runs(growing: tuple[RunningGateway, FakeEngine]) -> N
 def test_refusals(growing: tuple[RunningGateway, FakeEngine]) -> None:
     gateway, engine = growing
     for first, pieces, status, param, words in (
-        ({"max_tokens": 50}, ["x" * 100, "x" * 100], 400, "prompt", "exceed 200 (max_context)"),
+        ({"max_tokens": 50}, ["x" * 100, "x" * 100], 400, "prompt", "max_tokens 50 exceed 200 (max_context)"),
         ({"n": 2}, ["x"], 400, "n", "one answer"),
         ({"echo": True}, ["x"], 400, "echo", "still being written"),
         ({"prompt": ["a", "b"]}, [], 400, "prompt", "2 prompts"),
@@ -325,6 +325,7 @@ def test_refusals(growing: tuple[RunningGateway, FakeEngine]) -> None:
         ({"model": "other"}, ["x"], 404, "model", "does not exist"),
         ({}, [], 400, None, "a prompt of 0 tokens"),
         ({}, ["x", 5], 400, "prompt", "line 3 of the body"),
+        ({}, ["x\ud83d", "\ude00"], 400, "prompt", "line 2 of the body: it ends within a character"),
         ({}, ["x", {"finish": "now"}], 400, "finish", "line 3"),
         ({}, [[5000]], 400, None, "prompt token 0 is 5000"),
     ):

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,26 @@ def test_an_unread_log_stalls_nobody(tmp_path: Path) -> None:
         assert done.token_ids == expected_tokens([1, 2, 3], 300)
         server.send_signal(signal.SIGTERM)
         assert server.wait(5) == 0
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_the_terminals_end_drains_unless_it_is_ignored(tmp_path: Path, is_ignored: bool) -> None:
+    with ExitStack() as stack:
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if is_ignored else signal.SIG_DFL)  # as nohup leaves it
+        try:
+            server = stack.enter_context(fake_process(tmp_path, subprocess.PIPE))
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        client = stack.enter_context(raw_client(f"ipc://{tmp_path}/s.sock"))
+        done = client.submit(1, max_tokens=100)
+        client.wait_tokens(done, 1)
+        server.send_signal(signal.SIGHUP)
+        client.finish(done)
+        assert done.token_ids == expected_tokens([1, 2, 3], 100)
+        if is_ignored:
+            assert server.poll() is None
+        else:
+            assert server.wait(5) == 0
 
 
 def test_a_client_of_the_same_user_can_drain(serve: Serve) -> None:

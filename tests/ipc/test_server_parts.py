@@ -178,6 +178,23 @@ def test_what_is_put_while_the_reader_sleeps_wakes_it() -> None:
     assert inbox.any()
 
 
+def test_a_reader_is_roused_without_an_item() -> None:
+    inbox: Inbox[int] = Inbox()
+    try:
+        inbox.rouse()  # before it waits
+        assert inbox.wait() is None
+        threading.Timer(0.05, inbox.rouse).start()
+        assert inbox.wait() is None
+        inbox.rouse()
+        inbox.put(1)
+        assert inbox.wait() == 1 and inbox.wait() is None  # the item first
+        threading.Timer(0.05, inbox.put, (2,)).start()
+        assert inbox.wait() == 2
+        assert inbox.wait(0.001) is None
+    finally:
+        inbox.close()
+
+
 def test_no_item_is_lost_between_many_putters_and_a_reader_that_sleeps() -> None:
     inbox: Inbox[int] = Inbox()
 

@@ -126,13 +126,15 @@ class FakeCodec:
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         return [chr(token) for token in token_ids]
 
-    def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int) -> "FakeGrowing":
-        return FakeGrowing(self, max_context)
+    def grow(
+        self, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int
+    ) -> "FakeGrowing":
+        return FakeGrowing(self, max_context=max_context, max_tokens=max_tokens)
 
     def grow_chat(
-        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, max_context: int
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, allow_special: bool, **limits: int
     ) -> "FakeGrowing":
-        growing = FakeGrowing(self, max_context)
+        growing = FakeGrowing(self, **limits)
         growing.held = self.encode_chat([*messages[:-1], Message(messages[-1].role)], options)
         return growing
 
@@ -146,11 +148,11 @@ class FakeCodec:
 class FakeGrowing:
     """A text's last byte may still change."""
 
-    def __init__(self, codec: FakeCodec, max_context: int) -> None:
-        self.codec, self.max_context, self.held = codec, max_context, list[int]()
+    def __init__(self, codec: FakeCodec, **limits: Any) -> None:
+        self.codec, self.limits, self.held = codec, limits, list[int]()
 
     def append(self, piece: Sequence[int] | str) -> list[int]:
-        ids = self.codec.encode(piece, max_context=self.max_context) if isinstance(piece, str) else list(piece)
+        ids = self.codec.encode(piece, **self.limits) if isinstance(piece, str) else list(piece)
         found = [*self.held, *ids]
         self.held = [found.pop()] if isinstance(piece, str) else []
         return found
@@ -336,6 +338,9 @@ class FakeEngine:
             raise DeviceError(problem) if problem.startswith("device:") else CapacityError(problem)
         self.asleep = False
         self.num_wakes += 1
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Nothing of it comes by itself: it needs no wake."""
 
     @property
     def busy(self) -> bool:

@@ -61,7 +61,11 @@ def play(
         return sorted(name for name in runtime._requests if runtime.scheduler.phase(name) is phase)
 
     def step() -> None:
-        for output in runtime.step():
+        may_go_on, phases = runtime.busy, [runtime.scheduler.phase(name) for name in runtime._requests]
+        outputs = runtime.step()
+        if not may_go_on:
+            assert not outputs and phases == [runtime.scheduler.phase(name) for name in runtime._requests]
+        for output in outputs:
             assert output.error is None
             tokens[output.request_id] += output.token_ids
 
@@ -96,7 +100,7 @@ def play(
         if not runtime.busy:
             break
         step()
-    assert not runtime.busy and not runtime.scheduler.space.held
+    assert not runtime.busy and not runtime._requests and not runtime.scheduler.space.held
     check_invariants(runtime)
     for name, which in numbers.items():
         whole = list(expected[which])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from recording import prompt_of, run_all
 from stages import later, staged
+from tiny_grammars import Breaking, submit_with
 from tiny_models import make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
@@ -124,6 +125,32 @@ def test_what_the_device_lets_go_of_comes_back_from_host_memory(targets: dict[st
         cold = [answer(runtime, prompt)[0] for prompt in prompts]
         again = [answer(runtime, prompt) for prompt in prompts[:3]]
         assert again == [(tokens, 6 * CHUNK) for tokens in cold[:3]]
+
+
+@pytest.mark.parametrize("way", ["open", "grammar"])
+def test_chunks_that_an_admission_found_are_held_no_longer_than_their_copies(
+    targets: dict[str, Path], way: str
+) -> None:
+    """Host memory has no space for them; the request that found them runs no chunk, and another needs all blocks."""
+    short, params = prompt_of(CHUNK + 1), SamplingParams(max_tokens=2, seed=1)
+    with Runtime.load(targets["llama"], host_cache_gib=1e-6, kv_blocks=27, **OPTIONS) as runtime:
+        runtime.submit(short, params)
+        run_all(runtime)
+        if way == "open":
+            opened = runtime.open_prompt(params)
+            opened.append(short)
+            runtime.step()
+            opened.cancel()
+        else:
+            submit_with(runtime, Breaking({0: {1: 0}}, 0), short, params)
+            runtime.step()
+        assert runtime._tiers is not None
+        runtime._tiers.flush()
+        large = runtime.submit(prompt_of(150, seed=3), SamplingParams(max_tokens=50, ignore_eos=True))
+        outputs = [output for _ in range(80) for output in runtime.step()]
+        assert sum(len(output.token_ids) for output in outputs if output.request_id == large) == 50
+        assert not runtime.busy
+        assert runtime.kvcache.stats().num_used == 0
 
 
 def files_of(directory: Path) -> list[Path]:

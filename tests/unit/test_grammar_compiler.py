@@ -71,6 +71,11 @@ def test_what_is_hostile_or_broken_is_refused_by_name(compiler: GrammarCompiler,
     assert compiler.compile(SamplingParams(regex=f"fine after {name}"))
 
 
+def test_a_schema_that_nothing_matches_is_told_so(compiler: GrammarCompiler) -> None:
+    with pytest.raises(RequestError, match=r"^json_schema: nothing matches it$"):
+        compiler.compile(SamplingParams(json_schema={"$ref": "#"}))
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -37,6 +37,7 @@ from lowlat.options.speculative import SpeculativeConfig
 from lowlat.step.prefill import build_prefills
 from lowlat.step.variants import PASS, first_token_bucket, may_repeat
 from lowlat.tools.gpus import describe_gpu
+from lowlat.tools.planned_step import target_config
 from lowlat.tools.precompile import compile_all, kernels_of
 
 CPU = torch.device("cpu")
@@ -99,18 +100,19 @@ def test_launches_with_an_entry_are_tuned_and_strict_mode_asks_for_one_of_each(
 ) -> None:
     """An entry's plan is taken, even the last that anybody would try."""
     strict, entries = RuntimeConfig(perf_mode="strict"), dict[str, dict[str, Entry]]()
+    target = target_config(Path("gpt-oss-20b"))
     plain = make_executor("mxfp4", gpu, tmp_path / "plain")
     for _, each in planned_of(plain):
         entries.setdefault(each.kind, {})[each.key] = Entry(each.candidates[-1].knobs)
     with pytest.raises(
         ConfigError, match=r"derived for this GPU: .*; `lowlat tune all --model DIR --missing` measures"
     ):
-        check_launches(strict, replace(plain.counts, fallbacks=()))
+        check_launches(strict, replace(plain.counts, fallbacks=()), target)
     table = TuningTable("a GPU", gpu.capability, gpu.num_multiprocessors, gpu.shared_bytes, entries=entries)
     pretend_gpu(monkeypatch, replace(gpu, tuning=table))
     tuned = make_executor("mxfp4", gpu, tmp_path / "tuned")
     assert (plain.counts.tuned, tuned.counts.tuned) == (0, tuned.counts.planned)
-    check_launches(strict, replace(tuned.counts, fallbacks=()))
+    check_launches(strict, replace(tuned.counts, fallbacks=()), target)
     before, after = planned_of(plain), planned_of(tuned)
     assert [(each.kind, each.key) for _, each in after] == [(each.kind, each.key) for _, each in before]
     for place in {(each.kind, each.key) for _, each in before if len(each.candidates) > 1}:

@@ -1,5 +1,6 @@
 """More than eight slots: every request has the tokens that it has alone without drafts; what steps lack is refused."""
 
+from dataclasses import asdict
 from io import StringIO
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +14,7 @@ from tiny_models import PairPaths, make_pair
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.cli.commands.top import render
 from lowlat.engine.loading.programs import bucket_batches
+from lowlat.engine.scheduling.records import HeldUp
 from lowlat.errors import ConfigError
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.slots import MOST_STEP_ROWS, fit_slots, most_drafts
@@ -124,3 +126,12 @@ def test_top_shows_the_slots_that_are_taken() -> None:
         shown.append(cast(StringIO, console.file).getvalue())
     assert shown[0].count("free") == 7 and shown[0].count("decoding") == 1
     assert shown[1].count("free") == 1 and "31 free" in shown[1] and shown[1].count("decoding") == 1
+
+
+def test_top_shows_who_waits_for_what_is_held_for_callers() -> None:
+    console = Console(width=200, file=StringIO())
+    held_up = HeldUp("r7", 9, 2, ("r1", "r2", "r3", "r4"), 12, ("r5",), 3, has_slot=True)
+    console.print(render({"engine": {"held_up": {**asdict(held_up), "text": str(held_up)}}}, "ipc:///x"))
+    shown = cast(StringIO, console.file).getvalue()
+    assert "held up   request r7 waits, and nothing runs: it needs 9 KV blocks, and 2 are free or reusable" in shown
+    assert "paused requests hold 12 (r1, r2, r3 and 1 more) and open prompts hold 3 (r5)" in " ".join(shown.split())

@@ -97,11 +97,11 @@ def test_a_chat_in_pieces_has_the_tokens_of_the_whole(kind: str, allow_special: 
                     source.choice(PIECES) + " " * source.randrange(2) for _ in range(source.randrange(30))
                 )
                 before = [Message("system", "Be brief. <|im_end|>"), Message("user", None)]
-                how: dict[str, Any] = {"allow_special": allow_special, "max_context": 4000}
+                how: dict[str, Any] = {"allow_special": allow_special, "max_context": 4000, "max_tokens": 1}
                 growing = grow_messages(codec, before, {}, **how)
                 found: list[int] = []
                 try:
-                    whole = encode_messages(codec, [before[0], Message("user", content)], {}, max_tokens=1, **how)
+                    whole = encode_messages(codec, [before[0], Message("user", content)], {}, **how)
                 except RequestError:
                     continue
                 for piece in cut(content, source, 9):
@@ -122,10 +122,10 @@ def test_a_chat_in_pieces_has_the_tokens_of_the_whole(kind: str, allow_special: 
 def test_what_is_held_back_is_bounded(kind: str) -> None:
     """A word without an end, and spaces that begin a message, are refused when no context has room for them."""
     codec = TextCodec(codec_of(kind)._tokenizer, templates={"default": TEMPLATES["qwen"]})
-    plain = GrowingPrompt(codec, max_context=200, allow_special=False)
-    chat = grow_messages(codec, [Message("user", None)], {}, allow_special=False, max_context=200)
+    limits: dict[str, Any] = {"allow_special": False, "max_context": 200, "max_tokens": 12}
+    plain, chat = GrowingPrompt(codec, **limits), grow_messages(codec, [Message("user", None)], {}, **limits)
     for growing, piece in ((plain, "x" * 10_000), (chat, " " * 10_000)):
-        with pytest.raises(RequestError, match=r"exceed 200 \(max_context\)"):
+        with pytest.raises(RequestError, match=r"and max_tokens 12 exceed 200 \(max_context\)"):
             for _ in range(200):
                 growing.append(piece)
     codec.close()

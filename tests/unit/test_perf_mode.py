@@ -23,6 +23,7 @@ from lowlat.options.runtime import TraceConfig
 from lowlat.tools.bench.measure import CaseRun
 from lowlat.tools.bench.prompts import Prompts
 from lowlat.tools.bench.scenarios import Case, Scenario
+from lowlat.tools.planned_step import target_config
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {
@@ -213,12 +214,13 @@ def test_a_step_that_does_not_add_up_is_an_error(
     ],
 )
 def test_launches_that_were_not_tuned_are_an_error(counts: LaunchCounts, problem: str | None) -> None:
-    check_launches(RuntimeConfig(), counts)
+    target = target_config(Path("llama-8b"))
+    check_launches(RuntimeConfig(), counts, target)
     if problem is None:
-        check_launches(RuntimeConfig(perf_mode="strict"), counts)
+        check_launches(RuntimeConfig(perf_mode="strict"), counts, target)
         return
     with pytest.raises(ConfigError, match=problem):
-        check_launches(RuntimeConfig(perf_mode="strict"), counts)
+        check_launches(RuntimeConfig(perf_mode="strict"), counts, target)
 
 
 def test_a_benchmark_s_row_has_the_counters_of_its_timed_steps(runtime: Runtime) -> None:

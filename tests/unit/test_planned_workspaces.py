@@ -121,7 +121,8 @@ def test_attention_s_partials_of_many_slots_are_in_the_plan(tmp_path: Path, monk
     free = need.total_bytes - workspace_bytes(planned) // 2
     monkeypatch.setattr(plan, "available_bytes", lambda place: free if place.type == "cuda" else None)
     with pytest.raises(
-        ConfigError, match=r"scratch \d+\.\d\d.* lower max_batch, max_context, kv_cache_gib or kv_blocks"
+        ConfigError,
+        match=r"scratch \d+\.\d\d.* max_context, max_prefill_chunks, kv_cache_gib or kv_blocks",
     ):
         check_fits(need, torch.device("cuda"))
 

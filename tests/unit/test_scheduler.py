@@ -1,15 +1,18 @@
 """Admission, prefill order and slots, against what every request must be given."""
 
+import itertools
+import time
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lowlat.engine.memory.host_space import HostSpace
+from lowlat.engine.memory.host_space import REFUSED_S, HostSpace
 from lowlat.engine.scheduling.pace import PrefillPace
 from lowlat.engine.scheduling.prefill_order import MAX_PASSED_OVER
 from lowlat.engine.scheduling.records import Phase, PrefillChunk, ScheduledRequest, StepPlan
@@ -345,6 +348,141 @@ def test_who_comes_back_and_has_its_blocks_goes_before_a_head_that_finds_none() 
         step(scheduler)
     scheduler.cancel("a")
     assert not scheduler.busy and not scheduler.space.held
+
+
+def test_a_head_that_waits_for_what_a_paused_request_holds_is_nothing_to_step_for() -> None:
+    scheduler = make(num_blocks=13, space=HostSpace(5, slot_bytes=1, block_bytes={"": 10}))
+    decoding(scheduler, "a")
+    scheduler.enqueue(request("b", (1,) * 4, 14))
+    step(scheduler)
+    assert scheduler.busy and scheduler.held_up() is None  # "a" decodes
+    scheduler.pause("a")
+    assert scheduler.busy  # host memory might have taken its blocks
+    assert not step(scheduler) and not scheduler.busy
+    found = scheduler.held_up()
+    assert found is not None and (found.request_id, found.num_needed, found.num_available) == ("b", 11, 1)
+    assert (found.paused, found.num_paused_blocks, found.open_prompts, found.has_slot) == (("a",), 11, (), True)
+    assert "needs 11 KV blocks, and 1 are free or reusable (kv_blocks); paused requests hold 11 (a)" in str(found)
+    scheduler.enqueue(request("c", 1))  # behind the head
+    assert not step(scheduler) and not scheduler.busy
+    scheduler.resume("a")
+    assert scheduler.busy and [each.request_id for each in step(scheduler).admitted] == ["a"]
+    scheduler.pause("a")
+    step(scheduler)
+    assert not scheduler.busy
+    scheduler.cancel("a")
+    assert scheduler.busy and [each.request_id for each in step(scheduler).admitted] == ["b"]
+
+
+def test_a_pause_lets_the_head_have_the_blocks_that_host_memory_has_space_for() -> None:
+    scheduler = make(num_blocks=24, space=HostSpace(150, slot_bytes=1, block_bytes={"": 10}))
+    decoding(scheduler, "a", "b")
+    scheduler.enqueue(request("c", (2,) * 4, 14))
+    assert not step(scheduler) and not scheduler.has_work
+    scheduler.pause("a")
+    assert scheduler.has_work  # although "b" decodes, and no block has come free
+    assert [each.request_id for each in step(scheduler).admitted] == ["c"]
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_a_head_that_waits_for_open_prompts_is_nothing_to_step_for(max_batch: int) -> None:
+    scheduler, tokens = make(num_blocks=13, max_batch=max_batch), [0] * (CHUNK + 1)
+    scheduler.enqueue(ScheduledRequest("a", tokens, 18), is_open=True)
+    while scheduler.busy:
+        step(scheduler)
+    scheduler.enqueue(request("b", (1,) * 4, 14))
+    step(scheduler)
+    assert not scheduler.busy
+    found = scheduler.held_up()
+    assert found is not None and (found.open_prompts, found.num_open_blocks) == (("a",), 11)
+    assert found.has_slot == (max_batch > 1) and ("no slot is free (max_batch)" in str(found)) == (max_batch == 1)
+    tokens += [0] * CHUNK
+    scheduler.grow("a")
+    assert scheduler.busy and [step(scheduler).prefill is not None for _ in range(2)] == [True, False]
+    assert not scheduler.busy
+    scheduler.complete("a", 18)
+    assert scheduler.busy and step(scheduler).prefill is not None and scheduler.phase("a") is Phase.DECODING
+
+
+def test_a_head_that_waits_for_memory_which_the_host_refused_asks_again_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, asked = 100.0, list[float]()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def refuse(counts: Any) -> None:
+        if counts is not None and len(asked) < 2:
+            asked.append(now)
+            raise CapacityError("none")
+
+    space = HostSpace(1000, slot_bytes=1, block_bytes={"": 10}, obtain=refuse)
+    scheduler = make(num_blocks=13, space=space)
+    decoding(scheduler, "a")
+    scheduler.pause("a")
+    scheduler.enqueue(request("b", (1,) * 4, 14))
+    for _ in range(2):
+        assert scheduler.busy and not step(scheduler) and not scheduler.busy
+        assert scheduler.retry_at == now + REFUSED_S
+        now += REFUSED_S
+    assert asked == [100.0, 100.0 + REFUSED_S]
+    assert scheduler.busy and [each.request_id for each in step(scheduler).admitted] == ["b"]
+    assert scheduler.retry_at is None
+
+
+HELD = st.lists(
+    st.tuples(
+        st.sampled_from(["enqueue", "open", "grow", "complete", "pause", "resume", "cancel", "step", "step"]),
+        st.integers(0, 11),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300)
+@given(
+    moves=HELD, num_blocks=st.integers(12, 30), max_batch=st.integers(1, 3), max_bytes=st.sampled_from([3, 130, 999])
+)
+def test_there_is_something_to_step_for_exactly_while_a_step_does_anything(
+    moves: list[tuple[str, int]], num_blocks: int, max_batch: int, max_bytes: int
+) -> None:
+    space = HostSpace(max_bytes, slot_bytes=1, block_bytes={"": 10})
+    scheduler = make(num_blocks=num_blocks, max_batch=max_batch, space=space)
+    live: dict[str, list[int] | None] = {}  # the tokens of open prompts
+    names = map("r{}".format, itertools.count())
+
+    def obey(move: str, number: int) -> None:
+        name = list(live)[number % len(live)] if live else ""
+        tokens = live.get(name)
+        if move in ("enqueue", "open") and not scheduler.is_full:
+            new, is_open = next(names), move == "open"
+            own = [number % 2] * (number + (0 if is_open else 1))
+            made = ScheduledRequest(new, own if is_open else tuple(own), 18, priority=number % 3)
+            scheduler.enqueue(made, is_open=is_open)
+            live[new] = own if is_open else None
+        elif move == "grow" and tokens is not None and len(tokens) + 3 < 17:
+            tokens += [number % 2] * 3
+            scheduler.grow(name)
+        elif move == "complete" and tokens:
+            live[name] = None
+            scheduler.complete(name, 18)
+        elif move == "pause" and name and tokens is None and scheduler.phase(name) is not Phase.PAUSED:
+            with suppress(CapacityError):
+                scheduler.pause(name)
+        elif move == "resume" and name and scheduler.phase(name) is Phase.PAUSED:
+            scheduler.resume(name)
+        elif move == "cancel" and name:
+            scheduler.cancel(name, poisoned=number == 3)
+            scheduler.kvcache.take_blocks_to_clear()
+            del live[name]
+
+    for move, number in moves:
+        obey(move, number)
+        busy = scheduler.busy
+        decodes = scheduler.num_active > 0
+        plan = step(scheduler)
+        assert busy or not (plan or decodes), move
+        if not plan and not decodes:
+            assert not scheduler.busy, move
 
 
 PROMPTS = st.builds(  # prefixes collide often

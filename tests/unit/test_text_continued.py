@@ -42,7 +42,7 @@ TEMPLATES = {"smollm2": SMOLLM2, "chatml": CHATML, "tiny": TINY, "qwen3": QWEN3}
 }
 USER = {"role": "user", "content": "Tell me a story."}
 CONTENTS = ("Once upon", "Once upon ", " Once\n\n", "<think>\nA dragon.\n</think>\n\nOnce", "日本 😀", "a\u00a0")
-ROOM: dict[str, Any] = {"allow_special": False, "max_context": 4000}
+ROOM: dict[str, Any] = {"allow_special": False, "max_context": 4000, "max_tokens": 1}
 
 
 def begun(content: str | None, **fields: Any) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def test_it_may_come_in_pieces(name: str) -> None:
     text = "Once upon a time, there was </s> a dragon  in 日本. It said: <s>\n\nno"
     options: dict[str, Any] = {"continue_final_message": True}
     chat = [Message("user", "Tell me."), Message("assistant", text)]
-    whole = encode_messages(codec, chat, options, max_tokens=1, **ROOM)
+    whole = encode_messages(codec, chat, options, **ROOM)
     assert codec.decode(whole, skip_special_tokens=False).endswith(text)
     for _ in range(4):
         growing, found = grow_messages(codec, [chat[0], Message("assistant", None)], options, **ROOM), list[int]()
@@ -118,7 +118,7 @@ def test_it_may_come_in_pieces(name: str) -> None:
             found += growing.append(piece)
         assert found and found + growing.rest() == whole
     with pytest.raises(RequestError, match="add_generation_prompt is true, too"):
-        encode_messages(codec, chat, {**options, "add_generation_prompt": True}, max_tokens=1, **ROOM)
+        encode_messages(codec, chat, {**options, "add_generation_prompt": True}, **ROOM)
 
 
 FINAL, ANALYSIS = "<|start|>assistant<|channel|>final<|message|>", "<|start|>assistant<|channel|>analysis<|message|>"

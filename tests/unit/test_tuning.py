@@ -50,7 +50,7 @@ KNOBS = {
 }
 OF_CODES = {"span", "density"}  # and of decode GEMMs over weights of 8 and 4 bits
 NOT_COVERED = "tiny"  # heads of 16 dimensions
-TUNED_HYBRIDS = {"qwen3.6-35b-a3b": [Sizes((1, 2, 4), (0,))], "qwen3.5-27b": [Sizes((1,), (0,))]}
+TUNED_HYBRIDS = {"qwen3.6-35b-a3b": [Sizes((1, 2, 4), (0,), max_prefill_chunks=16)], "qwen3.5-27b": [Sizes((1,), (0,))]}
 ROUNDED = (("qwen3.5-27b", "fp8"), ("qwen3.5-27b", "int4"), ("gemma-4-31b", "fp8"))
 WITHOUT_ENTRIES = (
     NOT_COVERED,
@@ -405,8 +405,9 @@ CUT = {
 PARALLEL_DRAFTS = ("peagle", "dflash", "dspark")
 
 
-# entries are of powers of two of rows, which other depths add none to but three tiles of gpt-oss's query rows
-FEW = Sizes(depths=(0, 1, 3, 7))
+# entries are of powers of two of rows, which other depths add none to but three tiles of gpt-oss's query rows; tables
+# know 16 chunks of a prompt at once
+FEW = Sizes(depths=(0, 1, 3, 7), max_prefill_chunks=16)
 
 
 def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
@@ -422,14 +423,14 @@ def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
         pairs[name] = rounded_pair(pairs[whole], RuntimeConfig(quantize=kind))
         sizes[name] = [Sizes((1,), (0,))]
     pairs["with its MTP layer"] = random_pair("qwen3.6-35b-a3b", directory / "mtp", "mtp")
-    sizes["with its MTP layer"] = [Sizes((1,), (0, 1))]
+    sizes["with its MTP layer"] = [Sizes((1,), (0, 1), max_prefill_chunks=16)]
     for (size, invariant), cut in CUT.items():
         for whole in cut:
             name = f"{whole} of {size} GPUs{', invariant' * invariant}"
             options = RuntimeConfig(tensor_parallel_size=size, tp_invariant=invariant)
             pairs[name] = cut_pair(pairs[whole], options)
             if size == 4:
-                sizes[name] = [Sizes((1,), (0, 3))]
+                sizes[name] = [Sizes((1,), (0, 3), max_prefill_chunks=16)]
     for method in PARALLEL_DRAFTS:
         name = f"llama-8b with {method}"
         pairs[name], sizes[name] = random_pair("llama-8b", directory / method, method), [Sizes((1,), (3, 5, 7))]

@@ -31,6 +31,7 @@ from lowlat.kernels.toolchain.kernel import H200, KernelCall
 from lowlat.kernels.tuning.table import Entry, TuningTable
 from lowlat.options.runtime import RuntimeConfig
 from lowlat.options.speculative import SpeculativeConfig
+from lowlat.tools.planned_step import target_config
 from lowlat.tools.tune.arguments import Places
 from lowlat.tools.tune.loopback import LoopedMemory, looped
 from lowlat.tools.tune.pairs import Pair, Sizes, cut_pair, every_part, open_pair, random_pair
@@ -250,26 +251,28 @@ def test_counts_of_ranks_are_added_up() -> None:
 
 
 def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_are() -> None:
-    plain = tune_command(RuntimeConfig())
+    target = target_config(Path("llama-8b"))
+    plain = tune_command(RuntimeConfig(), target)
     assert plain == "lowlat tune all --model DIR --missing"
     options = RuntimeConfig(
         tensor_parallel_size=4, tp_invariant=True, quantize="fp8", quantize_lm_head=True, max_prefill_chunks=32,
         max_context=8192,
     )  # fmt: skip
     assert (
-        tune_command(RuntimeConfig(max_context=600)) == "lowlat tune all --model DIR --max-prefill-chunks 5 --missing"
+        tune_command(RuntimeConfig(max_context=600), target)
+        == "lowlat tune all --model DIR --max-prefill-chunks 5 --missing"
     )
-    assert tune_command(RuntimeConfig(max_batch=8)) == plain
-    assert tune_command(RuntimeConfig(max_batch=6)) == "lowlat tune all --model DIR --batch 6 --missing"
-    assert tune_command(RuntimeConfig(max_batch=32)) == "lowlat tune all --model DIR --batch 32 --missing"
+    assert tune_command(RuntimeConfig(max_batch=8), target) == plain
+    assert tune_command(RuntimeConfig(max_batch=6), target) == "lowlat tune all --model DIR --batch 6 --missing"
+    assert tune_command(RuntimeConfig(max_batch=32), target) == "lowlat tune all --model DIR --batch 32 --missing"
     forced, texts = RuntimeConfig(forced_rows=16), SpeculativeConfig(model="head", text_drafts="suffix", wide_rows=32)
-    assert tune_command(forced) == "lowlat tune all --model DIR --forced-rows 16 --missing"
-    assert tune_command(forced, texts).endswith("--forced-rows 32 --missing")
-    suffix = tune_command(RuntimeConfig(), SpeculativeConfig(method="suffix"))
+    assert tune_command(forced, target) == "lowlat tune all --model DIR --forced-rows 16 --missing"
+    assert tune_command(forced, target, texts).endswith("--forced-rows 32 --missing")
+    suffix = tune_command(RuntimeConfig(), target, SpeculativeConfig(method="suffix"))
     assert suffix == "lowlat tune all --model DIR --method suffix --missing"
-    assert "--method mtp" in tune_command(RuntimeConfig(), SpeculativeConfig(method="auto"))
+    assert "--method mtp" in tune_command(RuntimeConfig(), target, SpeculativeConfig(method="auto"))
     drafts = SpeculativeConfig(model="head", draft_tensor_parallel_size=1, draft_quantize="fp8")
-    found = tune_command(options, drafts)
+    found = tune_command(options, target, drafts)
     for flag in (
         *("--draft-model DIR", "--quantize fp8", "--quantize-lm-head", "--tensor-parallel 4", "--tp-invariant"),
         *("--max-prefill-chunks 32", "--draft-quantize fp8", "--draft-tensor-parallel-size 1"),
@@ -277,6 +280,28 @@ def test_the_command_that_tunes_has_the_options_that_say_which_launches_there_ar
         assert flag in found
     given = found.replace("--model DIR --draft-model DIR", "--list").removesuffix(" --missing").split()[1:]
     assert "cannot be cut" in refusal(*given, "--geometry", "smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "flags"),
+    [
+        ("gpt-oss-120b", {"max_context": 8192}, ""),
+        ("gpt-oss-120b", {"max_context": 8192, "max_prefill_chunks": 64}, ""),
+        ("gpt-oss-120b", {"max_context": 32768, "prefill_chunk": 256}, " --prefill-chunk 256"),
+        ("gpt-oss-120b", {"max_context": 8191}, ""),
+        ("gpt-oss-120b", {"max_context": 2048}, " --max-prefill-chunks 16"),
+        ("gpt-oss-120b", {"max_context": 8192, "max_prefill_chunks": 16}, " --max-prefill-chunks 16"),
+        ("qwen3-30b-a3b", {"max_context": 32768}, ""),
+        ("qwen3-30b-a3b", {"max_context": 32768, "max_prefill_chunks": 64}, " --max-prefill-chunks 64"),
+        ("gpt-oss-20b", {"max_context": 32768}, ""),
+        ("gpt-oss-20b", {"prompt_logits": True, "prefix_reuse": False}, " --max-prefill-chunks 1"),
+    ],
+)
+def test_the_command_names_chunks_at_once_where_the_target_s_own_are_others(
+    name: str, options: dict[str, Any], flags: str
+) -> None:
+    found = tune_command(RuntimeConfig(**options), target_config(Path(name)))
+    assert found == f"lowlat tune all --model DIR{flags} --missing"
 
 
 def test_steps_that_verify_drafts_from_text_are_listed(paths: PairPaths) -> None:

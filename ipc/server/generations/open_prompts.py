@@ -75,7 +75,11 @@ class OpenPrompts:
         self._wait_for_more(stream, opening)
 
     def _grow(self, codec: Codec, submit: Submit) -> Growing:
-        how: dict[str, Any] = {"allow_special": submit.allow_special, "max_context": self._max_context}
+        how: dict[str, Any] = {
+            "allow_special": submit.allow_special,
+            "max_context": self._max_context,
+            "max_tokens": submit.sampling.token_limit,
+        }
         if submit.messages is None:
             return codec.grow(add_special_tokens=submit.add_special_tokens, **how)
         return codec.grow_chat(submit.messages, submit.template_options or {}, **how)

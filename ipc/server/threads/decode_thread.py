@@ -85,6 +85,7 @@ class DecodeThread(threading.Thread):
     def _decode(self) -> None:
         engine, commands, clock = self.engine, self._commands, self._clock
         next_figures = 0.0
+        engine.watch(commands.rouse)
         self._post_figures()
         while not self._stopping:
             if engine.busy:
@@ -116,7 +117,7 @@ class DecodeThread(threading.Thread):
         None: the engine has something to do by itself.
         """
         command = self._commands.wait(FIGURES_AT_REST_S)
-        if command is None:
+        if command is None and not self.engine.busy:  # else a step comes first
             self._post_figures()
         while command is None and not self.engine.busy:
             until = self.engine.deadline

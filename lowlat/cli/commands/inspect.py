@@ -148,6 +148,11 @@ def _print_model(report: dict[str, Any]) -> None:
         ),
     ]
     print_table("KV cache", ("what", "count"), rows)
+    prefill = report["prefill"]
+    click.echo(
+        f"prompts are read {prefill['max_positions']:,} positions at once at most, {prefill['max_chunks']} chunks of "
+        f"{prefill['chunk']} (max_prefill_chunks)"
+    )
     gpus = report.get("cards", [memory])
     rows = [
         [name.removesuffix("_bytes").replace("_", " "), *(format_bytes(each[name]) for each in gpus)] for name in memory

@@ -131,6 +131,8 @@ def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":
     if kv:
         parts.append(_kv(kv))
         parts += _below(kv)
+    if held_up := engine.get("held_up"):
+        parts.append(Text(f"held up   {held_up['text']}", style="bold"))
     parts += [_memory(each) for each in engine.get("memory", ())]
     speculation = engine.get("eagle_speculation")
     if speculation:

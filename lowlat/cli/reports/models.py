@@ -9,7 +9,7 @@ import torch
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.hub import Download
 from lowlat.checkpoint.tensors import INDEX_FILE, SINGLE_FILE, Checkpoint
-from lowlat.cli.reports.sizes import Plan, buffer_dict, parts_of, plan_runtime
+from lowlat.cli.reports.sizes import Plan, buffer_dict, parts_of, plan_runtime, prefill_dict
 from lowlat.cli.running import default_context
 from lowlat.engine.loading.pool_size import check_free, takes_all_free
 from lowlat.errors import ConfigError
@@ -71,6 +71,7 @@ def model_report(
         "sampling_advice": dict(read_advice(directory)),
         "default_capture_boundaries": default_boundaries(config.num_layers),
         "kv": _kv(plan, program, runtime),
+        "prefill": prefill_dict(plan.geometry),
         "memory": plan.memory(choice),
     }
     if len(plan.ranks) > 1:

@@ -34,7 +34,7 @@ from lowlat.step.decode import build_step
 from lowlat.step.ladder import StepLadder
 from lowlat.step.state import StepGeometry
 
-__all__ = ["Plan", "buffer_dict", "parts_of", "plan_runtime"]
+__all__ = ["Plan", "buffer_dict", "parts_of", "plan_runtime", "prefill_dict"]
 
 WeightPlan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 PART_OF = {  # the last name but the tensor's own: `layers.3.qkv.weight` is qkv
@@ -182,3 +182,9 @@ def buffer_dict(spec: BufferSpec) -> dict[str, Any]:
         "role": spec.role.value,
         "bytes": spec.num_bytes,
     }
+
+
+def prefill_dict(geometry: StepGeometry) -> dict[str, int]:
+    """How much of a prompt is read at once: positions of a chunk, and chunks and positions at most."""
+    most, chunk = geometry.max_prefill_chunks, geometry.prefill_chunk
+    return {"chunk": chunk, "max_chunks": most, "max_positions": geometry.prefill_sizes[-1]}

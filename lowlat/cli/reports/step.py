@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
-from lowlat.cli.reports.sizes import buffer_dict
+from lowlat.cli.reports.sizes import buffer_dict, prefill_dict
 from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.toolchain.kernel import KernelCall
@@ -101,7 +101,11 @@ def step_report(
         "context": lengths[0],
         "kernels_do_not_cover": planned.problem,
         "step": _program_report(step, rate, full=full),
-        "prefill": {"positions": planned.positions, **_program_report(prefill, rate, full=full)},
+        "prefill": {
+            "positions": planned.positions,
+            **prefill_dict(planned.geometry),
+            **_program_report(prefill, rate, full=full),
+        },
         "buffers": _buffer_report([*programs, planned.prefill.program]),
     }
     if full:

@@ -48,7 +48,12 @@ def _print_heading(report: dict[str, Any]) -> None:
     capability, plans = ".".join(map(str, gpu["capability"])), "tuned plans" if gpu["tuned"] else "derived plans"
     click.echo(
         f"{count}{gpu['name']}: {gpu['multiprocessors']} SMs, capability {capability}, {plans}; floors are weights, "
-        f"keys and values at {gpu['read_gb_per_s']:,.0f} GB/s\n"
+        f"keys and values at {gpu['read_gb_per_s']:,.0f} GB/s"
+    )
+    prefill = report["prefill"]
+    click.echo(
+        f"prompts are read {prefill['max_positions']:,} positions at once at most, {prefill['max_chunks']} chunks of "
+        f"{prefill['chunk']} (max_prefill_chunks)\n"
     )
     if report["kernels_do_not_cover"] is not None:
         click.echo(f"no kernels: {report['kernels_do_not_cover']}; operations run by torch\n")

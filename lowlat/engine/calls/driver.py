@@ -159,18 +159,21 @@ class Driver:
             runtime = self._runtime()
             if runtime is not None:
                 runtime.adopt_thread()
+                runtime.watch(self._inbox.rouse)
             del runtime
             while not self._stopping:
-                self._run_jobs(self._inbox.take() if self._is_busy() else self._inbox.wait(self._patience_s()))
+                self._run_jobs(self._inbox.take() if self._is_ready() else self._inbox.wait(self._patience_s()))
                 self._step()
         except BaseException as error:  # whatever it is, nobody steps from here on
             failure = error
             why = lambda: _failed(failure)  # noqa: E731
         self._finish(why)
 
-    def _is_busy(self) -> bool:
+    def _is_ready(self) -> bool:
         runtime = self._runtime()
-        return runtime is not None and (bool(self._waiting) or runtime.busy)
+        if runtime is None:
+            return False
+        return runtime.ready or (bool(self._waiting) and not runtime.scheduler.is_full)
 
     def _patience_s(self) -> float | None:
         """Seconds until a request has waited for its caller for too long; None: there is none."""
@@ -193,7 +196,7 @@ class Driver:
             return
         while self._waiting and not runtime.scheduler.is_full:
             self._open(self._waiting.popleft(), runtime)
-        if runtime.busy:
+        if runtime.ready:
             self._deliver(runtime, runtime.step())
 
     def _open(self, ticket: Ticket, runtime: "SteppedRuntime") -> None:

@@ -1,4 +1,4 @@
-"""This module makes blocks of `Runtime.summary`: what the KV cache holds, and what paused requests take."""
+"""This module makes blocks of `Runtime.summary`: what the KV cache holds, what paused requests take, and who waits."""
 
 from dataclasses import asdict
 from typing import Any
@@ -8,7 +8,7 @@ from lowlat.engine.sessions.book import SessionBook
 from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.step.state import StepGeometry
 
-__all__ = ["kv_summary", "paused_summary"]
+__all__ = ["held_up_summary", "kv_summary", "paused_summary"]
 
 
 def kv_summary(
@@ -33,3 +33,10 @@ def paused_summary(scheduler: Scheduler) -> dict[str, int]:
     space = scheduler.space
     kept = {"num_without_slot": len(space.held), "host_bytes": space.num_bytes, "max_host_bytes": space.max_bytes}
     return {"num_paused": scheduler.num_paused, **kept}
+
+
+def held_up_summary(scheduler: Scheduler) -> dict[str, Any]:
+    """The block of a queue whose head waits for what paused requests and open prompts hold; nothing while it may go
+    on."""
+    found = scheduler.held_up()
+    return {} if found is None else {"held_up": {**asdict(found), "text": str(found)}}

@@ -10,6 +10,7 @@ from lowlat.errors import ConfigError
 from lowlat.kernels.reference.step.slots import MAX_PATH_NODES
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.partial_kv import PartialKV, partial_kv
+from lowlat.models.prefill_chunks import most_prefill_chunks
 from lowlat.models.shard import rank_configs, rank_drafts
 from lowlat.models.weight_plan import WeightPlan, weight_plan
 from lowlat.options.runtime import RuntimeConfig
@@ -20,7 +21,7 @@ from lowlat.speculators.tree.dynamic import DynamicTree, Topology
 from lowlat.step.checks import CheckedKinds
 from lowlat.step.state import StepGeometry
 
-__all__ = ["check_countable", "make_geometry", "rank_geometries"]
+__all__ = ["check_countable", "chunks_of_context", "make_geometry", "rank_geometries"]
 
 logger = logging.getLogger("lowlat")
 
@@ -71,7 +72,7 @@ def make_geometry(
         block_size=options.block_size,
         num_blocks=0,
         prefill_chunk=options.prefill_chunk,
-        max_prefill_chunks=_chunks_at_once(options),
+        max_prefill_chunks=chunks_of_context(config, options),
         simulated_acceptance=None if used is None else used.imposed_acceptance,
         simulated_seed=0 if used is None else used.simulated_seed,
         num_drafted_rows=num_drafted_rows,
@@ -162,11 +163,12 @@ def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topol
         )
 
 
-def _chunks_at_once(options: RuntimeConfig) -> int:
+def chunks_of_context(config: ModelConfig, options: RuntimeConfig) -> int:
     """Chunks of a prompt that run at once, no more than it can have; one where all positions leave their logits."""
     if options.prompt_logits:
         return 1
-    return min(options.max_prefill_chunks, -(-options.max_context // options.prefill_chunk))
+    most = most_prefill_chunks(config, options.prefill_chunk, options.max_prefill_chunks)
+    return min(most, -(-options.max_context // options.prefill_chunk))
 
 
 def _max_draft_length(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:

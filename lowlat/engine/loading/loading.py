@@ -92,14 +92,14 @@ def load(
         ranks = [build_rank(each, ladder, topologies) for each in geometries]
         plans = plan_ranks(ranks, weights, choice, devices, fuse=options.fuse)
     check_ranks(plans, devices, reserve)
-    _log_cache(geometry, geometries)
+    _log_sizes(geometry, geometries)
     executor = make_executor(
         choice, ranks, weights, captured, devices=devices, device_loop=options.device_loop, fuse=options.fuse,
         hooks=not options.is_strict, watchdog=(options.watchdog_factor, options.watchdog_min_s),
         can_sleep=options.can_sleep, planned=[plan.workspaces for plan in plans if plan.workspaces is not None],
     )  # fmt: skip
     try:
-        check_launches(options, executor.counts, speculation.used)
+        check_launches(options, executor.counts, geometry.config, speculation.used)
         costs = None
         if geometry.max_draft_length is not None:
             costs = set_costs(
@@ -147,12 +147,15 @@ def _refuse_unfit(
     refuse_parts(choice, first.config, None if first.speculator is None else first.speculator.draft_config)
 
 
-def _log_cache(geometry: StepGeometry, ranks: Sequence[StepGeometry]) -> None:
-    """Log how many tokens the KV cache holds, of how many requests, and what it takes of a rank's device."""
+def _log_sizes(geometry: StepGeometry, ranks: Sequence[StepGeometry]) -> None:
+    """Log how many tokens the KV cache holds, of how many requests, and what it takes of a rank's device; and how much
+    of a prompt is read at once."""
     tokens, size = geometry.num_kv_tokens, max(map(kv_bytes, ranks)) / 2**30
     count = (geometry.num_blocks - 1) // geometry.table_width
     logger.info("the KV cache holds %d tokens, %d requests of max_context %d, in %.2f GiB%s", tokens, count,
                 geometry.max_context, size, " of each GPU" if len(ranks) > 1 else "")  # fmt: skip
+    logger.info("prompts are read %d positions at once at most, %d chunks of %d", geometry.prefill_sizes[-1],
+                geometry.max_prefill_chunks, geometry.prefill_chunk)  # fmt: skip
 
 
 def _check_call(model: object, speculative: object, *told: object) -> None:

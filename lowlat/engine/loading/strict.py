@@ -14,10 +14,13 @@ that was checked when it was read. A library's attention in prefill, where no ke
 
 from dataclasses import replace
 
+from lowlat.engine.loading.geometry import chunks_of_context
 from lowlat.engine.loading.programs import bucket_batches
 from lowlat.errors import ConfigError
 from lowlat.executors import LaunchCounts
 from lowlat.executors.devices import DeviceChoice
+from lowlat.models.geometry import ModelConfig
+from lowlat.models.prefill_chunks import most_prefill_chunks
 from lowlat.options.declaration import options_of
 from lowlat.options.method_options import AUTO_METHOD
 from lowlat.options.runtime import FEW_SLOTS, RuntimeConfig
@@ -44,9 +47,10 @@ def check_device(config: RuntimeConfig, choice: DeviceChoice) -> None:
         )
 
 
-def tune_command(config: RuntimeConfig, speculative: SpeculativeConfig | None = None) -> str:
+def tune_command(config: RuntimeConfig, target: ModelConfig, speculative: SpeculativeConfig | None = None) -> str:
     """The command that measures the plans which a runtime of these options lacks.
 
+    target       whole; it says how many chunks run at once by default
     speculative  None: there is no draft model
     """
     words = ["lowlat tune all --model DIR"]
@@ -54,7 +58,8 @@ def tune_command(config: RuntimeConfig, speculative: SpeculativeConfig | None = 
         words.append("--draft-model DIR")
     elif speculative is not None:
         words.append(f"--method {'mtp' if speculative.method == AUTO_METHOD else speculative.method}")
-    at_once = min(config.max_prefill_chunks, -(-config.max_context // config.prefill_chunk))
+    at_once: int | None = chunks_of_context(target, config)
+    at_once = None if at_once == most_prefill_chunks(target, config.prefill_chunk, None) else at_once
     wide = max(config.forced_rows, 0 if speculative is None else speculative.wide_rows)  # with the same launches
     words += _flags(replace(config, max_prefill_chunks=at_once, forced_rows=wide), TUNED_BY)
     words += [] if TUNED_SLOTS.issuperset(bucket_batches(config.max_batch)) else [f"--batch {config.max_batch}"]
@@ -72,10 +77,13 @@ def _flags(record: RuntimeConfig | SpeculativeConfig, names: tuple[str, ...]) ->
     return found
 
 
-def check_launches(config: RuntimeConfig, counts: LaunchCounts, speculative: SpeculativeConfig | None = None) -> None:
+def check_launches(
+    config: RuntimeConfig, counts: LaunchCounts, target: ModelConfig, speculative: SpeculativeConfig | None = None
+) -> None:
     """Raise ConfigError where strict mode would launch what was not tuned, or a library in place of a kernel.
 
     counts       of all ranks: each one's launches need entries, as parts of a target need not be alike
+    target       whole
     speculative  None: there is no draft model
     """
     if not config.is_strict:
@@ -90,7 +98,8 @@ def check_launches(config: RuntimeConfig, counts: LaunchCounts, speculative: Spe
         raise ConfigError(
             f"perf_mode 'strict' launches by measured plans, and {counts.planned - counts.tuned} of {counts.planned} "
             f"launches have plans that were derived for this GPU: {_named(counts.untuned)}; "
-            f"`{tune_command(config, speculative)}` measures them; perf_mode 'default' goes on with what was derived"
+            f"`{tune_command(config, target, speculative)}` measures them; perf_mode 'default' goes on with what "
+            "was derived"
         )
 
 

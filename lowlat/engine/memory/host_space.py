@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from lowlat.errors import CapacityError
 from lowlat.sequence.book import MovedOut
 
-__all__ = ["HostSpace"]
+__all__ = ["REFUSED_S", "HostSpace"]
 
 logger = logging.getLogger("lowlat.engine.host_space")
 
@@ -46,6 +46,11 @@ class HostSpace:
     def num_free(self) -> int:
         """Bytes that requests may still take, as far as is known: none for a while after the host has refused some."""
         return 0 if time.monotonic() < self._refused_until else self.max_bytes - self.num_bytes
+
+    @property
+    def refused_until(self) -> float | None:
+        """The time of the monotonic clock until which the host is not asked, as it has refused memory; None: it is."""
+        return self._refused_until if time.monotonic() < self._refused_until else None
 
     def bytes_of(self, counts: Mapping[str, int]) -> int:
         """Bytes of so many blocks, by pool."""

@@ -221,7 +221,7 @@ def check_fits(need: MemoryNeed, device: torch.device) -> None:
         shown = ", ".join(f"{name.removesuffix('_bytes')} {value / 2**30:.2f}" for name, value in parts.items())
         raise ConfigError(
             f"{total / 2**30:.2f} GiB are needed on {place}{during} ({shown}) and {free / 2**30:.2f} GiB are "
-            "free: lower max_batch, max_context, kv_cache_gib or kv_blocks, or take a smaller model"
+            "free: lower max_batch, max_context, max_prefill_chunks, kv_cache_gib or kv_blocks, or take a smaller model"
         )
 
 

@@ -15,9 +15,14 @@ __all__ = ["OpenPrompt"]
 class OpenPrompt:
     """A request whose prompt is being written; see `Runtime.open_prompt`. One thread writes it."""
 
-    def __init__(self, runtime: "SteppedRuntime", request_id: str, *, allow_special: bool) -> None:
+    def __init__(self, runtime: "SteppedRuntime", request_id: str, *, max_tokens: int, allow_special: bool) -> None:
         self._runtime = runtime
-        self._pieces = GrowingPrompt(runtime.codec, max_context=runtime.config.max_context, allow_special=allow_special)
+        self._pieces = GrowingPrompt(
+            runtime.codec,
+            max_context=runtime.config.max_context,
+            max_tokens=max_tokens,
+            allow_special=allow_special,
+        )
         self._refusal = ""  # of a piece: the prompt lacks it, and is of no more use
         self.request_id = request_id
 

@@ -28,11 +28,13 @@ class KeptRequests(Mapping[str, Kept]):
 
     space  of host memory
     queue  their priorities and arrivals
+    generation  a number that grows with every request that is kept: its blocks may be had, too
     """
 
     def __init__(self, kvcache: "KVCache", space: HostSpace, queue: RequestQueue) -> None:
         self._kvcache, self._space, self._queue = kvcache, space, queue
         self._kept: dict[str, Kept] = {}
+        self.generation = 0
 
     def __getitem__(self, request_id: str) -> Kept:
         return self._kept[request_id]
@@ -47,6 +49,7 @@ class KeptRequests(Mapping[str, Kept]):
         """Keep a request that leaves its slot. Raises CapacityError where that does not fit in host memory."""
         self._space.take_slot(slot.request.request_id)
         self._kept[slot.request.request_id] = Kept(slot)
+        self.generation += 1
 
     def forget(self, request_id: str) -> bool:
         """Keep nothing of a request any more; whether anything was."""

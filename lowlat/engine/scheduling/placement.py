@@ -1,5 +1,6 @@
 """This module gives slots and blocks to the head of the queue, and takes them from requests of lower priority."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ class Placement:
     num_overprovision  positions that a step may write past a request's total
     num_written        positions of a decoding request that may be written, by its id
     kept               requests that decoded and have no slot
+    retry_at           the time of the monotonic clock at which the host is asked again for memory that the head of the
+                       queue waits for; None: it waits for none
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class Placement:
         self._moved_out: list[tuple[str, MovedOut]] = []
         self._num_admitted = 0
         self._refused: tuple[ScheduledRequest, int] | None = None  # the head, and the cache it did not fit into
+        self._passed = 0  # the generation of `kept` that had nothing for it either
+        self.retry_at: float | None = None
 
     def may_admit(self) -> bool:
         """Whether the head of the queue may get a slot now."""
@@ -53,7 +58,9 @@ class Placement:
         head = self._queue.queued[0]
         if None not in self._slots:
             return self._victim(head) is not None and self._may_fit(head)
-        if self._refused != (head, self._kvcache.generation):
+        if self._refused != (head, self._kvcache.generation) or self._passed != self.kept.generation:
+            return True
+        if self.retry_at is not None and time.monotonic() >= self.retry_at:
             return True
         return bool(self.kept) and any(map(self._has_blocks, self._queue.queued))
 
@@ -71,6 +78,7 @@ class Placement:
     def admit(self) -> list[Admission]:
         """Give slots to the queue's first, as far as blocks suffice. Time: slots, and what the book's `admit` takes."""
         admitted = []
+        self.retry_at, refused_until = None, self._space.refused_until
         place = 0  # of the first that may be admitted
         while place < len(self._queue.queued):
             request = self._queue.queued[place]
@@ -83,6 +91,8 @@ class Placement:
                 admitted.append(admission)
             elif not self._make_way(request):
                 admitted += self._take_back()
+                self._passed = self.kept.generation
+                self.retry_at = self._space.refused_until or refused_until
                 break
         return admitted
 

@@ -6,7 +6,9 @@ from enum import StrEnum
 
 from lowlat.sequence.book import MovedIn, MovedOut
 
-__all__ = ["Admission", "Departure", "Phase", "PrefillChunk", "ScheduledRequest", "Slot", "StepPlan"]
+__all__ = ["Admission", "Departure", "HeldUp", "Phase", "PrefillChunk", "ScheduledRequest", "Slot", "StepPlan"]
+
+MOST_NAMED = 3  # requests in a line
 
 
 class Phase(StrEnum):
@@ -96,6 +98,37 @@ class StepPlan:
         return bool(self.admitted or self.prefill or self.departed or self.moved_out)
 
 
+@dataclass(frozen=True)
+class HeldUp:
+    """The head of the queue waits for what requests hold that wait for their callers, and nothing else runs.
+
+    num_needed         KV blocks of its worst case
+    num_available      blocks that are free, or hold prefixes that nobody uses
+    paused             ids of paused requests whose blocks are on the device; num_paused_blocks are theirs
+    open_prompts       ids of requests with a slot whose prompts are still to come; num_open_blocks are theirs
+    has_slot           whether a slot is free
+    """
+
+    request_id: str
+    num_needed: int
+    num_available: int
+    paused: tuple[str, ...]
+    num_paused_blocks: int
+    open_prompts: tuple[str, ...]
+    num_open_blocks: int
+    has_slot: bool
+
+    def __str__(self) -> str:
+        who = [f"paused requests hold {self.num_paused_blocks} ({_names(self.paused)})"] if self.paused else []
+        if self.open_prompts:
+            who.append(f"open prompts hold {self.num_open_blocks} ({_names(self.open_prompts)})")
+        if self.has_slot:
+            lacks = f"it needs {self.num_needed} KV blocks, and {self.num_available} are free or reusable (kv_blocks)"
+        else:
+            lacks = "no slot is free (max_batch)"
+        return f"request {self.request_id} waits, and nothing runs: {lacks}; {' and '.join(who)}"
+
+
 @dataclass(eq=False, slots=True)
 class Slot:
     """A request in a slot: the blocks by position, where its next chunk starts, and how often it was passed over."""
@@ -107,3 +140,9 @@ class Slot:
     next_start: int
     phase: Phase = Phase.PREFILLING
     passed_over: int = 0
+
+
+def _names(request_ids: Sequence[str]) -> str:
+    """The first of some ids, and how many others there are."""
+    more = f" and {len(request_ids) - MOST_NAMED} more" if len(request_ids) > MOST_NAMED else ""
+    return ", ".join(request_ids[:MOST_NAMED]) + more

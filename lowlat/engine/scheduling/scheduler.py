@@ -23,7 +23,7 @@ from lowlat.engine.scheduling.pace import PrefillPace
 from lowlat.engine.scheduling.placement import Placement
 from lowlat.engine.scheduling.prefill_order import PrefillOrder
 from lowlat.engine.scheduling.queue import RequestQueue
-from lowlat.engine.scheduling.records import Departure, Phase, PrefillChunk, ScheduledRequest, Slot, StepPlan
+from lowlat.engine.scheduling.records import Departure, HeldUp, Phase, PrefillChunk, ScheduledRequest, Slot, StepPlan
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.sequence.book import InvariantError
 
@@ -109,8 +109,48 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request has not ended, but for those that wait to be resumed, or for more of their prompt."""
-        return len(self._requests) > len(self._queue.aside) + self._num_starved
+        """Whether any request may go on by itself.
+
+        Those that wait to be resumed, or for more of their prompt, do not; nor do those that wait for what these hold.
+        """
+        if len(self._requests) <= len(self._queue.aside) + self._num_starved:
+            return False
+        tiers = self.kvcache.tiers  # first: what ends after this makes it ready
+        return (tiers is not None and tiers.under_way) or self.ready
+
+    @property
+    def ready(self) -> bool:
+        """Whether any request may go on now: of those that `busy` counts, not a head that waits for copies or files."""
+        if len(self._requests) <= len(self._queue.aside) + self._num_starved:
+            return False
+        return not self._queue.queued or self.num_active > 0 or self.has_work
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether the head of the queue waits for what requests hold that wait for their callers: nothing else runs."""
+        return bool(self._queue.queued) and not self.busy
+
+    @property
+    def retry_at(self) -> float | None:
+        """The time at which the host is asked again for memory that the head of the queue waits for; None: never."""
+        return self._placement.retry_at if self._queue.queued else None
+
+    def held_up(self) -> HeldUp | None:
+        """What the head of the queue waits for, and who holds it; None: it may go on. Time: blocks."""
+        if not self.is_held_up:
+            return None
+        head, kvcache, stats = self._queue.queued[0], self.kvcache, self.kvcache.stats()
+        paused = [name for name in self._queue.aside if name in self._kept and self._kept[name].moved is None]
+        return HeldUp(
+            request_id=head.request_id,
+            num_needed=kvcache.num_needed(head.max_total_tokens, self.num_overprovision),
+            num_available=stats.num_free + stats.num_evictable,
+            paused=tuple(paused),
+            num_paused_blocks=kvcache.num_held(paused),
+            open_prompts=tuple(opened := [name for name in self._queue.open if self._requests[name] is not None]),
+            num_open_blocks=kvcache.num_held(opened),
+            has_slot=None in self._slots,
+        )
 
     @property
     def num_paused(self) -> int:

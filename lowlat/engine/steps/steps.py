@@ -6,6 +6,7 @@ published for a slot that the host has given up is dropped.
 """
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -45,6 +46,7 @@ __all__ = ["Steps"]
 logger = logging.getLogger("lowlat.engine.steps")
 
 TIERS_WAIT_S = 0.005
+TELL_HELD_UP_S = 60.0  # so often, at most, is told who waits for what is held for callers
 
 
 class Steps:
@@ -99,6 +101,7 @@ class Steps:
         num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
         scheduler.num_written = lambda request_id: len(requests[request_id].committed) + num_ahead
         self._owes_step = False  # a first token was returned, and no step followed it yet
+        self._tells_held_up_at = 0.0
 
     def step(self, num_speculative_tokens: int | None, depth: int) -> None:
         """Do what `Runtime.step` says, at a depth that has a bucket. Raises DeviceError when the device has failed."""
@@ -158,10 +161,9 @@ class Steps:
     def _admit(self, depth: int) -> Sequence[Entry]:
         """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
         tiers = self._kvcache.tiers
-        if tiers is not None and not self._scheduler.num_active and not self._scheduler.has_work:
-            with (
-                self._guard.repeatable_wait()
-            ):  # for a chunk to come from a file, for a moment: nobody decodes meanwhile
+        if tiers is not None and not (self._requests.outputs or self._scheduler.ready):
+            with self._guard.repeatable_wait():
+                # for a chunk to come from a file, or for blocks that are copied, for a moment: nobody decodes meanwhile
                 tiers.wait(TIERS_WAIT_S)
         plan = self._scheduler.plan()
         for departure in plan.departed:
@@ -171,7 +173,18 @@ class Steps:
         self.moves.fill()
         for admission in plan.admitted:
             self.changes.arrive(admission)
-        return () if plan.prefill is None else self._prefill(plan.prefill, depth)
+        if plan.prefill is None:
+            self.moves.keep()  # what an admission found is held until it was copied
+            self.moves.clear()  # what copies held of a failed request's: the head may wait for it
+            self._tell_held_up()
+            return ()
+        return self._prefill(plan.prefill, depth)
+
+    def _tell_held_up(self) -> None:
+        """Log it where the head of the queue waits for what is held for callers: for ever, if these never come."""
+        if time.monotonic() >= self._tells_held_up_at and (found := self._scheduler.held_up()) is not None:
+            self._tells_held_up_at = time.monotonic() + TELL_HELD_UP_S
+            logger.warning("%s; resume, finish or cancel these", found)
 
     def _prefill(self, chunk: PrefillChunk, depth: int) -> Sequence[Entry]:
         request = self._requests[chunk.request_id]
@@ -179,6 +192,7 @@ class Steps:
         problem = self.masks.join(request) if chunk.last else None
         if problem is not None:
             self.changes.end(request, "error", error=problem, code="grammar")
+            self.moves.keep()
             return ()
         request.commands = self._kvcache.commands(request.request_id)
         self.moves.clear()  # some of its own may have been a failed request's

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ import torch
 
 from lowlat.checkpoint.files import take_out_unfinished, written_whole
 from lowlat.errors import ConfigError
+from lowlat.options.directories import make_private
 from lowlat.sequence.tiers.key import ChunkKey
 
 __all__ = ["DiskTier"]
@@ -62,10 +62,9 @@ class DiskTier:
         self._has_warned = False
         self._seen = 0  # when the directory was changed last, as far as its files are counted
         self._lock = threading.Lock()
+        for folder in (directory, self.root):
+            make_private(folder, "cache_dir")
         try:
-            for folder in (directory, self.root):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _check_owner(folder)
             take_out_unfinished(self.root, WRITING)
             self._count()
         except OSError as error:
@@ -226,16 +225,3 @@ def _key_of(path: Path) -> ChunkKey:
         return ChunkKey(bytes.fromhex(name[:64]), name[64:])
     except ValueError:  # somebody's own
         return ChunkKey(b"", name)
-
-
-def _check_owner(folder: Path) -> None:
-    facts = folder.stat()
-    if facts.st_uid != os.getuid():
-        raise ConfigError(
-            f"cache_dir {folder} belongs to user {facts.st_uid}, and this process is user {os.getuid()}'s"
-        )
-    if stat.S_IMODE(facts.st_mode) & 0o077:
-        raise ConfigError(
-            f"cache_dir {folder} lets others in (mode {stat.S_IMODE(facts.st_mode):o}), and it keeps what was asked: "
-            "chmod 700 it, or name another"
-        )

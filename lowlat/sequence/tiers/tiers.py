@@ -64,6 +64,7 @@ class CacheTiers:
     """
 
     apart = True  # contents come to the device while others decode
+    on_read: Callable[[], None] | None = None  # called in the tiers' threads when `num_read` has grown
 
     def __init__(
         self,
@@ -116,6 +117,12 @@ class CacheTiers:
         """Copies to the device that are under way."""
         return self._num_loads
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a read, or a copy from or to the device, has not ended: `num_read` grows when the last one does."""
+        with self._lock:
+            return bool(self._coming or self._num_loads or self._saving)
+
     def find(self, key: ChunkKey) -> torch.Tensor | Presence | None:
         """A content, [n] uint8 in host memory; COMING: it is read from its file from here on.
 
@@ -136,9 +143,9 @@ class CacheTiers:
                     return
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a read or a copy to the device has ended, at most so long; not at all where none is under way."""
+        """Wait until a read, or a copy from or to the device, has ended, at most so long; where none is, not at all."""
         with self._lock:
-            if self._coming or self._num_loads:
+            if self.under_way:
                 self._lock.wait(timeout_s)
 
     def has(self, key: ChunkKey) -> bool:
@@ -321,6 +328,8 @@ class CacheTiers:
         self._told = time.monotonic()
         self._num_read += 1
         self._lock.notify_all()
+        if self.on_read is not None:
+            self.on_read()
 
     def _end(self) -> None:
         """An order is done; the lock is held."""

@@ -27,15 +27,20 @@ _ORIGIN = re.compile(r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://
 
 
 def key_of(environment: Mapping[str, str]) -> tuple[str, bool]:
-    """The key in LOWLAT_API_KEY, else a new one; and whether it is new. Raises ConfigError for one too short."""
+    """The key in LOWLAT_API_KEY, else a new one; and whether it is new. Raises ConfigError for one that is none."""
     key = environment.get(KEY_VARIABLE, "")
     return (checked_key(key), False) if key else (secrets.token_urlsafe(24), True)
 
 
 def checked_key(key: str) -> str:
-    """The key, where it is one. Raises ConfigError for one too short."""
-    if len(key) < MIN_KEY or not key.isascii() or not key.isprintable() or " " in key:
-        raise ConfigError(f"{KEY_VARIABLE} must have {MIN_KEY} printable ASCII characters at least, got {len(key)}")
+    """The key, where it is one. Raises ConfigError for one too short, or with what headers do not carry."""
+    if len(key) < MIN_KEY:
+        raise ConfigError(f"{KEY_VARIABLE} must have {MIN_KEY} characters at least, got {len(key)}")
+    wrong = next((place for place, each in enumerate(key) if not "!" <= each <= "~"), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{KEY_VARIABLE} must be of printable ASCII without spaces, and its character {wrong + 1} is none"
+        )
     return key
 
 

@@ -67,6 +67,16 @@ TIERS = {
 KV_GAUGES = {
     "kv_cache_capacity_tokens": ("capacity_tokens", "Tokens that the KV cache holds, cached prefixes included."),
 }
+HELD_UP = {  # all 0 while the queue goes on
+    "queue_held_up": (
+        "is_held_up",
+        "1 while the engine's first waiting request waits for what paused requests or open prompts hold.",
+    ),
+    "queue_held_up_blocks_needed": ("num_needed", "KV blocks that it needs."),
+    "queue_held_up_blocks_available": ("num_available", "KV blocks that are free or reusable meanwhile."),
+    "queue_held_up_blocks_paused": ("num_paused_blocks", "KV blocks that paused requests hold meanwhile."),
+    "queue_held_up_blocks_open": ("num_open_blocks", "KV blocks that open prompts hold meanwhile."),
+}
 SESSIONS = {
     "sessions": ("num_sessions", "Sessions that live."),
     "sessions_running": ("num_running", "Sessions with requests under way."),
@@ -114,6 +124,8 @@ class _Snapshot(Collector):
             used = kv["num_used"] / max(kv["num_blocks"], 1)
             yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use; 1 is all.", used)
             yield from self._gauges(KV_GAUGES, kv)
+            held_up = {"is_held_up": 1, **engine["held_up"]} if "held_up" in engine else {}
+            yield from self._gauges(HELD_UP, {key: held_up.get(key, 0) for key, _ in HELD_UP.values()})
             if kv.get("cache_dtype") in CACHE_BITS:
                 bits = CACHE_BITS[kv["cache_dtype"]]
                 yield self._gauge("kv_cache_bits", "Bits of a number in the KV cache.", bits)

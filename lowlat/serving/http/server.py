@@ -18,6 +18,7 @@ import uvicorn
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import EndpointLock, parse_endpoint
+from lowlat.ipc.signals import ending_signals
 from lowlat.serving.descriptors import raise_descriptor_limit
 from lowlat.serving.http.acceptor import Acceptor
 from lowlat.serving.http.app import make_app
@@ -98,7 +99,7 @@ def run(
     limits: ConnectionLimits | None = None,
     drain_s: float = 0.0,
 ) -> None:
-    """Serve until SIGTERM or Ctrl-C, or until nothing holds the other end of a pipe any more.
+    """Serve until a signal of `ending_signals`, or until nothing holds the other end of a pipe any more.
 
     key, hosts, origins  see `make_app`
     opened   called with the address when connections are accepted; its port is the one that was chosen
@@ -154,7 +155,7 @@ class _Server(uvicorn.Server):
         """Serve until a signal, or the end of the parent."""
         loop = asyncio.get_running_loop()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in ending_signals():
                 if parent is None:
                     loop.add_signal_handler(number, self.handle_exit, number, None)
                 else:

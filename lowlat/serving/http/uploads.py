@@ -10,6 +10,7 @@ The end of the body is the end of the prompt. A body that breaks off cancels the
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import groupby
 
@@ -34,6 +35,7 @@ class Trial(Struct, forbid_unknown_fields=True):
 
 
 Piece = str | list[int] | Trial
+_HALF = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"\s*$')  # of a surrogate pair, as JavaScript cuts strings
 _PIECE: msgspec.json.Decoder[Piece] = msgspec.json.Decoder(Piece)
 
 
@@ -137,7 +139,8 @@ def _piece(line: bytes, place: int) -> Piece:
     try:
         found = _PIECE.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        message = f"line {place} of the body: {error!s:.200}; a piece is a string or a list of token ids"
+        why = "it ends within a character" if _HALF.search(line) else f"{error!s:.200}"
+        message = f"line {place} of the body: {why}; a piece is a string or a list of token ids"
         raise ApiError(400, message, param="prompt", code="json") from None
     if isinstance(found, Trial) and found.finish != "speculative":
         raise invalid("finish", f'line {place} of the body: finish is "speculative", or the end of the body')

@@ -20,6 +20,7 @@ from typing import Any
 
 from lowlat.errors import ConfigError
 from lowlat.ipc.endpoint import make_folder
+from lowlat.ipc.signals import ending_signals
 from lowlat.serving.models.channel import Channel
 from lowlat.serving.models.places import Decision, Place, Presence, decide
 from lowlat.serving.models.roster import Listed, Roster, roster_path
@@ -114,7 +115,7 @@ class Supervisor:
         """Handle signals, and end all processes and the roster with the context."""
         make_folder(self.roster.parent)
         lock = self._locked()
-        before = {number: signal.signal(number, self._signalled) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, self._signalled) for number in ending_signals()}
         self._write()
         try:
             yield

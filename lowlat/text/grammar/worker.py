@@ -101,7 +101,8 @@ def walk(matcher: Any, max_mask_s: float, walk_s: float) -> None:
         mask = matcher.compute_bitmask()
         took = time.thread_time() - begin
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
-            raise Refusal(f"after {place} tokens by chance: {reason(matcher)}")
+            said = reason(matcher)
+            raise Refusal(f"after {place} tokens of a text that it takes: {said}" if place else said)
         if took > max_mask_s:
             raise Refusal(
                 f"a mask takes {took * 1000:.0f} ms; at most {max_mask_s * 1000:g} ms: write it less ambiguous"

@@ -45,22 +45,26 @@ def grow_messages(
     *,
     allow_special: bool,
     max_context: int,
+    max_tokens: int,
 ) -> GrowingChat:
     """A chat of whose last message the content is still to come; the arguments are those of `encode_messages`.
 
     Nothing is refused before its first piece.
     """
+    limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
 
     def write(content: str) -> str:
         whole = [*messages[:-1], msgspec.structs.replace(messages[-1], content=content)]
         values = _values(codec, whole, options)
         with _as_refusal():
-            return codec.chat_text(values, allow_special=allow_special, max_context=max_context, **options)
+            return codec.chat_text(values, **limits, **options)
 
     def encode(text: str) -> list[int]:
-        return codec.chat_ids(text, allow_special=allow_special, max_context=max_context)
+        return codec.chat_ids(text, **limits)
 
-    return GrowingChat(lambda: codec.cuts, write, encode, lambda text: codec.check_length(text, max_context))
+    return GrowingChat(
+        lambda: codec.cuts, write, encode, lambda text: codec.check_length(text, max_context, max_tokens)
+    )
 
 
 def _values(codec: TextCodec, messages: Sequence[Message], options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -173,7 +173,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     distinct_prompt_tokens  tokens of the text that prompts are cut from: longer ones repeat it; 0: random tokens
     quantize                to what the target's weights were rounded at load; empty: not at all
     activations             to what prompts' rows were rounded; empty: not at all
-    max_prefill_chunks      chunks of a prompt that ran at once; None: the file is older than that
+    max_prefill_chunks      chunks that ran at once of prompts that have so many; None: the file is older than that
     """
 
     lowlat: str

@@ -17,6 +17,7 @@ from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.executors.make import settle_executor
 from lowlat.graphs import Bucket
 from lowlat.models.geometry import ModelConfig
+from lowlat.models.prefill_chunks import most_prefill_chunks
 from lowlat.models.target import OpenedTarget, read_model_config
 from lowlat.options.acceptance import acceptance_for
 from lowlat.options.installed import installed_version
@@ -134,7 +135,9 @@ class Subject:
             kv_cache_dtype=str(self.options.get("kv_cache_dtype", "auto")),
             activations=str(self.options.get("activations") or ""),
             tensor_parallel_size=int(self.options.get("tensor_parallel_size", 1)),
-            max_prefill_chunks=self.options.get("max_prefill_chunks", RuntimeConfig.max_prefill_chunks),
+            max_prefill_chunks=most_prefill_chunks(
+                self.config, RuntimeConfig.prefill_chunk, self.options.get("max_prefill_chunks")
+            ),
         )
 
     def _quantize(self) -> str:

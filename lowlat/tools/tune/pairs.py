@@ -33,6 +33,7 @@ from lowlat.lowering.lower import LoweredGroup, lower
 from lowlat.models.activations import code_activations
 from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import AttentionSpec, LayerSpec
+from lowlat.models.prefill_chunks import most_prefill_chunks
 from lowlat.models.rank_weights import rank_weights
 from lowlat.models.target import coded, read_model_config, rounding
 from lowlat.options.method_options import TEXT_METHODS
@@ -119,13 +120,19 @@ class Sizes:
     depths: tuple[int, ...] = tuple(range(MAX_SPECULATIVE_TOKENS + 1))
     max_context: int = 4096
     prefill_chunk: int = RuntimeConfig.prefill_chunk
-    max_prefill_chunks: int = RuntimeConfig.max_prefill_chunks
+    max_prefill_chunks: int | None = None
     forced_rows: int = 0
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
         """The depths that the runtime's steps verify."""
         return tuple(depth for depth in self.depths if depth <= most_drafts(max(self.batches)))
+
+    def with_prompts(self, config: ModelConfig) -> "Sizes":
+        """The sizes with a context of as many positions at least as a target's prompts have at once."""
+        chunk = self.prefill_chunk
+        at_once = chunk * most_prefill_chunks(config, chunk, self.max_prefill_chunks)
+        return replace(self, max_context=max(self.max_context, at_once))
 
     def of_attention(self, num_gpus: int, kv_heads: int) -> tuple["Sizes", ...]:
         """The sizes of which all splits of positions come, with the longest contexts that each has.

@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,10 +77,7 @@ def kinds_of(command: str) -> tuple[str, ...]:
 def listed(pairs: Sequence[Pair], command: str, sizes: Sequence[Sizes], gpu: Gpu = H200) -> list[Shape]:
     """The launches of runtimes of these sizes that a command would time for a GPU, with their plans; nothing runs."""
     kinds, rest = kinds_of(command), KINDS["attention"]
-    longest = [
-        replace(each, max_context=max(each.max_context, each.prefill_chunk * each.max_prefill_chunks)) for each in sizes
-    ]
-    whole = [part for pair in pairs for each in longest for part in every_part(pair, gpu, each)]
+    whole = [part for pair in pairs for each in sizes for part in every_part(pair, gpu, each.with_prompts(pair.config))]
     found = collect(whole, gpu, [k for k in kinds if k not in rest])
     if set(rest) <= set(kinds):
         each_size = [

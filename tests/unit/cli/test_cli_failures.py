@@ -52,6 +52,7 @@ WRONG_PATHS = [
     ("serve --curve-keys /no/keys", "no such directory"),
     ("serve --endpoint ipc://{empty}/" + "s" * 120, "a socket's may have 107"),
     ("serve --max-batch 99", "max_batch must be from 1 to 32"),
+    ("serve --cache-dir {file}/new", "cache_dir {file}/new cannot be used: Not a directory; name another"),
     ("serve --http eighty", "is not [HOST:]PORT"),
     ("serve --http 70000", "is not [HOST:]PORT"),
     ("http ::1:8000", "an IPv6 address stands in brackets"),
@@ -174,7 +175,9 @@ def test_ports_and_keys_are_checked_before_anything_is_loaded(tmp_path: Path, mo
     assert "Name or service not known" in refusal(*own, "--http", "no.invalid:8000")
     monkeypatch.setenv("LOWLAT_API_KEY", "short")
     for command in ((*own, "--http", "0"), ("http", "0")):
-        assert "LOWLAT_API_KEY must have 16 printable ASCII characters at least, got 5" in refusal(*command)
+        assert "LOWLAT_API_KEY must have 16 characters at least, got 5" in refusal(*command)
+    monkeypatch.setenv("LOWLAT_API_KEY", "a key with spaces in it")
+    assert "LOWLAT_API_KEY must be of printable ASCII without spaces, and its character 2" in refusal("http", "0")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
@@ -241,3 +244,13 @@ def test_ctrl_c_ends_quietly_while_it_loads(command: str, tmp_path: Path) -> Non
         process.kill()
     assert "Traceback" not in error and "terminate" not in error
     assert code == 130 or (command == "serve" and code == 0)  # one that served already is drained
+
+
+def test_sigterm_ends_a_containers_first_process_while_it_loads() -> None:
+    """The kernel drops a signal that the first process of a container has no handler for."""
+    program = (
+        "import os, signal; import lowlat.cli as cli; os.getpid = lambda: 1\n"
+        "cli.cli = lambda **_: signal.raise_signal(signal.SIGTERM)\n"
+        "cli.main()"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 128 + signal.SIGTERM

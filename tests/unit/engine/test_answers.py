@@ -313,7 +313,10 @@ class StandIn:
         self.live: dict[str, int] = {}
         self.ended: list[float] = []
 
-    busy = property(lambda self: bool(self.live))
+    ready = property(lambda self: bool(self.live))
+
+    def watch(self, wake: Callable[[], None]) -> None:
+        """It waits for nothing that comes by itself."""
 
     def adopt_thread(self) -> None:
         pass

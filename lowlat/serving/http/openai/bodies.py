@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, inspect
 
-from lowlat.errors import meant
+from lowlat.errors import meant, shown_at
 from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.openai.schema import unsupported
 
@@ -26,6 +26,7 @@ WHY_NOT = {
     "previous_response_id": "nothing is stored; send the whole input",
     "prompt": "no prompts are stored",
     "store": "nothing is stored; leave it out",
+    "suffix": "write the model's own tokens for filling in the middle into the prompt",
     "truncation": "what is longer than the context is refused",
 }
 _LENGTHS = ("max_tokens", "max_output_tokens")  # the first that a request has is meant
@@ -64,6 +65,7 @@ ALWAYS: Mapping[str, Any] = {
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
 _NAMED = re.compile(r"(unknown|required) field `([^`]{1,64})`")
 _PLACE = re.compile(r"\[[^]]*\]")
+_BOUND = re.compile(r"Expected `\w+` (?:[<>]=? \S+|of length \S+ \S+)$")  # of a value of the right type
 Body = TypeVar("Body", bound=Struct)
 
 
@@ -85,7 +87,7 @@ def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
     except RecursionError:
         raise ApiError(400, "the body is nested too deep", code="nesting") from None
     except msgspec.ValidationError as error:
-        raise _refusal(decoder.type, str(error)) from None
+        raise _refusal(decoder.type, str(error), data) from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not in UTF-8: {error.reason}", code="json") from None
     except msgspec.DecodeError as error:
@@ -103,7 +105,7 @@ def _without_idle(kind: type[Struct], data: bytes, message: str) -> bytes | None
     return msgspec.json.encode(kept) if len(kept) < len(body) else None
 
 
-def _refusal(kind: type[Struct], message: str) -> ApiError:
+def _refusal(kind: type[Struct], message: str, data: bytes) -> ApiError:
     at = _AT.search(message[-300:])
     path = "" if at is None else at[1]
     named = _NAMED.search(message)
@@ -115,6 +117,8 @@ def _refusal(kind: type[Struct], message: str) -> ApiError:
             return unsupported(path, reason[len("Invalid value ") :])
         if message.startswith("Invalid enum") and (choices := _choices(inspect.type_info(kind), path)):
             reason += f"; served: {', '.join(choices)}"
+        if _BOUND.match(reason):
+            reason += f", got {shown_at(msgspec.json.decode(data), path, reason)}"
         return ApiError(400, f"{path or 'the body'}: {reason}", param=path or None, code="invalid_value")
     param = f"{path}.{named[2]}" if path else named[2]
     if named[1] == "required":

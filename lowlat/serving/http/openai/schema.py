@@ -311,7 +311,7 @@ class CompletionRequest(Choosing, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: None = None
+    suffix: Literal[""] | None = None  # as editors send at a text's end
 
 
 class GrowingChatRequest(ChatRequest, kw_only=True):
