@@ -26,12 +26,14 @@ max_batch = 2
 max_context = 4000
 block_size = 8
 prefill_chunk = 16
+max_prefill_chunks = 4
 kv_blocks = 4000
 host_cache_gib = 0.01
 """
 OPTIONS: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_batch": 2, "max_context": 4000} | {
     "block_size": 8,
     "prefill_chunk": 16,
+    "max_prefill_chunks": 4,
 }
 RANKS: dict[str, dict[str, Any]] = {"one": {}, "two": {"tensor_parallel_size": 2}}
 PROMPT, WAIT_S = prompt_of(40), 240.0

@@ -45,8 +45,7 @@ def command(
     """Serve MODEL, a Hugging Face directory or ORG/NAME, to other processes here; without one, the bundled pair.
 
     A setting is an option (a rare one: --set name=value), else LOWLAT_NAME in the environment, else `name = value` in a
-    TOML file. SIGTERM, Ctrl-C or the terminal's end (but under nohup) ends the server when requests have ended, or
-    --drain-s have passed; twice, at once.
+    TOML file. SIGTERM, SIGHUP or Ctrl-C waits for requests, for --drain-s at most; twice, it ends at once.
     """
     if make_curve_keys is not None:
         _make_keys(make_curve_keys, json_output)
