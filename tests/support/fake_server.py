@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import logging
+import signal
 import sys
 from contextlib import ExitStack
 
@@ -10,6 +11,7 @@ from fake_engine import FakeCodec, FakeEngine
 
 from lowlat.ipc.limits import Limits
 from lowlat.ipc.server import Server
+from lowlat.ipc.signals import ending_signals
 
 
 def main() -> int:
@@ -29,6 +31,8 @@ def main() -> int:
             lambda: FakeEngine(faults=faults, **engine), FakeCodec(), endpoint, Limits(**options.get("limits", {}))
         )
         server.start()
+        for number in ending_signals():  # until `run` takes them
+            signal.signal(number, lambda *_: server.drain())
         print(json.dumps({"endpoint": server.endpoint}), flush=True)
         return server.run()
 
