@@ -406,8 +406,9 @@ PARALLEL_DRAFTS = ("peagle", "dflash", "dspark")
 
 
 # entries are of powers of two of rows, which other depths add none to but three tiles of gpt-oss's query rows; tables
-# know 16 chunks of a prompt at once
+# know 16 chunks of a prompt at once, and all that are 120b's by default
 FEW = Sizes(depths=(0, 1, 3, 7), max_prefill_chunks=16)
+WHOLE = {"gpt-oss-120b": [Sizes(depths=(0, 1, 3, 4, 7))]}
 
 
 def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
@@ -417,7 +418,7 @@ def launches_of_pairs(gpu: Gpu, directory: Path) -> dict[str, list[Shape]]:
     eight = RuntimeConfig(quantize="fp8", quantize_lm_head=True, kv_cache_dtype="fp8")
     pairs["llama-8b in FP8"] = rounded_pair(pairs["llama-8b"], eight, "fp8")
     pairs["llama-8b in INT4"] = rounded_pair(pairs["llama-8b"], RuntimeConfig(quantize="int4"))
-    sizes = dict(TUNED_HYBRIDS)  # of pairs that are known for few slots alone
+    sizes = {**TUNED_HYBRIDS, **WHOLE}  # the first are known for few slots alone
     for whole, kind in ROUNDED:
         name = f"{whole} in {kind}"
         pairs[name] = rounded_pair(pairs[whole], RuntimeConfig(quantize=kind))
