@@ -113,17 +113,22 @@ class Scheduler:
 
         Those that wait to be resumed, or for more of their prompt, do not; nor do those that wait for what these hold.
         """
-        if len(self._requests) <= len(self._queue.aside) + self._num_starved:
+        if self.ready:
+            return True
+        tiers = self.kvcache.tiers
+        if tiers is None or self._all_wait:
             return False
-        tiers = self.kvcache.tiers  # first: what ends after this makes it ready
-        return (tiers is not None and tiers.under_way) or self.ready
+        return tiers.under_way or self.ready  # asked again: what has ended since made it ready
 
     @property
     def ready(self) -> bool:
         """Whether any request may go on now: of those that `busy` counts, not a head that waits for copies or files."""
-        if len(self._requests) <= len(self._queue.aside) + self._num_starved:
-            return False
-        return not self._queue.queued or self.num_active > 0 or self.has_work
+        return not self._all_wait and (not self._queue.queued or self.num_active > 0 or self.has_work)
+
+    @property
+    def _all_wait(self) -> bool:
+        """Whether every request waits to be resumed, or for more of its prompt."""
+        return len(self._requests) <= len(self._queue.aside) + self._num_starved
 
     @property
     def is_held_up(self) -> bool:
@@ -136,7 +141,7 @@ class Scheduler:
         return self._placement.retry_at if self._queue.queued else None
 
     def held_up(self) -> HeldUp | None:
-        """What the head of the queue waits for, and who holds it; None: it may go on. Time: blocks."""
+        """The wants of the queue's head, and who holds them; None: it may go on. Time: blocks."""
         if not self.is_held_up:
             return None
         head, kvcache, stats = self._queue.queued[0], self.kvcache, self.kvcache.stats()

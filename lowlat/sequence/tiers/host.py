@@ -152,7 +152,7 @@ class HostTier:
     def _side(
         self, start: int, step: int, may_go: Callable[[ChunkKey], bool]
     ) -> tuple[int, int, int, ChunkKey | None] | None:
-        """What lies beside a piece: when it was used, its start and bytes, and its key, None where it is free.
+        """The piece beside one: when it was used, its start and bytes, and its key, None where it is free.
 
         None: nothing that may go.
         """
