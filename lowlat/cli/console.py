@@ -6,7 +6,7 @@ rich is imported when a table or a bar is drawn.
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ __all__ = [
     "format_bytes",
     "loading_bar",
     "log_to_stderr",
+    "prefill_line",
     "print_error_json",
     "print_json",
     "print_table",
@@ -194,3 +195,14 @@ def loading_bar(description: str) -> Iterator[Update | None]:
     """A bar in bytes, for the progress callback of `Runtime.load`."""
     with progress_bar(description, as_bytes=True) as update:
         yield update
+
+
+def prefill_line(prefill: Mapping[str, int]) -> str:
+    """How much of a prompt is read at once, in words.
+
+    prefill  `chunk`, `max_chunks` and `max_positions` of a report
+    """
+    return (
+        f"prompts are read {prefill['max_positions']:,} positions at once at most, {prefill['max_chunks']} chunks of "
+        f"{prefill['chunk']} (max_prefill_chunks)"
+    )

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lowlat.cli.commands.inspect_step import step
-from lowlat.cli.console import check_json_file, format_bytes, print_json, print_table, stream_text, write_json
+from lowlat.cli.console import (
+    check_json_file,
+    format_bytes,
+    prefill_line,
+    print_json,
+    print_table,
+    stream_text,
+    write_json,
+)
 from lowlat.cli.help import SectionedCommand, SectionedGroup
 from lowlat.cli.options import (
     IntegerList,
@@ -148,11 +156,7 @@ def _print_model(report: dict[str, Any]) -> None:
         ),
     ]
     print_table("KV cache", ("what", "count"), rows)
-    prefill = report["prefill"]
-    click.echo(
-        f"prompts are read {prefill['max_positions']:,} positions at once at most, {prefill['max_chunks']} chunks of "
-        f"{prefill['chunk']} (max_prefill_chunks)"
-    )
+    click.echo(prefill_line(report["prefill"]))
     gpus = report.get("cards", [memory])
     rows = [
         [name.removesuffix("_bytes").replace("_", " "), *(format_bytes(each[name]) for each in gpus)] for name in memory

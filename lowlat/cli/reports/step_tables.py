@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from lowlat.cli.console import format_bytes, print_table
+from lowlat.cli.console import format_bytes, prefill_line, print_table
 
 __all__ = ["print_step"]
 
@@ -50,11 +50,7 @@ def _print_heading(report: dict[str, Any]) -> None:
         f"{count}{gpu['name']}: {gpu['multiprocessors']} SMs, capability {capability}, {plans}; floors are weights, "
         f"keys and values at {gpu['read_gb_per_s']:,.0f} GB/s"
     )
-    prefill = report["prefill"]
-    click.echo(
-        f"prompts are read {prefill['max_positions']:,} positions at once at most, {prefill['max_chunks']} chunks of "
-        f"{prefill['chunk']} (max_prefill_chunks)\n"
-    )
+    click.echo(f"{prefill_line(report['prefill'])}\n")
     if report["kernels_do_not_cover"] is not None:
         click.echo(f"no kernels: {report['kernels_do_not_cover']}; operations run by torch\n")
 
