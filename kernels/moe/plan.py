@@ -45,6 +45,7 @@ MAX_PAIRS = 256  # of a row and one of its experts, in one launch: each has a th
 MANY_PAIRS, MANY_ROWS = 1024, 128  # of a launch over many slots' rows, where a thread lists several pairs
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
+MOST_TOGETHER = 2  # tiles whose sums are handed over at once; a single row's last ones would be finished later
 MAX_PARTS = 8  # of K, and warps where K is summed in parts
 MOST_WARPS = 15  # that multiply
 LEAST_WARPS = 7
@@ -139,6 +140,7 @@ class ExpertPlan:
     num_blocks  of the grid
     suspends    a warp that waits for sums may be suspended, as `Gpu.suspends` has it
     sets        tiles that warps multiply side by side, each set with a warp a part of K
+    together    tiles, 1 or 2, whose sums are handed over at once
     """
 
     columns: int
@@ -150,6 +152,7 @@ class ExpertPlan:
     num_blocks: int
     suspends: bool
     sets: int = 1
+    together: int = 1
 
     @property
     def knobs(self) -> Knobs:
@@ -167,9 +170,14 @@ class ExpertPlan:
         return self.columns * PAD * 4
 
     @property
-    def area_bytes(self) -> int:
+    def tile_sum_bytes(self) -> int:
         """All warps' partial sums of a tile."""
         return self.warps * self.sum_bytes
+
+    @property
+    def area_bytes(self) -> int:
+        """All sums that are handed over at once."""
+        return self.together * self.tile_sum_bytes
 
     @property
     def turns(self) -> int:
@@ -256,6 +264,7 @@ def plan_experts(
     stages: int | None = None,
     part: int = MOST_PART,
     columns: int = MAX_COLUMNS,
+    together: int = MOST_TOGETHER,
 ) -> ExpertPlan:
     """The plan for M rows: a block an SM, and parts of all steps that a warp has, if they fit.
 
@@ -264,6 +273,7 @@ def plan_experts(
     stages   None: as many as fit, and at most so many as pay
     part     the most steps that are copied together
     columns  the most pairs that one reading of an expert's weights serves: a power of two
+    together the most tiles whose sums are handed over at once
     Raises ShapeError for a GPU whose blocks have too little shared memory, or threads that cannot list the pairs.
     """
     capacity, sets = max(4, next_power(rows * shape.top_k)), sets_of(shape)
@@ -283,8 +293,9 @@ def plan_experts(
     num_blocks, suspends = min(rows * shape.top_k * shape.tiles // sets, gpu.num_multiprocessors), gpu.suspends
     parts = range(min(part, MOST_PART, steps_a_warp(shape, warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
-    for depth, part in itertools.product(depths, parts):
-        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends, sets)
+    handed = range(together if rows > 1 else 1, 0, -1)
+    for depth, part, together in itertools.product(depths, parts, handed):
+        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends, sets, together)
         if plan.shared_bytes(shape) <= gpu.shared_bytes:
             return plan
     raise ShapeError(

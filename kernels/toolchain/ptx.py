@@ -17,7 +17,7 @@ __all__ = [
     "copies_wait", "copy_async_4", "copy_async_16", "copy_async_16_if", "copy_async_16_once", "copy_async_16_once_if",
     "copy_async_16_or_zero", "count_bits", "div_rn", "e4m3_pair", "e4m3_to_f16", "exp2_approx", "exp2_approx_ftz",
     "f16_pair", "fence_system", "float_of_bits", "fma_bf16_pair", "fma_rn", "fma_tiles", "instruction",
-    "interleave_codes", "ir_type", "kept",
+    "interleave_codes", "ir_type", "kept", "kept_long",
     "lanes_of_same", "let_next_kernel_start", "load_acquire_gpu", "load_acquire_system", "load_ahead_128",
     "load_global_64", "load_global_128", "load_global_bf16", "load_global_f32", "load_global_i32", "load_global_i64",
     "load_global_nc_128", "load_global_u8", "load_global_u16", "load_relaxed_gpu_128", "load_relaxed_gpu_f32",
@@ -196,6 +196,13 @@ varying_long = instruction(
 # used, as it does with sums and products, in loops too.
 kept = instruction(
     "{ .reg .u32 t; mov.u32 t, %laneid; shfl.sync.idx.b32 $0, $1, t, 31, 0xffffffff; }", u32, (u32,), together=True
+)
+kept_long = instruction(
+    "{ .reg .u32 t, a, b; mov.u32 t, %laneid; mov.b64 {a, b}, $1; shfl.sync.idx.b32 a, a, t, 31, 0xffffffff; "
+    + "shfl.sync.idx.b32 b, b, t, 31, 0xffffffff; mov.b64 $0, {a, b}; }",
+    i64,
+    (i64,),
+    together=True,
 )
 # 4 bytes, by way of L1: of memory that is not aligned to 16
 copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))

@@ -370,6 +370,7 @@ class Walker:
             "shared_address": lambda array: array.start if isinstance(array, Words) else 0,
             "varying": int,
             "varying_long": int,
+            "kept_long": int,
             "wait_for_previous_kernel": self._waited,
             "let_next_kernel_start": self._let_next_start,
             "load_relaxed_gpu_f32": self._when_others_went_on(load_number(at)),

@@ -16,19 +16,28 @@ __all__ = ["make_fetch", "make_load_inputs"]
 PIECE_BYTES = 512  # that a warp copies at once
 
 
-def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of a warp's lanes: copy a part to a stage, asynchronously.
+def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
+    """Two functions of a warp's lanes: where a lane copies from, and copy a part to a stage, asynchronously.
 
-    It takes the lane's place in the stage and its addresses in the words and scales of the first step of all, 16 bytes
-    from lane to lane; the number of the part's first step among those of all tiles of all experts, how many steps the
-    warp has left from there, and the lane.
+    The first takes the addresses of the words and scales and the lane; the second the lane's place in the stage, 16
+    bytes from lane to lane, what the first one found, the number of the part's first step among those of all tiles of
+    all experts, how many steps the warp has left from there, and the lane.
     """
     part, step_bytes, scale_bytes = plan.part, shape.step_bytes, shape.scale_bytes
     has_scales, pieces, even = shape.format.has_scales, step_bytes // PIECE_BYTES, plan.is_even(shape)
-    turns = -(-part * scale_bytes // PIECE_BYTES)
+    turns, lanes_at_once = -(-part * scale_bytes // PIECE_BYTES), part * scale_bytes // 16
+    # one copy has all scales: lanes that are too many copy those of the last one again, which takes no branch
+    at_once = has_scales and even and turns == 1
 
     @device_function
-    def fetch(place: Any, words: Any, scales: Any, number: Any, count: Any, lane: Any) -> None:
+    def sources(words: Any, scales: Any, lane: Any) -> Any:
+        own = min(lane, uint32(lanes_at_once - 1)) if at_once else lane
+        to_scales = uint32(uint32(part * step_bytes) + own * uint32(16) - lane * uint32(16))
+        return words + int64(lane * uint32(16)), scales + int64(own * uint32(16)), to_scales
+
+    @device_function
+    def fetch(place: Any, source: Any, number: Any, count: Any, lane: Any) -> None:
+        words, scales, to_scales = source
         words = words + int64(number) * step_bytes
         for step in range(part):
             if even or uint32(step) < count:
@@ -36,16 +45,17 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> Any:
                     at = step * step_bytes + piece * PIECE_BYTES
                     ptx.copy_async_16_once(uint32(place + uint32(at)), words + at)
         if has_scales:
-            whole = uint32(part) if even else min(uint32(part), count)
-            own, lanes = scales + int64(number) * scale_bytes, uint32(whole * uint32(scale_bytes // 16))
-            if lane < lanes:  # as a turn of the loop, the assembler makes this one wrong for capability 10.0
-                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), own)
-            for turn in range(1, turns):
-                if uint32(lane + uint32(32 * turn)) < lanes:
+            scales = scales + int64(number) * scale_bytes
+            if at_once:
+                ptx.copy_async_16_once(uint32(place + to_scales), scales)
+            else:
+                lanes = uint32(min(uint32(part), count) * uint32(scale_bytes // 16))
+                for turn in range(turns):
                     at = turn * PIECE_BYTES
-                    ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes + at)), own + at)
+                    wanted = uint32(1) if uint32(lane + uint32(32 * turn)) < lanes else uint32(0)
+                    ptx.copy_async_16_once_if(uint32(place + uint32(part * step_bytes + at)), scales + at, wanted)
 
-    return fetch
+    return sources, fetch
 
 
 @device_function

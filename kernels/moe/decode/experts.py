@@ -177,7 +177,7 @@ def _make(shape: ExpertShape, plan: ExpertPlan) -> Kernel:
     name = (
         f"experts_gemm_{shape.kind}_{shape.rows}x{shape.columns}x{shape.top_k}_"
         f"{shape.label}_{plan.columns}x{plan.capacity}x{plan.warps}x{plan.finishing}"
-        f"x{plan.part}x{plan.stages}{'' if plan.suspends else '_awake'}"
+        f"x{plan.part}x{plan.stages}{'_pairs' if plan.together > 1 else ''}{'' if plan.suspends else '_awake'}"
     )
     signature = (*(types.int64,) * 9, types.float32, types.float32)
     return Kernel(name, _kernel(shape, plan), signature, plan.threads, 1, plan.shared_bytes(shape), most_blocks=1)
@@ -189,7 +189,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
     lists_at = areas_at + plan.stages * plan.area_bytes
     barriers_at = lists_at + plan.list_bytes
     pipeline = make_pipeline(plan.stages, warps, plan.finishing, suspends=plan.suspends)
-    begin_run, _ = make_prefetching(shape, plan)
+    sources_of, begin_run, _ = make_prefetching(shape, plan)
     fill, multiply_run = make_multiplying(shape, plan, pipeline, stage_bytes, nothing_prefetched)
     epilogue = make_swiglu(shape, plan) if shape.kind == GATE_UP else make_weighing(shape, plan)
     finish_run = make_finishing(shape, plan, epilogue, pipeline, warps * 32)
@@ -217,10 +217,10 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
         units = list_units(lists, count, thread)
         run = run_of(units, tiles, block, blocks)
         if warp < uint32(warps):
-            weights = words, scales, words, scales
+            source = sources_of(words, scales, lane)
             ahead = begin_run(lists, run, warp)
-            ahead, behind = fill(base, lists, weights, ahead, ahead, warp, lane)
-            multiply_run(base, areas, barriers, lists, weights, x, run, ahead, behind, uint32(0), warp, lane)
+            ahead, behind = fill(base, lists, (source, source), ahead, ahead, warp, lane)
+            multiply_run(base, areas, barriers, lists, (source, source), x, run, ahead, behind, uint32(0), warp, lane)
             wait_for_all()
         else:
             clear(lists, out, count, uint32(thread - uint32(warps * 32)))

@@ -74,14 +74,15 @@ def _make_steps_of(shape: ExpertShape, plan: ExpertPlan) -> Any:
     return make_part_of_warp(parts, steps)
 
 
-def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
-    """Two functions of a warp: where its copies begin in a run, and prefetch the next part, if there is one.
+def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any, Any]:
+    """Three functions of a warp: where its lanes copy from, as `make_fetch` has it; where its copies begin in a run;
+    and prefetch the next part, if there is one.
 
     Where copies are: the number of the warp's first step of a tile, tiles left of the unit, the unit, tiles of the run
     after it, and the steps of the tile that are after.
     """
     tiles, steps, part, own = shape.tiles // plan.sets, shape.steps, plan.part, plan.steps_a_warp(shape)
-    expert_of, fetch, held = make_expert_of(plan), make_fetch(shape, plan), part == own
+    expert_of, (sources, fetch), held = make_expert_of(plan), make_fetch(shape, plan), part == own
     cut, apart, steps_of = shape.parts is not None, steps * plan.sets, _make_steps_of(shape, plan)
 
     @device_function
@@ -97,15 +98,14 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
         return number, count, unit, uint32(left - count), uint32(0)
 
     @device_function
-    def prefetch(place: Any, lists: Any, words: Any, scales: Any, ahead: Any, warp: Any, lane: Any) -> Any:
+    def prefetch(place: Any, lists: Any, source: Any, ahead: Any, warp: Any, lane: Any) -> Any:
         number, count, unit, left, done = ahead
         if count > uint32(0):
-            along = int64(lane * uint32(16))
             rest = _left_of(uint32(warp * uint32(own)), done, steps, own)
             if cut:
                 first, end, _ = steps_of(warp)
                 rest = _left_of(first, done, end, own)
-            fetch(place, words + along, scales + along, uint32(number + done), rest, lane)
+            fetch(place, source, uint32(number + done), rest, lane)
             if not held:
                 done = uint32(done + uint32(part))
             if held or done >= uint32(own):
@@ -115,7 +115,7 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
                     number, count, unit, left, done = begin(lists, (unit, uint32(0), left), warp)
         return number, count, unit, left, done
 
-    return begin, prefetch
+    return sources, begin, prefetch
 
 
 @device_function
@@ -127,7 +127,7 @@ def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
 
 
 @device_function
-def nothing_prefetched(_place: Any, _lists: Any, _words: Any, _scales: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
+def nothing_prefetched(_place: Any, _lists: Any, _source: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
     """Prefetch nothing: after the last GEMM's parts, or after one whose successor fills its pipeline itself."""
     return ahead
 
@@ -153,6 +153,7 @@ def make_multiplying(
     tiles, steps, part, stages = shape.tiles // plan.sets, shape.steps, plan.part, plan.stages
     own, cut, steps_of = plan.steps_a_warp(shape), shape.parts is not None, _make_steps_of(shape, plan)
     words_bytes, sum_bytes, area_bytes = part * shape.step_bytes, plan.sum_bytes, plan.area_bytes
+    together, tile_bytes = plan.together, plan.tile_sum_bytes
     held, place_of = part == own, _make_place_of(stages * stage_bytes)  # held: inputs stay while a unit lasts
     next_part = _make_next_part(shape, plan, prefetch_behind)
     load_inputs, multiply = make_load_inputs(shape, plan, awaited=awaited), make_multiply(shape, plan)
@@ -160,53 +161,75 @@ def make_multiplying(
     wait_for_copies = ptx.copies_wait(stages - 1)
 
     @device_function
-    def fill(base: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
+    def fill(base: Any, lists: Any, sources: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
         mine = place_of(base, warp, lane)
         for stage in range(stages):
             place = uint32(mine + uint32(stage * stage_bytes))
-            ahead, behind = next_part(place, lists, weights, ahead, behind, warp, lane)
+            ahead, behind = next_part(place, lists, sources, ahead, behind, warp, lane)
         return ahead, behind
 
     @device_function
+    def multiply_tile(
+        mine: Any, to_scales: Any, lists: Any, sources: Any, x: Any, inputs: Any, unit: Any, first: Any, end: Any,
+        ahead: Any, behind: Any, stage: Any, warp: Any, lane: Any,
+    ) -> Any:  # fmt: skip
+        zero, done = float32(0), uint32(0)
+        sums = (zero, zero, zero, zero)
+        while done < uint32(own):
+            values = inputs
+            if not held:
+                values = load_inputs(lists, x, unit, uint32(first + done), lane)
+            here = uint32(mine + stage * uint32(stage_bytes))
+            wait_for_copies()
+            ptx.sync_warp()
+            rest = _left_of(first, done, end, own)
+            sums = multiply(sums, here, uint32(here + to_scales), values, rest)
+            ptx.sync_warp()
+            ahead, behind = next_part(here, lists, sources, ahead, behind, warp, lane)
+            stage = uint32(stage + uint32(1))
+            if stage == uint32(stages):
+                stage = uint32(0)
+            done = uint32(done + uint32(part))
+        return sums, ahead, behind, stage
+
+    @device_function
     def multiply_run(
-        base: Any, areas: Any, barriers: Any, lists: Any, weights: Any, x: Any, run: Any, ahead: Any, behind: Any,
+        base: Any, areas: Any, barriers: Any, lists: Any, sources: Any, x: Any, run: Any, ahead: Any, behind: Any,
         stage: Any, warp: Any, lane: Any,
     ) -> Any:  # fmt: skip
         none, mine, first, end = uint32(0), place_of(base, warp, lane), uint32(warp * uint32(own)), uint32(steps)
         if cut:
             first, end, _ = steps_of(warp)
-        to_scales = uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16))
+        (words_at, scales_at, stage_scales), source_behind = sources
+        # addresses that every tile uses stay in registers: the compiler would make them anew for each
+        sources = (ptx.kept_long(words_at), ptx.kept_long(scales_at), ptx.kept(stage_scales)), source_behind
+        to_scales = ptx.kept(uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16)))
         place = uint32((lane & uint32(3)) * uint32(2 * PAD * 4) + (lane >> uint32(2)) * uint32(4))
-        sums_at = uint32(areas + warp * uint32(sum_bytes) + place)
+        sums_at = ptx.kept(uint32(areas + warp * uint32(sum_bytes) + place))
         unit, inner, left = run
         area, parity = none, uint32(1)
         while left > none:
             count = min(left, uint32(uint32(tiles) - inner))
             left, inner = uint32(left - count), none
+            inputs = none
             if held:
                 inputs = load_inputs(lists, x, unit, first, lane)
             while count > none:
-                zero, done = float32(0), none
-                sums = (zero, zero, zero, zero)
-                while done < uint32(own):
-                    if not held:
-                        inputs = load_inputs(lists, x, unit, uint32(first + done), lane)
-                    here = uint32(mine + stage * uint32(stage_bytes))
-                    wait_for_copies()
-                    ptx.sync_warp()
-                    rest = _left_of(first, done, end, own)
-                    sums = multiply(sums, here, uint32(here + to_scales), inputs, rest)
-                    ptx.sync_warp()
-                    ahead, behind = next_part(here, lists, weights, ahead, behind, warp, lane)
-                    stage = uint32(stage + uint32(1))
-                    if stage == uint32(stages):
-                        stage = none
-                    done = uint32(done + uint32(part))
+                sums, ahead, behind, stage = multiply_tile(
+                    mine, to_scales, lists, sources, x, inputs, unit, first, end, ahead, behind, stage, warp, lane
+                )
                 await_free(barriers, area, parity)
-                store_sums(uint32(sums_at + area * uint32(area_bytes)), lane, sums)
+                at = uint32(sums_at + area * uint32(area_bytes))
+                store_sums(at, lane, sums)
+                count = uint32(count - uint32(1))
+                if together > 1 and count > none:
+                    sums, ahead, behind, stage = multiply_tile(
+                        mine, to_scales, lists, sources, x, inputs, unit, first, end, ahead, behind, stage, warp, lane
+                    )
+                    store_sums(uint32(at + uint32(tile_bytes)), lane, sums)
+                    count = uint32(count - uint32(1))
                 give(barriers, area, lane)
                 area, parity = after(area, parity)
-                count = uint32(count - uint32(1))
             unit = uint32(unit + uint32(1))
         return behind, stage
 
@@ -225,15 +248,15 @@ def _make_place_of(ring_bytes: int) -> Any:
 
 def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) -> Any:
     """A function of a warp: prefetch the next part, or where none is left, the next one of the GEMM after."""
-    _, prefetch = make_prefetching(shape, plan)
+    _, _, prefetch = make_prefetching(shape, plan)
 
     @device_function
-    def next_part(place: Any, lists: Any, weights: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
-        words, scales, words_behind, scales_behind = weights
+    def next_part(place: Any, lists: Any, sources: Any, ahead: Any, behind: Any, warp: Any, lane: Any) -> Any:
+        source, source_behind = sources
         if ahead[1] > uint32(0):
-            ahead = prefetch(place, lists, words, scales, ahead, warp, lane)
+            ahead = prefetch(place, lists, source, ahead, warp, lane)
         else:
-            behind = prefetch_behind(place, lists, words_behind, scales_behind, behind, warp, lane)
+            behind = prefetch_behind(place, lists, source_behind, behind, warp, lane)
         ptx.copies_commit()
         return ahead, behind
 
@@ -243,13 +266,40 @@ def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) 
 def make_finishing(
     shape: ExpertShape, plan: ExpertPlan, epilogue: Epilogue, pipeline: Pipeline, first_thread: int
 ) -> Any:
-    """A function of the warps that finish: add up the others' sums, and hand each pair's values to the epilogue."""
-    sets, values, area_bytes = plan.sets, shape.values, plan.area_bytes
-    tiles, set_bytes = shape.tiles // sets, plan.warps // sets * plan.sum_bytes
+    """A function of the warps that finish: add up the others' sums, and hand each pair's values to the epilogue.
+
+    An area has the sums of `together` tiles of a unit, or of its last one alone.
+    """
+    sets, values, area_bytes, tile_bytes = plan.sets, shape.values, plan.area_bytes, plan.tile_sum_bytes
+    tiles, set_bytes, together = shape.tiles // sets, plan.warps // sets * plan.sum_bytes, plan.together
     members_of, begin, finish = make_members_of(plan), epilogue.begin, epilogue.finish
     await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     lanes = plan.finishing * 32
     rounds = -(-plan.columns * values // lanes)
+
+    @device_function
+    def begin_first(lists: Any, beside: Any, unit: Any, tile: Any, members: Any, index: Any) -> Any:
+        """What a thread's first value of a tile needs at its end, loaded before its sums are there."""
+        value, place = uint32(index % uint32(values)), uint32(index // uint32(values))
+        held = (uint32(0), uint32(0), uint32(0), uint32(0))
+        if place < members:
+            held = begin(lists, beside, unit, tile, place, value)
+        return held
+
+    @device_function
+    def finish_tile(
+        lists: Any, source: Any, beside: Any, out: Any, unit: Any, inner: Any, members: Any, index: Any, held: Any,
+        limit: Any, alpha: Any,
+    ) -> None:  # fmt: skip
+        for own in range(sets):
+            tile, here = uint32(inner * uint32(sets) + uint32(own)), uint32(source + uint32(own * set_bytes))
+            for turn in range(rounds):
+                number = uint32(index + uint32(turn * lanes))
+                value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
+                if place < members:
+                    if own > 0 or turn > 0:
+                        held = begin(lists, beside, unit, tile, place, value)
+                    finish(lists, here, out, unit, tile, place, value, held, limit, alpha)
 
     @device_function
     def finish_run(
@@ -260,21 +310,19 @@ def make_finishing(
         area, parity = uint32(0), uint32(0)
         while left > uint32(0):
             members, source = members_of(lists, unit), uint32(areas + area * uint32(area_bytes))
-            for own in range(sets):
-                tile, here = uint32(inner * uint32(sets) + uint32(own)), uint32(source + uint32(own * set_bytes))
-                for turn in range(rounds):
-                    number = uint32(index + uint32(turn * lanes))
-                    value, place = uint32(number % uint32(values)), uint32(number // uint32(values))
-                    held = (uint32(0), uint32(0), uint32(0), uint32(0))
-                    if place < members:
-                        held = begin(lists, beside, unit, tile, place, value)
-                    if own == 0 and turn == 0:
-                        await_full(barriers, area, parity)
-                    if place < members:
-                        finish(lists, here, out, unit, tile, place, value, held, limit, alpha)
+            count = min(left, min(uint32(together), uint32(uint32(tiles) - inner)))
+            first = begin_first(lists, beside, unit, uint32(inner * uint32(sets)), members, index)
+            second = first
+            if count > uint32(1):
+                second = begin_first(lists, beside, unit, uint32((inner + uint32(1)) * uint32(sets)), members, index)
+            await_full(barriers, area, parity)
+            finish_tile(lists, source, beside, out, unit, inner, members, index, first, limit, alpha)
+            if count > uint32(1):
+                source, inner = uint32(source + uint32(tile_bytes)), uint32(inner + uint32(1))
+                finish_tile(lists, source, beside, out, unit, inner, members, index, second, limit, alpha)
             release(barriers, area, uint32(index & uint32(31)))
             area, parity = after(area, parity)
-            inner, left = uint32(inner + uint32(1)), uint32(left - uint32(1))
+            inner, left = uint32(inner + uint32(1)), uint32(left - count)
             if inner == uint32(tiles):
                 inner, unit = uint32(0), uint32(unit + uint32(1))
 

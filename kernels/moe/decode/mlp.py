@@ -163,7 +163,7 @@ def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, gpus: int = 1
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.top_k}_"
         f"{up.label}{down.label}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
-        f"x{first.stages}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
+        f"x{first.stages}{'_pairs' if first.together > 1 else ''}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
         f"{'_over_all' if over_all else ''}{'_shared' if shared else ''}{f'_gpus{gpus}' if gpus > 1 else ''}"
     )
     signature = (*(types.int64,) * (19 + NUM_ARGUMENTS), types.float32, types.float32)
@@ -177,7 +177,8 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: 
     up_areas_at, down_areas_at, lists_at, barriers_at, _ = plan.places
     up_sums = make_pipeline(stages, first.warps, first.finishing, suspends=first.suspends)
     down_sums = make_pipeline(stages, second.warps, second.finishing, suspends=second.suspends)
-    (up_begin, _), (down_begin, down_prefetch) = make_prefetching(up, first), make_prefetching(down, second)
+    up_sources, up_begin, _ = make_prefetching(up, first)
+    down_sources, down_begin, down_prefetch = make_prefetching(down, second)
     overlaps, stage_bytes = plan.overlaps, plan.stage_bytes
     fill, multiply_up = make_multiplying(
         up, first, up_sums, stage_bytes, down_prefetch if overlaps else nothing_prefetched
@@ -220,20 +221,21 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: 
         if warp < uint32(warps):
             up_run = none_left(up_run, warp < uint32(up_warps))
             down_run = none_left(down_run, warp < uint32(down_warps))
-            weights = words, scales, down_words, down_scales
+            sources_up, sources_down = up_sources(words, scales, lane), down_sources(down_words, down_scales, lane)
             ahead, behind = up_begin(lists, up_run, warp), down_begin(lists, down_run, warp)
-            ahead, behind = fill(base, lists, weights, ahead, behind, warp, lane)
+            ahead, behind = fill(base, lists, (sources_up, sources_down), ahead, behind, warp, lane)
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
+            sources = sources_up, sources_down
             behind, stage = multiply_up(
-                base, up_areas, up_barriers, lists, weights, x, up_run, ahead, behind, uint32(0), warp, lane
+                base, up_areas, up_barriers, lists, sources, x, up_run, ahead, behind, uint32(0), warp, lane
             )
-            weights = down_words, down_scales, down_words, down_scales
+            sources = sources_down, sources_down
             if not overlaps:
-                behind, _ = fill_down(base, lists, weights, behind, behind, warp, lane)
+                behind, _ = fill_down(base, lists, sources, behind, behind, warp, lane)
                 stage = uint32(0)
             multiply_down(
-                base, down_areas, down_barriers, lists, weights, activated, down_run, behind, behind, stage, warp, lane
+                base, down_areas, down_barriers, lists, sources, activated, down_run, behind, behind, stage, warp, lane
             )
             wait_for_all()
         else:

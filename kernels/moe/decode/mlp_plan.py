@@ -10,6 +10,7 @@ from lowlat.kernels.common.pipeline import BARRIER_BYTES
 from lowlat.kernels.moe.plan import (
     MAX_COLUMNS,
     MOST_PART,
+    MOST_TOGETHER,
     ExpertPlan,
     ExpertShape,
     facts_of,
@@ -106,11 +107,11 @@ def _fit_mlp(
     rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu, cut: dict[str, Any], overlaps: int | None
 ) -> MlpPlan:
     """The plans of both GEMMs by these cuts of `plan_experts`, which fit a block together."""
-    available = gpu.shared_bytes
+    available, together = gpu.shared_bytes, MOST_TOGETHER
     while True:
         try:
             left = replace(gpu, shared_bytes=available)
-            first, second = (plan_experts(rows, each, left, **cut) for each in (up, down))
+            first, second = (plan_experts(rows, each, left, together=together, **cut) for each in (up, down))
         except ShapeError as error:
             if available == gpu.shared_bytes:
                 raise
@@ -122,6 +123,7 @@ def _fit_mlp(
             "finishing": max(first.finishing, second.finishing),
             "num_blocks": max(first.num_blocks, second.num_blocks),
             "stages": min(first.stages, second.stages),
+            "together": min(first.together, second.together),
         }
         # a single row's weights are so few that those of the second GEMM would only delay the last of the first
         ahead = rows > 1 if overlaps is None else bool(overlaps)
@@ -129,7 +131,10 @@ def _fit_mlp(
         excess = plan.places[-1] - gpu.shared_bytes
         if excess <= 0:
             return plan
-        available -= excess
+        if together > 1:  # what the sums of more tiles take is not taken from the copies
+            together = 1
+        else:
+            available -= excess
 
 
 @cache
