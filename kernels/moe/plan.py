@@ -45,7 +45,9 @@ MAX_PAIRS = 256  # of a row and one of its experts, in one launch: each has a th
 MANY_PAIRS, MANY_ROWS = 1024, 128  # of a launch over many slots' rows, where a thread lists several pairs
 MAX_COLUMNS = 8  # of a tile of mma
 PAD = 20  # floats from one pair's partial sums to the next one's
-MOST_TOGETHER = 2  # tiles whose sums are handed over at once; a single row's last ones would be finished later
+# Tiles whose sums are handed over at once, where instructions are what takes time: in words of four bits, which are so
+# many for their bytes, and for more than one row, whose last tiles are a small part of all.
+MOST_TOGETHER, FOUR_BITS = 2, 512  # bytes of a tile's words
 MAX_PARTS = 8  # of K, and warps where K is summed in parts
 MOST_WARPS = 15  # that multiply
 LEAST_WARPS = 7
@@ -140,7 +142,7 @@ class ExpertPlan:
     num_blocks  of the grid
     suspends    a warp that waits for sums may be suspended, as `Gpu.suspends` has it
     sets        tiles that warps multiply side by side, each set with a warp a part of K
-    together    tiles, 1 or 2, whose sums are handed over at once
+    together    tiles, 1 or 2, whose sums are handed over at once; of two, addresses stay in registers
     """
 
     columns: int
@@ -293,7 +295,7 @@ def plan_experts(
     num_blocks, suspends = min(rows * shape.top_k * shape.tiles // sets, gpu.num_multiprocessors), gpu.suspends
     parts = range(min(part, MOST_PART, steps_a_warp(shape, warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
-    handed = range(together if rows > 1 else 1, 0, -1)
+    handed = range(together if rows > 1 and shape.step_bytes <= FOUR_BITS else 1, 0, -1)
     for depth, part, together in itertools.product(depths, parts, handed):
         plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends, sets, together)
         if plan.shared_bytes(shape) <= gpu.shared_bytes:

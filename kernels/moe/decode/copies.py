@@ -27,7 +27,7 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
     has_scales, pieces, even = shape.format.has_scales, step_bytes // PIECE_BYTES, plan.is_even(shape)
     turns, lanes_at_once = -(-part * scale_bytes // PIECE_BYTES), part * scale_bytes // 16
     # one copy has all scales: lanes that are too many copy those of the last one again, which takes no branch
-    at_once = has_scales and even and turns == 1
+    at_once = has_scales and even and turns == 1 and plan.together > 1
 
     @device_function
     def sources(words: Any, scales: Any, lane: Any) -> Any:

@@ -200,12 +200,13 @@ def make_multiplying(
         none, mine, first, end = uint32(0), place_of(base, warp, lane), uint32(warp * uint32(own)), uint32(steps)
         if cut:
             first, end, _ = steps_of(warp)
-        (words_at, scales_at, stage_scales), source_behind = sources
-        # addresses that every tile uses stay in registers: the compiler would make them anew for each
-        sources = (ptx.kept_long(words_at), ptx.kept_long(scales_at), ptx.kept(stage_scales)), source_behind
-        to_scales = ptx.kept(uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16)))
+        to_scales = uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16))
         place = uint32((lane & uint32(3)) * uint32(2 * PAD * 4) + (lane >> uint32(2)) * uint32(4))
-        sums_at = ptx.kept(uint32(areas + warp * uint32(sum_bytes) + place))
+        sums_at = uint32(areas + warp * uint32(sum_bytes) + place)
+        if together > 1:  # the compiler would make them anew for each tile
+            (words, scales, stage_scales), source_behind = sources
+            sources = (ptx.kept_long(words), ptx.kept_long(scales), ptx.kept(stage_scales)), source_behind
+            to_scales, sums_at = ptx.kept(to_scales), ptx.kept(sums_at)
         unit, inner, left = run
         area, parity = none, uint32(1)
         while left > none:
@@ -310,14 +311,16 @@ def make_finishing(
         area, parity = uint32(0), uint32(0)
         while left > uint32(0):
             members, source = members_of(lists, unit), uint32(areas + area * uint32(area_bytes))
-            count = min(left, min(uint32(together), uint32(uint32(tiles) - inner)))
+            count = uint32(1)
+            if together > 1:
+                count = min(left, min(uint32(together), uint32(uint32(tiles) - inner)))
             first = begin_first(lists, beside, unit, uint32(inner * uint32(sets)), members, index)
             second = first
-            if count > uint32(1):
+            if together > 1 and count > uint32(1):
                 second = begin_first(lists, beside, unit, uint32((inner + uint32(1)) * uint32(sets)), members, index)
             await_full(barriers, area, parity)
             finish_tile(lists, source, beside, out, unit, inner, members, index, first, limit, alpha)
-            if count > uint32(1):
+            if together > 1 and count > uint32(1):
                 source, inner = uint32(source + uint32(tile_bytes)), uint32(inner + uint32(1))
                 finish_tile(lists, source, beside, out, unit, inner, members, index, second, limit, alpha)
             release(barriers, area, uint32(index & uint32(31)))
