@@ -43,16 +43,16 @@ SCALE_OFFSET = 63
 MIN_SCALE, MAX_SCALE, NEUTRAL_SCALE = 1, 254 - SCALE_OFFSET, 127
 # A half-word holds four codes, the same places in both halves. Of each code: where its bits lie, from the lowest bit
 # of its magnitude to its sign. The first three come to bits 6, 7, 8 and 15 by one shift to the left, the last one by
-# a product, of 64 bits, with a number of three bits.
+# a product with a number of three bits.
 PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 14, 10, 11))
 MAGNITUDE = 7
 TWO_TO_63 = 0x5F005F00  # twice, in bf16
 MINUS_ZEROS = 0x80008000
 CODE = 0x81C081C0  # where a code's bits belong, in both halves
 LAST_PAIR = 0x6C006C00  # where the fourth code of a half-word lies: bits 13, 14, 10 and the sign in 11
-# The upper half of a product with this number has them shifted right by 7 and by 2, the lower one left by 4: where CODE
-# has ones, the magnitude and the sign. No two terms meet: nothing is carried.
-SPREAD = 1 << 25 | 1 << 30 | 1 << 4
+# shifted down by 7 these are bits 6, 7, 3 and 4: they stay, and bits 3 and 4 come to 8 and 15 as well. No two of the
+# product's terms meet, in neither half: nothing is carried.
+SPREAD = 1 | 1 << 5 | 1 << 11
 EXPONENT = 0x7F800000
 TWICE = 0x00800080  # a byte to the exponents of both halves
 # A code times 2**-126 wants 2 to the scale less 1, whose exponent is 63 above the stored one. Stored ones from 192 on
@@ -234,7 +234,6 @@ def _checked_scales(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def make_decode() -> Any:
     """A device function: the four pairs of bf16, times 2**-126, of a word of eight codes."""
-    from lowlat.kernels.toolchain import ptx
     from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
     @device_function
@@ -242,8 +241,8 @@ def make_decode() -> Any:
         first = word & uint32(CODE)
         second = (word << uint32(3)) & uint32(CODE)
         third = (word << uint32(6)) & uint32(CODE)
-        low, high = ptx.mul_wide(word & uint32(LAST_PAIR), uint32(SPREAD))
-        return first, second, third, ptx.xor_and(low, high, uint32(CODE))
+        last = (((word & uint32(LAST_PAIR)) >> uint32(7)) * uint32(SPREAD)) & uint32(CODE)
+        return first, second, third, last
 
     return decode
 

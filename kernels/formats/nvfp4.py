@@ -19,7 +19,7 @@ import torch
 from lowlat.kernels.formats.base import DenseFormat, Fragment, Parts, Specs, check_part
 from lowlat.kernels.formats.fp8 import decode_e4m3
 from lowlat.kernels.formats.int4 import unpack_nibbles
-from lowlat.kernels.formats.mxfp4 import CODE, LAST_PAIR, MAGNITUDES, SPREAD, pack_codes, unpack_codes
+from lowlat.kernels.formats.mxfp4 import CODE, LAST_PAIR, MAGNITUDES, pack_codes, unpack_codes
 from lowlat.kernels.formats.panels import four_bit_lanes, four_bit_rows, padding_of
 from lowlat.kernels.gemm.packing import TILE_ROWS
 from lowlat.kernels.gemm.tiles import WORD_BYTES, TileFormat
@@ -34,6 +34,10 @@ SCALE_STEP, SCALE_BITS = 1 << 4, 236 << 7
 # Of a word of four scales, bytes 0 and 1, each with zeros above; the number from there to bytes 2 and 3, for a thread
 # whose number has bit 1.
 FIRST_BLOCK, TO_SECOND_BLOCK = 0x4140, 0x0101
+# The fourth code of a half-word has its bits at 13, 14, 10 and the sign at 11. The upper half of a product with this
+# number has them shifted right by 7 and by 2, the lower one left by 4: where CODE has ones, the magnitude and the sign.
+# No two terms meet: nothing is carried.
+SPREAD_WIDE = 1 << 25 | 1 << 30 | 1 << 4
 FACTOR = 2.0**8  # by which a row's factor is above its meaning, as numbers are below theirs
 LEAST_SCALE = 118 << 3  # the bits of 2**-9 in bf16, less those of the mantissa that e4m3 lacks
 
@@ -142,7 +146,7 @@ def _fragment(tiles: TileFormat) -> Fragment:
     def expand(word: Any, scale: Any) -> Any:
         """The four pairs of bf16 of a word of eight codes, times a scale, a pair of it."""
         none, code = uint32(MINUS_ZEROS), uint32(CODE)
-        low, high = ptx.mul_wide(word & uint32(LAST_PAIR), uint32(SPREAD))
+        low, high = ptx.mul_wide(word & uint32(LAST_PAIR), uint32(SPREAD_WIDE))
         return (
             ptx.fma_bf16_pair(word & code, scale, none),
             ptx.fma_bf16_pair((word << uint32(3)) & code, scale, none),

@@ -17,43 +17,51 @@ PIECE_BYTES = 512  # that a warp copies at once
 
 
 def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
-    """Two functions of a warp's lanes: where a lane copies from, and copy a part to a stage, asynchronously.
+    """Two functions of a warp's lanes: what a lane copies from, and copy a part to a stage, asynchronously.
 
     The first takes the addresses of the words and scales and the lane; the second the lane's place in the stage, 16
-    bytes from lane to lane, what the first one found, the number of the part's first step among those of all tiles of
+    bytes from lane to lane, what the first one gave, the number of the part's first step among those of all tiles of
     all experts, how many steps the warp has left from there, and the lane.
     """
     part, step_bytes, scale_bytes = plan.part, shape.step_bytes, shape.scale_bytes
     has_scales, pieces, even = shape.format.has_scales, step_bytes // PIECE_BYTES, plan.is_even(shape)
-    turns, lanes_at_once = -(-part * scale_bytes // PIECE_BYTES), part * scale_bytes // 16
-    # one copy has all scales: lanes that are too many copy those of the last one again, which takes no branch
-    at_once = has_scales and even and turns == 1 and plan.together > 1
+    turns, together = -(-part * scale_bytes // PIECE_BYTES), plan.together > 1
+    # all scales in one copy without a branch: lanes that are too many copy what the last one does
+    at_once, last = together and has_scales and even and turns == 1, part * scale_bytes // 16 - 1
 
     @device_function
     def sources(words: Any, scales: Any, lane: Any) -> Any:
-        own = min(lane, uint32(lanes_at_once - 1)) if at_once else lane
-        to_scales = uint32(uint32(part * step_bytes) + own * uint32(16) - lane * uint32(16))
-        return words + int64(lane * uint32(16)), scales + int64(own * uint32(16)), to_scales
+        own, to_scales = lane, uint32(part * step_bytes)
+        if at_once:
+            own = min(lane, uint32(last))
+            to_scales = uint32(to_scales + own * uint32(16) - lane * uint32(16))
+        if together:
+            words, scales = words + int64(lane * uint32(16)), scales + int64(own * uint32(16))
+        return words, scales, to_scales
 
     @device_function
     def fetch(place: Any, source: Any, number: Any, count: Any, lane: Any) -> None:
         words, scales, to_scales = source
+        if not together:
+            along = int64(lane * uint32(16))
+            words, scales = words + along, scales + along
         words = words + int64(number) * step_bytes
         for step in range(part):
             if even or uint32(step) < count:
                 for piece in range(pieces):
                     at = step * step_bytes + piece * PIECE_BYTES
                     ptx.copy_async_16_once(uint32(place + uint32(at)), words + at)
-        if has_scales:
-            scales = scales + int64(number) * scale_bytes
-            if at_once:
-                ptx.copy_async_16_once(uint32(place + to_scales), scales)
-            else:
-                lanes = uint32(min(uint32(part), count) * uint32(scale_bytes // 16))
-                for turn in range(turns):
+        if at_once:
+            ptx.copy_async_16_once(uint32(place + to_scales), scales + int64(number) * scale_bytes)
+        elif has_scales:
+            whole = uint32(part) if even else min(uint32(part), count)
+            own, lanes = scales + int64(number) * scale_bytes, uint32(whole * uint32(scale_bytes // 16))
+            if lane < lanes:  # as a turn of the loop, the assembler makes this one wrong for capability 10.0
+                ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), own)
+            for turn in range(1, turns):
+                if uint32(lane + uint32(32 * turn)) < lanes:
                     at = turn * PIECE_BYTES
-                    wanted = uint32(1) if uint32(lane + uint32(32 * turn)) < lanes else uint32(0)
-                    ptx.copy_async_16_once_if(uint32(place + uint32(part * step_bytes + at)), scales + at, wanted)
+                    ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes + at)), own + at)
 
     return sources, fetch
 

@@ -25,7 +25,6 @@ from lowlat.kernels.moe.packing import (
     pack_experts,
     unpack_expert,
 )
-from lowlat.kernels.toolchain import ptx
 
 
 def random_blocks(*shape: int, low: int = 1, high: int = MAX_SCALE) -> dict[str, torch.Tensor]:
@@ -96,9 +95,7 @@ def test_a_lane_finds_its_codes(row: int, column: int) -> None:
 def decode(words: torch.Tensor) -> list[torch.Tensor]:
     """The kernel's own decoding, run by Python's integers, as pairs of bf16."""
     own = make_decode().py_func
-    with np.errstate(over="ignore"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ptx, "mul_wide", lambda a, b: divmod(int(a) * int(b), 1 << 32)[::-1])
-        patch.setattr(ptx, "xor_and", lambda a, b, c: (a ^ b) & int(c))
+    with np.errstate(over="ignore"):
         rows = [own(np.uint32(int(word) & 0xFFFFFFFF)) for word in words]
     return [torch.tensor([int(row[pair]) & 0xFFFFFFFF for row in rows]) for pair in range(4)]
 

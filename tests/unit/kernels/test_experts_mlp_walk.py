@@ -90,6 +90,22 @@ def test_a_thread_may_have_several_pairs() -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in ("expert_ids", "partials", "total"))
 
 
+@pytest.mark.parametrize("blocks", [2, 5])  # runs begin and end within units, at odd tiles too
+def test_tiles_in_pairs_have_the_bits_of_one_after_the_other(blocks: int) -> None:
+    """Where a warp has all of a tile's steps, so that one copy has their scales."""
+    rows, top_k = 3, 2
+    moe, logits = make_moe(5, 128, 64), make_logits("random", rows, 5)
+    found = [moe.arguments(moe.rows(rows), top_k) for _ in range(2)]
+    found[1] |= {name: found[0][name] for name in ("x", "residual")}
+    pairs = moe.plan(rows, top_k, small_gpu(blocks), warps=1)
+    single = moe.plan(rows, top_k, small_gpu(blocks), warps=1, together=1)
+    assert pairs.up_plan.is_even(pairs.up) and (pairs.up_plan.together, single.up_plan.together) == (2, 1)
+    for given, plan in zip(found, (pairs, single), strict=True):
+        walk(Walker(True), given, TopKRouting(logits), blocks, early=True, plan=plan)
+    moe.check(found[0])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in ("activated", "partials", "total"))
+
+
 @pytest.mark.wide
 def test_gpus_add_up_their_parts_of_every_expert() -> None:
     """Two GPUs with other weights and the same choice, twice: each has the sum of both, by its own partials' bits."""
