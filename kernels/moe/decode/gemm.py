@@ -21,7 +21,7 @@ from lowlat.kernels.moe.decode.expert_list import make_expert_of, make_members_o
 from lowlat.kernels.moe.decode.mainloop import make_multiply
 from lowlat.kernels.moe.plan import PAD, ExpertPlan, ExpertShape
 from lowlat.kernels.toolchain import ptx
-from lowlat.kernels.toolchain.numba_cuda import device_function, float32, int64, uint32
+from lowlat.kernels.toolchain.numba_cuda import device_function, float32, uint32
 
 __all__ = [
     "Epilogue",

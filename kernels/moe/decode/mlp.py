@@ -163,7 +163,8 @@ def _make(plan: MlpPlan, num_experts: int, over_all: bool = False, gpus: int = 1
         f"experts_mlp_{up.rows}x{up.columns}x{down.rows}x{up.top_k}_"
         f"{up.label}{down.label}_"
         f"{first.columns}x{first.capacity}x{first.warps}x{second.warps}x{first.finishing}x{first.part}x{second.part}"
-        f"x{first.stages}{'_pairs' if first.together > 1 else ''}{'' if plan.overlaps else '_apart'}{'' if first.suspends else '_awake'}_e{num_experts}"
+        f"x{first.stages}{'_pairs' if first.together > 1 else ''}{'' if plan.overlaps else '_apart'}"
+        f"{'' if first.suspends else '_awake'}_e{num_experts}"
         f"{'_over_all' if over_all else ''}{'_shared' if shared else ''}{f'_gpus{gpus}' if gpus > 1 else ''}"
     )
     signature = (*(types.int64,) * (19 + NUM_ARGUMENTS), types.float32, types.float32)
