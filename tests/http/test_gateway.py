@@ -65,10 +65,10 @@ def nested(depth: int) -> bytes:
             "'image_url'; content is text",
         ),
         ("completions", COMPLETION | {"prompt": []}, 400, "prompt", "1 to 4096"),
-        ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt", "prompt[1]"),
-        ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, "prompt", "5000"),
+        ("completions", COMPLETION | {"prompt": [[1], {}]}, 400, "prompt[1]", "prompt[1]: is neither"),
+        ("completions", COMPLETION | {"prompt": [1, 5000]}, 400, "prompt", "prompt: token 5000"),
         ("completions", COMPLETION | {"prompt": [1, True]}, 400, "prompt", "token true; ids are 0 to"),
-        ("completions", COMPLETION | {"prompt": [[1], [False, 1]]}, 400, "prompt", "prompt[1]: token false"),
+        ("completions", COMPLETION | {"prompt": [[1], [False, 1]]}, 400, "prompt[1]", "prompt[1]: token false"),
         (
             "completions",
             COMPLETION | {"stop_token_ids": [True]},

@@ -133,7 +133,7 @@ def test_an_answer_of_a_format_may_be_a_call_instead(walking: RunningGateway, ch
         ({"structured_outputs": {}}, "structured_outputs", "give one of json"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "give one of json"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "Unsupported"),
-        ({"structured_outputs": {"regex": "("}}, "regex", "unclosed group"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "unclosed group"),
         (
             {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
             "structured_outputs",

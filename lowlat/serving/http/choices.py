@@ -21,22 +21,30 @@ class Choices:
     """Chunks of some generations, by the place of each, as they come. One task at a time asks for the next.
 
     start   sends the request of a choice, by its place. Raises RequestError
+    told    makes of an error of a choice, by its place, the one that is raised
     At most MAX_AT_ONCE are under way. Where the server is busy, the first ones are refused and later ones wait.
     """
 
-    def __init__(self, start: Callable[[int], AsyncGeneration], num_choices: int = 1) -> None:
+    def __init__(
+        self,
+        start: Callable[[int], AsyncGeneration],
+        num_choices: int = 1,
+        told: Callable[[int, LowlatError], Exception] = lambda place, error: error,
+    ) -> None:
         self._start = start
+        self._told = told
         self._num_choices = num_choices
         self._num_open = num_choices
         self._next_place = min(num_choices, MAX_AT_ONCE)
         self._generations: dict[int, AsyncGeneration] = {}  # under way, by place
         self._to_open: dict[int, asyncio.Handle] = {}
         self._arrived: deque[int] = deque()  # places where something came, in order
-        self._failure: LowlatError | None = None
+        self._failure: Exception | None = None
         self._waiting: asyncio.Future[Taken | None] | None = None
         self._use: Callable[[int, Chunk], bool] | None = None
         for place in range(self._next_place):
-            self._open(place)
+            if self._failure is None:
+                self._open(place)
 
     async def next(self, use: Callable[[int, Chunk], bool] | None = None) -> Taken | None:
         """The number of a choice and its next chunk; None when all have ended. Raises what a generation raises.
@@ -60,7 +68,12 @@ class Choices:
             await generation.aclose()
 
     def _open(self, place: int) -> None:
-        generation = self._generations[place] = self._start(place)
+        try:
+            generation = self._generations[place] = self._start(place)
+        except LowlatError as error:
+            self._failure = self._told(place, error)
+            self._hand_on()
+            return
         generation.watch(partial(self._note, place))
 
     def _note(self, place: int) -> None:
@@ -92,9 +105,9 @@ class Choices:
                 continue
             try:
                 chunk = generation.take()
-            except Busy as error:
-                if place < MAX_AT_ONCE:
-                    raise
+            except LowlatError as error:
+                if not isinstance(error, Busy) or place < MAX_AT_ONCE:
+                    raise self._told(place, error) from error
                 del self._generations[place]
                 self._open_later(place, error.retry_after_s or RETRY_S)
                 continue
@@ -117,8 +130,4 @@ class Choices:
 
     def _open_now(self, place: int) -> None:
         del self._to_open[place]
-        try:
-            self._open(place)
-        except LowlatError as error:
-            self._failure = error
-            self._hand_on()
+        self._open(place)

@@ -2,28 +2,26 @@
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
 
 from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 
-__all__ = ["ApiError", "answer_error", "api_error", "invalid"]
+__all__ = ["ApiError", "answer_error", "api_error", "invalid", "name_fields", "of_prompt"]
 
 INVALID = "invalid_request_error"
 _PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
+_FIELDS = "lowlat.fields"  # of a request's state
 
 GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
 _CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
 _EMPTY = "the prompt is empty"
-_PROMPTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
-
-_OWN_NAMES = {
-    "template_options": "chat_template_kwargs",
-    "json_schema": "response_format",
-    "tool_calls": "tools",
-}  # of this interface, for what the server calls otherwise
+_OF_DOCUMENT = "tool_calls: the document: "
+_OWN_NAMES = {"template_options": "chat_template_kwargs", "tool_calls": "tools"}  # everywhere in this interface
 
 
 class ApiError(Exception):
@@ -60,8 +58,23 @@ def invalid(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
-def api_error(error: LowlatError) -> ApiError:
-    """An error of lowlat as an answer."""
+def name_fields(request: Request, fields: Mapping[str, str]) -> None:
+    """Note what a request's body calls the options that an error may name: {"json_schema": "response_format"}.
+
+    "prompt" is among them. An option that is not has the same name in the body.
+    """
+    setattr(request.state, _FIELDS, fields)
+
+
+def api_error(error: Exception, scope: Scope) -> ApiError:
+    """Any error as the answer to a request, or as the last event of its stream.
+
+    Those that are neither ApiError nor LowlatError tell nothing of themselves.
+    """
+    if isinstance(error, ApiError):
+        return error
+    if not isinstance(error, LowlatError):
+        return ApiError(500, "the gateway failed on this request", kind="server_error", code="internal")
     text = str(error)
     if isinstance(error, CapacityError):
         headers = {}
@@ -70,12 +83,11 @@ def api_error(error: LowlatError) -> ApiError:
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
         return ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", headers=headers)
     if isinstance(error, (RequestError, ConfigError)):
+        fields: Mapping[str, str] = scope.get("state", {}).get(_FIELDS, {})
         if too_long := _CONTEXT.search(text):
             message = f"This model's maximum context length is {too_long[1]} tokens: {text}"
-            return ApiError(400, message, code="context_length_exceeded")
-        named = _PARAM.match(text)
-        param = None if named is None else _OWN_NAMES.get(named[1], named[1])
-        return ApiError(400, text, param=param, code="invalid_value")
+            return ApiError(400, message, param=fields.get("prompt"), code="context_length_exceeded")
+        return ApiError(400, text, param=_param(text, fields), code="invalid_value")
     if isinstance(error, ServerGone):
         return ApiError(
             503, text, kind="server_error", code=error.code or "gone", headers={"retry-after": GONE_RETRY_S}
@@ -84,13 +96,26 @@ def api_error(error: LowlatError) -> ApiError:
     return ApiError(500, text, kind="server_error", code=code)
 
 
+def of_prompt(error: LowlatError, scope: Scope, place: int) -> ApiError:
+    """The error of one of several prompts, by its place, unless it has to do with none, or with all of them."""
+    told = api_error(error, scope)
+    body, name = told.body["error"], f"prompt[{place}]"
+    if isinstance(error, (CapacityError, ServerGone)) or body["param"] not in (None, "prompt"):
+        return told
+    message = f"{name}: {body['message'].removeprefix('prompt: ')}"
+    return ApiError(told.status, message, kind=body["type"], param=name, code=body["code"], headers=told.headers)
+
+
 async def answer_error(request: Request, error: Exception) -> Response:
-    """The handler of all errors: those that are neither ApiError nor LowlatError tell nothing of themselves."""
-    if isinstance(error, LowlatError):
-        error = api_error(error)
-    if isinstance(error, ApiError):
-        told = error.body["error"]
-        if told["code"] == "context_length_exceeded" or told["message"].startswith(_EMPTY):
-            told["param"] = _PROMPTS.get(request.url.path)
-        return error.response()
-    return ApiError(500, "the gateway failed on this request", kind="server_error", code="internal").response()
+    """The handler of all errors."""
+    return api_error(error, request.scope).response()
+
+
+def _param(text: str, fields: Mapping[str, str]) -> str | None:
+    """The field of the body that an error's text begins with, or is about."""
+    if text.startswith(_EMPTY):
+        return fields.get("prompt")
+    if text.startswith(_OF_DOCUMENT):
+        return fields.get("json_schema")
+    named = _PARAM.match(text)
+    return None if named is None else fields.get(named[1]) or _OWN_NAMES.get(named[1], named[1])

@@ -154,17 +154,18 @@ class EventStream(Response):
         if exchange is not None:
             self._break_silence(exchange, send, -1)
         try:
-            await self._caller.wait_for(self._send_all(exchange, send))
+            await self._caller.wait_for(self._send_all(scope, exchange, send))
         finally:
             if self._timer is not None:
                 self._timer.cancel()
             self._caller.leave()
             await self._choices.close()
 
-    async def _send_all(self, exchange: Exchange | None, send: Send) -> None:
+    async def _send_all(self, scope: Scope, exchange: Exchange | None, send: Send) -> None:
         """Send all events: an event in the call that receives its chunk, where the server offers a way and its buffer
-        has room, else by `send`. Raises LowlatError for what fails before the first event.
+        has room, else by `send`. Raises what fails before the first event; later it is the last one.
         """
+        failure: Exception | None = None
 
         def write(place: int, chunk: Chunk) -> bool:
             if exchange is None or not exchange.can_write():
@@ -180,12 +181,15 @@ class EventStream(Response):
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             data = self._answer.last_events()
-        except LowlatError as error:
+        except Exception as error:
             if not self._begun:
                 raise
-            data = event(api_error(error).body)
+            failure = error
+            data = event(api_error(error, scope).body)
         await self._begin(send)
         await send({"type": "http.response.body", "body": data, "more_body": False})
+        if failure is not None and not isinstance(failure, (ApiError, LowlatError)):
+            raise failure  # a fault of the gateway's, for its log
 
     def _write(self, exchange: Exchange, send: Send, data: bytes) -> None:
         """Write what the connection has room for at once, after the status."""

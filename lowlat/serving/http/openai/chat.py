@@ -9,7 +9,7 @@ from starlette.responses import Response
 from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import ApiError, invalid
+from lowlat.serving.http.errors import ApiError, invalid, name_fields
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.bodies import decode, decoder_of
@@ -23,7 +23,7 @@ from lowlat.serving.http.openai.schema import (
     check_growing,
     unsupported,
 )
-from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
+from lowlat.serving.http.openai.structured import STRUCTURED_FIELDS, Calling, format_options, structured_options
 from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
 from lowlat.serving.http.uploads import Lines, feed, is_lines
@@ -41,6 +41,7 @@ async def chat_completions(request: Request) -> Response:
     session = session_of(request)
     lines = Lines(request) if is_lines(request) else None
     asked = decode(_DECODER, await read_body(request)) if lines is None else decode(_GROWING, await lines.first())
+    _name_fields(request, asked)
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     check_template(server)
@@ -82,6 +83,12 @@ async def chat_completions(request: Request) -> Response:
         choices = Choices(start, asked.n or 1)
     answer = _Chat(asked, calling, fingerprint(server), prompt_ids)
     return await respond(request, choices, answer, stream=bool(asked.stream))
+
+
+def _name_fields(request: Request, asked: ChatRequest) -> None:
+    form = {"json_schema": "response_format"} if asked.structured_outputs is None else STRUCTURED_FIELDS
+    most = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+    name_fields(request, {"prompt": "messages", "max_tokens": most, **form})
 
 
 def check_template(server: Welcome) -> None:

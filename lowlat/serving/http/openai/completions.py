@@ -7,10 +7,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lowlat.errors import LowlatError
 from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import invalid
+from lowlat.serving.http.errors import invalid, name_fields, of_prompt
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.bodies import decode, decoder_of
@@ -22,7 +23,7 @@ from lowlat.serving.http.openai.schema import (
     check_growing,
     unsupported,
 )
-from lowlat.serving.http.openai.structured import structured_options
+from lowlat.serving.http.openai.structured import STRUCTURED_FIELDS, structured_options
 from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
 from lowlat.serving.http.uploads import Lines, feed, is_lines
@@ -41,6 +42,7 @@ async def completions(request: Request) -> Response:
     if is_lines(request):
         return await _continue_growing(request, session)
     asked = decode(_DECODER, await read_body(request))
+    _name_fields(request, asked)
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     sampling = _sampling(asked, server)
@@ -50,10 +52,16 @@ async def completions(request: Request) -> Response:
         sampling.setdefault("logprobs", 0)
     if len(prompts) * num > MAX_COMPLETIONS:
         raise invalid("n", f"n: {len(prompts)} prompts, {num} times, are more than {MAX_COMPLETIONS}")
+
+    def told(place: int, error: LowlatError) -> Exception:
+        return error if len(prompts) == 1 else of_prompt(error, request.scope, place // num)
+
     prompt_ids: list[Sequence[int]] = []
-    if asked.needs_prompt_ids:
-        for prompt in prompts:
+    for place, prompt in enumerate(prompts if asked.needs_prompt_ids else ()):
+        try:
             prompt_ids.append(await gateway.client.tokenize(prompt) if isinstance(prompt, str) else prompt)
+        except LowlatError as error:
+            raise told(place * num, error) from error
 
     def start(place: int) -> AsyncGeneration:
         prompt = prompts[place // num]
@@ -61,13 +69,19 @@ async def completions(request: Request) -> Response:
         return gateway.client.generate(prompt, cache_salt=asked.cache_salt or "", session=session, **options)
 
     answer = _Completion(asked, fingerprint(server), prompts, prompt_ids, num)
-    return await respond(request, Choices(start, len(prompts) * num), answer, stream=bool(asked.stream))
+    return await respond(request, Choices(start, len(prompts) * num, told), answer, stream=bool(asked.stream))
+
+
+def _name_fields(request: Request, asked: CompletionRequest) -> None:
+    of_prompts = "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+    name_fields(request, {"prompt": "prompt", "prompt_logprobs": of_prompts, **STRUCTURED_FIELDS})
 
 
 async def _continue_growing(request: Request, session: str) -> Response:
     """Continue a prompt whose pieces come line by line; the answer begins when the body has ended."""
     lines = Lines(request)
     asked = decode(_GROWING_DECODER, await lines.first())
+    _name_fields(request, asked)
     check_growing(asked)
     for name, given in (("best_of", asked.best_of not in (None, 1)), ("echo", bool(asked.echo))):
         if given:
@@ -119,18 +133,20 @@ def _prompts(given: str | list[Any], vocab_size: int) -> list[Any]:
     """The prompts in a list of their own. Raises ApiError."""
     if isinstance(given, str):
         return [given]
-    prompts: list[Any] = [given] if given and not isinstance(given[0], (str, list)) else given
+    is_one = bool(given) and not isinstance(given[0], (str, list))
+    prompts: list[Any] = [given] if is_one else given
     if not 1 <= len(prompts) <= MAX_COMPLETIONS:
         raise invalid("prompt", f"prompt: {len(prompts)} prompts; 1 to {MAX_COMPLETIONS} are taken")
     for place, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             continue
+        param = "prompt" if is_one else f"prompt[{place}]"
         if not isinstance(prompt, list) or not prompt:
-            raise invalid("prompt", f"prompt[{place}]: is neither text nor token ids")
+            raise invalid(param, f"{param}: is neither text nor token ids")
         if set(map(type, prompt)) != {int} or not 0 <= min(prompt) <= max(prompt) < vocab_size:
             wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < vocab_size)
             shown = msgspec.json.encode(wrong).decode()
-            raise invalid("prompt", f"prompt[{place}]: token {shown:.80}; ids are 0 to {vocab_size - 1}")
+            raise invalid(param, f"{param}: token {shown:.80}; ids are 0 to {vocab_size - 1}")
     return prompts
 
 

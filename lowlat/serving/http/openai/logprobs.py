@@ -91,8 +91,8 @@ def _by_id(one: PromptLogprob, num_top: int) -> dict[str, dict[str, Any]]:
 def _check_size(prompt: PromptLogprobs, num_top: int) -> None:
     if len(prompt) * (1 + num_top) > MAX_PROMPT_VALUES:
         raise RequestError(
-            f"the logprobs of {len(prompt)} tokens of a prompt with {num_top} likeliest ones each are more than "
-            f"{MAX_PROMPT_VALUES} over HTTP; ask for fewer, or read them by lowlat.ipc.Client"
+            f"prompt_logprobs: those of {len(prompt)} tokens of a prompt with {num_top} likeliest ones each are more "
+            f"than {MAX_PROMPT_VALUES} over HTTP; ask for fewer, or read them by lowlat.ipc.Client"
         )
 
 

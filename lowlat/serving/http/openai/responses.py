@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import ApiError, name_fields
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.bodies import decode, decoder_of
 from lowlat.serving.http.openai.chat import check_template
@@ -24,7 +24,7 @@ from lowlat.serving.http.openai.schema import (
     Tool,
     unsupported,
 )
-from lowlat.serving.http.openai.structured import Calling, format_options, structured_options
+from lowlat.serving.http.openai.structured import STRUCTURED_FIELDS, Calling, format_options, structured_options
 from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
 
@@ -36,6 +36,8 @@ _DECODER = decoder_of(ResponsesRequest)
 async def responses(request: Request) -> Response:
     """Answer an input."""
     asked = decode(_DECODER, await read_body(request))
+    form = {"json_schema": "text.format.schema"} if asked.structured_outputs is None else STRUCTURED_FIELDS
+    name_fields(request, {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs", **form})
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     check_template(server)

@@ -1,0 +1,119 @@
+"""Errors are the same as an answer and as a stream's last event: {message, type, param, code}, naming the prompt."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway import RunningGateway, ScriptedEngine, running_gateway
+
+from lowlat.serving.http.choices import MAX_AT_ONCE
+from lowlat.serving.http.openai import completions
+
+LONG, NAN, REFUSED = [1] * 40, [5], [6]
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
+    """A gateway to an engine of a narrow context, which fails on some prompts."""
+    engine = ScriptedEngine(max_context=32, faults={5: "nan", 6: "refuse"}, step_s=0.001)
+    with running_gateway(tmp_path_factory.mktemp("gateway"), engine) as gateway:
+        yield gateway
+
+
+def both(gateway: RunningGateway, path: str, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The error that is the answer to a request, and the one that ends its stream, be it an answer or an event."""
+    status, answer, _ = gateway.ask(f"/v1/{path}", {"model": "fake", **body})
+    assert status >= 400, answer
+    _, streamed, _ = gateway.ask(f"/v1/{path}", {"model": "fake", **body, "stream": True})
+    if isinstance(streamed, str):
+        streamed = json.loads(streamed.strip().rpartition("data: ")[2])
+    for told in (answer, streamed):
+        told["error"]["message"] = re.sub(r"request \d+", "request N", told["error"]["message"])
+    return answer["error"], streamed["error"]
+
+
+@pytest.mark.parametrize("place", [3, 4 + MAX_AT_ONCE], ids=["at once", "in its turn"])
+@pytest.mark.parametrize(
+    ("prompt", "code", "words"),
+    [
+        (LONG, "context_length_exceeded", "This model's maximum context length is 32 tokens: prompt of 40 tokens"),
+        ("x" * 40, "context_length_exceeded", "This model's maximum context length is 32 tokens: 40 bytes"),
+        ("", "invalid_value", "the text is empty"),
+        ([1, -2], "invalid_value", "token -2; ids are 0 to 999"),
+        ([1000], "invalid_value", "token 1000; ids are 0 to 999"),
+        ([], "invalid_value", "is neither text nor token ids"),
+        (REFUSED, "invalid_value", ""),
+        (NAN, "not_finite", ""),
+    ],
+)
+def test_the_prompt_that_fails_is_named(
+    failing: RunningGateway, place: int, prompt: str | list[int], code: str, words: str
+) -> None:
+    prompts: list[Any] = [[7], "Hi", [8, 9], [4]] * 6
+    prompts[place] = prompt
+    whole, streamed = both(failing, "completions", {"prompt": prompts, "max_tokens": 5})
+    assert whole == streamed
+    name = f"prompt[{place}]"
+    assert (whole["param"], whole["code"]) == (name, code) and whole["message"].startswith(f"{name}: {words}"), whole
+
+
+def test_a_prompt_of_several_answers_is_named_by_its_own_place(failing: RunningGateway) -> None:
+    asked = {"prompt": [[7], [8], LONG, [9]], "n": 5, "max_tokens": 5}
+    whole, streamed = both(failing, "completions", asked)
+    assert whole == streamed and whole["param"] == "prompt[2]"
+    asked = {"prompt": [[7], "x" * 40], "max_tokens": 5, "return_token_ids": True}
+    whole, streamed = both(failing, "completions", asked)
+    assert whole == streamed and whole["param"] == "prompt[1]"
+
+
+def test_what_is_wrong_with_all_prompts_is_no_prompts_fault(failing: RunningGateway) -> None:
+    whole, streamed = both(failing, "completions", {"prompt": [[7], [8]], "temperature": 101})
+    assert whole == streamed and whole["param"] == "temperature" and "prompt" not in whole["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": LONG}, "prompt"),
+        ("completions", {"prompt": [LONG]}, "prompt"),
+        ("completions", {"prompt": NAN, "max_tokens": 9}, None),
+        ("completions", {"prompt": [1], "max_tokens": -1}, "max_tokens"),
+        ("completions", {"prompt": [1], "echo": True, "logprobs": 99}, "logprobs"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 40}]}, "messages"),
+        ("chat/completions", {"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
+        ("chat/completions", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"fail": True}}, None),
+        ("responses", {"input": "x" * 40}, "input"),
+        ("responses", {"input": "Hi", "max_output_tokens": 0}, "max_output_tokens"),
+    ],
+)
+def test_a_stream_tells_what_an_answer_tells(
+    failing: RunningGateway, path: str, body: dict[str, Any], param: str | None
+) -> None:
+    whole, streamed = both(failing, path, body)
+    assert whole == streamed and set(whole) == {"message", "type", "param", "code"}
+    assert whole["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_fault_of_the_gateways_is_told_once_a_stream_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    def take_part(answer: Any, choice: Any, chunk: Any) -> dict[str, Any]:
+        if chunk.finish_reason is not None:
+            raise ValueError("a secret")
+        return {"text": chunk.text}
+
+    monkeypatch.setattr(completions._Completion, "part", take_part)
+    monkeypatch.setattr(completions._Completion, "take_part", take_part)
+    with running_gateway(tmp_path) as gateway:
+        body = {"model": "fake", "prompt": "Hi", "max_tokens": 3, "stream": stream}
+        status, answer, _ = gateway.ask("/v1/completions", body)
+    told = json.loads(answer.strip().rpartition("data: ")[2]) if stream else answer
+    assert status == (200 if stream else 500)
+    error = {"message": "the gateway failed on this request", "type": "server_error", "param": None, "code": "internal"}
+    assert told == {"error": error}
