@@ -14,6 +14,9 @@ from gateway import RunningGateway, running_gateway
 from grammar_engine import GrammarEngine
 from jsonschema import validate
 
+from lowlat.errors import RequestError
+from lowlat.ipc.client import Client
+
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
 SCHEMA = {
     "type": "object",
@@ -165,6 +168,33 @@ def test_a_schema_that_is_not_strict_holds_as_far_as_it_can(chat: Any) -> None:
     assert isinstance(json.loads(chat(response_format=schema_format(ahead)).message.content)["a"], str)
     with pytest.raises(openai.BadRequestError, match="look-around"):
         chat(response_format=schema_format(ahead, strict=True))
+
+
+def test_a_one_of_that_is_not_held_is_told_in_our_words(walking: RunningGateway, chat: Any) -> None:
+    either = {"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"type": "string"}]}}}
+    told = "is not held, for its branches overlap or cannot be told apart; use anyOf"
+    strict: dict[str, Any] = {"type": "json_schema", "name": "answer", "schema": either, "strict": True}
+    tool = {"type": "function", "function": {"name": "go", "parameters": either, "strict": True}}
+    bound = {"response_format": schema_format(either, strict=True)}
+    structured = {"structured_outputs": {"json": either}}
+    message: Any = {"model": "fake", "messages": MESSAGES}
+    for path, body, param, of in [
+        ("chat/completions", message | bound, "response_format", ""),
+        ("chat/completions", message | bound | {"tools": [WEATHER]}, "response_format", ": the document"),
+        ("chat/completions", message | {"tools": [WEATHER, tool]}, "tools", ": go"),
+        ("chat/completions", message | structured, "structured_outputs.json", ""),
+        ("completions", {"model": "fake", "prompt": "x"} | structured, "structured_outputs.json", ""),
+        ("responses", {"model": "fake", "input": "Hi", "text": {"format": strict}}, "text.format.schema", ""),
+    ]:
+        for stream in (False, True):
+            status, answer, _ = walking.ask(f"/v1/{path}", body | {"stream": stream})
+            error = answer["error"]
+            assert (status, error["param"]) == (400, param), error
+            assert f"{of}: oneOf at #/properties/a {told}" in error["message"]
+    assert walking.served is not None
+    with Client(walking.served.server.endpoint) as client, pytest.raises(RequestError) as caught:
+        list(client.generate("x", json_schema=either))
+    assert str(caught.value).startswith(f"json_schema: oneOf at #/properties/a {told}")
 
 
 @pytest.mark.alone  # the schema is refused after a second, by when others have their answers

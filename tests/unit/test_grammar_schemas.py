@@ -184,3 +184,64 @@ def test_expressions_that_are_known_hold_in_any_case(pattern: str) -> None:
         with pytest.raises(GrammarError):
             state.advance([*CODEC.encode('"!!', add_special_tokens=False)])
             state.advance([*CODEC.encode('"', add_special_tokens=False), 0])
+
+
+OVERLAPPING: dict[str, Any] = {"oneOf": [{"type": "string"}, {"type": "string", "pattern": "a"}]}
+DISTINCT: dict[str, Any] = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
+NOT_HELD = "is not held, for its branches overlap or cannot be told apart; use anyOf, or give each branch a type"
+
+
+@pytest.mark.parametrize(
+    ("schema", "at"),
+    [
+        (OVERLAPPING, "#"),
+        ({"properties": {"a/b c": OVERLAPPING}}, "#/properties/a~1b c"),
+        ({"properties": {"a": DISTINCT, "b": OVERLAPPING, "c": OVERLAPPING}}, "#/properties/b"),
+        ({"items": {"anyOf": [{"oneOf": [DISTINCT, {"type": "null"}]}, OVERLAPPING, DISTINCT]}}, "#/items/anyOf/1"),
+        ({"oneOf": [OVERLAPPING, {"type": "null"}]}, "#/oneOf/0"),
+        ({"oneOf": [{"type": "object"}, {"properties": {"a": DISTINCT}}]}, "#"),
+        (
+            {"properties": {"a": {"$ref": "#/$defs/x"}, "oneOf": DISTINCT}, "$defs": {"y": DISTINCT, "x": OVERLAPPING}},
+            "#/$defs/x",
+        ),
+        (
+            {"properties": {"a": DISTINCT, "b": {**OVERLAPPING, "anyOf": [{"minLength": 1}]}, "c": DISTINCT}},
+            "#/properties/b",
+        ),
+    ],
+)
+def test_a_one_of_that_is_not_held_is_named_by_its_place(schema: dict[str, Any], at: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        state_of(CODEC, json_schema=schema)
+    assert str(caught.value).startswith(f"json_schema: oneOf at {at} {NOT_HELD}")
+
+
+def test_a_one_of_that_is_not_held_is_refused_also_where_its_place_is_not_known() -> None:
+    schema = {"properties": {"a": OVERLAPPING, "b": DISTINCT, "c": {"$ref": "#/properties/b/oneOf/0"}}}
+    with pytest.raises(RequestError, match=f"^json_schema: oneOf {NOT_HELD}"):
+        state_of(CODEC, json_schema=schema)
+    with pytest.raises(RequestError, match=f"^grammar: %json in line 2: oneOf {NOT_HELD}"):
+        state_of(CODEC, grammar=f"start: a\na: %json {json.dumps(OVERLAPPING)}")
+
+
+@pytest.mark.parametrize("tags", [False, True], ids=["JSON", "tags"])
+def test_a_schema_of_calls_that_is_not_held_is_named_by_its_function(tags: bool) -> None:
+    caller = codec_with("<tool_call>", "</tool_call>", templates="{# <function=  <parameter= #}" if tags else "")
+    free = {"name": "free", "parameters": {"properties": {"a": OVERLAPPING}}}
+
+    def refused(parameters: dict[str, Any], **more: Any) -> str:
+        functions = [free, {"name": "go on", "strict": True, "parameters": {"type": "object", **parameters}}]
+        with pytest.raises(RequestError) as caught:
+            state_of(caller, tool_calls={"functions": functions, **more})
+        return str(caught.value)
+
+    lists = {"type": "array", "items": OVERLAPPING}
+    parameters = {"properties": {"n": {"type": "array", "items": DISTINCT}, "a/": lists}}
+    assert refused(parameters).startswith(f"tool_calls: go on: oneOf at #/properties/a~1/items {NOT_HELD}")
+    defined = {"properties": {"n": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": "array", "items": OVERLAPPING}}}
+    assert refused(defined).startswith(f"tool_calls: go on: oneOf at #/$defs/x/items {NOT_HELD}")
+    unique = {"properties": {"n": {"type": "array", "uniqueItems": True}}}
+    assert refused(unique) == 'tool_calls: go on: Unimplemented keys: ["uniqueItems"]'
+    document = {"schema": {"properties": {"a": OVERLAPPING}}, "strict": True}
+    said = refused({"properties": {}}, document=document)
+    assert said.startswith(f"tool_calls: the document: oneOf at #/properties/a {NOT_HELD}")

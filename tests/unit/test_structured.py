@@ -90,6 +90,12 @@ def test_a_grammar_that_comes_to_its_limit_fails_its_request_alone(runtime: Runt
     assert ends[other].finish_reason == "stop"
 
 
+def test_a_one_of_that_is_not_held_is_told_in_our_words(runtime: Runtime) -> None:
+    either = {"oneOf": [{"type": "string"}, {"maxLength": 1}]}
+    with pytest.raises(RequestError, match="^json_schema: oneOf at #/items is not held, .*; use anyOf"):
+        runtime.submit("a", SamplingParams(json_schema={"type": "array", "items": either}, max_tokens=9))
+
+
 def test_a_server_compiles_before_it_submits(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = RuntimeEngine(Runtime.load(target, max_batch=1, max_context=64))
     try:

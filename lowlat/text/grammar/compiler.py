@@ -1,6 +1,7 @@
 """This module compiles the grammars of one model: it tries them in an isolated process, and caches them."""
 
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -13,9 +14,10 @@ from lowlat.text.codec import TextCodec
 from lowlat.text.grammar.exact import NotHeld, exact_text
 from lowlat.text.grammar.matching import MatchedGrammar
 from lowlat.text.grammar.reasoning import gate_of
+from lowlat.text.grammar.refusals import reworded
 from lowlat.text.grammar.spec import GrammarSpec, spec_of
 from lowlat.text.grammar.tool_calls import tool_grammar
-from lowlat.text.grammar.trial import MAX_MEMORY_BYTES, TooLong, Trials
+from lowlat.text.grammar.trial import MAX_MEMORY_BYTES, Refused, Steps, TooLong, Trials
 from lowlat.text.grammar.vocabulary import Vocabulary, is_installed
 from lowlat.text.harmony import HarmonyParser
 
@@ -150,8 +152,9 @@ class GrammarCompiler:
             raise RequestError(str(found))
         return found
 
-    def _compile(self, spec: GrammarSpec, limit_s: float) -> Compiled:
+    def _compile(self, asked: GrammarSpec, limit_s: float) -> Compiled:
         vocabulary, codec, trials = self._ready()
+        spec = asked
         if spec.kind == "tool_calls":
             spec = GrammarSpec(spec.kind, tool_grammar(codec, spec.text))
         elif spec.kind == "json_schema":
@@ -160,7 +163,13 @@ class GrammarCompiler:
             except NotHeld as error:
                 raise RequestError(f"{spec.kind}: {error}") from None
         names_tokens = spec.kind in ("grammar", "tool_calls") and TOKEN_BY_NUMBER in spec.text
-        return Compiled(vocabulary.matcher(trials.run(spec, limit_s)), is_text=not names_tokens)
+        end = time.monotonic() + limit_s
+        try:
+            grammar = trials.run(spec, limit_s)
+        except Refused as error:
+            is_last = limit_s >= self._max_compile_s
+            raise reworded(str(error), asked, spec, partial(_overlapping, trials, end, is_last=is_last)) from None
+        return Compiled(vocabulary.matcher(grammar), is_text=not names_tokens)
 
     def close(self) -> None:
         """End the other process; a later grammar starts it again."""
@@ -179,3 +188,19 @@ class GrammarCompiler:
                 self._trials = Trials(self._vocabulary)
                 self._trials.start()
             return self._vocabulary, self._codec, self._trials
+
+
+def _overlapping(trials: Trials, end: float, schema: str, paths: Sequence[Steps], *, is_last: bool) -> Steps | None:
+    """The first path whose `oneOf` the library does not take; None where it cannot be told by `end`.
+
+    is_last  no other try has more time. Raises TooLong where one has.
+    """
+    limit_s = end - time.monotonic()
+    try:
+        if limit_s <= 0.0:
+            raise TooLong
+        return trials.overlapping(schema, paths, limit_s)
+    except TooLong:
+        if is_last:
+            return None
+        raise

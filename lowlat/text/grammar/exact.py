@@ -20,7 +20,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-__all__ = ["ESCAPES", "NotHeld", "exact_schema", "exact_text"]
+__all__ = ["ESCAPES", "NAMED", "VALUES", "NotHeld", "exact_schema", "exact_text"]
 
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"  # years of a century that have the day
 _LEAP = f"([0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)"

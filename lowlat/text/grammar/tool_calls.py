@@ -37,9 +37,10 @@ from lowlat.text.templates.tags import (
     STRING_MARK,
 )
 
-__all__ = ["tool_grammar"]
+__all__ = ["place_of", "tool_grammar"]
 
 ANYTHING = {"type": "object"}
+DOCUMENT = "the document"
 HOW: dict[str, Any] = {  # as `worker.py` has it
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -79,6 +80,7 @@ class ToolCalls(Struct, forbid_unknown_fields=True):
 Grammar = Callable[[TextCodec, ToolCalls], list[str]]
 SHORT_ID = "[a-zA-Z0-9]{9}"
 CALL_ID = f'(", \\"id\\": \\"" /{SHORT_ID}/ "\\"")?'
+OF_FUNCTION = re.compile(r"(?:arguments|parameters)_(\d+)(?:_(\d+)_value_json)?")  # rules of one, and of a parameter
 NAMED_TOKEN = re.compile("<[A-Za-z0-9_|/:.-]+>")  # special tokens that rules may name by their text
 
 _DECODER = msgspec.json.Decoder(ToolCalls)
@@ -98,8 +100,23 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
         return "\n".join(grammar(codec, calls))
     start, *lines = grammar(codec, replace(calls, required=True))
     begin = f'{CHANNEL} "final" {MESSAGE} ' if kind.name == "Harmony" else ""
-    made = _json("document", "the document", calls.document.schema, strict=calls.document.strict)
+    made = _json("document", DOCUMENT, calls.document.schema, strict=calls.document.strict)
     return "\n".join([f"start: called | {begin}document", start.replace("start:", "called:", 1), *lines, made])
+
+
+def place_of(rule: str, text: str) -> tuple[str, tuple[str, ...]]:
+    """Whose schema a rule of `tool_grammar` holds: a function's name, and the steps to it within the parameters.
+
+    text  of the calls. The document's rule has the name "the document"
+    """
+    found = OF_FUNCTION.fullmatch(rule)
+    if found is None:
+        return DOCUMENT, ()
+    function = _DECODER.decode(text).functions[int(found[1])]
+    if found[2] is None:
+        return function.name, ()
+    key = list((function.parameters or ANYTHING)["properties"])[int(found[2])]
+    return function.name, ("properties", key)
 
 
 def _tagged(codec: TextCodec, calls: ToolCalls) -> list[str]:

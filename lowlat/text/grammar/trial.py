@@ -9,15 +9,16 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowlat.errors import ConfigError, RequestError
+from lowlat.errors import ConfigError
 from lowlat.text.children import end_child
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.vocabulary import LIMITS, Vocabulary
 
-__all__ = ["TooLong", "Trials"]
+__all__ = ["Refused", "Steps", "TooLong", "Trials"]
 
 HEADER_BYTES = 8
 START_TIMEOUT_S = 60.0  # an interpreter and a large vocabulary, on a machine that is busy
@@ -26,6 +27,14 @@ MAX_MEMORY_BYTES = 512 << 20  # of address space, of which the interpreter and a
 MAX_MASK_S = 0.02
 WALK_S = 0.005
 MAX_ANSWER_BYTES = 16 << 20
+
+
+Steps = Sequence[str | int]
+"""The steps from a schema to one within it."""
+
+
+class Refused(Exception):
+    """The library does not take the grammar; says why, in its own words."""
 
 
 class TooLong(Exception):
@@ -53,9 +62,24 @@ class Trials:
         """The library's text of a grammar that can be served.
 
         limit_s  of time by the clock, from when the process begins with it
-        Raises RequestError that says what is wrong with it, TooLong, and ConfigError where the process cannot be had.
+        Raises Refused, TooLong, and ConfigError where the process cannot be had.
         """
-        job = json.dumps({"kind": spec.kind, "text": spec.text, "limit_s": limit_s}).encode("ascii")
+        reply = self._try({"kind": spec.kind, "text": spec.text, "limit_s": limit_s})
+        if "grammar" not in reply:
+            raise Refused(f"{reply['why']!s:.300}")
+        return str(reply["grammar"])
+
+    def overlapping(self, schema: str, paths: Sequence[Steps], limit_s: float) -> Steps | None:
+        """The path of the first `oneOf` of a schema that is why the library refuses it; None where it cannot be told.
+
+        paths  of all schemas within it that have a `oneOf`, outer ones first
+        Raises TooLong, and ConfigError as `run` does.
+        """
+        reply = self._try({"kind": "one_of", "text": schema, "paths": paths, "limit_s": limit_s})
+        return paths[reply["place"]] if "place" in reply else None
+
+    def _try(self, asked: dict[str, Any]) -> dict[str, Any]:
+        job, limit_s = json.dumps(asked).encode("ascii"), asked["limit_s"]
         receiving, sending = os.pipe()
         try:
             try:
@@ -68,12 +92,10 @@ class Trials:
         if not answer:
             raise TooLong
         try:
-            reply = json.loads(answer)
+            reply: dict[str, Any] = json.loads(answer)
         except ValueError:  # its time was over while it answered
             raise TooLong from None
-        if "grammar" not in reply:
-            raise RequestError(f"{spec.kind}: {reply['why']!s:.300}")
-        return str(reply["grammar"])
+        return reply
 
     def close(self) -> None:
         """End the process; a later trial starts another."""

@@ -8,9 +8,12 @@ Children of several trials run side by side. Nothing of lowlat is imported.
 Frames on the socket at stdin are 8 bytes of length, little-endian, and a body. The first is JSON in ASCII, {"lengths":
 bytes of each token, "special": ids, "end_id", "limits", "max_memory_bytes", "max_mask_s", "walk_s"}, after it a frame
 of the tokens' bytes, joined; it is answered by an empty frame. Every other one comes with a pipe for its answer and is
-JSON, {"kind", "text", "limit_s"}; the answer is {"grammar": text for the library} or {"why": ...}.
+JSON, {"kind", "text", "limit_s"}; the answer is {"grammar": text for the library} or {"why": ...}. One of the kind
+"one_of" has a schema that was refused, and "paths" of all `oneOf` within it; the answer is {"place": of the first that
+is why}.
 """
 
+import copy
 import json
 import os
 import resource
@@ -26,6 +29,7 @@ __all__ = ["main"]
 
 HEADER_BYTES = 8
 MAX_WHY = 300
+ONE_OF = "oneOf constraints are not supported"
 MAX_TOKEN_BYTES = 64
 WALK_TOKENS = 32
 STRICT_JSON: Any = {
@@ -134,9 +138,40 @@ def reason(matcher: Any) -> str:
     return " ".join(text.partition("<non-verbose")[0].split())
 
 
-def attempt(job: dict[str, Any], tokenizer: Any, limits: Any, start: dict[str, Any]) -> dict[str, str]:
+def overlapping(schema: Any, paths: list[list[Any]], tokenizer: Any, limits: Any) -> int:
+    """The place of the first path whose `oneOf` the library does not take, with `anyOf` for all later ones."""
+    taken, refused = -1, len(paths) - 1
+    while refused - taken > 1:
+        middle = (taken + refused) // 2
+        text = json.dumps(with_any_of(schema, paths[middle + 1 :]))
+        matcher = llguidance.LLMatcher(tokenizer, library_grammar("json_schema", text), log_level=0, limits=limits)
+        if matcher.is_error() and ONE_OF in matcher.get_error():
+            refused = middle
+        else:
+            taken = middle
+    return refused
+
+
+def with_any_of(schema: Any, paths: list[list[Any]]) -> Any:
+    """A copy of a schema that has `anyOf` for the `oneOf` of these paths, outer ones first."""
+    made = copy.deepcopy(schema)
+    for path in reversed(paths):
+        holder = made
+        for step in path:
+            holder = holder[step]
+        branches = {"anyOf": holder.pop("oneOf")}
+        if "anyOf" in holder:
+            holder["allOf"] = [*holder.get("allOf", []), branches]
+        else:
+            holder.update(branches)
+    return made
+
+
+def attempt(job: dict[str, Any], tokenizer: Any, limits: Any, start: dict[str, Any]) -> dict[str, Any]:
     """Try one grammar."""
     try:
+        if job["kind"] == "one_of":
+            return {"place": overlapping(json.loads(job["text"]), job["paths"], tokenizer, limits)}
         grammar = library_grammar(job["kind"], job["text"])
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
