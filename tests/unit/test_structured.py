@@ -92,7 +92,7 @@ def test_a_grammar_that_comes_to_its_limit_fails_its_request_alone(runtime: Runt
 
 def test_a_one_of_that_is_not_held_is_told_in_our_words(runtime: Runtime) -> None:
     either = {"oneOf": [{"type": "string"}, {"maxLength": 1}]}
-    with pytest.raises(RequestError, match="^json_schema: oneOf at #/items is not held, .*; use anyOf"):
+    with pytest.raises(RequestError, match=r"^json_schema: oneOf at #/items is not held, .*; use anyOf"):
         runtime.submit("a", SamplingParams(json_schema={"type": "array", "items": either}, max_tokens=9))
 
 
