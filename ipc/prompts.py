@@ -23,8 +23,11 @@ def chat_messages(entries: Sequence[Any]) -> list[Message]:
     plain = [_plain(place, entry) if isinstance(entry, Mapping) else entry for place, entry in enumerate(entries)]
     try:
         return msgspec.convert(plain, list[Message])
-    except (msgspec.ValidationError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise RequestError(f"chat messages: {error}") from error
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$")
+        raise RequestError(f"messages{path.rstrip('`')}: {reason}") from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise RequestError(f"messages: {error}") from error
 
 
 def _plain(place: int, entry: Mapping[str, Any]) -> dict[str, Any]:

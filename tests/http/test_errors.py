@@ -1,13 +1,15 @@
 """Errors are the same as an answer and as a stream's last event: {message, type, param, code}, naming the prompt."""
 
+import http.client
 import json
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway import RunningGateway, ScriptedEngine, running_gateway
+from gateway import KEY, RunningGateway, ScriptedEngine, running_gateway
 
 from lowlat.serving.http.choices import MAX_AT_ONCE
 from lowlat.serving.http.openai import completions
@@ -97,6 +99,95 @@ def test_a_stream_tells_what_an_answer_tells(
     whole, streamed = both(failing, path, body)
     assert whole == streamed and set(whole) == {"message", "type", "param", "code"}
     assert whole["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("chat/completions", {"messages": [{"role": "", "content": "x"}]}, "messages[0].role", "{}: Expected `str`"),
+        (
+            "chat/completions",
+            {"messages": [MESSAGES[0], {"role": "user", "content": [{"type": "text"}]}]},
+            "messages[1].content[0].text",
+            "Missing required parameter: {}",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "refusal", "text": "x"}]}]},
+            "messages[0].content[0].refusal",
+            "Missing required parameter: {}",
+        ),
+        ("chat/completions", {"messages": MESSAGES, "max_completion_tokens": 0}, "max_completion_tokens", "{}: Exp"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "chat_template_kwargs": {"a": [[1]]}, "stop": [""]},
+            "stop",
+            "{}[0]",
+        ),
+        ("completions", {"prompt": "x", "logit_bias": {"1": "a"}}, "logit_bias", "{}: Expected `float`, got `str`"),
+        ("completions", {"prompt": "x", "echo": True, "logprobs": -1}, "logprobs", "{}: Expected `int`"),
+        (
+            "completions",
+            {"prompt": "x", "structured_outputs": {"choice": [""]}},
+            "structured_outputs.choice",
+            "{}[0]: Expected `str`",
+        ),
+        ("responses", {"input": "x", "max_output_tokens": 0}, "max_output_tokens", "{}: Expected `int`"),
+        ("responses", {"input": [{"role": "", "content": "x"}]}, "input", "{}: Expected `str`"),
+    ],
+)
+def test_an_error_has_the_names_of_the_body(
+    failing: RunningGateway, path: str, body: dict[str, Any], param: str, message: str
+) -> None:
+    whole, streamed = both(failing, path, body)
+    assert whole == streamed and whole["param"] == param
+    assert whole["message"].startswith(message.format(param)), whole
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
+def test_what_cannot_be_tokenized_is_named(failing: RunningGateway, path: str) -> None:
+    for body, param in [
+        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
+        ({"messages": MESSAGES, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+    ]:
+        status, answer, _ = failing.ask(path, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "words"),
+    [
+        (b"hello\r\n\r\n", 400, "illegal request line"),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 70_000, 431, "too long"),
+        (
+            b"POST /x HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+            400,
+            "Content-Length",
+        ),
+        (b"POST /x HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n", 501, "Transfer-Encoding"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer " + KEY.encode() + b"\r\n"
+            b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\nzz\r\n",
+            400,
+            "chunk",
+        ),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + bytes(300), 400, ""),  # TLS
+    ],
+)
+def test_what_is_no_request_is_told_in_the_same_shape(
+    failing: RunningGateway, sent: bytes, status: int, words: str
+) -> None:
+    address = failing.address
+    with socket.create_connection((address.host, address.port), timeout=30) as caller:
+        caller.sendall(sent)
+        answer = http.client.HTTPResponse(caller)
+        answer.begin()
+        error = json.loads(answer.read())["error"]
+        assert caller.recv(1) == b""
+    assert answer.status == status and answer.headers["content-type"] == "application/json"
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "http")
+    assert error["message"].startswith("the request is not HTTP/1.1: ") and words in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -180,7 +180,7 @@ def test_a_one_of_that_is_not_held_is_told_in_our_words(walking: RunningGateway,
     message: Any = {"model": "fake", "messages": MESSAGES}
     for path, body, param, of in [
         ("chat/completions", message | bound, "response_format", ""),
-        ("chat/completions", message | bound | {"tools": [WEATHER]}, "response_format", ": the document"),
+        ("chat/completions", message | bound | {"tools": [WEATHER]}, "response_format", "response_format"),
         ("chat/completions", message | {"tools": [WEATHER, tool]}, "tools", ": go"),
         ("chat/completions", message | structured, "structured_outputs.json", ""),
         ("completions", {"model": "fake", "prompt": "x"} | structured, "structured_outputs.json", ""),

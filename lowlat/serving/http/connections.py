@@ -7,14 +7,17 @@ that asks nothing is let go, and of too many callers one that asks nothing.
 
 import asyncio
 import itertools
+import sys
 import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from lowlat.serving.http.errors import ApiError
 from lowlat.serving.http.exchange import EXTENSION
 
 __all__ = ["Connection", "ConnectionLimits", "Connections"]
@@ -190,6 +193,22 @@ class Connection(H11Protocol):
         super().on_response_complete()
         if not self.idle and not self._is_admitted:
             self._close_in(self._places.limits.answer_s)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no request, as uvicorn does while it handles the reason, in the shape of all errors."""
+        reason = sys.exception()
+        status = reason.error_status_hint if isinstance(reason, h11.RemoteProtocolError) else 400
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
+            self.abort()
+            return
+        answer = ApiError(status, f"the request is not HTTP/1.1: {reason or msg}", code="http").response()
+        head = h11.Response(status_code=status, headers=[*answer.raw_headers, CLOSE])
+        for part in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part) or b"")
+        if not self.idle:  # what waits for the rest of the body has no one to answer
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.linger()
 
     def linger(self) -> None:
         """Close after an answer whose request was not read to its end, once the caller has had time to read it."""

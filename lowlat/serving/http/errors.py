@@ -11,10 +11,10 @@ from starlette.types import Scope
 
 from lowlat.errors import Busy, CapacityError, ConfigError, LowlatError, RequestError, ServerGone, StreamError
 
-__all__ = ["ApiError", "answer_error", "api_error", "invalid", "name_fields", "of_prompt"]
+__all__ = ["ApiError", "answer_error", "api_error", "invalid", "missing", "name_fields", "of_prompt"]
 
 INVALID = "invalid_request_error"
-_PARAM = re.compile(r"([a-z][a-z_]*)(?:\[.*?\])?(?:: | must )")
+_NAMED = re.compile(r"([a-z][a-z_]*)((?:\[[^]]*\]|\.[a-z_]+)*)(?:: | must )")  # an option, and a path within it
 _FIELDS = "lowlat.fields"  # of a request's state
 
 GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
@@ -58,6 +58,11 @@ def invalid(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param, code="invalid_value")
 
 
+def missing(param: str) -> ApiError:
+    """The refusal of a body that lacks a field."""
+    return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
+
+
 def name_fields(request: Request, fields: Mapping[str, str]) -> None:
     """Note what a request's body calls the options that an error may name: {"json_schema": "response_format"}.
 
@@ -87,7 +92,8 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
         if too_long := _CONTEXT.search(text):
             message = f"This model's maximum context length is {too_long[1]} tokens: {text}"
             return ApiError(400, message, param=fields.get("prompt"), code="context_length_exceeded")
-        return ApiError(400, text, param=_param(text, fields), code="invalid_value")
+        text, param = _named(text, fields)
+        return ApiError(400, text, param=param, code="invalid_value")
     if isinstance(error, ServerGone):
         return ApiError(
             503, text, kind="server_error", code=error.code or "gone", headers={"retry-after": GONE_RETRY_S}
@@ -111,11 +117,18 @@ async def answer_error(request: Request, error: Exception) -> Response:
     return api_error(error, request.scope).response()
 
 
-def _param(text: str, fields: Mapping[str, str]) -> str | None:
-    """The field of the body that an error's text begins with, or is about."""
+def _named(text: str, fields: Mapping[str, str]) -> tuple[str, str | None]:
+    """An error's text with the body's own name of the option that it begins with, and the field that it is about."""
     if text.startswith(_EMPTY):
-        return fields.get("prompt")
+        return text, fields.get("prompt")
     if text.startswith(_OF_DOCUMENT):
-        return fields.get("json_schema")
-    named = _PARAM.match(text)
-    return None if named is None else fields.get(named[1]) or _OWN_NAMES.get(named[1], named[1])
+        text = f"json_schema: {text[len(_OF_DOCUMENT) :]}"
+    found = _NAMED.match(text)
+    if found is None:
+        return text, None
+    name, within = found.groups()
+    if name == "messages":  # those of an input are made of its items
+        name, within = fields.get("prompt", name), within if fields.get("prompt") == name else ""
+        return f"{name}{within}{text[found.end(2) :]}", f"{name}{within}"
+    name = fields.get(name) or _OWN_NAMES.get(name, name)
+    return f"{name}{within}{text[found.end(2) :]}", name

@@ -168,7 +168,7 @@ def test_a_chat_is_parsed_and_its_answer_goes_into_the_next_turn(runtime: Runtim
             {},
             r"messages\[0\].content\[0\] is of the type 'image_",
         ),
-        ([{"content": "x"}], {}, "chat messages: Object missing required field `role`"),
+        ([{"content": "x"}], {}, r"messages\[0\]: Object missing required field `role`"),
         ([{"role": "user", "content": "x"}], {"tools": [{}]}, r"tools\[0\] must be"),
         (
             [{"role": "user", "content": "x"}],

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Struct, inspect
 
 from lowlat.errors import meant, shown_at
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import ApiError, missing
 from lowlat.serving.http.openai.schema import unsupported
 
 __all__ = ["decode", "decoder_of"]
@@ -119,10 +119,11 @@ def _refusal(kind: type[Struct], message: str, data: bytes) -> ApiError:
             reason += f"; served: {', '.join(choices)}"
         if _BOUND.match(reason):
             reason += f", got {shown_at(msgspec.json.decode(data), path, reason)}"
-        return ApiError(400, f"{path or 'the body'}: {reason}", param=path or None, code="invalid_value")
+        param = path.partition("[...]")[0]  # of a table, msgspec does not tell the key
+        return ApiError(400, f"{param or 'the body'}: {reason}", param=param or None, code="invalid_value")
     param = f"{path}.{named[2]}" if path else named[2]
     if named[1] == "required":
-        return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
+        return missing(param)
     return unsupported(param, "" if path else _instead(kind, param))
 
 

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from lowlat.ipc.client import AsyncGeneration, Chunk
 from lowlat.ipc.messages import Welcome
 from lowlat.serving.http.choices import Choices
-from lowlat.serving.http.errors import ApiError, invalid, name_fields
+from lowlat.serving.http.errors import ApiError, invalid, missing, name_fields
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.answers import Choice, ChoicesAnswer, fingerprint, seeded
 from lowlat.serving.http.openai.bodies import decode, decoder_of
@@ -125,14 +125,17 @@ def chat_messages(messages: Sequence[ChatMessage], *, growing: bool = False) -> 
 
 
 def text_of(content: str | Sequence[ContentPart], param: str) -> str:
-    """The text of a message's content. Raises ApiError for a part of another kind."""
+    """The text of a message's content. Raises ApiError for a part of another kind, or without text."""
     if isinstance(content, str):
         return content
     texts = []
     for place, part in enumerate(content):
-        text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in TEXT_PARTS or text is None:
+        if part.type not in TEXT_PARTS:
             raise unsupported(f"{param}[{place}].type", f"{part.type!r:.40}; content is text")
+        name = "refusal" if part.type == "refusal" else "text"
+        text = getattr(part, name)
+        if text is None:
+            raise missing(f"{param}[{place}].{name}")
         texts.append(text)
     return "\n".join(texts)
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lowlat.serving.http.errors import ApiError
+from lowlat.serving.http.errors import missing
 from lowlat.serving.http.openai.chat import call_of, text_of
 from lowlat.serving.http.openai.responses_schema import InputItem, ResponsesRequest
 from lowlat.serving.http.openai.schema import ContentPart, FunctionCall
@@ -64,15 +64,11 @@ def _add(answer: dict[str, Any], item: InputItem, param: str) -> None:
 
 def _text(content: str | list[ContentPart] | None, param: str) -> str:
     if content is None:
-        raise _missing(param)
+        raise missing(param)
     return text_of(content, param)
 
 
 def _needed(value: str | None, param: str) -> str:
     if value is None:
-        raise _missing(param)
+        raise missing(param)
     return value
-
-
-def _missing(param: str) -> ApiError:
-    return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")

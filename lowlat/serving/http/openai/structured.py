@@ -8,7 +8,7 @@ import msgspec
 
 from lowlat.errors import RequestError
 from lowlat.options.tools import bound_calls, document_of, shown_tools
-from lowlat.serving.http.errors import ApiError, invalid
+from lowlat.serving.http.errors import ApiError, invalid, missing
 from lowlat.serving.http.openai.schema import (
     AllowedTools,
     JsonSchema,
@@ -53,7 +53,7 @@ def format_options(asked: ResponseFormat | None, param: str = "response_format")
         return {}
     schema = f"{param}.json_schema"
     if asked.type == "json_schema" and asked.json_schema is None:
-        raise ApiError(400, f"Missing required parameter: {schema}", param=schema, code="missing_required_parameter")
+        raise missing(schema)
     if asked.type != "json_schema" and asked.json_schema is not None:
         raise ApiError(400, f"{schema} stands with type 'json_schema' alone", param=schema, code="invalid_value")
     if asked.json_schema is not None:

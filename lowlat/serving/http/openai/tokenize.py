@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lowlat.ipc.prompts import Prompt
-from lowlat.serving.http.errors import invalid
+from lowlat.serving.http.errors import invalid, name_fields
 from lowlat.serving.http.gateway import gateways_of
 from lowlat.serving.http.openai.bodies import decode, decoder_of
 from lowlat.serving.http.openai.chat import chat_messages, check_template
@@ -57,6 +57,7 @@ async def tokenize(request: Request) -> Response:
     asked = decode(_TOKENIZE, await read_body(request))
     gateway = await gateways_of(request).of(asked.model)
     server = await (gateway.server() if asked.model is None else gateway.serving(asked.model))
+    name_fields(request, {"prompt": "prompt" if asked.messages is None else "messages"})
     prompt: Prompt
     options: dict[str, Any] | None = None
     if asked.messages is not None and asked.prompt is None:
