@@ -18,6 +18,7 @@ from lowlat.errors import RequestError
 from lowlat.ipc.client import Client
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
+FORM = "response_format.json_schema.schema"
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"type": "integer", "minimum": 1}},
@@ -129,7 +130,7 @@ def test_an_answer_of_a_format_may_be_a_call_instead(walking: RunningGateway, ch
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": schema_format(UNIQUE, strict=True)}, "response_format", "uniqueItems"),
+        ({"response_format": schema_format(UNIQUE, strict=True)}, FORM, "uniqueItems"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "Missing required parameter"),
         ({"response_format": {"type": "text", "json_schema": {}}}, "response_format.json_schema", "alone"),
         ({"structured_outputs": {"regex": "a"}, "tools": [TIME]}, "structured_outputs", "bound to JSON alone"),
@@ -179,8 +180,8 @@ def test_a_one_of_that_is_not_held_is_told_in_our_words(walking: RunningGateway,
     structured = {"structured_outputs": {"json": either}}
     message: Any = {"model": "fake", "messages": MESSAGES}
     for path, body, param, of in [
-        ("chat/completions", message | bound, "response_format", ""),
-        ("chat/completions", message | bound | {"tools": [WEATHER]}, "response_format", "response_format"),
+        ("chat/completions", message | bound, FORM, FORM),
+        ("chat/completions", message | bound | {"tools": [WEATHER]}, FORM, FORM),
         ("chat/completions", message | {"tools": [WEATHER, tool]}, "tools", ": go"),
         ("chat/completions", message | structured, "structured_outputs.json", ""),
         ("completions", {"model": "fake", "prompt": "x"} | structured, "structured_outputs.json", ""),

@@ -23,7 +23,13 @@ from lowlat.serving.http.openai.schema import (
     check_growing,
     unsupported,
 )
-from lowlat.serving.http.openai.structured import STRUCTURED_FIELDS, Calling, format_options, structured_options
+from lowlat.serving.http.openai.structured import (
+    FORMAT_FIELDS,
+    STRUCTURED_FIELDS,
+    Calling,
+    format_options,
+    structured_options,
+)
 from lowlat.serving.http.sessions import session_of
 from lowlat.serving.http.streaming import read_body, respond
 from lowlat.serving.http.uploads import Lines, feed, is_lines
@@ -86,7 +92,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _name_fields(request: Request, asked: ChatRequest) -> None:
-    form = {"json_schema": "response_format"} if asked.structured_outputs is None else STRUCTURED_FIELDS
+    form = FORMAT_FIELDS if asked.structured_outputs is None else STRUCTURED_FIELDS
     most = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     name_fields(request, {"prompt": "messages", "max_tokens": most, **form})
 

@@ -31,13 +31,15 @@ from lowlat.serving.http.streaming import read_body, respond
 __all__ = ["responses"]
 
 _DECODER = decoder_of(ResponsesRequest)
+_FORMAT_FIELDS = {"json_schema": "text.format.schema", "json_object": "text.format"}
+_FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 
 
 async def responses(request: Request) -> Response:
     """Answer an input."""
     asked = decode(_DECODER, await read_body(request))
-    form = {"json_schema": "text.format.schema"} if asked.structured_outputs is None else STRUCTURED_FIELDS
-    name_fields(request, {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs", **form})
+    form = _FORMAT_FIELDS if asked.structured_outputs is None else STRUCTURED_FIELDS
+    name_fields(request, {**_FIELDS, **form})
     gateway = await gateways_of(request).of(asked.model)
     server = await gateway.serving(asked.model)
     check_template(server)

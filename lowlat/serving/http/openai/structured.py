@@ -19,12 +19,13 @@ from lowlat.serving.http.openai.schema import (
     unsupported,
 )
 
-__all__ = ["STRUCTURED_FIELDS", "Calling", "format_options", "structured_options"]
+__all__ = ["FORMAT_FIELDS", "STRUCTURED_FIELDS", "Calling", "format_options", "structured_options"]
 
 STRUCTURED_FIELDS = {
     "json_schema": "structured_outputs.json",
     **{name: f"structured_outputs.{name}" for name in ("json_object", "regex", "grammar", "choice")},
 }  # by the options that they give
+FORMAT_FIELDS = {"json_schema": "response_format.json_schema.schema", "json_object": "response_format"}
 
 
 def structured_options(asked: StructuredOutputs | None) -> dict[str, Any]:
