@@ -119,6 +119,11 @@ def test_what_a_server_cannot_be_asked_is_refused(endpoint: str, option: tuple[o
     assert message in refusal("generate", "--connect", endpoint, "--prompt", "x", *option)
 
 
+def test_options_of_a_model_want_one_where_no_server_is_named() -> None:
+    advice = "leave it out to talk with a running server, or name MODEL"
+    assert f"--device is settled where the server is started; {advice}" in refusal("chat", "--device", "cpu")
+
+
 def test_a_model_is_refused_beside_connect(endpoint: str, talker: Path) -> None:
     assert "MODEL is settled" in refusal("generate", talker, "--connect", endpoint, "--prompt", "x")
     assert "--curve-keys needs --endpoint" in refusal("generate", "--curve-keys", talker, "--prompt", "x")
