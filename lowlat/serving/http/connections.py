@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Awaitable, Iterator
 from dataclasses import dataclass, replace
+from http import HTTPStatus
 from typing import Any
 
-import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
@@ -196,15 +196,15 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no request, as uvicorn does while it handles the reason, in the shape of all errors."""
-        reason = sys.exception()
-        status = reason.error_status_hint if isinstance(reason, h11.RemoteProtocolError) else 400
-        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer has begun
+        if not self.idle and self.cycle.response_started:
             self.abort()
             return
+        reason = sys.exception()
+        status = HTTPStatus(getattr(reason, "error_status_hint", 400))  # h11's
         answer = ApiError(status, f"the request is not HTTP/1.1: {reason or msg}", code="http").response()
-        head = h11.Response(status_code=status, headers=[*answer.raw_headers, CLOSE])
-        for part in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(part) or b"")
+        head = b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode())
+        fields = b"".join(b"%b: %b\r\n" % field for field in [*answer.raw_headers, CLOSE])
+        self.transport.write(b"".join((head, fields, b"\r\n", answer.body)))
         if not self.idle:  # what waits for the rest of the body has no one to answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
