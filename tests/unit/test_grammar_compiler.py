@@ -114,6 +114,27 @@ def test_a_hostile_grammar_holds_up_no_other(compiler: GrammarCompiler) -> None:
     assert refused and refused[0].startswith("grammar: ")
 
 
+def test_to_find_the_place_of_a_refusal_takes_no_more_time_than_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has patience for a part of that time is told that it is over, and whoever has it all is refused."""
+    limits: list[float] = []
+
+    def too_long(self: Trials, schema: str, paths: Any, limit_s: float) -> None:
+        limits.append(limit_s)
+        raise trial.TooLong
+
+    monkeypatch.setattr(Trials, "overlapping", too_long)
+    either = {"oneOf": [{"type": "string"}, {"type": "string"}]}
+    params = SamplingParams(json_schema={"properties": {"a": either, "b": either}})
+    patient = GrammarCompiler(CODEC, CODEC.vocab_size, (END,), max_compile_s=40.0)
+    try:
+        assert patient.compile(params, patience_s=20.0) is None
+        with pytest.raises(RequestError, match=r"^json_schema: oneOf is not held"):
+            patient.compile(params)
+    finally:
+        patient.close()
+    assert 0.0 < limits[0] < 20.0 < limits[1] < 40.0
+
+
 def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "MAX_MEMORY_BYTES", 24 << 20)
     bounded = GrammarCompiler(CODEC, CODEC.vocab_size, (END,), max_compile_s=5.0)
