@@ -136,7 +136,7 @@ class DeviceWeights:
         if matrix.order is None:
             return self.vector(name)
         if name not in self._orders:
-            self._orders[name] = self.vector(name)[matrix.order.to(self.device)].contiguous()
+            self._orders[name] = self.vector(name).index_select(0, matrix.order.to(self.device))
         return self._orders[name]
 
     def experts(self, name: str) -> PackedExperts:
@@ -152,7 +152,7 @@ class DeviceWeights:
         if order is None:
             return self.vector(bias)
         if bias not in self._orders:
-            self._orders[bias] = self.vector(bias)[:, order.to(self.device)].contiguous()
+            self._orders[bias] = self.vector(bias).index_select(1, order.to(self.device))
         return self._orders[bias]
 
     def permutation(self, name: str) -> torch.Tensor | None:
