@@ -83,8 +83,7 @@ def pack(weight: torch.Tensor, order: torch.Tensor | None = None) -> PackedMatri
         raise ShapeError(f"a packed weight must be a matrix, got shape {list(weight.shape)}")
     rows, columns = weight.shape
     if order is not None:
-        taken = order.to(weight.device)  # torch imports SymPy where a tensor without memory is indexed
-        weight = weight.index_select(0, taken) if weight.is_meta else weight[taken]
+        weight = weight[order.to(weight.device)]
     extra_rows, extra_columns = -rows % TILE_ROWS, -columns % TILE_COLUMNS
     if extra_rows or extra_columns:
         weight = torch.nn.functional.pad(weight, (0, extra_columns, 0, extra_rows))
