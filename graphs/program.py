@@ -5,7 +5,7 @@ meaning, the others lower runs of operations to kernels. Every operation is chec
 the table of operations that the builder was given; see `lowlat.kernels.reference.OPERATIONS`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -73,6 +73,22 @@ class Op:
 
     def __str__(self) -> str:
         return f"{self.kind}({', '.join(self.reads.values())}) -> {', '.join(self.writes.values())}"
+
+
+class _Contents(Mapping[str, torch.Tensor]):
+    """The contents of constants by name, each made when it is read."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
 
 
 @dataclass(frozen=True)
@@ -180,7 +196,7 @@ class ProgramBuilder:
     range_names: RangeNames = field(default_factory=lambda: OWN_NAMES, kw_only=True)
     _ops: list[Op] = field(default_factory=list)
     _buffers: dict[str, BufferSpec] = field(default_factory=dict)
-    _constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    _constants: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     _kept: dict[str, str] = field(default_factory=dict)
 
     def keep(self, names: Iterable[str], prefix: str) -> None:
@@ -203,8 +219,17 @@ class ProgramBuilder:
 
     def constant(self, name: str, content: torch.Tensor) -> str:
         """Declare a constant with its content and return its name."""
-        self._constants[name] = content
-        return self.declare(BufferSpec(name, tuple(content.shape), content.dtype, Role.CONSTANT))
+        return self.made_constant(name, tuple(content.shape), content.dtype, lambda: content)
+
+    def made_constant(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]
+    ) -> str:
+        """Declare a constant whose content `make` gives when it is read, and return its name.
+
+        A program that is listed, checked or planned never reads it.
+        """
+        self._constants[name] = make
+        return self.declare(BufferSpec(name, shape, dtype, Role.CONSTANT))
 
     def __contains__(self, name: object) -> bool:
         """Whether a buffer of this name is declared."""
@@ -252,7 +277,7 @@ class ProgramBuilder:
             self.name,
             tuple(self._ops),
             MappingProxyType(self._buffers),
-            MappingProxyType(self._constants),
+            _Contents(self._constants),
             self.operations,
             self.range_names,
         )

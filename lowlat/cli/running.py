@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lowlat.cli.collection import rare_collections
 from lowlat.cli.console import Update, progress_bar
 from lowlat.cli.generation import Asked, Generation
 from lowlat.cli.models import local_target
@@ -52,6 +53,7 @@ class _Bars(ExitStack):
             self._update(done, total)
 
 
+@rare_collections()
 def load_runtime(
     model: Path,
     speculative: SpeculativeConfig | None,

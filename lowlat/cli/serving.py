@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import lowlat
+from lowlat.cli.collection import rare_collections
 from lowlat.cli.console import format_bytes, print_json
 from lowlat.cli.options import bundled
 from lowlat.cli.paths import check_model
@@ -174,6 +175,7 @@ class _Loading:
         self.codec = ServingCodec()
         self.facts: dict[str, Any] = {}
 
+    @rare_collections()
     def make_engine(self) -> "RuntimeEngine":
         """Load; called in the thread that will decode."""
         from lowlat.cli.running import load_runtime

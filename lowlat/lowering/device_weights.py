@@ -5,6 +5,7 @@ for its whole life. Prefill unpacks a matrix at a time, and none of an MoE layer
 """
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -65,7 +66,7 @@ class DeviceWeights:
                     self._plain.update(dict.fromkeys(names, self._place(moved.contiguous())))
                 else:
                     order = next((orders[name] for name in names if name in orders), None) if orders else None
-                    self._packed.update(dict.fromkeys(names, pack(moved, order).placed(self._place)))
+                    self._packed.update(dict.fromkeys(names, _packed(moved, order).placed(self._place)))
         waiting.check(self._experts)
         self._orders: dict[str, torch.Tensor] = {}
         self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -136,7 +137,7 @@ class DeviceWeights:
         if matrix.order is None:
             return self.vector(name)
         if name not in self._orders:
-            self._orders[name] = self.vector(name)[matrix.order.to(self.device)].contiguous()
+            self._orders[name] = self.vector(name).index_select(0, matrix.order.to(self.device))
         return self._orders[name]
 
     def experts(self, name: str) -> PackedExperts:
@@ -152,7 +153,7 @@ class DeviceWeights:
         if order is None:
             return self.vector(bias)
         if bias not in self._orders:
-            self._orders[bias] = self.vector(bias)[:, order.to(self.device)].contiguous()
+            self._orders[bias] = self.vector(bias).index_select(1, order.to(self.device))
         return self._orders[bias]
 
     def permutation(self, name: str) -> torch.Tensor | None:
@@ -257,6 +258,11 @@ class _Waiting:
             missing = [weight for part, weight in parts.items() if part not in self._found.get(name, {})]
             if name not in packed and missing:
                 raise ConfigError(f"weight {missing[0]} is missing")
+
+
+def _packed(weight: torch.Tensor, order: torch.Tensor | None) -> PackedMatrix:
+    """See `pack`. Of a tensor without memory no rows are taken: torch imports SymPy where one is indexed."""
+    return replace(pack(weight), order=order) if weight.is_meta else pack(weight, order)
 
 
 def _check_dtype(name: str, tensor: torch.Tensor) -> None:

@@ -5,7 +5,9 @@ A model is its layers, see `lowlat.models.layer_spec`, and a few facts of the wh
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Literal, Self, TypeVar
 
 from lowlat.checkpoint.formats import Quantisation
@@ -57,34 +59,34 @@ class Decoder:
         """L."""
         return len(self.layers)
 
-    @property
+    @cached_property
     def attentions(self) -> Mapping[int, AttentionSpec]:
         """The layers whose mixer is attention, by number."""
         found = ((number, layer.mixer) for number, layer in enumerate(self.layers))
-        return {number: mixer for number, mixer in found if isinstance(mixer, AttentionSpec)}
+        return MappingProxyType({number: mixer for number, mixer in found if isinstance(mixer, AttentionSpec)})
 
-    @property
+    @cached_property
     def caching(self) -> Mapping[int, AttentionSpec]:
         """The layers that keep keys and values of their own, by number: those that read no other layer's."""
-        return {number: spec for number, spec in self.attentions.items() if spec.kv_layer is None}
+        return MappingProxyType({number: spec for number, spec in self.attentions.items() if spec.kv_layer is None})
 
     @property
     def per_layer_size(self) -> int | None:
         """The width of a token's embedding of each layer. Raises ConfigError where layers differ in it."""
         return _alike("the width of their own embeddings", [layer.per_layer_size for layer in self.layers])
 
-    @property
+    @cached_property
     def deltas(self) -> Mapping[int, DeltaSpec]:
         """The layers whose mixer is a gated delta net, by number: those that keep a recurrent state."""
         found = ((number, layer.mixer) for number, layer in enumerate(self.layers))
-        return {number: mixer for number, mixer in found if isinstance(mixer, DeltaSpec)}
+        return MappingProxyType({number: mixer for number, mixer in found if isinstance(mixer, DeltaSpec)})
 
-    @property
+    @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer that is attention, in order; None: it sees everything before it."""
         return tuple(spec.window for spec in self.attentions.values())
 
-    @property
+    @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
         """The different RoPE tables that its layers turn by, in order of first use."""
         return tuple(dict.fromkeys(spec.rotation for spec in self.attentions.values()))

@@ -5,13 +5,14 @@ wavelength).
 """
 
 import math
+from functools import cached_property
 
 import torch
 
 from lowlat.errors import ConfigError
 from lowlat.models.layer_spec import RopeConfig
 
-__all__ = ["inverse_frequencies", "rope_tables"]
+__all__ = ["RopeTables", "inverse_frequencies", "rope_tables"]
 
 
 def _llama3(rope: RopeConfig, base: torch.Tensor) -> torch.Tensor:
@@ -68,14 +69,42 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return base
 
 
+def _check_positions(num_positions: int) -> None:
+    if num_positions < 1:
+        raise ConfigError(f"num_positions must be positive, got {num_positions}")
+
+
 def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines of positions 0 to C - 1, each [C, D / 2] float32, times attention_factor.
 
     num_positions is C. Time and memory: C * D / 2 elements each. Raises ConfigError for an odd head_dim or
     num_positions below 1.
     """
-    if num_positions < 1:
-        raise ConfigError(f"num_positions must be positive, got {num_positions}")
+    _check_positions(num_positions)
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = positions[:, None] * inverse_frequencies(rope, head_dim)
     return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+
+
+class RopeTables:
+    """The tables of `rope_tables`, made when one is first read; their shape is known before.
+
+    Raises ConfigError as `rope_tables` does, at once.
+    """
+
+    def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int) -> None:
+        _check_positions(num_positions)
+        self.shape = num_positions, len(inverse_frequencies(rope, head_dim))
+        self._arguments = rope, head_dim, num_positions
+
+    @cached_property
+    def _tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope_tables(*self._arguments)
+
+    def cos(self) -> torch.Tensor:
+        """The cosines, [C, D / 2] float32."""
+        return self._tables[0]
+
+    def sin(self) -> torch.Tensor:
+        """The sines, [C, D / 2] float32."""
+        return self._tables[1]

@@ -148,8 +148,9 @@ def _usual_recipes(config: ModelConfig) -> tuple[Recipe, ...]:
 
 def _recipes(config: ModelConfig, names: Collection[str] | None) -> list[Recipe]:
     family = FAMILIES[config.family]
-    rename = family.names_in(names).stored
-    recipes = [renamed_recipe(recipe, rename) for recipe in family.recipes(config)]
+    own, recipes = family.names_in(names), list(family.recipes(config))
+    if not own.are_plain:
+        recipes = [renamed_recipe(recipe, own.stored) for recipe in recipes]
     quantisation = config.quantisation
     recipes = chosen_recipes(recipes, names, others=quantisation is not None)
     if quantisation is None:

@@ -21,7 +21,7 @@ from lowlat.models.geometry import ModelConfig
 from lowlat.models.layer_spec import Rotation
 from lowlat.models.layers import TORCH_DTYPES, scales_name
 from lowlat.models.partial_kv import PartialKV
-from lowlat.models.rope import rope_tables
+from lowlat.models.rope import RopeTables
 from lowlat.models.walk import Tables
 from lowlat.sequence.paged_kv import PagedKV, kv_dtype
 from lowlat.sequence.recurrent import RecurrentState
@@ -227,20 +227,20 @@ class StepGeometry:
         return self.partial.num_queries if self.partial.lossless else self.prefill_size(self.partial.buffer)
 
     @cached_property
-    def tables(self) -> Mapping[Rotation, tuple[str, torch.Tensor, torch.Tensor]]:
-        """RoPE's tables of all layers: their name, cos and sin [C, D / 2] float32, made once for all programs.
+    def tables(self) -> Mapping[Rotation, tuple[str, RopeTables]]:
+        """RoPE's tables of all layers by name, made once for all programs, where one is run.
 
         A target's tables are "target", and "target.1" and so on where its layers turn differently; a speculator's own
         are "draft".
         """
-        made: dict[Rotation, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        found: dict[Rotation, tuple[str, RopeTables]] = {}
         drafts = () if self.speculator is None else self.speculator.rotations
         for owner, rotations in (("target", self.config.rotations), ("draft", drafts)):
             for number, rotation in enumerate(rotations):
-                if rotation not in made:
+                if rotation not in found:
                     name = f"{owner}.{number}" if number else owner
-                    made[rotation] = name, *rope_tables(*rotation, self.num_positions)
-        return made
+                    found[rotation] = name, RopeTables(*rotation, self.num_positions)
+        return found
 
 
 def state_specs(geometry: StepGeometry) -> list[BufferSpec]:
@@ -409,6 +409,9 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
 def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> Tables:
     """RoPE tables of the target and the speculator as constants, [C, D / 2] float32; layers that agree share them."""
     return {
-        rotation: (builder.constant(f"{name}.cos", cos), builder.constant(f"{name}.sin", sin))
-        for rotation, (name, cos, sin) in geometry.tables.items()
+        rotation: (
+            builder.made_constant(f"{name}.cos", tables.shape, torch.float32, tables.cos),
+            builder.made_constant(f"{name}.sin", tables.shape, torch.float32, tables.sin),
+        )
+        for rotation, (name, tables) in geometry.tables.items()
     }

@@ -115,3 +115,21 @@ def test_the_ladder_refuses_by_name() -> None:
         StepLadder([1], {3: 4})
     with pytest.raises(ConfigError, match="at least 1"):
         StepLadder([0], {0: 1})
+
+
+def test_a_constant_that_is_made_is_made_where_it_is_read() -> None:
+    builder, made = ProgramBuilder("p", OPERATIONS), list[str]()
+
+    def make() -> torch.Tensor:
+        made.append("c")
+        return torch.tensor([7, 8], dtype=torch.int32)
+
+    builder.made_constant("c", (2,), torch.int32, make)
+    builder.constant("d", torch.tensor([9], dtype=torch.int32))
+    program = builder.build()
+    assert list(program.constants) == ["c", "d"]
+    assert len(program.constants) == 2
+    assert [spec.num_bytes for spec in program.specs(Role.CONSTANT)] == [8, 4]
+    assert not made
+    buffers = BufferSet(program.specs(Role.CONSTANT), CPU, program.constants)
+    assert (buffers["c"].tolist(), buffers["d"].tolist(), made) == ([7, 8], [9], ["c"])

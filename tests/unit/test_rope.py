@@ -9,7 +9,7 @@ from lowlat.checkpoint.fields import Fields
 from lowlat.errors import ConfigError
 from lowlat.models.hf_config import parse_rope
 from lowlat.models.layer_spec import RopeConfig
-from lowlat.models.rope import inverse_frequencies, rope_tables
+from lowlat.models.rope import RopeTables, inverse_frequencies, rope_tables
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 32.0, "original_max_position_embeddings": 4096}
@@ -89,3 +89,27 @@ def test_odd_sizes_are_refused() -> None:
         inverse_frequencies(RopeConfig(10000.0), 5)
     with pytest.raises(ConfigError, match="num_positions must be positive, got 0"):
         rope_tables(RopeConfig(10000.0), 4, 0)
+
+
+def test_tables_are_made_when_they_are_read_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rope, made = RopeConfig(10000.0), list[int]()
+
+    def counted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        made.append(arguments[-1])
+        return rope_tables(*arguments)
+
+    monkeypatch.setattr("lowlat.models.rope.rope_tables", counted)
+    tables = RopeTables(rope, 64, 77)
+    assert tables.shape == (77, 32)
+    assert not made
+    cos, sin = rope_tables(rope, 64, 77)
+    assert torch.equal(tables.cos(), cos)
+    assert torch.equal(tables.sin(), sin)
+    assert tables.cos() is tables.cos()
+    assert made == [77]
+
+
+@pytest.mark.parametrize(("head_dim", "positions"), [(5, 10), (0, 10), (4, 0)])
+def test_tables_that_cannot_be_made_are_refused_before_they_are_read(head_dim: int, positions: int) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        RopeTables(RopeConfig(10000.0), head_dim, positions)

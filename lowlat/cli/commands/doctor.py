@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowlat.cli.collection import rare_collections
 from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.options import as_json, bundled, draft_model_option, has_bundled, record_options
 from lowlat.cli.paths import FILE, MODEL, NEW_FILE
@@ -80,10 +81,11 @@ def command(
     if out is not None and not proves:
         raise click.UsageError("--out goes with --exactness or --fidelity")
 
-    from lowlat.cli.reports.environment import environment
+    with rare_collections():
+        from lowlat.cli.reports.environment import environment
 
-    report = environment()
-    report["peers"] = _peers()
+        report = environment()
+        report["peers"] = _peers()
     if not json_output:
         _print_environment(report)
     report["healthy"] = True
@@ -129,8 +131,9 @@ class _Pair:
         cls, target: Path | None, head: Path | None, prompts: Path | None, num_prompts: int, options: dict[str, Any]
     ) -> "_Pair":
         """The pair that is named, or the bundled one. Raises ConfigError."""
-        from lowlat.cli.models import local_draft_model, local_target
-        from lowlat.cli.reports.shifts import read_prompts
+        with rare_collections():
+            from lowlat.cli.models import local_draft_model, local_target
+            from lowlat.cli.reports.shifts import read_prompts
 
         directory = local_target(target or bundled("target"))
         head = bundled("head") if target is None else head

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lowlat.cli.collection import rare_collections
 from lowlat.cli.commands.inspect_step import step
 from lowlat.cli.console import (
     check_json_file,
@@ -82,6 +83,7 @@ def command() -> None:
 @record_options(RuntimeConfig, "dtype", "device", "tensor_parallel_size", "activations", "kv_cache_gib", filled=True)
 @click.option("--buffers", is_flag=True, help="List the buffers of the step for --batch slots at depth -S.")
 @as_json
+@rare_collections()
 def model(
     directory: Path | None,
     context: int | None,
@@ -217,6 +219,7 @@ def _print_parts(parts: dict[str, dict[str, int]], prefix: str = "") -> None:
     "--capture-layers", type=IntegerList(), metavar="B,B,B", help="Boundaries in place of those of the config."
 )
 @as_json
+@rare_collections()
 def draft_model(
     directory: Path | None, target: Path | None, capture_layers: tuple[int, ...] | None, json_output: bool
 ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from lowlat.cli.collection import rare_collections
 from lowlat.cli.console import print_json
 from lowlat.cli.help import SectionedCommand
 from lowlat.cli.options import (
@@ -34,7 +35,8 @@ class _ModelOrPreset(click.ParamType[Path]):
         """Return it as a path; a preset's is its name. Raises ConfigError for what is neither."""
         path = Path(value)
         if not path.exists():
-            from lowlat.tools.planned_step import preset_names
+            with rare_collections():
+                from lowlat.tools.planned_step import preset_names
 
             if str(value) in preset_names():
                 return path
@@ -59,6 +61,7 @@ class _ModelOrPreset(click.ParamType[Path]):
 @speculation_options
 @record_options(RuntimeConfig, *SIZING)
 @as_json
+@rare_collections()
 def step(
     model: Path | None,
     gpu: str,

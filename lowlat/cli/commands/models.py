@@ -2,6 +2,7 @@
 
 import click
 
+from lowlat.cli.collection import rare_collections
 from lowlat.cli.console import format_bytes, print_json, print_table
 from lowlat.cli.options import as_json
 
@@ -11,6 +12,7 @@ __all__ = ["command"]
 @click.command("models")
 @click.option("--markdown", is_flag=True, help="Print a table for a page, without this machine's memory.")
 @as_json
+@rare_collections()
 def command(markdown: bool, json_output: bool) -> None:
     """List published models that run: sizes, draft models, and formats whose weights fit the GPU's free memory.
 

@@ -5,6 +5,7 @@ It knows the tensors' names of transformers' text models; each family's own keys
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from lowlat.checkpoint.fields import Fields
 from lowlat.checkpoint.formats import read_quantisation
-from lowlat.checkpoint.recipes import Conversion, Piece, Recipe, picked_piece
+from lowlat.checkpoint.recipes import Conversion, Piece, Recipe, Span, picked_piece
 from lowlat.checkpoint.tensors import FLOAT_NAMES
 from lowlat.models.families.known_keys import HARMLESS_KEYS, check_settled
 from lowlat.models.geometry import ComputeDtype, ModelConfig
@@ -183,10 +184,15 @@ def evens_first(piece: Piece, head_dim: int, dims: int) -> Piece:
 
     With even rows before odd ones these are pairs (i, i + dims / 2), as they are turned here.
     """
+    return picked_piece(piece, _evens_first(piece.shape[0], head_dim, dims))
+
+
+@lru_cache(maxsize=64)  # the same of all layers
+def _evens_first(rows: int, head_dim: int, dims: int) -> tuple[Span, ...]:
+    """Spans of the rows, see `evens_first`."""
     spans = [(row, row + 1) for row in (*range(0, dims, 2), *range(1, dims, 2))]
     spans += [(dims, head_dim)] if dims < head_dim else []
-    heads = range(0, piece.shape[0], head_dim)
-    return picked_piece(piece, tuple((head + start, head + stop) for head in heads for start, stop in spans))
+    return tuple((head + start, head + stop) for head in range(0, rows, head_dim) for start, stop in spans)
 
 
 def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:

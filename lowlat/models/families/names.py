@@ -21,6 +21,11 @@ class TensorNames:
     lm_head: str = LM_HEAD
     skipped: tuple[str, ...] = ()
 
+    @property
+    def are_plain(self) -> bool:
+        """Whether they are those of text models."""
+        return self.stem == STEM and self.lm_head == LM_HEAD
+
     def stored(self, name: str) -> str:
         """The name in these files of a tensor, by its name in a text model's."""
         for plain, own in ((STEM, self.stem), (LM_HEAD, self.lm_head)):

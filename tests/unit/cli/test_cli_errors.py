@@ -92,8 +92,41 @@ def test_every_commands_function_takes_what_its_options_give(name: str) -> None:
     command = COMMAND_LINES[name]
     assert command.callback is not None
     names = [each.name for each in command.params if each.expose_value and each.name is not None]
-    context = [None] if hasattr(command.callback, "__wrapped__") else []  # click.pass_context gives it one
-    inspect.signature(command.callback).bind(*context, **dict.fromkeys(names))
+    signature = inspect.signature(command.callback)
+    context = [None] if next(iter(signature.parameters), None) == "context" else []  # click.pass_context gives it one
+    signature.bind(*context, **dict.fromkeys(names))
+
+
+QUICK = ("--version", "serve --help", "models --help", "doctor --help", "inspect step --help", "inspect model --help")
+
+
+@pytest.mark.parametrize("words", QUICK)
+def test_help_and_version_load_neither_torch_nor_a_compiler(words: str) -> None:
+    found = loaded_by("from lowlat.cli import main\nmain()", *words.split())
+    assert not {"torch", "numpy", "numba", "llvmlite", "transformers", "tokenizers"} & found
+
+
+def test_the_package_alone_loads_neither_torch_nor_a_compiler() -> None:
+    found = loaded_by("import lowlat, lowlat.ipc")
+    assert "lowlat.ipc" in found
+    assert not {"torch", "numpy", "numba", "llvmlite", "transformers", "tokenizers"} & found
+
+
+@pytest.mark.second
+def test_a_step_is_planned_without_symbolic_shapes() -> None:
+    """gpt-oss has biases in the order of packed rows, of experts too: none is indexed as torch traces it."""
+    found = loaded_by("from lowlat.cli import main\nmain()", "inspect", "step", "gpt-oss-20b")
+    assert {"torch", "numba"} <= found
+    assert not {"sympy", "transformers"} & found
+
+
+def loaded_by(program: str, *words: str) -> set[str]:
+    """The modules that a process of its own has at the end of a program."""
+    ending = "\nfinally:\n    print(*sys.modules, sep='\\n', file=sys.stderr)"
+    body = "\n".join(f"    {line}" for line in program.splitlines())
+    code = f"import sys\ntry:\n{body}{ending}"
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stderr.splitlines())
 
 
 def test_unknown_command_and_option_are_usage_errors() -> None:
