@@ -32,14 +32,20 @@ def server_options(function: F) -> F:
 
 
 def refuse_the_servers_own(ctx: click.Context, model: Path | None = None) -> None:
-    """Raise a usage error for what was settled when the server started: the model, and options of loading one."""
+    """Raise a usage error for what was settled when the server started: the model, and options of loading one.
+
+    A command that asks a server where it is given neither MODEL nor an endpoint says so.
+    """
     if model is not None:
         raise click.UsageError("MODEL is settled where the server is started; leave it out with --endpoint")
+    asked = "with --endpoint"
+    if ctx.params.get("endpoint") is None and ctx.params.get("curve_keys") is None:
+        asked = "to talk with a running server, or name MODEL"
     options = [*options_of(SpeculativeConfig), *options_of(RuntimeConfig)]
     own = {**{option.key: option.said for option in options}, "trace": "--trace"}
     for name, shown in own.items():
         if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"{shown} is settled where the server is started; leave it out with --endpoint")
+            raise click.UsageError(f"{shown} is settled where the server is started; leave it out {asked}")
 
 
 def endpoint_of(endpoint: str | None, model: str | None) -> str:

@@ -2,9 +2,11 @@
 
 import json
 import os
+import select
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +49,7 @@ def command(
 ) -> None:
     """Watch a running server: slots, queue, tokens a second, times, acceptance by position, use of the KV cache.
 
-    Ctrl-C ends it. With --json every snapshot is one line.
+    q or Ctrl-C ends it. With --json every snapshot is one line.
     """
     with ExitStack() as stack:
         roster = None if model is not None else roster_of(endpoint or default_endpoint())
@@ -92,17 +94,49 @@ def _watch(source: Shown, interval: float) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    with Live(console=Console(), screen=True, auto_refresh=False) as live:
+    with Live(console=Console(), screen=True, auto_refresh=False) as live, _single_keys():
         try:
             while True:
                 try:
                     shown = source.render()
                 except ServerGone as error:  # it may come back: the next question connects again
-                    shown = Text(f"{error}\n\nwaiting for a server; Ctrl-C ends this", style="red")
+                    shown = Text(f"{error}\n\nwaiting for a server; q ends this", style="red")
                 live.update(shown, refresh=True)
-                time.sleep(interval)
+                if _is_quit(interval):
+                    return
         except KeyboardInterrupt:
             return
+
+
+@contextmanager
+def _single_keys() -> Iterator[None]:
+    """Give a terminal's keys as they are pressed, and show none, until the end."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+
+
+def _is_quit(seconds: float) -> bool:
+    """Wait so long, or until q is pressed on a terminal, or the terminal is gone; returns whether it was."""
+    if not sys.stdin.isatty():
+        time.sleep(seconds)
+        return False
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        if select.select([sys.stdin], [], [], left)[0]:
+            pressed = os.read(sys.stdin.fileno(), 64)
+            if not pressed or b"q" in pressed.lower():
+                return True
+    return False
 
 
 def render(stats: dict[str, Any], endpoint: str) -> "RenderableType":

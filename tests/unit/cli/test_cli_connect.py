@@ -1,8 +1,12 @@
 """Commands that ask a server: the same answers as in process, conversations that remember, figures on one page."""
 
 import os
+import pty
+import select
 import signal
+import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,6 +141,11 @@ def test_a_model_without_a_tokenizer_gives_token_ids(wordless: str, pair: PairPa
 )
 def test_what_a_server_cannot_be_asked_is_refused(endpoint: str, option: tuple[object, ...], message: str) -> None:
     assert message in refusal("generate", "--connect", endpoint, "--prompt", "x", *option)
+
+
+def test_options_of_a_model_want_one_where_no_server_is_named() -> None:
+    advice = "leave it out to talk with a running server, or name MODEL"
+    assert f"--device is settled where the server is started; {advice}" in refusal("chat", "--device", "cpu")
 
 
 def test_a_model_is_refused_beside_connect(endpoint: str, talker: Path) -> None:
@@ -283,6 +292,26 @@ def check_top(endpoint: str) -> None:
     assert result.exit_code == 0
     parts = ("a model on cpu, serving", "tokens/s", "0/2", "free", "first token", "between tokens", "length 1", "KV")
     assert all(part in result.stdout for part in parts), result.stdout
+
+
+def test_top_ends_at_q_and_gives_the_terminal_back_as_it_was(endpoint: str) -> None:
+    ours, theirs = pty.openpty()
+    before = termios.tcgetattr(theirs)
+    command = [sys.executable, "-c", "from lowlat.cli import main; main()", "top", "--interval", "3600"]
+    given: dict[str, Any] = {"stdin": theirs, "stdout": theirs, "env": {**os.environ, "TERM": "xterm"}}
+    with subprocess.Popen(command, **given) as process:
+        shown = b""
+        while b"serving" not in shown:
+            assert select.select([ours], [], [], 20.0)[0], shown
+            shown += os.read(ours, 65536)
+        os.write(ours, b"xq")
+        while process.poll() is None:  # a terminal that nobody reads from would stop it
+            if select.select([ours], [], [], 0.05)[0]:
+                os.read(ours, 65536)
+        assert process.wait() == 0
+    assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_top_shows_slots_and_acceptance(capsys: pytest.CaptureFixture[str]) -> None:
