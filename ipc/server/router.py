@@ -354,9 +354,10 @@ def _allow_descriptors(num_connections: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed, most = num_connections + SPARE_DESCRIPTORS, hard if hard != resource.RLIM_INFINITY else MANY_DESCRIPTORS
     if most < needed:
+        can_be_lowered = most > SPARE_CONNECTIONS + SPARE_DESCRIPTORS
         raise ConfigError(
             f"{num_connections} connections (max_clients and {SPARE_CONNECTIONS} more) need {needed} descriptors, and "
-            f"this process may have {most}; raise `ulimit -Hn` or lower max_clients"
+            f"this process may have {most}; raise `ulimit -Hn`{' or lower max_clients' if can_be_lowered else ''}"
         )
     wanted = min(most, max(needed, MANY_DESCRIPTORS))
     if soft != resource.RLIM_INFINITY and soft < wanted:

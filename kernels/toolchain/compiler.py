@@ -6,6 +6,7 @@ It needs no GPU: NVVM makes PTX, nvJitLink makes the cubin and reports registers
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import random
 import re
@@ -20,7 +21,10 @@ from lowlat.kernels.toolchain.link_checks import check_linked
 from lowlat.kernels.toolchain.locks import locked
 from lowlat.kernels.toolchain.numba_cuda import compile_lto, compile_ptx, fork_compiler, target_of
 
-__all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "link"]
+__all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "is_kept", "link"]
+
+logger = logging.getLogger("lowlat")
+_refused: set[Path] = set()  # directories of which it was said that they cannot be written
 
 WORTH_FORKING = 4  # kernels
 PATIENCE_S = 300.0  # with a process that compiles the same: several times what a kernel takes on a machine that is full
@@ -108,6 +112,7 @@ def compile_ahead(
     for worker in range(count):
         child = fork_compiler()
         if child == 0:
+            _refused.add(cache_directory)  # the parent compiles what was not kept, and says so
             try:
                 first = len(missing) * worker // count
                 for kernel in missing[first:] + missing[:first]:
@@ -119,6 +124,11 @@ def compile_ahead(
     for child in children:
         os.waitpid(child, 0)
     return len(missing)
+
+
+def is_kept(kernel: Kernel, capability: tuple[int, int], cache_directory: Path) -> bool:
+    """Whether a later run finds this kernel's code in a directory."""
+    return _is_known(_path(kernel, capability, cache_directory))
 
 
 def _path(kernel: Kernel, capability: tuple[int, int], cache_directory: Path) -> Path:
@@ -184,7 +194,7 @@ def _read(path: Path) -> CompiledKernel | None:
 
 
 def _write(path: Path, compiled: CompiledKernel) -> None:
-    """Atomically: another process may be doing the same. A cache that cannot be written is only slower."""
+    """Atomically: another process may be doing the same. A cache that cannot be written is one warning."""
     fields = asdict(compiled)
     code = fields.pop("code")
     fields["assembler"], fields["digest"] = assembler(), hashlib.sha256(code).hexdigest()
@@ -193,9 +203,15 @@ def _write(path: Path, compiled: CompiledKernel) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(json.dumps(fields).encode() + b"\n" + code)
         partial.replace(path)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink()
+        if path.parent not in _refused:
+            _refused.add(path.parent)
+            logger.warning(
+                "compiled kernels cannot be kept in %s: %s; every start compiles them again (LOWLAT_KERNEL_CACHE)",
+                path.parent, error.strerror,
+            )  # fmt: skip
 
 
 def _assemble(ptx: str, name: str, target: str, lto: bytes | None) -> tuple[bytes, str]:

@@ -29,12 +29,17 @@ def find_table(gpu_name: str, gpu: Gpu, own: Path | None, shipped: Path = SHIPPE
     found = None
     for folder in (shipped, own):
         path = None if folder is None else folder / file_name(gpu_name)
-        if path is None or not path.is_file():
+        if path is None:
             continue
         try:
-            table = read_table(path)
+            table = read_table(path) if path.is_file() else None
         except ConfigError as error:
             logger.warning("%s", error)
+            continue
+        except PermissionError as error:  # a folder that this user may not enter
+            logger.warning("%s: no tuning table: %s; LOWLAT_TUNING names another folder", path, error.strerror)
+            continue
+        if table is None:
             continue
         if table.gpu == gpu_name and table.is_of(gpu):
             found = table if found is None else found.merged(table)

@@ -77,16 +77,27 @@ def connected(endpoint: str | None, curve_keys: Path | None, name: str) -> Itera
         curve = client_curve(curve_keys)
     client = Client(endpoint or None, name=name, curve=curve)
     socket = parse_endpoint(client.endpoint).path
-    if socket is not None and not socket.exists():  # a server makes it as it begins, before it loads
-        raise ServerGone(
-            f"no lowlat server answers at {client.endpoint}: there is no such socket; `lowlat serve` starts one",
-            code="gone",
-        )
+    if socket is not None and (problem := _why_missing(socket)) is not None:
+        raise ServerGone(f"no lowlat server answers at {client.endpoint}: {problem}", code="gone")
     try:
         client.connect()
         yield client
     finally:
         client.close()
+
+
+def _why_missing(socket: Path) -> str | None:
+    """Why a socket file cannot be connected to; None: it is there. A server makes it as it begins, before it loads."""
+    try:
+        socket.stat()
+    except PermissionError as error:
+        return (
+            f"{error.strerror}; its folder is another user's: name the endpoint (--endpoint, LOWLAT_ENDPOINT), or set "
+            "XDG_RUNTIME_DIR to a folder of your own"
+        )
+    except OSError:
+        return "there is no such socket; `lowlat serve` starts one"
+    return None
 
 
 class ServedModel:

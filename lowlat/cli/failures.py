@@ -103,6 +103,8 @@ def _described(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError) and error.filename is None and error.strerror:
         return f"the output cannot be written: {error.strerror}"
+    if isinstance(error, PermissionError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}"
     return f"{type(error).__name__}: {error} (not expected; `lowlat --debug ...` shows where)"
 
 

@@ -26,13 +26,13 @@ from lowlat.engine.requests.checks import check_depth
 from lowlat.engine.requests.open_prompts import OpenPrompt
 from lowlat.engine.requests.requests import Requests
 from lowlat.engine.scheduling.make import make_scheduler
-from lowlat.engine.scheduling.tiers import ContentFacts, content_facts, make_tiers
+from lowlat.engine.scheduling.tiers import ContentFacts, content_facts, file_stamps, make_tiers
 from lowlat.engine.sessions.book import SessionBook
 from lowlat.engine.sessions.session import record_of
 from lowlat.engine.sleep import Sleep
 from lowlat.engine.steps.between_steps import BetweenSteps
 from lowlat.engine.steps.steps import Steps
-from lowlat.errors import ConfigError, LowlatError, RequestError
+from lowlat.errors import ConfigError, LowlatError, RequestError, SessionError
 from lowlat.executors.devices import make_current
 from lowlat.options.declaration import check_number, plain
 from lowlat.options.keywords import NamedSession
@@ -78,6 +78,7 @@ class SteppedRuntime:
         drafts = loaded.speculation.loaded
         self._draft_directory = None if drafts is None else drafts.directory
         self._content_facts: ContentFacts | None = None
+        self._file_stamps = file_stamps(self.directory, self._draft_directory)
         self._closed = False
         self.driver: Driver | None = None  # the thread that owns it, from the first call that has one
         self._process = os.getpid()
@@ -334,8 +335,20 @@ class SteppedRuntime:
         return what(self)
 
     def content_facts(self) -> ContentFacts:
-        """Return the facts that decide what the contents of chunks are, next to `numerics`."""
+        """Return the facts that decide what the contents of chunks are, next to `numerics`.
+
+        Raises SessionError where the model's files are not those that were loaded.
+        """
         if self._content_facts is None:
+            try:
+                is_same = file_stamps(self.directory, self._draft_directory) == self._file_stamps
+            except OSError:
+                is_same = False
+            if not is_same:
+                raise SessionError(
+                    f"the files of the model in {self.directory}, or of its draft model, were changed since they were "
+                    "loaded: which model a session is of cannot be told; load the runtime again"
+                )
             self._content_facts = content_facts(self.directory, self._draft_directory, self.executor.mover.states)
         return self._content_facts
 

@@ -12,6 +12,7 @@ import torch
 from lowlat.engine.loading.geometry import make_geometry, rank_geometries
 from lowlat.engine.loading.programs import build_rank, make_ladder
 from lowlat.engine.loading.speculation import make_topologies
+from lowlat.errors import ConfigError
 from lowlat.executors.allocation import STATE_ROLES
 from lowlat.executors.distributed.parallel import exchanged_rows
 from lowlat.executors.distributed.peers import PeerMemory
@@ -20,7 +21,7 @@ from lowlat.executors.make import check_positions
 from lowlat.executors.planned import META
 from lowlat.graphs.program import Program
 from lowlat.kernels.step.publish import LoopControl
-from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
+from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel, is_kept
 from lowlat.kernels.toolchain.kernel import Gpu, Kernel, KernelCall
 from lowlat.models.target import read_model_config
 from lowlat.options.runtime import RuntimeConfig
@@ -98,7 +99,7 @@ def compile_all(
 
     workers   None: one for each core
     progress  called with kernels done and kernels in all
-    Raises DeviceError for a kernel that does not compile.
+    Raises DeviceError for a kernel that does not compile, ConfigError for a directory that does not keep one.
     """
     every, lacking = list(kernels.values()), 0
     for first in range(0, len(every), AT_ONCE):
@@ -106,6 +107,10 @@ def compile_all(
         lacking += compile_ahead(some, gpu.capability, directory, workers)
         for kernel in some:
             compile_kernel(kernel, gpu.capability, directory)  # those of a process that failed: it tells why
+            if not is_kept(kernel, gpu.capability, directory):
+                raise ConfigError(
+                    f"{directory} keeps no compiled kernels: it is full, or not yours to write; name another with --out"
+                )
         if progress is not None:
             progress(first + len(some), len(every))
     return lacking

@@ -279,6 +279,12 @@ def test_a_storm_of_connections_takes_no_descriptor_that_the_server_needs(tmp_pa
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_too_few_descriptors_for_any_server_name_the_limit_alone(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match=r"65 connections .* need 321 .* may have 64; raise `ulimit -Hn`$"):
+        serve(max_clients=1)
+
+
 def test_too_few_descriptors_are_refused_at_the_start(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (512, 512))
     with pytest.raises(ConfigError, match=r"564 connections .* may have 512; raise `ulimit -Hn` or lower max_clients"):

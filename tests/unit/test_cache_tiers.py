@@ -1,21 +1,28 @@
 """The tiers of the prefix cache: a prompt goes on from what another process read, with the tokens of a cold start."""
 
+import errno
 import logging
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recording import prompt_of, run_all
+from safetensors.torch import save_file
 from stages import later, staged
 from tiny_grammars import Breaking, submit_with
 from tiny_models import make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.checkpoint.tensors import read_header
+from lowlat.engine.numerics import digest_of
+from lowlat.engine.scheduling.tiers import _files
 from lowlat.errors import ConfigError, DeviceError, SessionError
 from lowlat.sequence import window_book
 from lowlat.sequence.kvcache import KVCache
@@ -234,6 +241,50 @@ def test_what_differs_in_bits_is_nobodys_hit(targets: dict[str, Path], tmp_path:
         weights.write_bytes(kept)
 
 
+def test_one_tensor_that_was_edited_makes_another_model(targets: dict[str, Path], tmp_path: Path) -> None:
+    """Samples of its file may all lie elsewhere: each tensor's ends are looked at, too."""
+    model, options = tmp_path / "model", {**OPTIONS, "cache_dir": tmp_path / "cache"}
+    shutil.copytree(targets["llama"], model)
+    prompt = prompt_of(5 * CHUNK + 3)
+    with Runtime.load(model, **options) as runtime:
+        session = runtime.session("agent")
+        name = runtime.submit(prompt, SAMPLED, session=session)
+        assert len(run_all(runtime)[name]) == 9
+        session.save(tmp_path / "kept")
+    weights = model / "model.safetensors"
+    entry = read_header(weights)["model.layers.0.self_attn.k_proj.weight"]
+    data, kept = bytearray(weights.read_bytes()), weights.stat()
+    stop = entry.offset + entry.num_bytes
+    data[entry.offset : stop] = np.frombuffer(data[entry.offset : stop], np.uint32)[::-1].tobytes()
+    weights.write_bytes(data)
+    os.utime(weights, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    with Runtime.load(model, prefix_reuse=False, **OPTIONS) as runtime:
+        cold = answer(runtime, prompt)[0]
+    with Runtime.load(model, **options) as runtime:
+        with pytest.raises(SessionError, match="whose files are not those of"):
+            runtime.load_session(tmp_path / "kept")
+        assert answer(runtime, prompt) == (cold, 0)
+
+
+def test_samples_lie_in_every_tensor(tmp_path: Path) -> None:
+    """Of a file so large that places all over it miss most of its tensors; any one of them changed is another model."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"weight.{number}": torch.zeros(6000) for number in range(300)}, path)
+    size, before = path.stat().st_size, sampled(path)
+    data = path.read_bytes()
+    for entry in list(read_header(path).values())[::37]:
+        changed = bytearray(data)
+        changed[entry.offset : entry.offset + entry.num_bytes] = b"\1" * entry.num_bytes
+        path.write_bytes(changed)
+        assert path.stat().st_size == size and sampled(path) != before
+    path.write_bytes(b"not loaded, and no safetensors at all")
+    assert sampled(path) != before
+
+
+def sampled(path: Path) -> str:
+    return digest_of({"files": _files(path.parent)})
+
+
 def test_what_a_nan_touched_is_taken_out(targets: dict[str, Path], tmp_path: Path) -> None:
     options, prompt = {**OPTIONS, "cache_dir": tmp_path / "cache"}, prompt_of(5 * CHUNK + 3)
     with Runtime.load(targets["llama"], **options) as runtime:
@@ -346,6 +397,21 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
             tier.write(key(number), torch.zeros(10, dtype=torch.uint8))
     assert len(caplog.records) == 1 and "cannot be written" in caplog.text
     assert tier.read(key(0), memory) is None
+
+
+def test_a_file_system_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that steps asks whether a file is there: what its folder's system says then ends no runtime."""
+    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    tier.write(key(0), torch.zeros(10, dtype=torch.uint8))
+    assert key(0) in tier
+
+    def stale(*_: object, **__: object) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", stale)
+        assert key(0) not in tier
+    assert key(0) in tier
 
 
 class Pages:

@@ -155,6 +155,9 @@ def test_kernels_compiled_ahead_are_those_of_a_runtime(
     for lacking in (len(few), 0):
         assert compile_all(few, facts, directory, 1, lambda *given: reports.append(given)) == lacking
     assert reports == [(len(few), len(few))] * 2 and len(list(directory.iterdir())) == len(few) > 1
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"file/kernels keeps no compiled kernels: .* name another with --out"):
+        compile_all(few, facts, tmp_path / "file" / "kernels", 1)
 
 
 def check_counts(executor: Any) -> None:

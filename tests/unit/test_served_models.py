@@ -205,6 +205,23 @@ def test_the_pages_example_runs(repository: Path) -> None:
     assert "'num_sleeps': 1" in run_example(text, repository)
 
 
+def test_a_roster_that_may_not_be_read_or_signalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder of another user's there is none for this one; a supervisor of another user's runs all the same."""
+    endpoint = f"ipc://{tmp_path}/default.sock"
+    path = roster_path(endpoint)
+    assert path is not None
+    Roster(os.getpid(), ()).write(path)
+
+    def forbidden(*_: object) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", forbidden)
+        assert roster_of(endpoint) == path and Roster.read(path).pid == os.getpid()
+    monkeypatch.setattr(Path, "read_bytes", forbidden)
+    assert roster_of(endpoint) is None
+
+
 def test_a_roster_is_believed_as_long_as_its_supervisor_lives(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/default.sock"
     path = roster_path(endpoint)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import logging
 import math
+import os
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -122,6 +123,24 @@ def test_a_damaged_table_is_refused_and_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING):
         assert find_table("A GPU", H200, tmp_path, tmp_path / "none") is None
     assert problem in caplog.text
+
+
+def test_a_folder_of_tables_that_may_not_be_entered_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, shipped, stat = tmp_path / "own", tmp_path / "shipped", Path.stat
+    table(kind={"a": Entry({"x": 1})}).write(shipped / "a-gpu.json")
+
+    def forbidden(self: Path, **options: bool) -> os.stat_result:
+        if self.parent == own:
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    with caplog.at_level(logging.WARNING):
+        found = find_table("A GPU", H200, own, shipped)
+    assert found is not None and found.find("kind", "a") == {"x": 1}
+    assert "own/a-gpu.json: no tuning table: Permission denied; LOWLAT_TUNING names another" in caplog.text
 
 
 def test_a_gpu_has_its_own_table_and_the_user_s_entries_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

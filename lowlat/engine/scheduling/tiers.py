@@ -1,11 +1,14 @@
 """This module makes the tiers of a runtime's prefix cache: their sizes, and who may read what they keep."""
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowlat.checkpoint.tensors import read_header
 from lowlat.engine.loading.loaded import Loaded
 from lowlat.engine.numerics import digest_of
 from lowlat.errors import CapacityError, ConfigError
@@ -19,11 +22,12 @@ from lowlat.sequence.tiers.host import HostTier
 from lowlat.sequence.tiers.key import ChunkKey
 from lowlat.sequence.tiers.tiers import CacheTiers
 
-__all__ = ["ContentFacts", "content_facts", "make_tiers"]
+__all__ = ["ContentFacts", "content_facts", "file_stamps", "make_tiers"]
 
 GIB = 1 << 30
 LEAST_HOST_GIB = 1.0  # next to files: what was read waits there for its request
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file of weights
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, wherever its tensors lie
+EDGE_BYTES = 2048  # of each tensor, its first and its last
 
 
 def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTiers | None:
@@ -64,7 +68,7 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
 class ContentFacts:
     """The facts that decide what the contents of a runtime's chunks are, next to its numerics.
 
-    model       digest of names, sizes and samples of the files of the model, and of the draft model
+    model       digest of names, sizes and samples of the files, and tensors, of the model and the draft model
     layout      digest of how a content is laid out
     model_name  for messages
     """
@@ -85,22 +89,40 @@ def content_facts(target: Path, draft: Path | None, states: Sequence[BufferSet])
     return ContentFacts(model, layout, display_name(target))
 
 
+def file_stamps(target: Path, draft: Path | None) -> tuple[tuple[str, int, int], ...]:
+    """Names, sizes and times of change of a model's and a draft model's files, by which changed ones are noticed."""
+    found = []
+    for path in (*_model_files(target), *_model_files(draft)):
+        facts = path.stat()
+        found.append((path.name, facts.st_size, facts.st_mtime_ns))
+    return tuple(found)
+
+
+def _model_files(directory: Path | None) -> list[Path]:
+    if directory is None:
+        return []
+    return [p for p in sorted(directory.glob("*")) if p.is_file() and p.suffix in (".safetensors", ".json", ".gguf")]
+
+
 def _files(directory: Path | None) -> tuple[tuple[str, int, str], ...]:
     """Names, sizes and samples of a model's files: two models, or versions of one, differ in some."""
-    if directory is None:
-        return ()
     found = []
-    for path in sorted(directory.glob("*")):
-        if path.is_file() and path.suffix in (".safetensors", ".json", ".gguf"):
-            size = path.stat().st_size
-            found.append((path.name, size, _sampled(path, size)))
+    for path in _model_files(directory):
+        size = path.stat().st_size
+        found.append((path.name, size, _sampled(path, size)))
     return tuple(found)
 
 
 def _sampled(path: Path, size: int) -> str:
+    """A digest of places all over a file, and of both ends of each tensor: an edit of one changes all of it."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        for number in range(SAMPLES):
-            file.seek(size * number // SAMPLES)
-            digest.update(file.read(SAMPLE_BYTES))
+    places = [(size * number // SAMPLES, SAMPLE_BYTES) for number in range(SAMPLES)]
+    if path.suffix == ".safetensors":
+        # tensors lie end to end: what is read around the beginning of one is the last of the one before
+        with suppress(ConfigError):  # a file that lies there and is not loaded may be anything
+            starts = sorted(entry.offset for entry in read_header(path).values())
+            places += [(max(0, start - EDGE_BYTES), 2 * EDGE_BYTES) for start in [*starts, size]]
+    with path.open("rb", buffering=0) as file:
+        for start, count in places:
+            digest.update(os.pread(file.fileno(), count, start))
     return digest.hexdigest()

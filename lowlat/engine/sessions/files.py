@@ -212,8 +212,12 @@ class SessionFile:
 
     def why_foreign(self, runtime: "SteppedRuntime") -> SessionError | None:
         """Why its state is of no use to a runtime; None: it is."""
-        header, facts = self._header, runtime.content_facts()
+        header = self._header
         force = "; load_session(..., force=True) takes its tokens, which are then read again"
+        try:
+            facts = runtime.content_facts()
+        except SessionError as error:
+            return SessionError(f"{error}{force}")
         if header.model != facts.model:
             return self._error(f"is of the model {header.model_name!r}, whose files are not those of "
                                f"{facts.model_name!r}, draft model included{force}")  # fmt: skip

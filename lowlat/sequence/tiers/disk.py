@@ -71,7 +71,7 @@ class DiskTier:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
 
     def __contains__(self, key: ChunkKey) -> bool:
-        return self._path(key).exists()
+        return os.path.exists(self._path(key))
 
     def read(self, key: ChunkKey, reserve: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
         """The content of a key, which is then the newest; None where there is none that is whole, or no memory for it.

@@ -20,6 +20,7 @@ from tiny_models import PairPaths
 from lowlat.cli import cli
 from lowlat.cli.commands import chat as chat_module
 from lowlat.cli.connecting import ServedModel
+from lowlat.cli.failures import failure
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ServerGone
 from lowlat.ipc import Server
@@ -37,6 +38,24 @@ def served(folder: Path, model: Path, **options: Any) -> Server:
         return RuntimeEngine(runtime, "a model")
 
     return Server(make_engine, codec, f"ipc://{folder / 's'}")
+
+
+def test_a_socket_in_another_user_s_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = Path.stat
+
+    def forbidden(self: Path, **options: bool) -> os.stat_result:
+        if self.parent == tmp_path:
+            raise PermissionError(13, "Permission denied", str(self))
+        return stat(self, **options)
+
+    monkeypatch.setattr(Path, "stat", forbidden)
+    told = refusal("top", "--endpoint", f"ipc://{tmp_path}/s", code=1)
+    assert f"no lowlat server answers at ipc://{tmp_path}/s: Permission denied; its folder is another user's" in told
+
+
+def test_what_may_not_be_looked_at_is_told_by_its_name(tmp_path: Path) -> None:
+    error = PermissionError(13, "Permission denied", str(tmp_path))
+    assert failure(error).message == f"{tmp_path} cannot be used: Permission denied"
 
 
 @pytest.fixture(scope="module")

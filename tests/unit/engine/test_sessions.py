@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -305,6 +306,29 @@ def test_a_file_that_others_may_write_or_that_cannot_be_written_is_refused(
             runtime.load_session(saved[0])
         with pytest.raises(RequestError, match="has no tokens"):
             runtime.session("new").save(path)
+        runtime.kvcache.invariants()
+
+
+def test_a_session_of_files_that_were_changed_since_the_load_is_not_saved(
+    target: Path, saved: tuple[Path, list[int]], tmp_path: Path
+) -> None:
+    """Its state would pass for that of the model that lies there by then."""
+    model = tmp_path / "model"
+    shutil.copytree(target, model)
+    with Runtime.load(model, **OPTIONS) as runtime:
+        session = runtime.session("another")
+        answer(runtime, prompt_of(3 * CHUNK + 2), session=session)
+        weights = model / "model.safetensors"
+        data = bytearray(weights.read_bytes())
+        data[-2:] = b"\0\0"
+        weights.write_bytes(data)
+        with pytest.raises(SessionError, match=r"were changed since they were loaded"):
+            session.save(tmp_path / "kept")
+        assert not (tmp_path / "kept").exists() and runtime.kvcache.stats().num_used == 0
+        with pytest.raises(SessionError, match=r"were changed since they were loaded.*force=True"):
+            runtime.load_session(saved[0])
+        again = runtime.load_session(saved[0], force=True)
+        assert answer(runtime, [*again.token_ids], session=again) == saved[1]
         runtime.kvcache.invariants()
 
 

@@ -22,7 +22,7 @@ from numba.core.types.functions import BaseFunction
 from lowlat.errors import DeviceError
 from lowlat.executors.launcher import parameters_of
 from lowlat.kernels.toolchain import compiler
-from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_ahead, compile_kernel, link
+from lowlat.kernels.toolchain.compiler import CompiledKernel, compile_ahead, compile_kernel, is_kept, link
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.locks import locked
 from lowlat.kernels.toolchain.numba_cuda import (
@@ -127,21 +127,27 @@ def test_a_damaged_file_is_compiled_again(damage: Any, tmp_path: Path, counted: 
 
 
 def test_a_cache_that_cannot_be_written_is_only_slower(
-    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
     for directory in (blocked, blocked / "below"):
         assert compile_kernel(make(1), HOPPER, directory).is_cubin
+        assert not is_kept(make(1), HOPPER, directory)
+    assert f"cannot be kept in {blocked}: File exists; every start" in caplog.text
+    caplog.clear()
     assert blocked.read_text() == "no directory"
 
     def full(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    assert compile_kernel(make(1), HOPPER, tmp_path / "full").is_cubin
+    for _ in range(2):
+        assert compile_kernel(make(1), HOPPER, tmp_path / "full").is_cubin
     assert list((tmp_path / "full").iterdir()) == []
-    assert len(counted) == 3
+    assert len(counted) == 4
+    (said,) = caplog.messages
+    assert "full: No space left on device; every start compiles them again (LOWLAT_KERNEL_CACHE)" in said
 
     def forbidden(self: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
