@@ -334,7 +334,7 @@ def test_goodbye_and_refusals_of_the_connection() -> None:
         ("a", {"logit_bias": {1: True}}, "logit_bias.*: Expected `float`, got `bool`"),
         ("a", {"draft_texts": [[5, True]]}, r"draft_texts\[0\]\[1\]: Expected `int`, got `bool`"),
         ([{"content": "a"}], {}, "missing required field `role`"),
-        ([{"role": "user"}, 5], {}, "chat messages"),
+        ([{"role": "user"}, 5], {}, r"messages\[1\]: Expected"),
         ([{"role": "user", "mood": "good"}], {}, "unknown field `mood`"),
         ("a", {"parse": "all"}, "parse: .*'all'; it is one of 'none', 'reasoning', 'tools'"),
         ("a", {"max_token": 2}, "unknown option 'max_token'; did you mean 'max_tokens'"),
