@@ -218,7 +218,8 @@ def test_a_silent_server_is_gone_and_a_timeout_is_ones_own(server: ScriptedServe
             begin = time.perf_counter()
             with pytest.raises(ServerGone, match="nothing came"):
                 await all_of(client.generate("a"))
-            assert 0.3 < time.perf_counter() - begin < 0.5 + 0.5  # the scaled time, and what a busy machine adds
+            # 0.4 s after what came last, a heartbeat of up to 0.1 s before, and what a busy machine adds to each
+            assert 0.2 < time.perf_counter() - begin < 0.5 + 0.5
             with pytest.raises(ServerGone, match="no answer within"):
                 await client.health(timeout_s=0.05)
 
