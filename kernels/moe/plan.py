@@ -295,9 +295,9 @@ def plan_experts(
     num_blocks, suspends = min(rows * shape.top_k * shape.tiles // sets, gpu.num_multiprocessors), gpu.suspends
     parts = range(min(part, MOST_PART, steps_a_warp(shape, warps)), 0, -1)
     depths = (MOST_STAGES, 1) if stages is None else (stages,)
-    handed = range(together if rows > 1 and shape.step_bytes <= FOUR_BITS else 1, 0, -1)
-    for depth, part, together in itertools.product(depths, parts, handed):
-        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends, sets, together)
+    most = together if rows > 1 and shape.step_bytes <= FOUR_BITS else 1
+    for depth, part, handed in itertools.product(depths, parts, range(most, 0, -1)):
+        plan = ExpertPlan(columns, capacity, warps, finishing, part, depth, num_blocks, suspends, sets, handed)
         if plan.shared_bytes(shape) <= gpu.shared_bytes:
             return plan
     raise ShapeError(
