@@ -280,7 +280,7 @@ def make_finishing(
 
     @device_function
     def begin_first(lists: Any, beside: Any, unit: Any, tile: Any, members: Any, index: Any) -> Any:
-        """What a thread's first value of a tile needs at its end, loaded before its sums are there."""
+        """Load what a thread's first value of a tile needs at its end, before its sums are there."""
         value, place = uint32(index % uint32(values)), uint32(index // uint32(values))
         held = (uint32(0), uint32(0), uint32(0), uint32(0))
         if place < members:

@@ -222,16 +222,16 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: 
         if warp < uint32(warps):
             up_run = none_left(up_run, warp < uint32(up_warps))
             down_run = none_left(down_run, warp < uint32(down_warps))
-            sources_up, sources_down = up_sources(words, scales, lane), down_sources(down_words, down_scales, lane)
+            source_down = down_sources(down_words, down_scales, lane)
+            sources = up_sources(words, scales, lane), source_down
             ahead, behind = up_begin(lists, up_run, warp), down_begin(lists, down_run, warp)
-            ahead, behind = fill(base, lists, (sources_up, sources_down), ahead, behind, warp, lane)
+            ahead, behind = fill(base, lists, sources, ahead, behind, warp, lane)
             ptx.wait_for_previous_kernel()
             ptx.let_next_kernel_start()
-            sources = sources_up, sources_down
             behind, stage = multiply_up(
                 base, up_areas, up_barriers, lists, sources, x, up_run, ahead, behind, uint32(0), warp, lane
             )
-            sources = sources_down, sources_down
+            sources = source_down, source_down
             if not overlaps:
                 behind, _ = fill_down(base, lists, sources, behind, behind, warp, lane)
                 stage = uint32(0)

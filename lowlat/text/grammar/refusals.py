@@ -12,7 +12,7 @@ from lowlat.errors import RequestError
 from lowlat.text.grammar.exact import NAMED, VALUES
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.tool_calls import place_of
-from lowlat.text.grammar.trial import Steps
+from lowlat.text.grammar.trial import ONE_OF, Steps
 
 __all__ = ["reworded"]
 
@@ -20,7 +20,6 @@ _IN_RULES = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
 _SHOWN_RULES = re.compile(r" \d+ \| [a-zA-Z_0-9]+(\[\w+\])?:")  # from here on the library shows them
 _RULE = re.compile(r"([a-zA-Z_0-9]+): %json (\{.*\})")
 _INTO = re.compile(r'"\$ref": *"#[^"]*/oneOf/')
-_ONE_OF = "oneOf constraints are not supported"
 _NOT_HELD = (
     "is not held, for its branches overlap or cannot be told apart; use anyOf, or give each branch a type of its own "
     "or a required property with a const of its own, a string"
@@ -50,7 +49,7 @@ def reworded(
         words, name, schema = why[line.end() :], f"%json in line {line[1]}: ", ""
     elif asked.kind != "json_schema":
         return RequestError(f"{asked.kind}: {why}")
-    if words.startswith(_ONE_OF):
+    if words.startswith(ONE_OF):
         at = _at(schema, within, find)
         return RequestError(f"{asked.kind}: {name}oneOf{at} {_NOT_HELD}")
     return RequestError(f"{asked.kind}: {name}{words}" if asked.kind == "tool_calls" else f"{asked.kind}: {why}")

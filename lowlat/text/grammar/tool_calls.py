@@ -105,7 +105,7 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
 
 
 def place_of(rule: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Whose schema a rule of `tool_grammar` holds: a function's name, and the steps to it within the parameters.
+    """The function whose schema a rule of `tool_grammar` holds, by name, and the steps to it within the parameters.
 
     text  of the calls. The document's rule has the name "the document"
     """

@@ -18,7 +18,7 @@ from lowlat.text.children import end_child
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.vocabulary import LIMITS, Vocabulary
 
-__all__ = ["Refused", "Steps", "TooLong", "Trials"]
+__all__ = ["ONE_OF", "Refused", "Steps", "TooLong", "Trials"]
 
 HEADER_BYTES = 8
 START_TIMEOUT_S = 60.0  # an interpreter and a large vocabulary, on a machine that is busy
@@ -27,6 +27,7 @@ MAX_MEMORY_BYTES = 512 << 20  # of address space, of which the interpreter and a
 MAX_MASK_S = 0.02
 WALK_S = 0.005
 MAX_ANSWER_BYTES = 16 << 20
+ONE_OF = "oneOf constraints are not supported"  # the library's words for one that it cannot hold
 
 
 Steps = Sequence[str | int]
@@ -75,7 +76,7 @@ class Trials:
         paths  of all schemas within it that have a `oneOf`, outer ones first
         Raises TooLong, and ConfigError as `run` does.
         """
-        reply = self._try({"kind": "one_of", "text": schema, "paths": paths, "limit_s": limit_s})
+        reply = self._try({"kind": "one_of", "text": schema, "paths": paths, "refusal": ONE_OF, "limit_s": limit_s})
         return paths[reply["place"]] if "place" in reply else None
 
     def _try(self, asked: dict[str, Any]) -> dict[str, Any]:

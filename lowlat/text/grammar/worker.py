@@ -9,8 +9,8 @@ Frames on the socket at stdin are 8 bytes of length, little-endian, and a body. 
 bytes of each token, "special": ids, "end_id", "limits", "max_memory_bytes", "max_mask_s", "walk_s"}, after it a frame
 of the tokens' bytes, joined; it is answered by an empty frame. Every other one comes with a pipe for its answer and is
 JSON, {"kind", "text", "limit_s"}; the answer is {"grammar": text for the library} or {"why": ...}. One of the kind
-"one_of" has a schema that was refused, and "paths" of all `oneOf` within it; the answer is {"place": of the first that
-is why}.
+"one_of" has a schema that was refused, "paths" of all `oneOf` within it, and "refusal", the library's words for one;
+the answer is {"place": of the first that is why}.
 """
 
 import copy
@@ -29,7 +29,6 @@ __all__ = ["main"]
 
 HEADER_BYTES = 8
 MAX_WHY = 300
-ONE_OF = "oneOf constraints are not supported"
 MAX_TOKEN_BYTES = 64
 WALK_TOKENS = 32
 STRICT_JSON: Any = {
@@ -138,14 +137,15 @@ def reason(matcher: Any) -> str:
     return " ".join(text.partition("<non-verbose")[0].split())
 
 
-def overlapping(schema: Any, paths: list[list[Any]], tokenizer: Any, limits: Any) -> int:
+def overlapping(job: dict[str, Any], tokenizer: Any, limits: Any) -> int:
     """The place of the first path whose `oneOf` the library does not take, with `anyOf` for all later ones."""
+    schema, paths = json.loads(job["text"]), job["paths"]
     taken, refused = -1, len(paths) - 1
     while refused - taken > 1:
         middle = (taken + refused) // 2
         text = json.dumps(with_any_of(schema, paths[middle + 1 :]))
         matcher = llguidance.LLMatcher(tokenizer, library_grammar("json_schema", text), log_level=0, limits=limits)
-        if matcher.is_error() and ONE_OF in matcher.get_error():
+        if matcher.is_error() and job["refusal"] in matcher.get_error():
             refused = middle
         else:
             taken = middle
@@ -171,7 +171,7 @@ def attempt(job: dict[str, Any], tokenizer: Any, limits: Any, start: dict[str, A
     """Try one grammar."""
     try:
         if job["kind"] == "one_of":
-            return {"place": overlapping(json.loads(job["text"]), job["paths"], tokenizer, limits)}
+            return {"place": overlapping(job, tokenizer, limits)}
         grammar = library_grammar(job["kind"], job["text"])
         matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
