@@ -38,6 +38,9 @@ class PrefixIndex:
     The parent of a listed chunk is listed. Unused chunks are in the order in which they go: `retire` and
     `touch` are called leaf first, so that a chunk is older than its unused ancestors. Pinned chunks go after all
     others; a pin is of a chain from its root, so that what leads to a pinned chunk is pinned, too.
+
+    num_pinned       listed chunks that are pinned
+    num_broken_pins  pinned chunks that went all the same, as a request had no other place
     """
 
     def __init__(self) -> None:
@@ -45,7 +48,7 @@ class PrefixIndex:
         self._unused: dict[bytes, CachedChunk] = {}  # insertion order: oldest first
         self._unused_pinned: dict[bytes, CachedChunk] = {}
         self._pins: Counter[bytes] = Counter()
-        self.num_broken_pins = 0  # pinned chunks that went all the same, as a request had no other place
+        self.num_pinned = self.num_broken_pins = 0
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -58,13 +61,9 @@ class PrefixIndex:
         """Listed chunks that no table holds."""
         return len(self._unused) + len(self._unused_pinned)
 
-    @property
-    def num_pinned(self) -> int:
-        """Listed chunks that are pinned."""
-        return sum(digest in self._chunks for digest in self._pins)
-
     def pin(self, digests: Sequence[bytes]) -> None:
         """Pin a chain, from its root on: these chunks, whenever they are listed, go after those without a pin."""
+        self.num_pinned += sum(digest in self._chunks for digest in set(digests) if digest not in self._pins)
         self._pins.update(digests)
         for digest in reversed(digests):
             self.touch(digest)
@@ -75,6 +74,7 @@ class PrefixIndex:
             self._pins[digest] -= 1
             if not self._pins[digest]:
                 del self._pins[digest]
+                self.num_pinned -= digest in self._chunks
         for digest in reversed(digests):
             self.touch(digest)
 
@@ -95,6 +95,7 @@ class PrefixIndex:
         """List a chunk whose KV is written, with one user. The digest must be new and the parent listed."""
         chunk = CachedChunk(digest, parent, tuple(blocks), num_users=1)
         self._chunks[digest] = chunk
+        self.num_pinned += digest in self._pins
         if parent is not None:
             parent.children[digest] = chunk
         return chunk
@@ -155,6 +156,7 @@ class PrefixIndex:
             last.children.clear()
             last.parent, last.listed = None, False
             del self._chunks[last.digest]
+            self.num_pinned -= last.digest in self._pins
             self._forget_unused(last.digest)
             dropped.append(last)
         return dropped
@@ -177,6 +179,8 @@ class PrefixIndex:
                 yield f"chunk {name} would be evicted after its parent"
         for digest in position.keys() - self._chunks.keys():
             yield f"unused chunk {digest.hex()[:8]} is not listed"
+        if self.num_pinned != (count := sum(digest in self._chunks for digest in self._pins)):
+            yield f"{count} chunks are pinned, and {self.num_pinned} are counted"
         for digest in position:
             if (digest in self._unused_pinned) != (digest in self._pins):
                 yield f"unused chunk {digest.hex()[:8]} has {self._pins[digest]} pins, but goes as if it had others"

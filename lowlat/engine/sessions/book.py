@@ -1,5 +1,7 @@
 """This book has the sessions of one runtime: what each has said, how long it lives, and the chunks that it pins."""
 
+import heapq
+import itertools
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ __all__ = ["MAX_NAME", "SessionBook", "SessionKey", "SessionRecord", "check_sess
 MAX_NAME = 128
 MAX_SESSIONS = 4096
 MAX_ANSWERS = 8  # of a session that are kept to draft from
+MIN_STALE = 64  # entries of the heap that are left where they are
 
 
 class SessionKey(NamedTuple):
@@ -33,6 +36,8 @@ class SessionRecord:
     ttl_s        how long it lives after its last request
     num_running  requests of it under way: it does not end before they do
     answers      of the requests that ended last, the last one first; of a session from a file all of its text
+    deadline     when it ends, where no request of it is under way
+    entry        its place in the book's heap, at its deadline or before; None: it has none
     """
 
     def __init__(self, key: SessionKey, ttl_s: float) -> None:
@@ -43,6 +48,7 @@ class SessionRecord:
         self.num_running = 0
         self.answers: tuple[tuple[int, ...], ...] = ()
         self.deadline = 0.0
+        self.entry: _Entry | None = None
         self.num_requests = 0
 
     def answers_beside(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -51,8 +57,14 @@ class SessionRecord:
         return tuple(answer for answer in self.answers if not _stands_in(answer, whole))
 
 
+_Entry = tuple[float, int, SessionRecord]  # a time, a number of its own, and who may have to end then
+
+
 class SessionBook(Mapping[SessionKey, SessionRecord]):
     """The sessions that live. A session that has ended pins nothing; its record may be opened again.
+
+    A heap finds those that end first, for every request that names a session asks for them. A deadline that moves on
+    leaves its entry where it is until the heap comes to it.
 
     kvcache  pins their chunks
     ttl_s    how long a session lives after its last request, where it says nothing else
@@ -62,7 +74,9 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
     def __init__(self, kvcache: KVCache, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._kvcache, self._ttl_s, self._clock = kvcache, ttl_s, clock
         self._live: dict[SessionKey, SessionRecord] = {}
-        self._next = float("inf")  # when one may have to end
+        self._heap: list[_Entry] = []
+        self._numbers = itertools.count()
+        self._num_stale = 0  # entries that are no session's any more
         self._num_ended = 0
         self.num_files = 0
 
@@ -89,11 +103,14 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
 
     def revive(self, record: SessionRecord) -> None:
         """Have a session live from now on, as long as it says."""
-        if record.key not in self._live and len(self._live) >= MAX_SESSIONS:
-            idle = [each for each in self._live.values() if not each.num_running]
-            if not idle:
+        before = self._live.get(record.key)
+        if before is None and len(self._live) >= MAX_SESSIONS:
+            first = self._first_to_end()
+            if first is None:
                 raise RequestError(f"{MAX_SESSIONS} sessions have requests under way; wait, or leave session out")
-            self.end(min(idle, key=lambda each: each.deadline))
+            self.end(first)
+        if before is not None and before is not record:
+            self._leave_heap(before)
         self._live[record.key] = record
         self._touch(record)
 
@@ -114,9 +131,10 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         if token_ids is not None:
             record.token_ids, record.seed = token_ids, seed
             record.answers = (token_ids[num_prompt:], *record.answers)[:MAX_ANSWERS]
-        if record.key in self._live:
+        live = self._live.get(record.key)
+        if live is record:
             self._touch(record)
-        else:
+        elif live is None:
             self._kvcache.unpin(record.key)  # it was closed while the request ran
 
     def fork(self, record: SessionRecord, session_id: str) -> SessionRecord:
@@ -135,17 +153,18 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         """Let the chunks of a session go as others do."""
         if self._live.get(record.key) is record:
             del self._live[record.key]
+            self._leave_heap(record)
             self._kvcache.unpin(record.key)
             self._num_ended += 1
 
     def expire(self) -> None:
         """End the sessions whose time has passed."""
         now = self._clock()
-        if now < self._next:
-            return
-        for record in [each for each in self._live.values() if not each.num_running and each.deadline <= now]:
-            self.end(record)
-        self._next = min((each.deadline for each in self._live.values() if not each.num_running), default=float("inf"))
+        while self._heap and self._heap[0][0] <= now:
+            first = self._first_to_end()
+            if first is None or first.deadline > now:
+                return
+            self.end(first)
 
     def stats(self) -> dict[str, int]:
         """Sessions that live and have ended, as JSON; nothing before there was one."""
@@ -157,7 +176,39 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
 
     def _touch(self, record: SessionRecord) -> None:
         record.deadline = self._clock() + record.ttl_s
-        self._next = min(self._next, record.deadline)
+        if record.entry is None or record.entry[0] > record.deadline:
+            self._leave_heap(record)
+            self._enter_heap(record)
+
+    def _first_to_end(self) -> SessionRecord | None:
+        """The session whose deadline comes first, of those that have no request under way; None without one."""
+        while self._heap:
+            entry = at, _, record = self._heap[0]
+            if record.entry is entry and at == record.deadline and not record.num_running:
+                return record
+            heapq.heappop(self._heap)
+            if record.entry is not entry:
+                self._num_stale -= 1
+                continue
+            record.entry = None
+            if not record.num_running:  # else its end brings it back
+                self._enter_heap(record)
+        return None
+
+    def _enter_heap(self, record: SessionRecord) -> None:
+        record.entry = (record.deadline, next(self._numbers), record)
+        heapq.heappush(self._heap, record.entry)
+
+    def _leave_heap(self, record: SessionRecord) -> None:
+        """Leave a session's entry to be passed over; where most are, they are taken out, with what they hold."""
+        if record.entry is None:
+            return
+        record.entry = None
+        self._num_stale += 1
+        if self._num_stale > max(MIN_STALE, len(self._heap) / 2):
+            self._heap = [entry for entry in self._heap if entry[2].entry is entry]
+            heapq.heapify(self._heap)
+            self._num_stale = 0
 
 
 def _stands_in(answer: tuple[int, ...], whole: bytes) -> bool:
