@@ -387,6 +387,35 @@ def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path) -> N
     assert all(path.stat().st_mode & 0o077 == 0 for path in files_of(tmp_path))
 
 
+def test_a_full_tier_of_files_lists_them_seldom_and_forgets_those_that_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned, num_lists, files = key(3), 0, DiskTier._files
+
+    def listed(self: DiskTier) -> list[tuple[int, int, Path]]:
+        nonlocal num_lists
+        num_lists += 1
+        return files(self)
+
+    monkeypatch.setattr(DiskTier, "_files", listed)
+    tier = DiskTier(tmp_path / "cache", 60 * 300, "f" * 16, lambda each: each == pinned)
+    for number in range(250):
+        assert tier.write(key(number), torch.full((40,), number, dtype=torch.uint8))
+        os.utime(tier.root / f"{key(number).digest.hex()}.chunk", (1000 + number, 1000 + number))
+        assert tier.read(key(0), memory) is not None  # which is the newest then
+    there = [number for number in range(250) if key(number) in tier]
+    assert there[:2] == [0, 3] and there[2:] == list(range(252 - len(there), 250))
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) == tier.num_bytes <= 60 * 300
+    assert 2 <= num_lists <= 2 + 2 * 250 // len(there)
+    assert [number for number in range(250) if tier.is_whole(key(number))] == there
+    assert len(tier._whole) == len(there)
+    other = DiskTier(tmp_path / "cache", 10 * 300, "f" * 16)  # it takes most of them out
+    assert other.write(key(250), torch.zeros(40, dtype=torch.uint8))
+    assert tier.write(key(251), torch.zeros(40, dtype=torch.uint8))
+    left = {key(number) for number in range(252) if key(number) in tier}
+    assert tier._whole == left - {key(250)} and len(left) < len(there) and not other.is_whole(key(251))
+
+
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
     tier.root.chmod(0o500)

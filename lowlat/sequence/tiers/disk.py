@@ -11,9 +11,11 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import RawIOBase
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ SUFFIX = ".chunk"
 WRITING = ".writing-"  # before the number of the process that writes
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 4096
+MAX_LISTED = 1024  # of the oldest files that are listed to be taken out: to list all takes 10 us a file
 VERSION = 1
 
 
@@ -61,6 +64,8 @@ class DiskTier:
         self._is_pinned = is_pinned
         self._has_warned = False
         self._seen = 0  # when the directory was changed last, as far as its files are counted
+        self._oldest: deque[tuple[int, int, Path]] = deque()  # when they were counted last, the oldest first
+        self._whole: set[ChunkKey] = set()  # this process has read or written their files
         self._lock = threading.Lock()
         for folder in (directory, self.root):
             make_private(folder, "cache_dir")
@@ -72,6 +77,10 @@ class DiskTier:
 
     def __contains__(self, key: ChunkKey) -> bool:
         return os.path.exists(self._path(key))
+
+    def is_whole(self, key: ChunkKey) -> bool:
+        """Whether there is a file of a content that this process has read or written."""
+        return key in self._whole and key in self
 
     def read(self, key: ChunkKey, reserve: Callable[[int], torch.Tensor | None]) -> torch.Tensor | None:
         """The content of a key, which is then the newest; None where there is none that is whole, or no memory for it.
@@ -106,6 +115,8 @@ class DiskTier:
             return None
         with suppress(OSError):  # another process has taken it out
             os.utime(path)
+        with self._lock:
+            self._whole.add(key)
         return content
 
     def write(self, key: ChunkKey, content: torch.Tensor) -> bool:
@@ -127,6 +138,7 @@ class DiskTier:
                 before = path.stat().st_size if path.exists() else 0
             with self._lock:
                 self.num_bytes += size - before
+                self._whole.add(key)
                 self._seen = self.root.stat().st_mtime_ns
         except OSError as error:
             self._miss(self._path(key), f"it cannot be written: {error}")
@@ -161,27 +173,38 @@ class DiskTier:
             found.append((facts.st_mtime_ns, facts.st_size, path))
         return sorted(found)
 
-    def _count(self) -> list[tuple[int, int, Path]]:
-        """Count all files, other processes', too; returns them, the oldest first."""
+    def _count(self) -> None:
+        """Count all files, other processes', too, and list the oldest that may go."""
         changed, files = self.root.stat().st_mtime_ns, self._files()
+        names = {path.name for _, _, path in files}
         with self._lock:
             self._seen, self.num_bytes = changed, sum(size for _, size, _ in files)
-        return files
+            self._whole = {key for key in self._whole if self._path(key).name in names}
+        self._oldest = deque(islice((each for each in files if not self._is_pinned(_key_of(each[2]))), MAX_LISTED))
 
     def _make_space(self, size: int) -> bool:
-        """Take the oldest files out until so many bytes fit; False: they cannot."""
+        """Take the oldest files out until so many bytes fit; False: they cannot.
+
+        A file that was used, or pinned, since it was listed stays: it is not among the oldest any more.
+        """
         if size > self.max_bytes:
             return False
-        if self.num_bytes + size <= self.max_bytes and self.root.stat().st_mtime_ns == self._seen:
-            return True
-        for _, each, path in self._count():
+        if self.root.stat().st_mtime_ns != self._seen:
+            self._count()
+        for may_count in (True, False):
+            while self._oldest and self.num_bytes + size > self.max_bytes:
+                changed, each, path = self._oldest.popleft()
+                if not self._is_pinned(_key_of(path)) and _changed(path) == changed:
+                    self._unlink(path, each)
             if self.num_bytes + size <= self.max_bytes:
-                break
-            if not self._is_pinned(_key_of(path)):
-                self._unlink(path, each)
-        return self.num_bytes + size <= self.max_bytes
+                return True
+            if may_count:
+                self._count()
+        return False
 
     def _unlink(self, path: Path, size: int | None = None) -> None:
+        with self._lock:
+            self._whole.discard(_key_of(path))
         try:
             size = path.stat().st_size if size is None else size
             path.unlink()
@@ -216,6 +239,14 @@ def _fill(file: RawIOBase, view: memoryview) -> bool:
             return False
         done += count
     return True
+
+
+def _changed(path: Path) -> int | None:
+    """When a file was used last; None: it is gone."""
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def _key_of(path: Path) -> ChunkKey:

@@ -83,7 +83,6 @@ class CacheTiers:
         self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
         self._saving: set[ChunkKey] = set()
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
-        self._whole: set[ChunkKey] = set()  # this process has read or written their files
         self._dropping: set[ChunkKey] = set()  # wrong, and not yet taken out everywhere
         self._asked: OrderedDict[bytes, tuple[int, int | None]] = OrderedDict()  # when chunks were, and the time before
         self._done: list[object] = []  # holders of copies that have ended
@@ -153,7 +152,7 @@ class CacheTiers:
         with self._lock:
             if key in self._host or key in self._saving:
                 return True
-            return self._disk is not None and key in self._whole and key in self._disk
+            return self._disk is not None and self._disk.is_whole(key)
 
     def has_space(self, pool: str, count: int) -> bool:
         """Whether host memory is free for a content of so many blocks or rows of a pool, and is no way to files."""
@@ -351,7 +350,6 @@ class CacheTiers:
                 self._absent.add(key)
                 self.counts.misses += 1
             else:
-                self._whole.add(key)
                 self.counts.read += 1
                 if key not in self._dropping:
                     self._fresh[key] = content
@@ -447,13 +445,11 @@ class CacheTiers:
         self._writes.put(partial(self._write, key, content))
 
     def _write(self, key: ChunkKey, content: torch.Tensor) -> None:
-        kept = False
         try:
-            kept = self._disk is not None and self._disk.write(key, content)
+            if self._disk is not None:
+                self._disk.write(key, content)
         finally:
             with self._lock:
-                if kept:
-                    self._whole.add(key)
                 self._end()
 
     def _forget(self, key: ChunkKey) -> None:
@@ -480,7 +476,6 @@ class CacheTiers:
     def _forgotten(self, key: ChunkKey) -> None:
         with self._lock:
             self._dropping.discard(key)
-            self._whole.discard(key)
             self._end()
 
 
