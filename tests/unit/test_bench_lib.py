@@ -18,7 +18,8 @@ from bench.parallel import ParallelCase
 from lowlat.engine.memory.plan import memory_need, plan_rank
 from lowlat.errors import ConfigError, ShapeError
 from lowlat.executors.planned import planned_workspaces
-from lowlat.graphs import Bucket, Role
+from lowlat.graphs import Bucket
+from lowlat.graphs.scratch import place_scratch
 from lowlat.kernels.gemm.prefill.narrow_gemm import num_parts
 from lowlat.kernels.gemm.prefill.plan import segments_of
 from lowlat.kernels.toolchain.kernel import H200
@@ -187,7 +188,7 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
     shapes = replace(model.shapes(Case(1, 4096, 0)), prefill_chunk=chunk)
     prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
-    scratch = sum(spec.num_bytes for spec in prefill.specs(Role.SCRATCH))
+    scratch = place_scratch(prefill).num_bytes
     pairs, tiles = 4 * chunk, 4 * chunk // 16 + 128  # of the least pairs that a plan may have
     keys = -(-(shapes.max_context - 1 + chunk) // 128) * 128 * mixer.kv_size * 2  # whole tiles
     apart = min(chunk, 1024)  # rows whose segments may be apart, of this program or of a smaller one
