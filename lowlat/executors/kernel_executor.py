@@ -47,7 +47,7 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.memory import Workspaces, few_layers, largest, workspaces_of
+from lowlat.lowering.memory import Workspaces, few_layers, largest, lowered_needs
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.step.variants import PASS
 
@@ -209,7 +209,7 @@ class KernelExecutor(ABC):
             for size, program in self._programs.items()
             if known is None or not known.has(program)
         )
-        return largest(workspaces_of(few, fuse=self._fuse), {} if known is None else known.sizes)
+        return largest(lowered_needs(few, fuse=self._fuse).workspaces, {} if known is None else known.sizes)
 
     def _lower(self, size: Size, loop: LoopControl | None = None) -> tuple[LoweredGroup, ...]:
         place = self._place

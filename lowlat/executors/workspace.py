@@ -17,6 +17,7 @@ class PlannedWorkspaces:
     """The workspaces of an executor's programs, found before it is made, and all that decides them.
 
     sizes         elements by name and dtype
+    temporary     bytes that torch's operations take in prefill, where no kernel covers one, see `temporary_bytes`
     programs      those that were lowered
     gpu           for which they were lowered
     rank          the executor's number, and how many there are
@@ -25,6 +26,7 @@ class PlannedWorkspaces:
     """
 
     sizes: Mapping[tuple[str, torch.dtype], int]
+    temporary: int
     programs: tuple[Program, ...]
     gpu: Gpu
     rank: tuple[int, int]
