@@ -101,9 +101,9 @@ def command(
     A few greedy tokens are decoded. The target's residual streams, pre_head_hidden and logits, and the draft model's
     fc_out and, for each level of drafts, attn_out, ffn_out, pre_head_hidden and logits are set next to those of
     transformers (the target) and of plain torch (the draft model), or next to a recording: mean and largest difference,
-    cosine of the worst row, overlap of the ten likeliest ids. lowlat/README.md describes a recording's file, which any
-    engine can write. Only rows that rest on the same tokens and drafts are compared. Another target is given lowlat's
-    tokens and drafts.
+    cosine of the worst row, overlap of the ten likeliest ids. lowlat/tools/README.md describes a recording's file,
+    which any engine can write. Only rows that rest on the same tokens and drafts are compared. Another target is given
+    lowlat's tokens and drafts.
 
     Exits with 1 when a stage is beyond its tolerance: when a row has a lower cosine, or lies farther away than rows of
     equal length with that cosine do. The first such stage is named. --save alone compares nothing.

@@ -62,7 +62,13 @@ def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: 
     out.write_text("{}")
     assert "is no file of reports" in refusal(*asked, "--out", out)
     assert "--out goes with --exactness" in refusal("doctor", "--out", out)
-    assert "computed in float32" in refusal("doctor", "--fidelity", *files)
+    assert "computed in float32" in refusal("doctor", "--fidelity", *files, "--max-tokens", 128)
+
+
+def test_doctor_refuses_too_few_positions_before_it_loads_anything(pair: PairPaths, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    asked = ("doctor", "--exactness", "--fidelity", "--target", pair.target, "--prompts", tmp_path / "prompts.json")
+    assert "112 positions say too little; give prompts and tokens for 128" in refusal(*asked, "--max-tokens", 112)
 
 
 @pytest.mark.wide
