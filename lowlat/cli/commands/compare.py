@@ -112,6 +112,7 @@ def command(
     from lowlat.executors.devices import leave_a_core
     from lowlat.tools.compare.recording import save_recording
     from lowlat.tools.compare.stages import record
+    from lowlat.tools.transformers_model import transformers_version
 
     leave_a_core()
     if prompt is not None and token_ids is not None:
@@ -120,6 +121,8 @@ def command(
     directory = local_target(target)
     draft = None if head is None else local_draft_model(head, directory)
     saved, original = _counterpart(against, directory)
+    if saved is None and (save is None or against is not None):
+        transformers_version()  # it may be absent: then nothing is loaded
     start = _prompt(directory, saved) if prompt is None and token_ids is None else prompt or token_ids or ()
     options |= _lengths(saved, num_tokens, num_speculative_tokens)
     with loading_bar(f"loading {target.name}") as update:
