@@ -47,6 +47,6 @@ def test_every_code_of_an_error_is_listed() -> None:
     files = [file for file in FOLDER.rglob("*.py") if "page" not in file.parts]
     own = {code for file in files for code in codes(ast.parse(file.read_text(encoding="utf-8")))}
     assert {"json", "model_loading", "gone"} <= own
-    listed = set(SPAN.findall(PAGE.split("their codes are")[1].split(").")[0]))
+    listed = set(SPAN.findall(PAGE.split("The codes of errors are")[1].split(").")[0]))
     assert own - listed == set()
     assert listed - own <= {"not_found", "method_not_allowed", *get_args(Code)}
