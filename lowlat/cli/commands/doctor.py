@@ -96,7 +96,12 @@ def command(
         pair = _Pair.open(target, head, prompts, num_prompts, options)
         if proves:
             from lowlat.cli.reports.exactness import Proof
+            from lowlat.tools.exactness import check_positions
+            from lowlat.tools.transformers_model import transformers_version
 
+            if fidelity:  # before exactness, which takes minutes
+                check_positions(len(pair.prompts) * max_tokens)
+                transformers_version()
             proof = Proof(pair.target, pair.draft_model, pair.prompts, depth, out=out, **pair.options)
             if exactness:
                 proof.check_exactness(shown=not json_output)

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from tiny_mtp import add_mtp
 from lowlat.cli.options import bundled
 from lowlat.cli.reports import environment
 from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_best
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
 from lowlat.tools import all_reduce_times
@@ -62,7 +64,24 @@ def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: 
     out.write_text("{}")
     assert "is no file of reports" in refusal(*asked, "--out", out)
     assert "--out goes with --exactness" in refusal("doctor", "--out", out)
-    assert "computed in float32" in refusal("doctor", "--fidelity", *files)
+    assert "computed in float32" in refusal("doctor", "--fidelity", *files, "--max-tokens", 128)
+
+
+def test_doctor_refuses_too_few_positions_before_it_loads_anything(pair: PairPaths, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    asked = ("doctor", "--exactness", "--fidelity", "--target", pair.target, "--prompts", tmp_path / "prompts.json")
+    assert "112 positions say too little; give prompts and tokens for 128" in refusal(*asked, "--max-tokens", 112)
+
+
+def test_absent_transformers_are_told_before_anything_is_loaded(
+    pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(Runtime, "load", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    asked = ("doctor", "--exactness", "--fidelity", "--target", pair.target, "--prompts", tmp_path / "prompts.json")
+    assert "needs transformers, which is not installed" in refusal(*asked, "--max-tokens", 128)
+    assert "needs transformers, which is not installed" in refusal("compare", pair.target, "--token-ids", "1,2,3")
 
 
 @pytest.mark.wide
