@@ -61,8 +61,10 @@ class BracedRules:
         choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(choices, list) and choices:
             return "(" + " | ".join(self._constant(choice) for choice in choices) + ")"
-        for name in ("anyOf", "oneOf"):
+        for name in ("anyOf", "oneOf"):  # where strict, no value fits two branches of a oneOf: `one_of.py`
             if isinstance(schema.get(name), list) and schema.keys() - NAMING == {name} and depth:
+                if not schema[name]:
+                    raise NotHeld(f"{name} is empty")
                 return "(" + " | ".join(self.value(each, depth - 1) for each in schema[name]) + ")"
         kinds = kinds_of({"properties": {"x": schema}}, "x")
         held = frozenset().union(*(HELD[kind] for kind in kinds)) | NAMING

@@ -17,6 +17,7 @@ from lowlat.text.answers.formats import format_of
 from lowlat.text.codec import TextCodec
 from lowlat.text.grammar.braced import BracedRules
 from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
+from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.grammar.parameters import parameter_rules
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from lowlat.text.templates.tags import (
@@ -165,6 +166,8 @@ def _braced(codec: TextCodec, calls: ToolCalls) -> list[str]:
         schema, _ = _exact(function.name, function.parameters or ANYTHING, strict=function.strict)
         made = BracedRules(mark, strict=function.strict, prefix=f"of_{place}")
         try:
+            if function.strict and (path := first_overlap(schema)) is not None:
+                raise NotHeld(refusal(path))
             arguments = made.arguments(schema)
         except NotHeld as error:
             raise RequestError(f"tool_calls: {function.name}: {error}") from None
