@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from tiny_grammars import Breaking, submit_with
 from tiny_models import make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.checkpoint.files import written_whole
+from lowlat.checkpoint.files import take_out_unfinished, written_whole
 from lowlat.checkpoint.tensors import read_header
 from lowlat.engine.numerics import digest_of
 from lowlat.engine.scheduling.tiers import _files
@@ -387,6 +388,36 @@ def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path) -> N
     assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 4000 and key(7) in first
     assert DiskTier(tmp_path / "cache", 4000, "g" * 16).read(key(7), memory) is None
     assert all(path.stat().st_mode & 0o077 == 0 for path in files_of(tmp_path))
+
+
+def test_what_killed_processes_left_unfinished_counts_in_the_budget_until_it_goes(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", 4000, "f" * 16)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left = tier.root / f".writing-{ended.pid}-abc"
+    left.write_bytes(bytes(2000))
+
+    def write() -> int:
+        """Bytes of all files after several were written."""
+        for number in range(6):
+            tier.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
+        return sum(path.stat().st_size for path in tier.root.iterdir())
+
+    assert write() <= 4000 and left.exists() and len(list(tier.root.iterdir())) == 2
+    os.utime(left, (time.time() - 100, time.time() - 100))
+    assert write() <= 4000 and not left.exists() and len(list(tier.root.iterdir())) == 3
+
+
+def test_files_of_a_process_that_had_the_number_of_one_that_runs_are_nobody_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowlat.checkpoint.files.STALE_S", 0.0)
+    for number in (1, os.getpid()):
+        for name, when in (("own", time.time() - 0.001), ("before", time.time() - 1e9)):
+            (tmp_path / f".writing-{number}-{name}").write_bytes(b"abc")
+            os.utime(tmp_path / f".writing-{number}-{name}", (when, when))
+    assert take_out_unfinished(tmp_path, ".writing-") == 2 * 3
+    assert {path.name for path in tmp_path.iterdir()} == {f".writing-{number}-own" for number in (1, os.getpid())}
 
 
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
