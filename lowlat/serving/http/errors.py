@@ -20,7 +20,7 @@ _FIELDS = "lowlat.fields"  # of a request's state
 GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
 _CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
 _EMPTY = "the prompt is empty"
-_OF_DOCUMENT = "tool_calls: the document: "
+_OF_DOCUMENT = "tool_calls.document: "  # which json_schema gives
 _TOOLS = ".tools"
 _OWN_NAMES = {"template_options": "chat_template_kwargs", "tool_calls": "tools"}  # everywhere in this interface
 

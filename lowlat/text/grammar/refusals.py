@@ -32,21 +32,20 @@ def reworded(
     find   gives the first of several `oneOf` of a schema's text that is not taken, None where that is not known
     """
     line = _IN_RULES.match(why)
-    words, name, schema = why, "", tried.text
+    words, name, schema = why, asked.kind, tried.text
     within: tuple[str, ...] = ()
     if line is not None and asked.kind == "tool_calls":
         words = _SHOWN_RULES.split(why[line.end() :])[0].strip()
         rule = _RULE.fullmatch(tried.text.splitlines()[int(line[1]) - 1])
         if rule is not None:
-            (function, within), schema = place_of(rule[1], asked.text), rule[2]
-            name = f"{function}: "
+            (name, within), schema = place_of(rule[1], asked.text), rule[2]
     elif line is not None:
-        words, name, schema = why[line.end() :], f"%json in line {line[1]}: ", ""
+        words, name, schema = why[line.end() :], f"{asked.kind}: %json in line {line[1]}", ""
     elif asked.kind != "json_schema":
         return RequestError(f"{asked.kind}: {why}")
     if words.startswith(ONE_OF):
-        return RequestError(f"{asked.kind}: {name}{refusal(_path(schema, within, find))}")
-    return RequestError(f"{asked.kind}: {name}{words}" if asked.kind == "tool_calls" else f"{asked.kind}: {why}")
+        return RequestError(f"{name}: {refusal(_path(schema, within, find))}")
+    return RequestError(f"{name}: {words}" if asked.kind == "tool_calls" else f"{asked.kind}: {why}")
 
 
 def _path(text: str, within: Steps, find: Callable[[str, Sequence[Steps]], Steps | None]) -> Steps | None:
