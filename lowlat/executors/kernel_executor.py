@@ -36,9 +36,10 @@ from lowlat.executors.peeks import Peeks, SentValues
 from lowlat.executors.prefill_arguments import ChunkArguments
 from lowlat.executors.residence.base import Residence
 from lowlat.executors.workspace import PlannedWorkspaces, SharedWorkspace
-from lowlat.graphs import Bucket, BufferSet, Role, aligned_bytes
+from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program
+from lowlat.graphs.scratch import ScratchPlaces, place_scratch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Gpu
@@ -158,16 +159,15 @@ class KernelExecutor(ABC):
         zeros = None if residence is None else residence.zeros
         self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given, paged=zeros)
         self._ring_head = self.state["ring_head"].numpy()
-        sizes = [
-            sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH)) for program in self._programs.values()
-        ]
+        places = {size: place_scratch(program) for size, program in self._programs.items()}
+        most = max(each.num_bytes for each in places.values())
         if zeros is None:
-            self._arena = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+            self._arena = torch.zeros(most, dtype=torch.uint8, device=device)
         else:
-            self._arena = zeros((max(sizes),), torch.uint8)
+            self._arena = zeros((most,), torch.uint8)
         self.workspace = SharedWorkspace(device, zeros)
         self._constants = SharedConstants(device)
-        self._scratch = {size: self._allocate(program) for size, program in self._programs.items()}
+        self._scratch = {size: self._allocate(self._programs[size], each) for size, each in places.items()}
 
     def _lower_programs(self, planned: PlannedWorkspaces | None) -> None:
         """Lower all programs, and compile the kernels that they launch."""
@@ -179,9 +179,9 @@ class KernelExecutor(ABC):
         )
         self.counts = count_launches((self._programs[size].name, groups) for size, groups in self._groups.items())
 
-    def _allocate(self, program: Program) -> BufferSet:
-        specs = program.specs(Role.SCRATCH, Role.CONSTANT)
-        return BufferSet(specs, self.device, self._constants.place(program.constants), arena=self._arena)
+    def _allocate(self, program: Program, places: ScratchPlaces) -> BufferSet:
+        specs, constants = program.specs(Role.SCRATCH, Role.CONSTANT), self._constants.place(program.constants)
+        return BufferSet(specs, self.device, constants, arena=self._arena, offsets=places.offsets)
 
     def _binding(self, size: Size, program: Program, loop: LoopControl | None = None) -> Binding:
         """A bucket's or a prefill's program, or one of its operations, onto the memory of that size."""

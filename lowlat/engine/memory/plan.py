@@ -16,6 +16,7 @@ from lowlat.executors.make import Rank, planned_gpus
 from lowlat.executors.workspace import PlannedWorkspaces
 from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
+from lowlat.graphs.scratch import place_scratch
 from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
 from lowlat.kernels.formats.dense import PANEL_BYTES
 from lowlat.kernels.toolchain.kernel import Gpu
@@ -94,14 +95,11 @@ def memory_need(
         return matrix_shape(name, weights)
 
     for program in programs:
-        scratch = 0
         for spec in program.buffers.values():
-            if spec.role is Role.SCRATCH:
-                scratch += spec.num_bytes
-            else:
+            if spec.role is not Role.SCRATCH:
                 part = kv if spec.paging is Paging.POSITIONS else state
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
-        parts.append(scratch)
+        parts.append(place_scratch(program).num_bytes)
         if has_kernels:
             from lowlat.lowering.memory import temporary_bytes  # which loads the kernels
 

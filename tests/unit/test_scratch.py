@@ -1,0 +1,96 @@
+"""Scratch of prefill overlaps where it may: never what is held together, and no launch reaches that far."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benches import bench
+from served_model import alone, load_bundled, load_small
+
+from lowlat import Runtime
+from lowlat.executors.reference.executor import ReferenceExecutor
+from lowlat.graphs import Role, aligned_bytes
+from lowlat.graphs.program import Program
+from lowlat.graphs.scratch import APART, place_scratch
+from lowlat.kernels.toolchain.kernel import H200
+from lowlat.lowering.fusion import cover
+from lowlat.lowering.lower import FUSIONS
+from lowlat.step.prefill import build_prefill, build_prefills
+
+PUBLISHED = ("llama-8b", "gpt-oss-20b", "qwen3.5-9b", "gemma-4-26b-a4b", "gemma-4-e4b")
+GIB = 1 << 30
+Case, Model = bench("lib.case").Case, bench("lib.model").Model
+
+
+def prefill_of(name: str, chunks: int) -> Program:
+    model = Model(name)
+    shapes = replace(model.shapes(Case(4, 4096, 3 if model.geometry.head else 0)), max_prefill_chunks=chunks)
+    return build_prefill(shapes, chunks * shapes.prefill_chunk)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_buffers_that_are_held_together_have_places_of_their_own(name: str) -> None:
+    program = prefill_of(name, 16)
+    places = place_scratch(program)
+    specs = {spec.name: spec for spec in program.specs(Role.SCRATCH)}
+    assert places.offsets.keys() == specs.keys() and all(offset % 256 == 0 for offset in places.offsets.values())
+    ends = {each: places.offsets[each] + aligned_bytes(spec) for each, spec in specs.items()}
+    assert max(ends.values()) == places.num_bytes
+    overlapping = 0
+    for one, other in combinations(specs, 2):
+        if places.offsets[one] < ends[other] and places.offsets[other] < ends[one]:
+            overlapping += 1
+            first, second = sorted((program.uses[each][0][0], program.uses[each][-1][0]) for each in (one, other))
+            assert second[0] - first[1] > APART, (one, other)
+    assert overlapping
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_launch_covers_as_many_operations_as_places_are_apart(name: str) -> None:
+    model = Model(name)
+    shapes = replace(model.shapes(Case(4, 4096, 3 if model.geometry.head else 0)), max_prefill_chunks=4)
+    for program in build_prefills(shapes).values():
+        assert max(run.count for _, run in cover(program, H200, FUSIONS)) < APART
+
+
+def test_what_is_left_of_streams_between_layers() -> None:
+    """Of Llama-3.1-8B's 33 streams of 16 MiB and of gpt-oss-20b's 25 of 11 few are held at a time."""
+    for name, most in (("llama-8b", 0.6), ("gpt-oss-20b", 0.3)):
+        program = prefill_of(name, 16)
+        alone = sum(aligned_bytes(spec) for spec in program.specs(Role.SCRATCH))
+        assert place_scratch(program).num_bytes < most * GIB < 0.6 * alone
+
+
+def load_hybrid() -> Runtime:
+    target = Path(__file__).parents[1] / "data" / "hybrid"
+    return Runtime.load(target, max_batch=2, max_context=512, device="cpu")
+
+
+def of_prompts(load: Callable[[], Runtime]) -> list[tuple[int, ...]]:
+    with load() as runtime:
+        size = runtime.geometry.config.vocab_size
+        prompts = [[(7 * k * k + length) % size for k in range(length)] for length in (5, 129, 200)]
+        return [alone(runtime, prompt, max_tokens=6, temperature=0.0) for prompt in prompts]
+
+
+@pytest.mark.parametrize("load", [load_bundled, load_small, load_hybrid])
+def test_what_its_memory_held_before_matters_to_no_program(
+    monkeypatch: pytest.MonkeyPatch, load: Callable[[], Runtime]
+) -> None:
+    expected, prepare, filled = of_prompts(load), ReferenceExecutor._prepare, set[str]()
+
+    def prepared(executor: ReferenceExecutor, key: Any) -> Any:
+        own, operations = prepare(executor, key)
+        for name, spec in own.specs.items():
+            if spec.role is Role.SCRATCH:
+                own[name].reshape(-1).view(torch.uint8).fill_(255)  # no number, of floats
+                filled.add(name)
+        return own, operations
+
+    monkeypatch.setattr(ReferenceExecutor, "_prepare", prepared)
+    assert of_prompts(load) == expected
+    assert {"prefill.residual.0", "finite"} <= filled
