@@ -63,7 +63,7 @@ class KernelOptions:
     """How programs are lowered to kernels and run on one device.
 
     fuse             False: every operation has launches of its own
-    cache_directory  of compiled kernels; None: `default_cache_directory`
+    cache_directory  of compiled kernels; None: `kernel_cache_directory`
     watchdog         its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
     place            of a rank among several, on devices of their own, which `ParallelExecutor` runs together
     residence        where weights, paged state and scratch lie, so that they can leave the device; None: they stay

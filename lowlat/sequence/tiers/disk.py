@@ -65,7 +65,6 @@ class DiskTier:
         for folder in (directory, self.root):
             make_private(folder, "cache_dir")
         try:
-            take_out_unfinished(self.root, WRITING)
             self._count()
         except OSError as error:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
@@ -162,10 +161,17 @@ class DiskTier:
         return sorted(found)
 
     def _count(self) -> list[tuple[int, int, Path]]:
-        """Count all files, other processes', too; returns them, the oldest first."""
-        changed, files = self.root.stat().st_mtime_ns, self._files()
+        """Count all files, other processes' and unfinished ones, too; returns those that are whole, the oldest first.
+
+        What was left unfinished by processes that were killed goes.
+        """
+        changed, unfinished, files = (
+            self.root.stat().st_mtime_ns,
+            take_out_unfinished(self.root, WRITING),
+            self._files(),
+        )
         with self._lock:
-            self._seen, self.num_bytes = changed, sum(size for _, size, _ in files)
+            self._seen, self.num_bytes = changed, unfinished + sum(size for _, size, _ in files)
         return files
 
     def _make_space(self, size: int) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import sys
 import time
@@ -23,6 +24,7 @@ from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_be
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
+from lowlat.options.directories import write_problem
 from lowlat.tools import all_reduce_times
 
 BUSY_MACHINE = 4  # times slower than an idle one
@@ -211,6 +213,30 @@ def test_doctor_environment() -> None:
     assert found["device"]["reason"] and found["healthy"] is True
     assert "capture_shifts" not in found
     assert "--draft-model goes with its --target" in refusal("doctor", "--head", "some/head")
+
+
+def test_doctor_tells_whether_compiled_kernels_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "above" / "kernels"
+    monkeypatch.setenv("LOWLAT_KERNEL_CACHE", str(folder))
+    found = answer("doctor", "--environment-only", "--json")["kernel_cache"]
+    assert found == {"path": str(folder), "problem": None}
+    assert list(tmp_path.iterdir()) == []
+    assert "LOWLAT_KERNEL_CACHE" not in lowlat("doctor", "--environment-only").stdout
+    folder.parent.write_text("")
+    assert answer("doctor", "--environment-only", "--json")["kernel_cache"]["problem"] == "Not a directory"
+    shown = " ".join(lowlat("doctor", "--environment-only").stdout.split())
+    assert "which cannot be written: Not a directory" in shown and "let LOWLAT_KERNEL_CACHE name a folder" in shown
+
+
+def test_a_folder_on_a_full_disk_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert write_problem(tmp_path) is None
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # fewer bytes than a kernel has
+    try:
+        assert write_problem(tmp_path) == "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_checks_a_machine_without_the_demo_models(monkeypatch: pytest.MonkeyPatch) -> None:
