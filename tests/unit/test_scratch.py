@@ -1,6 +1,6 @@
 """Scratch of prefill overlaps where it may: never what is held together, and no launch reaches that far."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,7 +12,7 @@ from benches import bench
 from served_model import alone, load_bundled, load_small
 
 from lowlat import Runtime
-from lowlat.executors.planned import META, buffers_without_memory, weights_without_memory
+from lowlat.executors.planned import META, buffers_without_memory, planned_workspaces, weights_without_memory
 from lowlat.executors.reference.executor import ReferenceExecutor
 from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Role, aligned_bytes
@@ -22,6 +22,7 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.lower import FUSIONS, lower
+from lowlat.lowering.memory import memory_of, tensors_of
 from lowlat.models.weight_plan import weight_plan
 from lowlat.step.prefill import build_prefill, build_prefills
 
@@ -62,17 +63,6 @@ def test_no_launch_covers_as_many_operations_as_places_are_apart(name: str) -> N
         assert max(run.count for _, run in cover(program, H200, FUSIONS)) < APART
 
 
-def tensors_of(arguments: Any) -> Iterator[torch.Tensor]:
-    if isinstance(arguments, torch.Tensor):
-        yield arguments
-    elif isinstance(arguments, Mapping):
-        for each in arguments.values():
-            yield from tensors_of(each)
-    elif isinstance(arguments, list | tuple):
-        for each in arguments:
-            yield from tensors_of(each)
-
-
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("gpu", [H200, AMPERE], ids=lambda gpu: str(gpu.capability))
 def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu: Gpu) -> None:
@@ -84,13 +74,13 @@ def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu
         plan |= model.speculator.weight_plan(model.config.dtype)
     shapes = {key: torch.empty(shape, dtype=dtype, device=META) for key, (shape, dtype) in plan.items()}
     buffers = buffers_without_memory(program)
-    held = {buffers[spec.name].untyped_storage()._cdata: spec for spec in program.specs(Role.SCRATCH)}
+    held = {memory_of(buffers[spec.name]): spec for spec in program.specs(Role.SCRATCH)}
     packed = weights_without_memory(shapes, [program], gpu)
     groups = lower(Binding(program, buffers, packed, gpu, SharedWorkspace(META), is_invariant=False))
     given: dict[str, tuple[int, int]] = {}
     for place, call in enumerate(call for group in groups for call in group.calls):
-        for tensor in tensors_of(call.arguments):
-            spec = held.get(tensor.untyped_storage()._cdata)
+        for tensor in tensors_of(call):
+            spec = held.get(memory_of(tensor))
             if spec is not None:
                 given[spec.name] = given.get(spec.name, (place, place))[0], place
     offsets = place_scratch(program).offsets
@@ -101,6 +91,8 @@ def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu
         if offsets[one] < ends[other] and offsets[other] < ends[one]
     ]
     assert together and all(first[1] < second[0] for first, second in together)
+    unused = planned_workspaces((program,), shapes, gpu).unused_by(program)  # of few layers
+    assert unused and unused <= {spec.name for spec in held.values()} - given.keys()
 
 
 def test_what_is_left_of_streams_between_layers() -> None:
