@@ -13,17 +13,22 @@ __all__ = ["main", "table"]
 
 
 def table(reports: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The rows of a file's reports, in Markdown."""
+    """The rows of reports, in Markdown; cells are empty where `--exactness` or `--fidelity` was not asked for."""
     yield "| pair | GPU or processor | answers, all equal | drafts verified, accepted | KL of prompts | KL of steps |"
     yield "|---|---|---:|---:|---|---|"
     for each in reports:
-        sweeps = each["exactness"]["sweeps"]
-        drafted, accepted = (sum(sweep[name] for sweep in sweeps) for name in ("drafted", "accepted"))
-        different = sum(sweep["different"] for sweep in sweeps)
-        answers = f"{each['exactness']['compared']}" + (f", {different} DIFFER" if different else "")
-        kl = [_error(rows["kl"]) for rows in each["fidelity"]["rows"]]
+        answers = _answers(each["exactness"]) if "exactness" in each else ("", "")
+        kl = [_error(rows["kl"]) for rows in each["fidelity"]["rows"]] if "fidelity" in each else ("", "")
         pair = f"{each['target']}, {each['draft_model'] or 'its MTP layer'}, S = {each['num_speculative_tokens']}"
-        yield f"| {' | '.join([pair, each['card'], answers, f'{drafted}, {accepted}', *kl])} |"
+        yield f"| {' | '.join([pair, each['card'], *answers, *kl])} |"
+
+
+def _answers(found: dict[str, Any]) -> tuple[str, str]:
+    """The answers that were compared, and the drafts that were verified and accepted."""
+    drafted, accepted, different = (
+        sum(sweep[name] for sweep in found["sweeps"]) for name in ("drafted", "accepted", "different")
+    )
+    return f"{found['compared']}" + (f", {different} DIFFER" if different else ""), f"{drafted}, {accepted}"
 
 
 def _error(found: dict[str, float]) -> str:

@@ -1,8 +1,8 @@
 """First tokens and later ones through a socket and through HTTP, by streams at once, in turns on one server.
 
-    PYTHONPATH=tests/support python -m bench.http --out bench/results/cpu/http.json
-    PYTHONPATH=tests/support python -m bench.http --model bundled --out bench/results/h200/http.json
-    PYTHONPATH=tests/support python -m bench.http --model /tmp/llama --write-llama --out bench/results/h200/http.json
+    python -m bench.http --out bench/results/cpu/http.json
+    python -m bench.http --model bundled --out bench/results/h200/http.json
+    python -m bench.http --model /tmp/llama --write-llama --out bench/results/h200/http.json
 
 The server is one process, the gateway another, the readers this one. Without --model the engine's steps take a constant
 time, without the GIL, as a device's do. A token's text is the time at which its step ended, of any engine: so a reader

@@ -1,7 +1,7 @@
 """JSON-Schema-Test-Suite through the grammars of structured output: a schema is enforced, or refused by name.
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite DIR
-    PYTHONPATH=.:tests/support python -P -m bench.schema_suite DIR --out bench/results/cpu/schema_suite.json
+    python -m bench.schema_suite DIR --out bench/results/cpu/schema_suite.json
 
 For each schema of the draft's files, the optional formats among them: it is compiled, or refused. Of one that was
 served, walks by chance under its masks make documents, which must validate with `jsonschema`; and the suite's own

@@ -1,7 +1,7 @@
 """The time that serving adds to a token: clients over ipc next to the engine alone, in turns, with steps of one length.
 
     python -m pytest bench/test_ipc.py --serving-out bench/results/cpu/serving.json
-    PYTHONPATH=tests/support python -m bench.serving bench/results/cpu/serving.json
+    python -m bench.serving bench/results/cpu/serving.json
 
 The first measures, the second prints the table. The server is another process; its engine sleeps for a step, without
 the GIL, as a device's step does. A round asks for a few tokens in every way, in an order by chance: of the

@@ -64,10 +64,11 @@ class BufferSet(Mapping[str, torch.Tensor]):
 
     `initial` gives the content of constants; all other buffers start at zero. Buffers named in `pinned` lie in host
     memory that the device reads and writes at the same address. Buffers of role `in_arena` lie in an `arena` of bytes,
-    where one is given: scratch in one that several sets share, since none of it outlives a step. Buffers that another
-    set has allocated may be `given`: they are that set's own. Paged buffers are made by `paged` of their shape and
-    dtype, where that is given, zeroed. Raises ConfigError when two specs of one name differ, when a constant has no
-    content, when its content has another shape or dtype, or when the arena is too small.
+    where one is given, at their `offsets` in it or one after the other: scratch in one that several sets share, since
+    none of it outlives a step. Buffers that another set has allocated may be `given`: they are that set's own. Paged
+    buffers are made by `paged` of their shape and dtype, where that is given, zeroed. Raises ConfigError when two specs
+    of one name differ, when a constant has no content, when its content has another shape or dtype, or when the arena
+    is too small.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class BufferSet(Mapping[str, torch.Tensor]):
         pinned: Collection[str] = (),
         arena: torch.Tensor | None = None,
         in_arena: Role = Role.SCRATCH,
+        offsets: Mapping[str, int] | None = None,
         given: "BufferSet | None" = None,
         paged: Callable[[tuple[int, ...], torch.dtype], torch.Tensor] | None = None,
     ) -> None:
@@ -93,7 +95,7 @@ class BufferSet(Mapping[str, torch.Tensor]):
                 if given is not None and given.specs.get(spec.name) == spec:
                     self._tensors[spec.name] = given[spec.name]
                 elif arena is not None and spec.role is in_arena:
-                    self._tensors[spec.name] = self._carve(spec, arena)
+                    self._tensors[spec.name] = self._carve(spec, arena, None if offsets is None else offsets[spec.name])
                 elif paged is not None and spec.paging is not None and spec.name not in pinned:
                     self._tensors[spec.name] = paged(spec.shape, spec.dtype)
                 else:
@@ -101,8 +103,9 @@ class BufferSet(Mapping[str, torch.Tensor]):
             elif known != spec:
                 raise ConfigError(f"buffer {spec.name}: declared as {known} and as {spec}")
 
-    def _carve(self, spec: BufferSpec, arena: torch.Tensor) -> torch.Tensor:
-        start, self._used = self._used, self._used + aligned_bytes(spec)
+    def _carve(self, spec: BufferSpec, arena: torch.Tensor, offset: int | None) -> torch.Tensor:
+        start = self._used if offset is None else offset
+        self._used = start + aligned_bytes(spec)
         if self._used > arena.numel():
             raise ConfigError(f"buffer {spec.name}: the arena of {arena.numel()} bytes is too small")
         return arena[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape)

@@ -16,7 +16,7 @@ and ignore kinds that it does not know.
 Headers of a client's messages have at most 4096 bytes; either frame of APPEND has 256 KiB; SUBMIT's has 2 MiB, a text
 or a chat included, and at most 16384 values, keys counted: so no frame keeps the server's other threads from running
 for more than about 2 ms. Longer prompts are sent as token ids. Where any values may stand (template_options,
-tool_calls) they are JSON's, at most 10,000, nested 32 deep.
+tool_calls) they are JSON's, at most 10,000, nested 32 deep, and integers have 64 bits, signed or unsigned.
 
     client          byte                          server          byte
     HELLO           0x01  first, once             WELCOME         0x81  answers HELLO
@@ -177,6 +177,7 @@ __all__ = [
     "decode_client",
     "decode_server",
     "encode",
+    "option_path",
     "pack_tokens",
     "unpack_tokens",
 ]
@@ -189,6 +190,9 @@ MAX_FREE_VALUES = 10_000
 MAX_DEPTH = 32
 _MAX_REASON = 300
 _PLAIN = (str, bool, int, float, type(None))
+_PLAIN_NAME = re.compile("[a-z][a-z_]{0,63}")
+_LEAST, _MOST = -(1 << 63), (1 << 64) - 1  # of an integer in msgpack
+_MAX_SHOWN_BITS = 256
 
 
 class _Numbered(Struct):
@@ -379,7 +383,7 @@ def check_submit(submit: Submit, body: bytes | None) -> None:
             raise WireError("template_options stand with messages alone", "$.template_options")
         return
     if submit.template_options is not None:
-        _check_plain(submit.template_options, "$.template_options")
+        _check_options(submit.template_options)
     for place, message in enumerate(submit.messages):
         if message.tool_calls is not None:
             _check_plain(message.tool_calls, f"$.messages[{place}].tool_calls")
@@ -401,10 +405,27 @@ def _check_open(submit: Submit) -> None:
             raise WireError(f"{name} needs a whole prompt, and this one is open", f"$.{name}")
 
 
-def _check_plain(value: object, field: str) -> None:
-    """Refuse what JSON cannot say (bytes, times, keys that are no strings), and what is too much or too deep."""
+def option_path(name: str) -> str:
+    """The path of one of a SUBMIT's template_options; where its name is not plain, of all of them."""
+    return f"template_options.{name}" if _PLAIN_NAME.fullmatch(name) else "template_options"
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Refuse as `_check_plain` does."""
+    if not all(isinstance(name, str) for name in options):
+        raise WireError("keys must be strings", "$.template_options")
+    num_values = 1
+    for name, value in options.items():
+        num_values = _check_plain(value, f"$.{option_path(name)}", num_values, depth=1)
+
+
+def _check_plain(value: object, field: str, num_values: int = 0, depth: int = 0) -> int:
+    """Refuse what JSON cannot say (bytes, times, keys that are no strings), what is too much or too deep, and integers
+    that msgpack has not.
+
+    num_values, depth  of what the value stands in. Returns the values with those inside it.
+    """
     level: list[object] = [value]
-    num_values = depth = 0
     while level:
         num_values += len(level)
         depth += 1
@@ -420,4 +441,8 @@ def _check_plain(value: object, field: str) -> None:
                 below.extend(item)
             elif not isinstance(item, _PLAIN) or (isinstance(item, float) and not math.isfinite(item)):
                 raise WireError(f"{type(item).__name__} and what is not finite are no JSON values", field)
+            elif isinstance(item, int) and not _LEAST <= item <= _MOST:
+                shown = f"{item}" if item.bit_length() <= _MAX_SHOWN_BITS else f"of {item.bit_length()} bits"
+                raise WireError(f"the integer {shown} is not of 64 bits, from {_LEAST} to {_MOST}", field)
         level = below
+    return num_values

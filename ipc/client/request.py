@@ -2,16 +2,26 @@
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from lowlat.errors import RequestError, meant, not_unicode, shown_at
 from lowlat.ipc.messages import MAX_SALT, MAX_SESSION, Message, Parse, Result, Sampling, Submit
 from lowlat.ipc.prompts import Prompt, chat_messages
-from lowlat.ipc.wire import WireError, check_submit, check_submit_size, encode, pack_tokens
+from lowlat.ipc.structure import count_values
+from lowlat.ipc.wire import (
+    MAX_SUBMIT_BYTES,
+    MAX_VALUES,
+    WireError,
+    check_submit,
+    check_submit_size,
+    encode,
+    option_path,
+    pack_tokens,
+)
 
 __all__ = ["Request", "make_request", "pieces_of"]
 
@@ -36,7 +46,9 @@ class Request(Struct, frozen=True):
             header = encode(self.submit)
             check_submit_size(header)
         except WireError as error:
-            raise RequestError(f"the request is too long: {error}") from error
+            name = _largest(self.submit, len if len(header) > MAX_SUBMIT_BYTES else _num_values)
+            reason = str(error) if name in ("prompt", "messages") else str(error).partition(";")[0]
+            raise RequestError(f"{name}: the request is too long: {reason}") from error
         except UnicodeEncodeError as error:
             raise not_unicode(error) from error
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -44,10 +56,23 @@ class Request(Struct, frozen=True):
         frames = (header,) if self.body is None else (header, self.body)
         size = max(len(header), len(frames[-1]))
         if size > max_message_bytes:
+            name = _largest(self.submit, len) if size == len(header) else "prompt"
             raise RequestError(
-                f"the request has {size} bytes and the server takes {max_message_bytes} (max_message_bytes)"
+                f"{name}: the request has {size} bytes and the server takes {max_message_bytes} (max_message_bytes)"
             )
         return frames
+
+
+def _largest(submit: Submit, measure: Callable[[bytes], int]) -> str:
+    """The name of the field that most of a request is, by a measure of its encoding; an option's is its own path."""
+    options = {option_path(name): value for name, value in (submit.template_options or {}).items()}
+    fields = {"prompt": submit.text, "messages": submit.messages, **options, **msgspec.structs.asdict(submit.sampling)}
+    sizes = {name: measure(msgspec.msgpack.encode(value)) for name, value in fields.items() if value is not UNSET}
+    return max(sizes, key=lambda name: sizes[name])
+
+
+def _num_values(encoded: bytes) -> int:
+    return count_values(memoryview(encoded), MAX_VALUES, b"")[0]
 
 
 def make_request(

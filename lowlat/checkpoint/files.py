@@ -104,11 +104,29 @@ def written_whole(path: Path, prefix: str) -> Iterator[IO[bytes]]:
             raise
 
 
-def take_out_unfinished(folder: Path, prefix: str) -> None:
-    """Take out what processes were writing by `written_whole` when they were killed. Raises OSError."""
+def take_out_unfinished(folder: Path, prefix: str) -> int:
+    """Take out what processes were writing by `written_whole` when they were killed; returns the bytes of what stays.
+
+    That was written to in the last STALE_S, or by a process that runs. Raises OSError.
+    """
+    num_bytes = 0
     for path in folder.glob(f"{escape(prefix)}*"):
         found = re.fullmatch(r"(\d+)-[^-]+", path.name.removeprefix(prefix))
         with suppress(FileNotFoundError):
-            is_stale = time.time() - path.stat().st_mtime > STALE_S
-            if is_stale and found is not None and not Path(f"/proc/{found[1]}").exists():
+            facts = path.stat()
+            is_stale = time.time() - facts.st_mtime > STALE_S
+            if is_stale and found is not None and not _has_run_since(int(found[1]), facts.st_mtime):
                 path.unlink()
+            else:
+                num_bytes += facts.st_size
+    return num_bytes
+
+
+def _has_run_since(pid: int, when: float) -> bool:
+    """Whether a process runs that had this number at a time: each start of a container has the same numbers."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return False
+    begun_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the system was started
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + begun_s <= when

@@ -112,4 +112,5 @@ def _where_to_read(error: click.ClickException) -> str:
     context: Any = getattr(error, "ctx", None)
     if not isinstance(error, click.UsageError) or context is None:
         return ""
-    return f"; `{context.command_path} --help` says more"
+    option = "--help-all" if error.message.startswith("--set") else "--help"
+    return f"; `{context.command_path} {option}` says more"

@@ -1,7 +1,6 @@
 """A launcher makes launches of kernel calls on one device: it compiles, loads, and lays out the parameters."""
 
 import ctypes
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
 from lowlat.kernels.toolchain.kernel import HOPPER, Argument, Gpu, Kernel, KernelCall
 from lowlat.kernels.tuning.choice import tuned_gpu
 from lowlat.lowering.binding import Call, LibraryCall
-from lowlat.options.directories import cache_directory, tuning_directory, uses_tuning_tables
+from lowlat.options.directories import kernel_cache_directory, tuning_directory, uses_tuning_tables
 
-__all__ = ["Launcher", "check_compilers", "default_cache_directory", "gpu_of"]
+__all__ = ["Launcher", "check_compilers", "gpu_of"]
 
 LIBRARIES = {"nvrtc": "nvidia-cuda-nvrtc", "nvvm": "nvidia-nvvm", "nvJitLink": "nvidia-nvjitlink"}  # and their packages
 _SCALARS: dict[str, Any] = {
@@ -40,12 +39,6 @@ def check_compilers() -> None:
                 f"kernels cannot be compiled: {library} was not found; pip install '{package}>=13,<14' in the "
                 "environment that runs lowlat, or name a directory of CUDA 13 that has it in LD_LIBRARY_PATH"
             ) from error
-
-
-def default_cache_directory() -> Path:
-    """Where compiled kernels are kept: LOWLAT_KERNEL_CACHE, else below the user's cache directory."""
-    own = os.environ.get("LOWLAT_KERNEL_CACHE", "")
-    return Path(own) if own else cache_directory() / "kernels"
 
 
 def gpu_of(device: torch.device, *, is_shared: bool = False) -> Gpu:
@@ -87,7 +80,7 @@ class Launcher:
 
         self.device = device
         self.capability: tuple[int, int] = torch.cuda.get_device_capability(device)
-        self._cache = default_cache_directory() if cache_directory is None else cache_directory
+        self._cache = kernel_cache_directory() if cache_directory is None else cache_directory
         self._core = Device(device.index or 0)
         self.gpu = gpu_of(device, is_shared=is_shared) if gpu is None else gpu
         torch.cuda.init()

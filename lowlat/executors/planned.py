@@ -12,14 +12,14 @@ from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.workspace import PlannedWorkspaces, SharedWorkspace
 from lowlat.graphs import Role
 from lowlat.graphs.program import Program
-from lowlat.kernels.formats import matrix_parts
+from lowlat.kernels.formats import matrix_parts, matrix_shape
 from lowlat.kernels.moe.formats import experts_format
 from lowlat.kernels.moe.packing import PackedExperts, allocate_experts
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import weight_layouts
-from lowlat.lowering.memory import few_layers, workspaces_of
+from lowlat.lowering.memory import few_layers, lowered_needs, temporary_bytes
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 
 __all__ = ["META", "buffers_without_memory", "planned_workspaces", "weights_without_memory"]
@@ -102,7 +102,9 @@ def planned_workspaces(
         )
         for program in few
     )
-    return PlannedWorkspaces(workspaces_of(bindings, fuse=fuse), every, gpu, rank, fuse, is_invariant)
+    needs = lowered_needs(bindings, fuse=fuse)
+    temporary = temporary_bytes(needs.by_library, lambda name: matrix_shape(name, shapes))
+    return PlannedWorkspaces(needs.workspaces, temporary, every, needs.unused, gpu, rank, fuse, is_invariant)
 
 
 def _owner(weight: str) -> str:

@@ -1,24 +1,30 @@
 """This module counts beforehand what lowered programs take of a GPU's memory next to their buffers.
 
-`workspaces_of` are those that kernels ask for, found by lowering; `temporary_bytes` is an upper bound of the memory
-that torch's operations take in prefill while they run.
+`lowered_needs` are the workspaces that kernels ask for and the operations that no kernel covers, found by lowering;
+`temporary_bytes` is an upper bound of the memory that torch's operations take for these while they run.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
-from lowlat.graphs.program import Op, Program, Stage
+from lowlat.graphs import Role
+from lowlat.graphs.program import Op, Program
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.lowering.binding import Binding
-from lowlat.lowering.lower import lower
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.lowering.binding import Binding, Call
+from lowlat.lowering.lower import LoweredGroup, lower
 from lowlat.lowering.prefill_attention import FLASH_DIM, refresh_bytes
 from lowlat.lowering.weight_parts import GEMMS
 
-__all__ = ["FormOf", "Workspaces", "few_layers", "largest", "temporary_bytes", "workspace_bytes", "workspaces_of"]
+__all__ = [
+    "FormOf", "LoweredNeeds", "Workspaces", "few_layers", "largest", "lowered_needs", "memory_of", "temporary_bytes",
+    "tensors_of", "workspace_bytes",
+]  # fmt: skip
 
 ATTENTION = ("prefill_attention", "refresh_attention")
 LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
@@ -43,16 +49,53 @@ class _Asked:
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def workspaces_of(bindings: Iterable[Binding], *, fuse: bool = True) -> Workspaces:
-    """The workspaces of programs that share them, by name and dtype, and the elements that each needs.
+class LoweredNeeds(NamedTuple):
+    """What lowered programs take: workspaces that they share, and operations that a library covers, with their program.
+
+    workspaces  the elements that each needs, by name and dtype
+    unused      by program scratch that no call is given: fused launches keep to themselves what it would hold
+    """
+
+    workspaces: Workspaces
+    by_library: tuple[tuple[Program, Op], ...]
+    unused: tuple[frozenset[str], ...]
+
+
+def lowered_needs(bindings: Iterable[Binding], *, fuse: bool = True) -> LoweredNeeds:
+    """What programs take that share their workspaces.
 
     bindings  of programs onto any memory, of few layers each; nothing is taken of their own workspaces
     fuse      see `lower`
     """
-    asked = _Asked()
+    asked, by_library, unused = _Asked(), list[tuple[Program, Op]](), list[frozenset[str]]()
     for binding in bindings:
-        lower(replace(binding, workspace=asked, fresh={}), fuse=fuse)
-    return {key: count for key, count in asked.most.items() if count}
+        groups = lower(replace(binding, workspace=asked, fresh={}), fuse=fuse)
+        called = (group for group in groups if len(group.kernel_calls) < len(group.calls))
+        by_library += [(binding.program, op) for group in called for op in group.ops]
+        unused.append(_unused(binding, groups))
+    sizes = {key: count for key, count in asked.most.items() if count}
+    return LoweredNeeds(sizes, tuple(by_library), tuple(unused))
+
+
+def _unused(binding: Binding, groups: Iterable[LoweredGroup]) -> frozenset[str]:
+    given = {memory_of(tensor) for group in groups for call in group.calls for tensor in tensors_of(call)}
+    uses = binding.program.uses  # others are of layers that were left out
+    scratch = [spec.name for spec in binding.program.specs(Role.SCRATCH) if spec.name in uses]
+    return frozenset(name for name in scratch if memory_of(binding.buffers[name]) not in given)
+
+
+def tensors_of(call: Call) -> list[torch.Tensor]:
+    """The tensors among a call's arguments."""
+    return (
+        [each for each in call.arguments if isinstance(each, torch.Tensor)]
+        if isinstance(call, KernelCall)
+        else call.tensors
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory from others', where it has none, too: views have that of their base."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def largest(*several: Workspaces) -> Workspaces:
@@ -114,27 +157,25 @@ def _kind(program: Program, op: Op, form_of: FormOf) -> object:
     return op.kind, op.stage, buffers, weights, params
 
 
-def temporary_bytes(program: Program, shape_of: ShapeOf) -> int:
-    """Bytes that torch's operations take in a prefill program's largest chunk; none of a program that is no prefill.
+def temporary_bytes(by_library: Iterable[tuple[Program, Op]], shape_of: ShapeOf) -> int:
+    """Bytes that torch's operations take in prefill's largest chunk; none where kernels cover all.
 
-    shape_of  the shape of a GEMM's matrix [N, K] by its canonical name
-    The largest GEMM and the largest attention are added up, all else is kernels: the allocator may keep blocks of one
-    size from serving another.
+    by_library  see `LoweredNeeds`
+    shape_of    the shape of a GEMM's matrix [N, K] by its canonical name
+    The largest GEMM and the largest attention are added up: the allocator may keep blocks of one size from serving
+    another.
     """
-    ops = [op for op in program.ops if op.stage is Stage.PREFILL]
-    if not ops:
-        return 0
-    size = program.buffers["prefill_tokens"].shape[0]
-    largest = {"gemm": 0, "attention": 0}
-    for op in ops:
+    largest: dict[str, int] = {}
+    for program, op in by_library:
         if op.kind in GEMMS:
-            kind, found = "gemm", _gemm_bytes(size, shape_of(op.weights["weight"]))
+            kind, size = "gemm", program.buffers[op.reads["x"]].shape[0]
+            found = _gemm_bytes(size, shape_of(op.weights["weight"]))
         elif op.kind in ATTENTION:
             kind, found = "attention", _attention_bytes(program, op)
         else:
             continue
-        largest[kind] = max(largest[kind], found)
-    return sum(largest.values()) + LIBRARY_BYTES
+        largest[kind] = max(largest.get(kind, 0), found)
+    return sum(largest.values()) + LIBRARY_BYTES if largest else 0
 
 
 def _gemm_bytes(size: int, shape: torch.Size) -> int:

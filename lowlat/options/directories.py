@@ -2,20 +2,50 @@
 
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 import platformdirs
 
 from lowlat.errors import ConfigError
 
-__all__ = ["cache_directory", "make_private", "tuning_directory", "uses_tuning_tables"]
+__all__ = [
+    "cache_directory",
+    "kernel_cache_directory",
+    "make_private",
+    "tuning_directory",
+    "uses_tuning_tables",
+    "write_problem",
+]
 
 NO_TABLES = "off"
+PROBE_BYTES = 1 << 16  # about those of a kernel
 
 
 def cache_directory() -> Path:
     """The user's cache of lowlat: below XDG_CACHE_HOME, where that is an absolute path, else the system's own place."""
     return platformdirs.user_cache_path("lowlat", appauthor=False)
+
+
+def kernel_cache_directory() -> Path:
+    """The folder where compiled kernels are kept: LOWLAT_KERNEL_CACHE, else below the user's cache directory."""
+    own = os.environ.get("LOWLAT_KERNEL_CACHE", "")
+    return Path(own) if own else cache_directory() / "kernels"
+
+
+def write_problem(folder: Path) -> str | None:
+    """The system's words why no file can be written in a folder, or in one that would be made; None where one can.
+
+    A file without a name is written to the folder, or to the one above it that is there, and is gone at once.
+    """
+    try:
+        above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        with tempfile.TemporaryFile(dir=above) as file:
+            file.write(bytes(PROBE_BYTES))
+            file.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def make_private(folder: Path, option: str) -> None:

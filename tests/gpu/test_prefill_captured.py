@@ -13,11 +13,10 @@ from tiny_models import PairPaths, make_pair, mxfp4_target
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
 from lowlat.engine.mailbox.prefill_inputs import PrefillInputs
 from lowlat.executors.launcher import Launcher
+from lowlat.executors.planned import planned_workspaces
 from lowlat.graphs import BufferSet, Paging
 from lowlat.graphs.capture import capture
 from lowlat.graphs.replay import CapturedGraph
-from lowlat.kernels.formats import matrix_shape
-from lowlat.lowering.memory import temporary_bytes
 from lowlat.step import state as shapes
 from lowlat.step.prefill import build_prefill
 
@@ -203,12 +202,12 @@ def test_a_launched_chunk_waits_for_nothing(name: str, pairs: dict[str, PairPath
 def test_a_graph_takes_no_more_than_is_planned(name: str, tmp_path: Path) -> None:
     pair = make_named(name, tmp_path)
     program = build_prefill(pair.geometry)
-    prefill = make_prefill(pair, program, Launcher(DEVICE))
+    launcher = Launcher(DEVICE)
+    prefill = make_prefill(pair, program, launcher)
+    planned = planned_workspaces((program,), pair.source, launcher.gpu)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     before, pool = torch.cuda.memory_reserved(), torch.cuda.MemPool()
     graph = captured_once(prefill, torch.cuda.Stream(DEVICE), pool)
-    assert torch.cuda.memory_reserved() - before <= temporary_bytes(
-        program, lambda name: matrix_shape(name, pair.source)
-    )
+    assert torch.cuda.memory_reserved() - before <= planned.temporary
     graph.close()

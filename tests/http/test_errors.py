@@ -144,6 +144,46 @@ def test_an_error_has_the_names_of_the_body(
     assert whole["message"].startswith(message.format(param)), whole
 
 
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "go", "parameters": parameters}}
+
+
+LARGE = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 1 << 70}}}
+BYTES = r"{}: the request is too long: the header has 3145\d\d\d bytes, more than 2097152"
+INTEGER = (
+    r"{}: the integer 1180591620717411303424 is not of 64 bits, from -9223372036854775808 to 18446744073709551615$"
+)
+NAMED: dict[str, Any] = {"type": "function", "name": "go", "parameters": LARGE}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name", "message"),
+    [
+        ("completions", {"prompt": "x" * (3 << 20)}, "prompt", BYTES + "; send a longer prompt as token ids$"),
+        ("completions", {"prompt": ["x", "x" * (3 << 20)]}, "prompt[1]", BYTES),
+        ("chat/completions", {"messages": [*MESSAGES, {"role": "tool", "content": "x" * (3 << 20)}]}, "messages",
+         BYTES + "; send a longer prompt as token ids$"),
+        ("chat/completions", {"messages": [{**MESSAGES[0], "name": "a"}] * 4000}, "messages", "{}: .* 16384 values"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [tool({"description": "x" * (3 << 20)})]}, "tools",
+         BYTES + "$"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [tool({"enum": [1] * 10_000})]}, "tools",
+         "{}: more than 10000 values"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [tool({}), tool(LARGE)]}, "tools", INTEGER),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"a": -(1 << 999)}}, "chat_template_kwargs",
+         r"{}\.a: the integer of 1000 bits is not of 64 bits"),
+        ("responses", {"input": "x" * (3 << 20)}, "input", BYTES),
+        ("responses", {"input": "Hi", "tools": [NAMED]}, "tools", INTEGER),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
+)  # fmt: skip
+def test_what_cannot_be_sent_to_the_server_is_named(
+    gateway: RunningGateway, path: str, body: dict[str, Any], name: str, message: str
+) -> None:
+    whole, streamed = both(gateway, path, body)
+    assert whole == streamed and whole["param"] == name
+    assert re.match(message.format(re.escape(name)), whole["message"]), whole
+
+
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/tokenize"])
 def test_what_cannot_be_tokenized_is_named(failing: RunningGateway, path: str) -> None:
     for body, param in [

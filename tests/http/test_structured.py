@@ -176,6 +176,7 @@ def test_a_one_of_that_is_not_held_is_told_in_our_words(walking: RunningGateway,
     told = "is not held, for its branches overlap or cannot be told apart; use anyOf"
     strict: dict[str, Any] = {"type": "json_schema", "name": "answer", "schema": either, "strict": True}
     tool = {"type": "function", "function": {"name": "go", "parameters": either, "strict": True}}
+    called = {"type": "function", "function": {"name": "the document", "parameters": either, "strict": True}}
     bound = {"response_format": schema_format(either, strict=True)}
     structured = {"structured_outputs": {"json": either}}
     message: Any = {"model": "fake", "messages": MESSAGES}
@@ -183,6 +184,7 @@ def test_a_one_of_that_is_not_held_is_told_in_our_words(walking: RunningGateway,
         ("chat/completions", message | bound, FORM, FORM),
         ("chat/completions", message | bound | {"tools": [WEATHER]}, FORM, FORM),
         ("chat/completions", message | {"tools": [WEATHER, tool]}, "tools", ": go"),
+        ("chat/completions", message | bound | {"tools": [called]}, "tools", ": the document"),
         ("chat/completions", message | structured, "structured_outputs.json", ""),
         ("completions", {"model": "fake", "prompt": "x"} | structured, "structured_outputs.json", ""),
         ("responses", {"model": "fake", "input": "Hi", "text": {"format": strict}}, "text.format.schema", ""),

@@ -393,11 +393,15 @@ def test_content_in_parts_of_text_is_text() -> None:
 def test_requests_that_have_no_encoding_or_no_room_are_refused() -> None:
     connection = connected(limits=msgspec.structs.replace(LIMITS, max_message_bytes=1000))
     for prompt, options, message in (
-        ("x" * 1001, None, "server takes 1000 .max_message_bytes."),
-        ([1] * 251, None, "server takes 1000"),
+        ("x" * 1001, None, "^prompt: the request has 10[0-9]* bytes and the server takes 1000 .max_message_bytes."),
+        ([1] * 251, None, "^prompt: the request has 1004 bytes and the server takes 1000"),
+        ([{"role": "user"}], {"a": "x", "b": "y" * 1000}, "^template_options.b: the request has"),
+        ([{"role": "user"}], {"a b": "y" * 1000}, "^template_options: the request has"),
         ("a\ud800", None, "text is not Unicode: a lone surrogate at character 1"),
-        ([{"role": "user"}], {"a": object()}, "no JSON values"),
-        ([{"role": "user"}], {"a": 1 << 70}, "no encoding"),
+        ([{"role": "user"}], {"a": object()}, "^template_options.a: object and what is not finite are no JSON values"),
+        ([{"role": "user"}], {"a": {"b": [1 << 64]}}, "^template_options.a: the integer 18446744073709551616 is not"),
+        ([{"role": "user"}], {"a b": -(1 << 63) - 1}, "^template_options: the integer -9223372036854775809 is not"),
+        ([{"role": "user", "tool_calls": [{"a": 1 << 70}]}], None, r"^messages\[0\].tool_calls: the integer"),
     ):
         with pytest.raises(RequestError, match=message):
             connection.submit(make_request(prompt, {}, template_options=options))
@@ -431,10 +435,17 @@ def test_forms_of_prompts_and_options() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("ü" * (1 << 20), r"2097[0-9]* bytes, more than 2097152; send a longer prompt as token ids"),
-        ([{"role": "user", "tool_calls": [{"a": ["x"] * 9_000}]}] * 2, "more than 16384 values"),
+        ("ü" * (1 << 20), r"^prompt: .* 2097[0-9]* bytes, more than 2097152; send a longer prompt as token ids"),
+        ([{"role": "user", "tool_calls": [{"a": ["x"] * 9_000}]}] * 2, "^messages: .* more than 16384 values"),
     ],
 )
 def test_what_a_server_would_refuse_unread_is_not_sent(prompt: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         make_request(prompt, {}).frames(0, 1, 1 << 23)
+
+
+def test_integers_of_64_bits_are_sent() -> None:
+    options = {"least": -(1 << 63), "most": [(1 << 64) - 1]}
+    frames = make_request([{"role": "user"}], {}, template_options=options).frames(0, 1, 1 << 23)
+    submit, _ = decode_client(frames)
+    assert isinstance(submit, Submit) and submit.template_options == options

@@ -218,13 +218,13 @@ class CompileOnly:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Compile what was noted."""
-        from lowlat.executors.launcher import default_cache_directory
         from lowlat.kernels.toolchain.compiler import compile_ahead, compile_kernel
+        from lowlat.options.directories import kernel_cache_directory
 
         say: Callable[[str], None] = partial(print, flush=True)
         for problem, count in self.early.most_common():
             say(f"\n{count} x ended early: {problem}")
-        directory, kernels = default_cache_directory(), list(self.kernels.values())
+        directory, kernels = kernel_cache_directory(), list(self.kernels.values())
         start, lacked = time.monotonic(), 0
         for first in range(0, len(kernels), AT_ONCE):
             some = kernels[first : first + AT_ONCE]

@@ -22,7 +22,7 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu, KernelCall
 from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.memory import workspaces_of
+from lowlat.lowering.memory import lowered_needs
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.models.target import LoadedTarget, coded, load_target, open_target
 from lowlat.options.runtime import RuntimeConfig
@@ -126,7 +126,7 @@ class Pair:
         buffers = BufferSet(specs, CPU, program.constants)
         workspace = SharedWorkspace(CPU)
         binding = Binding(program, buffers, self.weights, gpu, workspace, is_invariant=sum_in_parts([program]))
-        workspace.reserve(workspaces_of([binding], fuse=self.fuse))
+        workspace.reserve(lowered_needs([binding], fuse=self.fuse).workspaces)
         groups = lower(binding, fuse=self.fuse)
         return Lowered(program, buffers, self.weights, workspace, groups)
 

@@ -1,6 +1,9 @@
 """Programs of bench/, tried on tiny models without a GPU: what their rows say, and that these add up."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,17 @@ def test_a_process_starts_from_a_written_checkpoint(tmp_path: Path) -> None:
     (row,) = json.loads(out.read_text())["rows"]
     assert row["kernels"] == "compiled"
     assert 0 < row["read_s"] <= row["ready_s"] <= row["first_token_s"]
+
+
+@pytest.mark.second
+@pytest.mark.parametrize("program", ["serving", "schema_suite", "http"])
+def test_programs_with_the_tests_stand_ins_start_from_a_checkout(repository: Path, program: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-m", f"bench.{program}", "--help"]
+    done = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0 and f"usage: {program}.py" in done.stdout, done.stderr
 
 
 def test_schemas_are_counted_by_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

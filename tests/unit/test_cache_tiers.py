@@ -4,9 +4,11 @@ import errno
 import logging
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from tiny_grammars import Breaking, submit_with
 from tiny_models import make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
+from lowlat.checkpoint.files import take_out_unfinished, written_whole
 from lowlat.checkpoint.tensors import read_header
 from lowlat.engine.numerics import digest_of
 from lowlat.engine.scheduling.tiers import _files
@@ -416,6 +419,36 @@ def test_a_full_tier_of_files_lists_them_seldom_and_forgets_those_that_go(
     assert tier._whole == left - {key(250)} and len(left) < len(there) and not other.is_whole(key(251))
 
 
+def test_what_killed_processes_left_unfinished_counts_in_the_budget_until_it_goes(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "cache", 4000, "f" * 16)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    left = tier.root / f".writing-{ended.pid}-abc"
+    left.write_bytes(bytes(2000))
+
+    def write() -> int:
+        """Bytes of all files after several were written."""
+        for number in range(6):
+            tier.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
+        return sum(path.stat().st_size for path in tier.root.iterdir())
+
+    assert write() <= 4000 and left.exists() and len(list(tier.root.iterdir())) == 2
+    os.utime(left, (time.time() - 100, time.time() - 100))
+    assert write() <= 4000 and not left.exists() and len(list(tier.root.iterdir())) == 3
+
+
+def test_files_of_a_process_that_had_the_number_of_one_that_runs_are_nobody_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowlat.checkpoint.files.STALE_S", 0.0)
+    for number in (1, os.getpid()):
+        for name, when in (("own", time.time() - 0.001), ("before", time.time() - 1e9)):
+            (tmp_path / f".writing-{number}-{name}").write_bytes(b"abc")
+            os.utime(tmp_path / f".writing-{number}-{name}", (when, when))
+    assert take_out_unfinished(tmp_path, ".writing-") == 2 * 3
+    assert {path.name for path in tmp_path.iterdir()} == {f".writing-{number}-own" for number in (1, os.getpid())}
+
+
 def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
     tier.root.chmod(0o500)
@@ -441,6 +474,64 @@ def test_a_file_system_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.
         patch.setattr(os, "stat", stale)
         assert key(0) not in tier
     assert key(0) in tier
+
+
+def test_what_a_full_disk_did_not_take_is_written_when_it_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again at growing intervals, one content at a time, and all at once when one was written."""
+    writing, attempts = "lowlat.sequence.tiers.disk.written_whole", list[Path]()
+    monkeypatch.setattr("lowlat.sequence.tiers.unwritten.RETRY_S", 0.05)
+
+    def full(path: Path, prefix: str) -> Any:
+        attempts.append(path)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def put(*numbers: int) -> None:
+        for number in numbers:
+            tiers.put(key(number), partial(torch.full, (10,), number, dtype=torch.uint8))
+        tiers.flush()
+
+    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    tiers = CacheTiers(host_tier(1 << 20), tier, Pages())
+    monkeypatch.setattr(writing, full)
+    begun = time.monotonic()
+    put(*range(4))
+    tiers.drop(key(3))
+    while len(attempts) < 4 + 3:
+        assert time.monotonic() < begun + 20.0
+        time.sleep(0.01)
+    assert 0.05 * (2 ** (len(attempts) - 4) - 1) <= time.monotonic() - begun  # after 0.05 s, 0.1 s, 0.2 s
+    assert files_of(tmp_path) == []
+    monkeypatch.setattr(writing, written_whole)
+    put(4)  # shows that there is room
+    deadline = time.monotonic() + 20.0
+    while len(files_of(tmp_path)) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    tiers.flush()
+    assert all(tiers.has(key(number)) for number in (0, 1, 2, 4)) and key(3) not in tier
+    tiers.close()
+    found = tier.read(key(2), memory)
+    assert found is not None and found.tolist() == [2] * 10 and len(files_of(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("has_room", [False, True])
+def test_what_could_not_be_written_is_tried_once_more_at_the_end(
+    has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    tiers, writes = CacheTiers(host_tier(1 << 20), tier, Pages()), list[ChunkKey]()
+
+    def write(name: ChunkKey, content: torch.Tensor) -> bool:
+        writes.append(name)
+        return len(writes) > 3 and has_room
+
+    monkeypatch.setattr(tier, "write", write)
+    for number in range(3):
+        tiers.put(key(number), lambda: torch.zeros(10, dtype=torch.uint8))
+    tiers.close()
+    assert writes[3:] == ([key(0), key(1), key(2)] if has_room else [key(0)])
 
 
 class Pages:

@@ -244,4 +244,4 @@ def test_a_schema_of_calls_that_is_not_held_is_named_by_its_function(tags: bool)
     assert refused(unique) == 'tool_calls: go on: Unimplemented keys: ["uniqueItems"]'
     document = {"schema": {"properties": {"a": OVERLAPPING}}, "strict": True}
     said = refused({"properties": {}}, document=document)
-    assert said.startswith(f"tool_calls: the document: oneOf at #/properties/a {NOT_HELD}")
+    assert said.startswith(f"tool_calls.document: oneOf at #/properties/a {NOT_HELD}")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowlat.errors import ConfigError, DeviceError, ShapeError
-from lowlat.executors.launcher import default_cache_directory, parameters_of
+from lowlat.executors.launcher import parameters_of
 from lowlat.graphs import BufferSet, BufferSpec, Role, aligned_bytes
 from lowlat.graphs.audit import audit
 from lowlat.graphs.capture import Choice, capture, capture_choice
@@ -22,7 +22,7 @@ from lowlat.ipc.endpoint import default_endpoint
 from lowlat.kernels.toolchain import launches as operations
 from lowlat.kernels.toolchain.kernel import Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import types
-from lowlat.options.directories import cache_directory
+from lowlat.options.directories import cache_directory, kernel_cache_directory
 
 SIGNATURE = (types.Array(types.uint16, 2, "C"), types.int64, types.int32, types.uint32, types.float32, types.uint64)
 CPU = torch.device("cpu")
@@ -140,14 +140,14 @@ def test_a_call_has_an_argument_for_each_parameter() -> None:
 
 def test_where_compiled_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWLAT_KERNEL_CACHE", "/own")
-    assert default_cache_directory() == Path("/own")
+    assert kernel_cache_directory() == Path("/own")
     monkeypatch.delenv("LOWLAT_KERNEL_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert default_cache_directory() == Path("/cache/lowlat/kernels")
+    assert kernel_cache_directory() == Path("/cache/lowlat/kernels")
     monkeypatch.setenv("HOME", "/home/someone")
     for nothing in ("relative", ""):  # a relative path is to be ignored, here as for sockets and fetched models
         monkeypatch.setenv("XDG_CACHE_HOME", nothing)
-        assert default_cache_directory() == cache_directory() / "kernels"
+        assert kernel_cache_directory() == cache_directory() / "kernels"
         assert cache_directory() == Path("/home/someone/.cache/lowlat")
         assert default_endpoint({}) == f"ipc://{cache_directory()}/run/default.sock"
 

@@ -30,8 +30,9 @@ from lowlat.executors.eager import EagerExecutor
 from lowlat.executors.kernel_executor import KernelOptions
 from lowlat.executors.make import planned_gpus
 from lowlat.executors.planned import planned_workspaces
-from lowlat.graphs import Bucket, Role
+from lowlat.graphs import Bucket
 from lowlat.graphs.program import Program
+from lowlat.graphs.scratch import place_scratch
 from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering import memory
 from lowlat.lowering.binding import Binding
@@ -107,6 +108,19 @@ def test_few_layers_ask_for_the_workspaces_of_all(name: str, gpu: Gpu, tmp_path:
     assert sum(kept) < 0.6 * sum(len(program.ops) for program in programs)
 
 
+def test_torch_s_operations_take_memory_where_no_kernel_covers_a_prompt(tmp_path: Path) -> None:
+    """Of the largest GEMM, that of gates and ups, and of attention; none where prompts have kernels."""
+    pair = random_pair("llama-8b", tmp_path)
+    programs, weights = programs_of(pair, max_batch=1, max_context=4096), weight_shapes(pair)
+    rows = max(
+        program.buffers["prefill_tokens"].shape[0] for program in programs if "prefill_tokens" in program.buffers
+    )
+    gemm = 2 * 28672 * 4096 + 4 * rows * 28672
+    attention = 2 * rows * 4096 + 16 * 32 * rows
+    assert planned_workspaces(programs, weights, AMPERE).temporary == gemm + attention + (64 << 20)
+    assert planned_workspaces(programs, weights, H200).temporary == 0
+
+
 def test_attention_s_partials_of_many_slots_are_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama-8B with 32 slots of 128K: a GPU with less space than they take is refused before anything is loaded."""
     pair = random_pair("llama-8b", tmp_path)
@@ -116,7 +130,7 @@ def test_attention_s_partials_of_many_slots_are_in_the_plan(tmp_path: Path, monk
     assert workspaces is not None
     planned = workspaces.sizes
     assert planned["attention.partials", torch.float32] == 32 * 8 * splits * 16 * 128
-    arena = max(sum(spec.num_bytes for spec in program.specs(Role.SCRATCH)) for program in programs)
+    arena = max(place_scratch(program, workspaces.unused_by(program)).num_bytes for program in programs)
     assert need.scratch_bytes == arena + workspace_bytes(planned)
     free = need.total_bytes - workspace_bytes(planned) // 2
     monkeypatch.setattr(plan, "available_bytes", lambda place: free if place.type == "cuda" else None)

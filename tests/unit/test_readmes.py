@@ -1,7 +1,9 @@
 """The READMEs: short, with links that lead somewhere, figures of the committed results, and examples that run."""
 
+import ast
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,42 @@ def test_the_tables_of_exactness_are_their_files_own(repository: Path, pages: di
         assert set(bench("exactness").table(reports)) <= set(table_rows(pages["lowlat/EXACTNESS.md"]))
 
 
+def test_a_report_of_one_question_leaves_the_others_cells_empty(repository: Path, pages: dict[str, str]) -> None:
+    """The chat pair's report has fidelity alone; the page gives its intervals."""
+    reports = json.loads((repository / "bench" / "results" / "cpu" / "fidelity_chat.json").read_text())
+    (row,) = list(bench("exactness").table(reports))[2:]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert len(cells) == 6 and cells[2:4] == ["", ""]
+    for cell in cells[4:]:
+        ratio, interval = cell.split(", ")[1].split(" x ")
+        assert re.search(rf"{ratio} x [^.]*{re.escape(interval)}", pages["lowlat/EXACTNESS.md"]), cell
+
+
+def messages_of(tree: ast.AST) -> Iterator[str]:
+    """Texts in code; what is put into one is a zero."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code(
+    repository: Path, tree_files: list[Path], pages: dict[str, str]
+) -> None:
+    """The longest run of a message's words between what is put in stands in one text of the code."""
+    put_in = r"\.\.\.|\b[NM]\b|'\w+'|the target|tensor_parallel_size|masks|request|one request|it needs"
+    folders = ("lowlat", "graphs", "kernels", "ipc")
+    names = [name for name in tree_files if name.suffix == ".py" and name.parts[0] in folders]
+    trees = (ast.parse((repository / name).read_text(encoding="utf-8")) for name in names)
+    texts = "\n".join(text for tree in trees for text in messages_of(tree))
+    symptoms = [row.split(" | ")[0] for row in table_rows(pages["lowlat/TROUBLESHOOTING.md"])]
+    messages = [found for symptom in symptoms for found in re.findall(r"^\| `([^`]{25,})`", symptom)]
+    assert len(messages) > 20
+    runs = [max(re.split(put_in, message), key=len).strip() for message in messages]
+    assert not [run for run in runs if run not in texts]
+
+
 def test_ratios_of_peers_are_their_files_own(pages: dict[str, str]) -> None:
     result = bench("peers.results").read_peers(bench("picture").FOLDER.parent / "cpu" / "peers.json")
     page = " ".join(pages["bench/README.md"].split())
@@ -125,11 +163,16 @@ def test_the_picture_is_the_scripts_own_and_its_rows_are_committed(repository: P
     assert f"{hybrid.lowlat:.3f}" in pages["bench/notes/hybrids.md"]
 
 
-def test_figures_of_the_first_screen_are_their_pages_own(pages: dict[str, str]) -> None:
-    """Both engines' times on two GPUs stand in the page that the sentence links to."""
+def test_figures_of_the_first_screen_are_their_pages_own(repository: Path, pages: dict[str, str]) -> None:
+    """Both engines' times on two GPUs are the result file's, and stand in the page that the sentence links to."""
+    rows = json.loads((repository / "bench" / "results" / "h200x2" / "parallel.json").read_text())
+    wanted = {("llama-8b", 8192, 0, 2), ("gpt-oss-120b", 4096, 0, 2)}
+    names = ("model", "context", "num_speculative_tokens", "tensor_parallel_size")
+    steps = [row for row in rows if tuple(row.get(name) for name in names) in wanted and row["batch"] == 1]
     sentence = " ".join(pages["README.md"].split("On two\n")[1].split("([several GPUs]")[0].split())
     figures = re.findall(r"\d\.\d\d", sentence.replace("0.24", ""))
-    assert figures == ["2.21", "1.44", "3.65", "3.94"]
+    ours, theirs = ([f"{row[name]:.2f}" for row in steps] for name in ("ms_p50", "vllm_two_cards_ms"))
+    assert figures == ours + theirs and len(figures) == 4
     assert all(figure in pages["bench/notes/several-gpus.md"] for figure in figures)
 
 

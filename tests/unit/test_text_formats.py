@@ -8,15 +8,17 @@ from typing import Any
 
 import pytest
 from grammars import END, compiler_of, walk
+from jsonschema import Draft202012Validator
 from text_tokenizers import byte_level, write_directory
 from tokenizers import AddedToken, Tokenizer
 
 from lowlat.cli.options import bundled
-from lowlat.errors import RequestError
+from lowlat.errors import GrammarError, RequestError
 from lowlat.options.request import SamplingParams, ToolCallDelta
 from lowlat.serving.http import __file__ as http_folder
 from lowlat.text import AnswerStream, TextCodec, tools_of
 from lowlat.text.answers.formats import FORMATS, REASONING, format_of
+from lowlat.text.grammar.one_of import first_overlap
 from lowlat.text.grammar.tool_calls import GRAMMARS
 
 # Templates that mark what their families' do, and no more.
@@ -144,6 +146,125 @@ def test_what_free_text_cannot_hold_is_refused_where_it_is_strict(own: dict[str,
         calls: dict[str, Any] = {"functions": [{**function, "strict": True}], "required": True}
         compiler_of(codec).open(SamplingParams(tool_calls=calls), [1], (END,))
     assert compiler_of(codec).open(SamplingParams(tool_calls={"functions": [function]}), [1], (END,)) is not None
+
+
+def keyed(key: str, value: object, *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {key: value}, "required": [*required]}
+
+
+TEXT: dict[str, Any] = {"type": "string"}
+APART: list[list[Any]] = [
+    [TEXT, {"type": "integer"}, {"type": "null"}, {"type": ["boolean", "array"]}],
+    [{"const": "a"}, {"enum": ["b", "c", 1]}, {"const": True}, {"const": 0}],
+    [keyed("k", {"const": "a"}, "k"), keyed("k", {"const": "b"})],
+    [keyed("k", TEXT, "k"), {**keyed("m", TEXT, "m"), "additionalProperties": False}],
+    [{"anyOf": [TEXT, {"type": "null"}]}, {"type": "object"}],
+    [TEXT],
+]
+OVERLAPPING: list[list[Any]] = [
+    [TEXT, TEXT],
+    [TEXT, True],
+    [TEXT, {}],
+    [{"type": "integer"}, {"type": "number"}],
+    [{"const": 1.0}, {"type": "integer"}],
+    [{"enum": ["a", "b"]}, {"enum": ["c", "b"]}],
+    [keyed("k", {"const": "a"}), keyed("k", {"const": "b"})],
+    [{"properties": {"k": {"const": "a"}}, "required": ["k"]}, {"properties": {"k": {"const": "b"}}}],
+    [{"anyOf": [TEXT, {"type": "null"}]}, {"type": "object"}, {"type": "null"}],
+    [{"const": str(number)} for number in range(200)],  # so many are not compared
+]
+
+
+def open_braced(branches: list[Any], *, strict: bool = True) -> None:
+    parameters = {"type": "object", "properties": {"a/b": {"type": "array", "items": {"oneOf": branches}}}}
+    calls = {"functions": [{"name": "f", "parameters": parameters, "strict": strict}]}
+    compiler_of(codec_of("Gemma 4")).open(SamplingParams(tool_calls=calls), [1], (END,))
+
+
+@pytest.mark.parametrize("branches", APART)
+def test_a_one_of_of_branches_apart_is_held_where_values_are_no_json(branches: list[Any]) -> None:
+    open_braced(branches)
+
+
+@pytest.mark.parametrize("branches", OVERLAPPING)
+def test_a_one_of_of_branches_that_overlap_is_refused_where_values_are_no_json(branches: list[Any]) -> None:
+    with pytest.raises(RequestError, match=r"^tool_calls: f: oneOf at #/properties/a~1b/items is not held, .*; use an"):
+        open_braced(branches)
+    open_braced(branches, strict=False)
+
+
+@pytest.mark.parametrize("branches", [*APART, *OVERLAPPING[:-1]])
+def test_branches_that_are_told_apart_here_have_no_value_in_common(branches: list[Any]) -> None:
+    values = ["a", "b", "c", "", 0, 1, 1.0, 1.5, True, None, [], {}, {"k": "a"}, {"k": "b"}, {"k": 1}, {"m": "a"}]
+    values += [{"k": "a", "m": "a"}, {"k": "b", "m": 1}]
+    most = max(sum(Draft202012Validator(each).is_valid(value) for each in branches) for value in values)
+    assert most == (1 if first_overlap({"oneOf": branches}) is None else 2)
+
+
+def takes(name: str, schema: dict[str, Any], value: str, *, strict: bool = True) -> bool:
+    """Whether a call's argument may have a value, as the format writes it. Raises RequestError as the grammar does."""
+    codec = codec_of(name)
+    parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+    calls = {"functions": [{"name": "f", "parameters": parameters, "strict": strict}], "required": True}
+    state = compiler_of(codec).open(SamplingParams(tool_calls=calls), codec.encode("x"), (END,))
+    assert state is not None
+    text = f"<|tool_call>call:f{{x:{value}}}<tool_call|>"
+    if name == "Qwen3-Coder":
+        text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    try:
+        state.advance([*codec.encode(text, add_special_tokens=False, allow_special=True), END])
+    except GrammarError:
+        return False
+    return True
+
+
+MARK = '<|"|>'
+NUMBERED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}  # has no type
+TYPED = {"type": "object", **NUMBERED}
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "fitting", "others"),
+    [
+        ("Gemma 4", NUMBERED, ["{a:1}"], [f"{{a:{MARK}s{MARK}}}", "{}", "5"]),
+        ("Gemma 4", {"type": "integer", "enum": [1, "a"]}, ["1"], [f"{MARK}a{MARK}", "2"]),
+        ("Qwen3-Coder", {"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}, ["a", "b", "null"], ["c", "", "1"]),
+        ("Qwen3-Coder", {"type": ["string", "null"], "enum": ["a", None, 1]}, ["a", "null"], ["b", "1"]),
+        (
+            "Qwen3-Coder",
+            {"oneOf": [{"const": "a"}, TYPED]},
+            ["a", '{"a": 1}'],
+            ["b", '{"a": "s"}', "{}"],
+        ),
+        ("Qwen3-Coder", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["a", "5"], []),
+        ("Qwen3-Coder", {"anyOf": [{"type": "string"}, {"enum": ["a"]}]}, ["a", "b"], []),
+    ],
+)
+def test_a_strict_argument_is_one_of_its_schema_s(
+    name: str, schema: dict[str, Any], fitting: list[str], others: list[str]
+) -> None:
+    assert [value for value in (*fitting, *others) if takes(name, schema, value)] == fitting
+    assert all(takes(name, schema, value, strict=False) for value in fitting)
+
+
+@pytest.mark.parametrize(
+    ("name", "schema", "words"),
+    [
+        ("Gemma 4", {"items": {"type": "integer"}}, "items without a type; give one"),
+        ("Gemma 4", {"type": "integer", "enum": ["a"]}, "enum, or const, has no value of the schema's type"),
+        ("Gemma 4", {"anyOf": []}, "anyOf is empty"),
+        ("Qwen3-Coder", {"oneOf": [TEXT, TEXT]}, "oneOf at #/properties/x is not held"),
+        ("Qwen3-Coder", {"anyOf": [{**TEXT, "pattern": "^a"}, {"type": "null"}]}, "x: pattern of a string"),
+        ("Qwen3-Coder", {"anyOf": [TEXT, {"type": "integer", "minimum": 5}]}, "x: minimum of a string"),
+        ("Qwen3-Coder", {"anyOf": [TEXT, {"enum": [1]}]}, "x: enum of a string"),
+        ("Qwen3-Coder", {"enum": ["a", "1", 1]}, "x: the string '1', which reads as a value of another type"),
+    ],
+)
+def test_an_argument_that_is_not_held_is_refused_where_it_is_strict(
+    name: str, schema: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError, match=f"^tool_calls: f: {re.escape(words)}"):
+        takes(name, schema, "x")
 
 
 @pytest.mark.parametrize("system", [True, False])

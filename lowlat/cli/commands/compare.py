@@ -101,9 +101,9 @@ def command(
     A few greedy tokens are decoded. The target's residual streams, pre_head_hidden and logits, and the draft model's
     fc_out and, for each level of drafts, attn_out, ffn_out, pre_head_hidden and logits are set next to those of
     transformers (the target) and of plain torch (the draft model), or next to a recording: mean and largest difference,
-    cosine of the worst row, overlap of the ten likeliest ids. lowlat/README.md describes a recording's file, which any
-    engine can write. Only rows that rest on the same tokens and drafts are compared. Another target is given lowlat's
-    tokens and drafts.
+    cosine of the worst row, overlap of the ten likeliest ids. lowlat/tools/README.md describes a recording's file,
+    which any engine can write. Only rows that rest on the same tokens and drafts are compared. Another target is given
+    lowlat's tokens and drafts.
 
     Exits with 1 when a stage is beyond its tolerance: when a row has a lower cosine, or lies farther away than rows of
     equal length with that cosine do. The first such stage is named. --save alone compares nothing.
@@ -112,6 +112,7 @@ def command(
     from lowlat.executors.devices import leave_a_core
     from lowlat.tools.compare.recording import save_recording
     from lowlat.tools.compare.stages import record
+    from lowlat.tools.transformers_model import transformers_version
 
     leave_a_core()
     if prompt is not None and token_ids is not None:
@@ -120,6 +121,8 @@ def command(
     directory = local_target(target)
     draft = None if head is None else local_draft_model(head, directory)
     saved, original = _counterpart(against, directory)
+    if saved is None and (save is None or against is not None):
+        transformers_version()  # it may be absent: then nothing is loaded
     start = _prompt(directory, saved) if prompt is None and token_ids is None else prompt or token_ids or ()
     options |= _lengths(saved, num_tokens, num_speculative_tokens)
     with loading_bar(f"loading {target.name}") as update:

@@ -96,7 +96,12 @@ def command(
         pair = _Pair.open(target, head, prompts, num_prompts, options)
         if proves:
             from lowlat.cli.reports.exactness import Proof
+            from lowlat.tools.exactness import check_positions
+            from lowlat.tools.transformers_model import transformers_version
 
+            if fidelity:  # before exactness, which takes minutes
+                check_positions(len(pair.prompts) * max_tokens)
+                transformers_version()
             proof = Proof(pair.target, pair.draft_model, pair.prompts, depth, out=out, **pair.options)
             if exactness:
                 proof.check_exactness(shown=not json_output)
@@ -179,10 +184,21 @@ def _print_environment(report: dict[str, Any]) -> None:
         ["CPU cores", f"{cpu['usable_cores']} usable of {cpu['logical_cores']}; torch uses {cpu['torch_threads']}"],
         ["memory available", "unknown" if memory is None else format_bytes(memory)],
         ["cache", report["cache"]],
+        ["compiled kernels", _kernel_cache(**report["kernel_cache"])],
     ]
     print_table("machine", ("what", "found"), rows)
     if report["gpu"]["devices"]:
         print_table("several GPUs", ("what", "found"), _peer_rows(report["peers"]))
+
+
+def _kernel_cache(path: str, problem: str | None) -> str:
+    """The folder of compiled kernels, and what to do where it cannot be written."""
+    if problem is None:
+        return path
+    return (
+        f"{path}, which cannot be written: {problem}. Kernels that it lacks are compiled at every start: let "
+        "LOWLAT_KERNEL_CACHE name a folder of your own, with space"
+    )
 
 
 def _peers() -> dict[str, Any]:

@@ -12,7 +12,7 @@ import lowlat
 from lowlat.checkpoint.files import find_text
 from lowlat.engine.memory.plan import available_bytes
 from lowlat.executors.devices import choose_device, nvidia_gpu_present
-from lowlat.options.directories import cache_directory
+from lowlat.options.directories import cache_directory, kernel_cache_directory, write_problem
 
 __all__ = ["environment"]
 
@@ -22,7 +22,7 @@ MAX_VERSION_FILE = 4096
 
 def environment() -> dict[str, Any]:
     """Return JSON values; what is absent is null."""
-    choice = choose_device("auto", "auto")
+    choice, kernels = choose_device("auto", "auto"), kernel_cache_directory()
     return {
         "versions": {
             "lowlat": lowlat.__version__,
@@ -43,6 +43,7 @@ def environment() -> dict[str, Any]:
             "available_bytes": available_bytes(torch.device("cpu")),
         },
         "cache": str(cache_directory()),
+        "kernel_cache": {"path": str(kernels), "problem": write_problem(kernels)},
     }
 
 

@@ -16,7 +16,8 @@ from lowlat.executors.make import Rank, planned_gpus
 from lowlat.executors.workspace import PlannedWorkspaces
 from lowlat.graphs import Paging, Role
 from lowlat.graphs.program import Program
-from lowlat.kernels.formats import matrix_format, matrix_parts, matrix_shape
+from lowlat.graphs.scratch import place_scratch
+from lowlat.kernels.formats import matrix_format, matrix_parts
 from lowlat.kernels.formats.dense import PANEL_BYTES
 from lowlat.kernels.toolchain.kernel import Gpu
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
@@ -32,7 +33,7 @@ __all__ = [
 class MemoryNeed:
     """Bytes on the device by part, the weights as the executor keeps them; and of the host's memory while loading.
 
-    prefill_bytes    what torch's operations take while a chunk of prefill runs, in a pool of their own
+    prefill_bytes    what torch's operations take while a chunk of prefill runs, in a pool of their own; 0 where none do
     loading_bytes    what packing the largest matrix takes beyond all that is allocated once weights are in place
     host_load_bytes  host memory that reading weights takes, Python and its libraries left out; on a CPU it comes on top
     """
@@ -90,27 +91,18 @@ def memory_need(
     temporary = beside = 0
     programs, has_kernels = list(programs), workspaces is not None
 
-    def shape_of(name: str) -> torch.Size:
-        return matrix_shape(name, weights)
-
     for program in programs:
-        scratch = 0
         for spec in program.buffers.values():
-            if spec.role is Role.SCRATCH:
-                scratch += spec.num_bytes
-            else:
+            if spec.role is not Role.SCRATCH:
                 part = kv if spec.paging is Paging.POSITIONS else state
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
-        parts.append(scratch)
-        if has_kernels:
-            from lowlat.lowering.memory import temporary_bytes  # which loads the kernels
-
-            temporary = max(temporary, temporary_bytes(program, shape_of))
+        unused = frozenset[str]() if workspaces is None else workspaces.unused_by(program)
+        parts.append(place_scratch(program, unused).num_bytes)
     if workspaces is not None:
         from lowlat.executors.distributed.parallel import all_reduce_bytes
         from lowlat.lowering.memory import workspace_bytes
 
-        beside = workspace_bytes(workspaces.sizes) + all_reduce_bytes(programs)
+        beside, temporary = workspace_bytes(workspaces.sizes) + all_reduce_bytes(programs), workspaces.temporary
     matrices = [matrix_parts(name, weights) for name in packed_weights(programs)]
     matrices += [parts for parts in expert_parts(programs, weights).values() if has_kernels or "blocks" not in parts]
     packed = matrices if has_kernels else []

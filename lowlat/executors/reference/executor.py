@@ -19,6 +19,7 @@ from lowlat.executors.block_moves import BlockMover, ContentMover
 from lowlat.executors.residence.base import Residence
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.program import Op, Program, Stage
+from lowlat.graphs.scratch import place_scratch
 from lowlat.kernels.formats import dequantised, matrix_format, matrix_parts
 from lowlat.kernels.reference import OPERATIONS
 from lowlat.kernels.reference.gemm.linear import ROW_BLOCK, packed_linear
@@ -120,8 +121,10 @@ class ReferenceExecutor:
         known = self._prepared.get(key)
         if known is None:
             program = self._prefills[key] if isinstance(key, int) else self._programs[key]
-            specs = program.specs(Role.SCRATCH, Role.CONSTANT)
-            own = BufferSet(specs, self.device, self._constants.place(program.constants))
+            specs, places = program.specs(Role.SCRATCH, Role.CONSTANT), place_scratch(program)
+            arena = torch.zeros(places.num_bytes, dtype=torch.uint8, device=self.device)
+            constants = self._constants.place(program.constants)
+            own = BufferSet(specs, self.device, constants, arena=arena, offsets=places.offsets)
             view = {**self.state, **own, **first_rows(program, self.state)}
             known = self._prepared[key] = own, self._packed(bind(program, view, self._weights))
         return known

@@ -70,7 +70,6 @@ class DiskTier:
         for folder in (directory, self.root):
             make_private(folder, "cache_dir")
         try:
-            take_out_unfinished(self.root, WRITING)
             self._count()
         except OSError as error:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
@@ -174,11 +173,18 @@ class DiskTier:
         return sorted(found)
 
     def _count(self) -> None:
-        """Count all files, other processes', too, and list the oldest that may go."""
-        changed, files = self.root.stat().st_mtime_ns, self._files()
+        """Count all files, other processes' and unfinished ones, too, and list the oldest whole ones that may go.
+
+        What was left unfinished by processes that were killed goes.
+        """
+        changed, unfinished, files = (
+            self.root.stat().st_mtime_ns,
+            take_out_unfinished(self.root, WRITING),
+            self._files(),
+        )
         names = {path.name for _, _, path in files}
         with self._lock:
-            self._seen, self.num_bytes = changed, sum(size for _, size, _ in files)
+            self._seen, self.num_bytes = changed, unfinished + sum(size for _, size, _ in files)
             self._whole = {key for key in self._whole if self._path(key).name in names}
         self._oldest = deque(islice((each for each in files if not self._is_pinned(_key_of(each[2]))), MAX_LISTED))
 

@@ -106,12 +106,12 @@ class HostTier:
             if oldest and self._used[oldest[0]] < before:
                 gone = oldest[:1]
                 if 0 < self._kept[oldest[0]].numel() < size:
-                    newest: int | None = None
+                    run: tuple[int, list[ChunkKey]] = self.now + 1, []
                     for key in self._one_a_slab(oldest):
-                        if (run := self._around(key, size, may_go, newest)) is not None:
-                            newest, gone = run
-                    if newest is not None and newest >= before:
+                        run = self._around(key, size, may_go, run[0]) or run
+                    if run[1] and run[0] >= before:
                         return False
+                    gone = run[1] or gone
                 for key in gone:
                     self.drop(key)
                 return True
@@ -126,7 +126,7 @@ class HostTier:
         return list(found.values())[:NUM_SLABS]
 
     def _around(
-        self, key: ChunkKey, size: int, may_go: Callable[[ChunkKey], bool], before: int | None
+        self, key: ChunkKey, size: int, may_go: Callable[[ChunkKey], bool], before: int
     ) -> tuple[int, list[ChunkKey]] | None:
         """Contents around one, of so many bytes with what is free between them, and when the newest of them was used.
 
@@ -135,7 +135,7 @@ class HostTier:
         content = self._kept[key]
         total, newest, found = content.numel(), self._used[key], [key]
         sides = [self._side(content.data_ptr(), step, may_go) for step in (-1, 1)]
-        while before is None or newest < before:
+        while newest < before:
             if total >= size:
                 return newest, found
             left, right = sides

@@ -20,6 +20,7 @@ from lowlat.errors import LowlatError
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.host import HostTier
 from lowlat.sequence.tiers.key import COMING, ChunkKey, Copier, Load, Mark, Presence, Save
+from lowlat.sequence.tiers.unwritten import Unwritten
 
 __all__ = ["READ_AHEAD", "CacheTiers"]
 
@@ -31,7 +32,7 @@ BATCH_BYTES = 64 << 20  # of copies to the device that are started at a time; tw
 TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
 MAX_ASKED = 1 << 16  # chunks of which it is known when they were asked for
 Value = TypeVar("Value")
-Job = Callable[[], None]
+Job = Callable[[], object]
 CopyJob = Callable[[], Job | None]  # starts a copy, and returns what waits for it
 
 
@@ -95,9 +96,10 @@ class CacheTiers:
         self._writes: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._num_jobs = 0
         self._may_copy_at = 0.0
+        self._unwritten = Unwritten()  # for the thread that writes
         self._threads = [threading.Thread(target=self._run_copies, name="lowlat-cache-copies", daemon=True)]
-        for jobs in () if disk is None else (self._writes, *[self._reads] * NUM_READERS):
-            self._threads.append(threading.Thread(target=_run, args=(jobs,), name="lowlat-cache-files", daemon=True))
+        for run in () if disk is None else (self._run_writes, *[self._run_reads] * NUM_READERS):
+            self._threads.append(threading.Thread(target=run, name="lowlat-cache-files", daemon=True))
         for thread in self._threads:
             thread.start()
 
@@ -260,7 +262,7 @@ class CacheTiers:
             self._lock.wait_for(lambda: not (self._num_open or self._coming or self._num_loads))
 
     def close(self) -> None:
-        """Keep all that was put, and end the threads."""
+        """Keep all that was put, what could not be written before too where that is possible, and end the threads."""
         self.flush()
         self._put_copy(2, None)
         for _ in self._threads:
@@ -312,6 +314,24 @@ class CacheTiers:
             if is_last:
                 return
             pending = started
+
+    def _run_reads(self) -> None:
+        while (job := self._reads.get()) is not None:
+            _tried(job)
+
+    def _run_writes(self) -> None:
+        """Write in turn; while nothing is to be written, what could not be written before is tried again."""
+        while True:
+            try:
+                job = self._writes.get(timeout=self._unwritten.wait_s)
+            except queue.Empty:
+                _tried(self._write_again)
+                continue
+            if job is None:
+                break
+            _tried(job)
+        while _tried(self._write_again):
+            pass
 
     def _wait_for_turn(self, num_bytes: int) -> None:
         """Wait until copies may go on, and count this one."""
@@ -444,13 +464,24 @@ class CacheTiers:
                 return
         self._writes.put(partial(self._write, key, content))
 
-    def _write(self, key: ChunkKey, content: torch.Tensor) -> None:
+    def _write(self, key: ChunkKey, content: torch.Tensor) -> bool:
+        kept = False
         try:
-            if self._disk is not None:
-                self._disk.write(key, content)
+            kept = self._disk is not None and self._disk.write(key, content)
         finally:
+            self._unwritten.note(key, written=kept)
             with self._lock:
                 self._end()
+        return kept
+
+    def _write_again(self) -> bool:
+        """Try the next content that could not be written, while it is in host memory; returns whether it is kept."""
+        with self._lock:
+            found = self._unwritten.take(self._host.get)
+            if found is None:
+                return False
+            self._num_open += 1
+        return self._write(*found)
 
     def _forget(self, key: ChunkKey) -> None:
         with self._lock:
@@ -499,11 +530,6 @@ def _begun(start: Callable[[], Job], end: Callable[[bool], None]) -> Job:
             end(done)
 
     return finish
-
-
-def _run(jobs: "queue.SimpleQueue[Job | None]") -> None:
-    while (job := jobs.get()) is not None:
-        _tried(job)
 
 
 def _tried(job: Callable[[], Value]) -> Value | None:

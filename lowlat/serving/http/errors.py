@@ -20,7 +20,8 @@ _FIELDS = "lowlat.fields"  # of a request's state
 GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
 _CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
 _EMPTY = "the prompt is empty"
-_OF_DOCUMENT = "tool_calls: the document: "
+_OF_DOCUMENT = "tool_calls.document: "  # which json_schema gives
+_TOOLS = ".tools"
 _OWN_NAMES = {"template_options": "chat_template_kwargs", "tool_calls": "tools"}  # everywhere in this interface
 
 
@@ -130,5 +131,7 @@ def _named(text: str, fields: Mapping[str, str]) -> tuple[str, str | None]:
     if name == "messages":  # those of an input are made of its items
         name, within = fields.get("prompt", name), within if fields.get("prompt") == name else ""
         return f"{name}{within}{text[found.end(2) :]}", f"{name}{within}"
+    if name == "template_options" and within.startswith(_TOOLS):  # of a chat's template, which is shown them
+        name, within = "tools", within.removeprefix(_TOOLS)
     name = fields.get(name) or _OWN_NAMES.get(name, name)
     return f"{name}{within}{text[found.end(2) :]}", name

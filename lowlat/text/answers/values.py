@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["is_string", "kinds_of", "typed_value"]
+__all__ = ["constants_of", "is_string", "kinds_of", "typed_value", "value_of_kinds"]
 
 MAX_DEPTH = 8
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -18,6 +18,17 @@ def kinds_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     return _kinds(schema, parameters, MAX_DEPTH)
 
 
+def constants_of(schema: Any) -> list[Any] | None:
+    """The values that a schema names by enum or const, those of its types; None where it names none."""
+    if not isinstance(schema, Mapping):
+        return None
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        return None
+    kinds = _kinds(schema, schema, MAX_DEPTH)
+    return [value for value in values if _of_value(value) & kinds]
+
+
 def is_string(parameters: Mapping[str, Any], key: str) -> bool:
     """Whether an argument can be nothing but a string."""
     return kinds_of(parameters, key) == {"string"}
@@ -25,7 +36,11 @@ def is_string(parameters: Mapping[str, Any], key: str) -> bool:
 
 def typed_value(text: str, parameters: Mapping[str, Any], key: str) -> str:
     """The JSON of an argument: of another type than a string where its text is one that the schema allows."""
-    kinds = kinds_of(parameters, key)
+    return value_of_kinds(text, kinds_of(parameters, key))
+
+
+def value_of_kinds(text: str, kinds: frozenset[str]) -> str:
+    """The same by the types that the argument may have."""
     stripped = text.strip()
     written = WORDS.get(stripped, stripped)
     try:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lowlat.text.answers.values import kinds_of
+from lowlat.text.answers.values import constants_of, kinds_of
 from lowlat.text.grammar.exact import NotHeld
 
 __all__ = ["BracedRules"]
@@ -58,18 +58,25 @@ class BracedRules:
         """The expression of a value that fits a schema. Raises NotHeld, where strict, for what would not be held."""
         if not isinstance(schema, Mapping) or not schema.keys() - NAMING:
             return self._any
-        choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        if isinstance(choices, list) and choices:
-            return "(" + " | ".join(self._constant(choice) for choice in choices) + ")"
-        for name in ("anyOf", "oneOf"):
+        for name in ("anyOf", "oneOf"):  # where strict, no value fits two branches of a oneOf: `one_of.py`
             if isinstance(schema.get(name), list) and schema.keys() - NAMING == {name} and depth:
+                if not schema[name]:
+                    raise NotHeld(f"{name} is empty")
                 return "(" + " | ".join(self.value(each, depth - 1) for each in schema[name]) + ")"
         kinds = kinds_of({"properties": {"x": schema}}, "x")
         held = frozenset().union(*(HELD[kind] for kind in kinds)) | NAMING
         if self._strict and (not schema.keys() <= held or not depth):
             others = ", ".join(sorted(schema.keys() - held)) or "objects so deep"
             raise NotHeld(f"{others}: not held in this model's format")
-        if not depth or "type" not in schema:
+        constants = constants_of(schema)
+        if constants is not None:
+            if not constants:
+                raise NotHeld("enum, or const, has no value of the schema's type")
+            return "(" + " | ".join(map(self._constant, constants)) + ")"
+        is_open = "type" not in schema and kinds != {"object"}  # which properties say, too
+        if is_open and self._strict:
+            raise NotHeld(f"{', '.join(sorted(schema.keys() - NAMING))} without a type; give one")
+        if is_open or not depth:
             return self._any
         return "(" + " | ".join(self._of_kind(kind, schema, depth) for kind in sorted(kinds)) + ")"
 

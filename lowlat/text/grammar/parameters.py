@@ -7,16 +7,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lowlat.text.answers.values import kinds_of
+from lowlat.text.answers.values import constants_of, kinds_of, value_of_kinds
 from lowlat.text.grammar.exact import NotHeld
+from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.templates.tags import END_PARAMETER, PARAMETER
 
 __all__ = ["parameter_rules"]
 
-PLAIN = frozenset({"type", "description", "title", "default", "examples", "enum", "const", "anyOf", "oneOf"})
 DEFINITIONS = ("$defs", "definitions")
-NAMING = ("description", "title", "$schema")
-HELD = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS, *NAMING})
+CHOICES = ("anyOf", "oneOf")
+NAMING = frozenset({"description", "title", "$schema", "default", "examples"})
+BARE = frozenset({"type"}) | NAMING
+CONSTANT = frozenset({"enum", "const"}) | BARE
+HELD = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS}) | NAMING
 
 
 def parameter_rules(
@@ -55,22 +58,65 @@ def parameter_rules(
 def _value(
     rule: str, key: str, schema: Mapping[str, Any], options: Mapping[str, Any], end: str, *, strict: bool
 ) -> list[str]:
-    kinds = kinds_of(schema, key)
     own = schema["properties"][key]
     own = own if isinstance(own, Mapping) else {}
-    texts = own.get("enum", [own["const"]] if "const" in own else None)
-    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
-        if any(END_PARAMETER in text for text in texts):
-            raise NotHeld(f"{key}: a value that holds {END_PARAMETER!r}")
-        return [f"{rule}: ({' | '.join(map(_literal, texts))}) {_literal(end)}"]
-    if "string" in kinds:
-        if strict and not own.keys() <= PLAIN:
-            others = ", ".join(sorted(own.keys() - PLAIN))
-            raise NotHeld(f"{key}: {others} of a string, which this model's format writes as free text")
-        return [f"{rule}[lazy]: TEXT {_literal(end)}"]
+    choice = next((name for name in CHOICES if own.keys() - NAMING == {name} and isinstance(own[name], list)), None)
+    branches: list[Any] = [own] if choice is None else own[choice]
+    is_text = ["string" in kinds_of({**schema, "properties": {key: branch}}, key) for branch in branches]
     defined = {name: schema[name] for name in DEFINITIONS if name in schema}
-    value = json.dumps({**defined, **own, **options})
-    return [f"{rule}: {rule}_json {_literal(end)}", f"{rule}_json: %json {value}"]
+    if not any(is_text):
+        value = json.dumps({**defined, **own, **options})
+        return [f"{rule}: {rule}_json {_literal(end)}", f"{rule}_json: %json {value}"]
+    constants = [_constants(branch) for branch in branches]
+    is_free = any(each is None and text for each, text in zip(constants, is_text, strict=True))
+    if strict:
+        _check_text(key, schema, branches, constants, is_free=is_free)
+    if is_free:
+        return [f"{rule}[lazy]: TEXT {_literal(end)}"]
+    ways, rules = [_literal(_text(key, value)) for each in constants for value in each or ()], list[str]()
+    if choice is not None and None in constants:
+        others = [branch if each is None else False for branch, each in zip(branches, constants, strict=True)]
+        ways.append(f"{rule}_json")
+        rules.append(f"{rule}_json: %json {json.dumps({**defined, choice: others, **options})}")
+    return [f"{rule}: ({' | '.join(ways)}) {_literal(end)}", *rules]
+
+
+def _constants(schema: Any) -> list[Any] | None:
+    """The values that a schema names, of its types; None where it names none, or a list or an object."""
+    values = constants_of(schema)
+    return None if not values or any(isinstance(value, list | dict) for value in values) else values
+
+
+def _text(key: str, value: Any) -> str:
+    """A constant as it is written. Raises NotHeld for one that holds the closing tag."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if END_PARAMETER in value:
+        raise NotHeld(f"{key}: a value that holds {END_PARAMETER!r}")
+    return value
+
+
+def _check_text(
+    key: str, schema: Mapping[str, Any], branches: list[Any], constants: list[list[Any] | None], *, is_free: bool
+) -> None:
+    """Refuse what would not be held of a value that may be a string.
+
+    is_free  it may be any text, which may also read as a value of another type
+    """
+    path = first_overlap(schema["properties"][key])
+    if path is not None:
+        raise NotHeld(refusal(("properties", key, *path)))
+    for branch, values in zip(branches, constants, strict=True):
+        if not isinstance(branch, Mapping) or (values is None and not is_free):
+            continue
+        is_text = values is not None and all(isinstance(value, str) for value in values)
+        others = ", ".join(sorted(branch.keys() - (CONSTANT if is_text or not is_free else BARE)))
+        if others:
+            raise NotHeld(f"{key}: {others} of a string, which this model's format writes as free text")
+    kinds = kinds_of(schema, key)
+    for text in (value for values in constants for value in values or () if isinstance(value, str)):
+        if value_of_kinds(text, kinds) != _literal(text):
+            raise NotHeld(f"{key}: the string {text!r:.80}, which reads as a value of another type")
 
 
 def _check(schema: Mapping[str, Any], properties: Mapping[str, Any], required: list[Any]) -> None:

@@ -17,6 +17,7 @@ from lowlat.text.answers.formats import format_of
 from lowlat.text.codec import TextCodec
 from lowlat.text.grammar.braced import BracedRules
 from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
+from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.grammar.parameters import parameter_rules
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from lowlat.text.templates.tags import (
@@ -40,7 +41,7 @@ from lowlat.text.templates.tags import (
 __all__ = ["place_of", "tool_grammar"]
 
 ANYTHING = {"type": "object"}
-DOCUMENT = "the document"
+DOCUMENT = "tool_calls.document"
 HOW: dict[str, Any] = {  # as `worker.py` has it
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -105,18 +106,18 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
 
 
 def place_of(rule: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """The function whose schema a rule of `tool_grammar` holds, by name, and the steps to it within the parameters.
+    """Whose schema a rule of `tool_grammar` holds, as errors name it, and the steps to it within the parameters.
 
-    text  of the calls. The document's rule has the name "the document"
+    text  of the calls
     """
     found = OF_FUNCTION.fullmatch(rule)
     if found is None:
         return DOCUMENT, ()
     function = _DECODER.decode(text).functions[int(found[1])]
     if found[2] is None:
-        return function.name, ()
+        return _named(function), ()
     key = list((function.parameters or ANYTHING)["properties"])[int(found[2])]
-    return function.name, ("properties", key)
+    return _named(function), ("properties", key)
 
 
 def _tagged(codec: TextCodec, calls: ToolCalls) -> list[str]:
@@ -139,11 +140,11 @@ def _functions(
     for place, function in enumerate(calls.functions):
         if ">" in function.name or "\n" in function.name:
             raise RequestError(f"tool_calls: the name {function.name!r:.80} holds > or a line break")
-        schema, options = _exact(function.name, function.parameters or ANYTHING, strict=function.strict)
+        schema, options = _exact(_named(function), function.parameters or ANYTHING, strict=function.strict)
         try:
             rules += parameter_rules(f"parameters_{place}", schema, options, line=line, strict=function.strict)
         except NotHeld as error:
-            raise RequestError(f"tool_calls: {function.name}: {error}") from None
+            raise RequestError(f"{_named(function)}: {error}") from None
         begin = _literal(f"{FUNCTION}{function.name}>\n")
         rules.append(f"function_{place}: {begin} parameters_{place}")
     lines = _in_text(calls, opening, body, between='"\\n"')
@@ -162,12 +163,14 @@ def _braced(codec: TextCodec, calls: ToolCalls) -> list[str]:
     for place, function in enumerate(calls.functions):
         if not function.name or any(character in "{}:<>" or character.isspace() for character in function.name):
             raise RequestError(f"tool_calls: the name {function.name!r:.80} holds a brace, a colon or white space")
-        schema, _ = _exact(function.name, function.parameters or ANYTHING, strict=function.strict)
+        schema, _ = _exact(_named(function), function.parameters or ANYTHING, strict=function.strict)
         made = BracedRules(mark, strict=function.strict, prefix=f"of_{place}")
         try:
+            if function.strict and (path := first_overlap(schema)) is not None:
+                raise NotHeld(refusal(path))
             arguments = made.arguments(schema)
         except NotHeld as error:
-            raise RequestError(f"tool_calls: {function.name}: {error}") from None
+            raise RequestError(f"{_named(function)}: {error}") from None
         rules += [f"head_{place}: {_literal(CALL_HEAD + function.name)} {arguments}", *made.lines]
     lines = _in_text(calls, opening, f"({_names('head', calls)}) {closing}")
     return [*lines, *([] if TEXT in lines else [TEXT]), *rules]
@@ -266,7 +269,7 @@ def _arguments(functions: Sequence[Function]) -> list[str]:
     rules = []
     for place, function in enumerate(functions):
         rules.append(
-            _json(f"arguments_{place}", function.name, function.parameters or ANYTHING, strict=function.strict)
+            _json(f"arguments_{place}", _named(function), function.parameters or ANYTHING, strict=function.strict)
         )
     return rules
 
@@ -277,12 +280,16 @@ def _json(rule: str, name: str, schema: dict[str, Any], *, strict: bool) -> str:
     return f"{rule}: %json {json.dumps({**exact, **options})}"
 
 
+def _named(function: Function) -> str:
+    return f"tool_calls: {function.name}"
+
+
 def _exact(name: str, schema: dict[str, Any], *, strict: bool) -> tuple[dict[str, Any], dict[str, Any]]:
     """A schema made exact, and the library's options for it. Raises RequestError that says whose it is."""
     try:
         exact = dict(exact_schema(schema, lenient=not strict))
     except NotHeld as error:
-        raise RequestError(f"tool_calls: {name}: {error}") from None
+        raise RequestError(f"{name}: {error}") from None
     own = exact.get("x-guidance")
     escapes = own.get("json_allowed_escapes", ESCAPES) if isinstance(own, dict) else ESCAPES
     return exact, {"x-guidance": {**HOW, "json_allowed_escapes": escapes, "lenient": not strict}}

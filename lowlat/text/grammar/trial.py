@@ -15,10 +15,11 @@ from typing import Any
 
 from lowlat.errors import ConfigError
 from lowlat.text.children import end_child
+from lowlat.text.grammar.one_of import Steps
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.vocabulary import LIMITS, Vocabulary
 
-__all__ = ["ONE_OF", "Refused", "Steps", "TooLong", "Trials"]
+__all__ = ["ONE_OF", "Refused", "TooLong", "Trials"]
 
 HEADER_BYTES = 8
 START_TIMEOUT_S = 60.0  # an interpreter and a large vocabulary, on a machine that is busy
@@ -28,10 +29,6 @@ MAX_MASK_S = 0.02
 WALK_S = 0.005
 MAX_ANSWER_BYTES = 16 << 20
 ONE_OF = "oneOf constraints are not supported"  # the library's words for one that it cannot hold
-
-
-Steps = Sequence[str | int]
-"""The steps from a schema to one within it."""
 
 
 class Refused(Exception):

@@ -1,6 +1,6 @@
 """A recording has one request's stages; its file is safetensors, which any engine can write.
 
-lowlat/README.md, "Checking a pair", has the tensors with their names, shapes and rows.
+lowlat/tools/README.md, "Checking a pair", has the tensors with their names, shapes and rows.
 """
 
 import re

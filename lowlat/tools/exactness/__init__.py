@@ -3,8 +3,10 @@
 `measure_exactness` compares answers token for token, `measure_fidelity` distributions with those of transformers.
 """
 
-from lowlat.tools.exactness.fidelity import Fidelity, Rows, measure_fidelity
+from lowlat.tools.exactness.fidelity import Fidelity, Rows, check_positions, measure_fidelity
 from lowlat.tools.exactness.measure import measure_exactness
 from lowlat.tools.exactness.report import Difference, Exactness, Sweep
 
-__all__ = ["Difference", "Exactness", "Fidelity", "Rows", "Sweep", "measure_exactness", "measure_fidelity"]
+__all__ = [
+    "Difference", "Exactness", "Fidelity", "Rows", "Sweep", "check_positions", "measure_exactness", "measure_fidelity",
+]  # fmt: skip

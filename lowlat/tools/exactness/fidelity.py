@@ -27,7 +27,7 @@ from lowlat.tools.exactness.requests import Request, prompt_ids
 from lowlat.tools.quality import OPTIONS, prompt_logits
 from lowlat.tools.transformers_model import open_transformers, transformers_version
 
-__all__ = ["Compared", "Fidelity", "Rows", "compared", "measure_fidelity"]
+__all__ = ["Compared", "Fidelity", "Rows", "check_positions", "compared", "measure_fidelity"]
 
 WINDOW = 256  # tokens of a prompt that is read
 MAX_WINDOWS = 16
@@ -166,11 +166,18 @@ def measure_fidelity(
     return found
 
 
+def check_positions(num_positions: int) -> None:
+    """Raise ConfigError for positions that are too few for an interval."""
+    if math.ceil(num_positions / BLOCK) < LEAST_BLOCKS:
+        raise ConfigError(
+            f"{num_positions} positions say too little; give prompts and tokens for {LEAST_BLOCKS * BLOCK}"
+        )
+
+
 def compared(own: torch.Tensor, other: torch.Tensor) -> Compared:
     """Errors [n] of both by position, compared over blocks of neighbours. Raises ConfigError for too few."""
+    check_positions(len(own))
     mine, theirs = block_sums(own, BLOCK), block_sums(other, BLOCK)
-    if len(mine) < LEAST_BLOCKS:
-        raise ConfigError(f"{len(own)} positions say too little; give prompts and tokens for {LEAST_BLOCKS * BLOCK}")
     lower, upper = bootstrap(len(mine), lambda drawn: mine[drawn].sum(1) / theirs[drawn].sum(1))
     means = float(own.mean()), float(other.mean())
     return Compared(*means, means[0] / means[1], lower, upper)

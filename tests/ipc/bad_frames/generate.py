@@ -81,10 +81,10 @@ INSIDE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "tool_calls": [{"a": b"raw"}]}]}, "$.messages[0].tool_calls"),
     ({"messages": [{"role": "user", "tool_calls": [{"a": math.nan}]}]}, "$.messages[0].tool_calls"),
     ({"messages": [{"role": "user"}] * 4097}, "$.messages"),
-    ({"messages": [{"role": "user"}], "template_options": {"a": b"raw"}}, "$.template_options"),
-    ({"messages": [{"role": "user"}], "template_options": {"a": {5: 1}}}, "$.template_options"),
-    ({"messages": [{"role": "user"}], "template_options": {"a": math.inf}}, "$.template_options"),
-    ({"messages": [{"role": "user"}], "template_options": {"a": [0] * 10_001}}, "$.template_options"),
+    ({"messages": [{"role": "user"}], "template_options": {"a": b"raw"}}, "$.template_options.a"),
+    ({"messages": [{"role": "user"}], "template_options": {"a": {5: 1}}}, "$.template_options.a"),
+    ({"messages": [{"role": "user"}], "template_options": {"a": math.inf}}, "$.template_options.a"),
+    ({"messages": [{"role": "user"}], "template_options": {"a": [0] * 10_001}}, "$.template_options.a"),
 ]
 
 
@@ -193,7 +193,7 @@ def written() -> Iterator[dict[str, Any]]:
         yield entry(f"nested-top-{name}", [["02", [opener, depth], "c0"]], "any", number=None)
         yield entry(f"nested-control-{name}", [["06", [opener, depth], "c0"]], "any", number=None)
     deep: list[Part] = [options.hex(), "81a161", ["91", 40], "c0"]
-    yield entry("nested-40", [deep], "$.template_options", number=1)
+    yield entry("nested-40", [deep], "$.template_options.a", number=1)
     yield entry("heap-of-maps", [[options.hex(), "81a161", "dd00800000", ["80", 8 << 20]]], None, number=1)
     first = b"\x02\x85" + options[2:]
     twice: list[Part] = [
@@ -210,8 +210,8 @@ def written() -> Iterator[dict[str, Any]]:
     ):
         yield case(f"utf8-value-{place}", [head + pack("text") + raw], None)
         yield case(f"utf8-key-{place}", [b"\x02\x81" + raw + b"\x01"], "any")
-    yield case("timestamp", [options + b"\x81\xa1a\xd6\xff\x00\x00\x00\x01"], "$.template_options")
-    yield case("ext-type", [options + b"\x81\xa1a\xd4\x05\x00"], "$.template_options")
+    yield case("timestamp", [options + b"\x81\xa1a\xd6\xff\x00\x00\x00\x01"], "$.template_options.a")
+    yield case("ext-type", [options + b"\x81\xa1a\xd4\x05\x00"], "$.template_options.a")
     yield case("unhashable-key", [options + b"\x81\xa1a\x81\x81\x01\x02\x03"], None)
     yield case("never-used-byte", [head + pack("text") + b"\xc1"], None)
     yield case("http", [b"GET / HTTP/1.1\r\n\r\n"], None)

@@ -2,7 +2,9 @@
 
 import json
 import re
+import resource
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +21,10 @@ from tiny_mtp import add_mtp
 from lowlat.cli.options import bundled
 from lowlat.cli.reports import environment
 from lowlat.cli.reports.shifts import ShiftResult, read_prompts, unshifted_is_best
+from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError
 from lowlat.executors.devices import DeviceChoice
+from lowlat.options.directories import write_problem
 from lowlat.tools import all_reduce_times
 
 BUSY_MACHINE = 4  # times slower than an idle one
@@ -62,7 +66,24 @@ def test_doctor_compares_answers_with_plain_decoding(pair: PairPaths, tmp_path: 
     out.write_text("{}")
     assert "is no file of reports" in refusal(*asked, "--out", out)
     assert "--out goes with --exactness" in refusal("doctor", "--out", out)
-    assert "computed in float32" in refusal("doctor", "--fidelity", *files)
+    assert "computed in float32" in refusal("doctor", "--fidelity", *files, "--max-tokens", 128)
+
+
+def test_doctor_refuses_too_few_positions_before_it_loads_anything(pair: PairPaths, tmp_path: Path) -> None:
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    asked = ("doctor", "--exactness", "--fidelity", "--target", pair.target, "--prompts", tmp_path / "prompts.json")
+    assert "112 positions say too little; give prompts and tokens for 128" in refusal(*asked, "--max-tokens", 112)
+
+
+def test_absent_transformers_are_told_before_anything_is_loaded(
+    pair: PairPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(Runtime, "load", lambda *_, **__: pytest.fail("loaded"))
+    (tmp_path / "prompts.json").write_text("[[5, 6, 7]]")
+    asked = ("doctor", "--exactness", "--fidelity", "--target", pair.target, "--prompts", tmp_path / "prompts.json")
+    assert "needs transformers, which is not installed" in refusal(*asked, "--max-tokens", 128)
+    assert "needs transformers, which is not installed" in refusal("compare", pair.target, "--token-ids", "1,2,3")
 
 
 @pytest.mark.wide
@@ -192,6 +213,30 @@ def test_doctor_environment() -> None:
     assert found["device"]["reason"] and found["healthy"] is True
     assert "capture_shifts" not in found
     assert "--draft-model goes with its --target" in refusal("doctor", "--head", "some/head")
+
+
+def test_doctor_tells_whether_compiled_kernels_can_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "above" / "kernels"
+    monkeypatch.setenv("LOWLAT_KERNEL_CACHE", str(folder))
+    found = answer("doctor", "--environment-only", "--json")["kernel_cache"]
+    assert found == {"path": str(folder), "problem": None}
+    assert list(tmp_path.iterdir()) == []
+    assert "LOWLAT_KERNEL_CACHE" not in lowlat("doctor", "--environment-only").stdout
+    folder.parent.write_text("")
+    assert answer("doctor", "--environment-only", "--json")["kernel_cache"]["problem"] == "Not a directory"
+    shown = " ".join(lowlat("doctor", "--environment-only").stdout.split())
+    assert "which cannot be written: Not a directory" in shown and "let LOWLAT_KERNEL_CACHE name a folder" in shown
+
+
+def test_a_folder_on_a_full_disk_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert write_problem(tmp_path) is None
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))  # fewer bytes than a kernel has
+    try:
+        assert write_problem(tmp_path) == "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_checks_a_machine_without_the_demo_models(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,6 +88,7 @@ WRONG_PATHS = [
     ("generate {gguf} x", "GGUF is not read"),
     ("generate {mute} x", "a text prompt needs tokenizer.json"),
     ("generate --set max_contxt=1 x", "no option is called 'max_contxt'; did you mean '--max-context'?"),
+    ("generate --set forced_rows=32 x", "generate --help-all` says more"),
     ("generate --set max_context x", "max_context has a flag: --max-context"),
     ("generate --set max_path_len x", "--set takes NAME=VALUE, got 'max_path_len'"),
     ("generate -S two x", "must be an integer or 'auto', got 'two'"),

@@ -106,6 +106,25 @@ def test_the_readme_shows_what_is_printed(repository: Path) -> None:
     assert {" ".join(line.split()) for line in shown.splitlines()} <= printed
 
 
+@pytest.mark.second
+@pytest.mark.parametrize(
+    ("preset", "said", "layers"),
+    [
+        ("llama-8b", "A Llama layer is six launches", [6]),
+        ("gpt-oss-20b", "A layer of gpt-oss is six, or five where its attention has a short window", [5, 6]),
+        ("gemma-4-31b", "A dense layer of Gemma 4 is nine, with windows or without", [9] * 6),
+    ],
+)
+def test_the_page_of_kernels_counts_the_launches_of_layers(
+    repository: Path, preset: str, said: str, layers: list[int]
+) -> None:
+    """Of the layers that a step repeats."""
+    assert said in (repository / "kernels" / "README.md").read_text(encoding="utf-8")
+    found = answer("inspect", "step", preset, "-S", 0, "--context", 8192, "--json")
+    row = max(found["step"]["stages"], key=lambda row: row["launches"])
+    assert row["times"] > 1 and row["launches"] == row["times"] * sum(layers)
+
+
 def test_models_that_kernels_do_not_cover_show_their_operations(pair: PairPaths) -> None:
     found = answer("inspect", "step", pair.target, "--json")
     assert "dtype is float32" in found["kernels_do_not_cover"]

@@ -62,12 +62,12 @@ def command(
     """
     from lowlat.cli.models import local_draft_model, local_target
     from lowlat.cli.running import default_context
-    from lowlat.executors.launcher import check_compilers, default_cache_directory
-    from lowlat.options.directories import tuning_directory
+    from lowlat.executors.launcher import check_compilers
+    from lowlat.options.directories import kernel_cache_directory, tuning_directory
     from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.precompile import compile_all, kernels_of
 
-    directory = default_cache_directory() if out is None else out
+    directory = kernel_cache_directory() if out is None else out
     if not only_list:
         check_new_folder(directory)
     described = describe_gpu(gpu, tuning_directory())

@@ -268,11 +268,11 @@ def _shape(shape: "Shape", num_candidates: int, estimates: "Estimates") -> dict[
 def _compile(
     what: str, pairs: Sequence["Pair"], sizes: Sequence["Sizes"], values: dict[str, Any], *, json_output: bool
 ) -> None:
-    from lowlat.executors.launcher import default_cache_directory
+    from lowlat.options.directories import kernel_cache_directory
     from lowlat.tools.gpus import describe_gpu
     from lowlat.tools.tune.run import compile_plans_of, known_plans
 
-    gpu, directory = describe_gpu(values["card"]), default_cache_directory()
+    gpu, directory = describe_gpu(values["card"]), kernel_cache_directory()
     done = compile_plans_of(
         pairs,
         what,
