@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -375,7 +376,8 @@ def test_pinned_contents_stay_while_others_can_go() -> None:
     assert key(0) not in tier and key(1) in tier
 
 
-def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path) -> None:
+def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.sequence.tiers.file_budget.WALK_SHARE", math.inf)
     first, second = (DiskTier(tmp_path / "cache", 4000, "f" * 16) for _ in range(2))
     for number in range(4):
         first.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
@@ -390,7 +392,10 @@ def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path) -> N
     assert all(path.stat().st_mode & 0o077 == 0 for path in files_of(tmp_path))
 
 
-def test_what_killed_processes_left_unfinished_counts_in_the_budget_until_it_goes(tmp_path: Path) -> None:
+def test_what_killed_processes_left_unfinished_counts_in_the_budget_until_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowlat.sequence.tiers.file_budget.WALK_SHARE", math.inf)
     tier = DiskTier(tmp_path / "cache", 4000, "f" * 16)
     with subprocess.Popen(["true"]) as ended:
         pass
@@ -425,6 +430,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
     tier.root.chmod(0o500)
     if os.access(tier.root, os.W_OK):  # root writes all the same
         tier.root.rmdir()
+        tier.root.touch()
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             tier.write(key(number), torch.zeros(10, dtype=torch.uint8))

@@ -18,17 +18,16 @@ from pathlib import Path
 
 import torch
 
-from lowlat.checkpoint.files import take_out_unfinished, written_whole
+from lowlat.checkpoint.files import written_whole
 from lowlat.errors import ConfigError
 from lowlat.options.directories import make_private
+from lowlat.sequence.tiers.file_budget import SUFFIX, WRITING, FileBudget
 from lowlat.sequence.tiers.key import ChunkKey
 
 __all__ = ["DiskTier"]
 
 logger = logging.getLogger("lowlat.sequence.tiers")
 
-SUFFIX = ".chunk"
-WRITING = ".writing-"  # before the number of the process that writes
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 4096
 VERSION = 1
@@ -43,9 +42,10 @@ class _DamagedError(Exception):
 
 
 class DiskTier:
-    """Contents of chunks in files of a directory, of at most so many bytes together; the oldest go first.
+    """Contents of chunks in files of a directory; those used longest ago go first.
 
     directory    is made where it is missing; its mode must let nobody but its owner in
+    max_bytes    of all such files in it, whatever fingerprint and process they are of
     fingerprint  what reads a content must have: another's is a miss
     is_pinned    whether a content is to stay
     Several threads of each of several processes may read; one thread of each writes. Raises ConfigError for a directory
@@ -55,19 +55,23 @@ class DiskTier:
     def __init__(
         self, directory: Path, max_bytes: int, fingerprint: str, is_pinned: Callable[[ChunkKey], bool] = _nothing
     ) -> None:
-        self.max_bytes, self.fingerprint = max_bytes, fingerprint
+        self.fingerprint = fingerprint
         self.root = directory / fingerprint
-        self.num_bytes = 0
-        self._is_pinned = is_pinned
         self._has_warned = False
-        self._seen = 0  # when the directory was changed last, as far as its files are counted
         self._lock = threading.Lock()
         for folder in (directory, self.root):
             make_private(folder, "cache_dir")
         try:
-            self._count()
+            self._budget = FileBudget(
+                directory, self.root, max_bytes, lambda name: is_pinned(_key_of(name)), self._miss
+            )
         except OSError as error:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files in the directory, as far as they are counted."""
+        return self._budget.num_bytes
 
     def __contains__(self, key: ChunkKey) -> bool:
         return os.path.exists(self._path(key))
@@ -116,17 +120,15 @@ class DiskTier:
         view = memoryview(content.numpy())  # type: ignore[arg-type]
         size = len(head) + len(view) + DIGEST_BYTES
         try:
-            if not self._make_space(size):
+            if not self._budget.make_space(size):
                 return False
             path = self._path(key)
+            self.root.mkdir(mode=0o700, exist_ok=True)  # another process takes it out where it is empty
             with written_whole(path, WRITING) as file:
                 file.write(head)
                 file.write(view)
                 file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
-                before = path.stat().st_size if path.exists() else 0
-            with self._lock:
-                self.num_bytes += size - before
-                self._seen = self.root.stat().st_mtime_ns
+            self._budget.add(path.name, size)
         except OSError as error:
             self._miss(self._path(key), f"it cannot be written: {error}")
             return False
@@ -141,7 +143,7 @@ class DiskTier:
 
     def drop(self, key: ChunkKey) -> None:
         """Take a content out, if it is there."""
-        self._unlink(self._path(key))
+        self._budget.take_out(self._path(key).name)
 
     def _header(self, key: ChunkKey, size: int) -> bytes:
         facts = {"lowlat": VERSION, "fingerprint": self.fingerprint, "digest": key.digest.hex(), "pool": key.pool}
@@ -149,55 +151,6 @@ class DiskTier:
 
     def _path(self, key: ChunkKey) -> Path:
         return self.root / f"{key.digest.hex()}{key.pool}{SUFFIX}"
-
-    def _files(self) -> list[tuple[int, int, Path]]:
-        found = []
-        for path in self.root.glob(f"*{SUFFIX}"):
-            try:
-                facts = path.stat()
-            except FileNotFoundError:  # another process has taken it out
-                continue
-            found.append((facts.st_mtime_ns, facts.st_size, path))
-        return sorted(found)
-
-    def _count(self) -> list[tuple[int, int, Path]]:
-        """Count all files, other processes' and unfinished ones, too; returns those that are whole, the oldest first.
-
-        What was left unfinished by processes that were killed goes.
-        """
-        changed, unfinished, files = (
-            self.root.stat().st_mtime_ns,
-            take_out_unfinished(self.root, WRITING),
-            self._files(),
-        )
-        with self._lock:
-            self._seen, self.num_bytes = changed, unfinished + sum(size for _, size, _ in files)
-        return files
-
-    def _make_space(self, size: int) -> bool:
-        """Take the oldest files out until so many bytes fit; False: they cannot."""
-        if size > self.max_bytes:
-            return False
-        if self.num_bytes + size <= self.max_bytes and self.root.stat().st_mtime_ns == self._seen:
-            return True
-        for _, each, path in self._count():
-            if self.num_bytes + size <= self.max_bytes:
-                break
-            if not self._is_pinned(_key_of(path)):
-                self._unlink(path, each)
-        return self.num_bytes + size <= self.max_bytes
-
-    def _unlink(self, path: Path, size: int | None = None) -> None:
-        try:
-            size = path.stat().st_size if size is None else size
-            path.unlink()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._miss(path, f"it cannot be taken out: {error}")
-            return
-        with self._lock:
-            self.num_bytes -= size
 
     def _miss(self, path: Path, problem: str) -> None:
         """Say once, of whatever thread, that files cannot be used; what they hold is read by prefill again."""
@@ -224,10 +177,6 @@ def _fill(file: RawIOBase, view: memoryview) -> bool:
     return True
 
 
-def _key_of(path: Path) -> ChunkKey:
+def _key_of(name: str) -> ChunkKey:
     """The key of a file, by its name."""
-    name = path.name.removesuffix(SUFFIX)
-    try:
-        return ChunkKey(bytes.fromhex(name[:64]), name[64:])
-    except ValueError:  # somebody's own
-        return ChunkKey(b"", name)
+    return ChunkKey(bytes.fromhex(name[:64]), name[64:].removesuffix(SUFFIX))
