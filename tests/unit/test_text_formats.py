@@ -201,15 +201,20 @@ def test_branches_that_are_told_apart_here_have_no_value_in_common(branches: lis
     assert most == (1 if first_overlap({"oneOf": branches}) is None else 2)
 
 
-def takes(name: str, schema: dict[str, Any], value: str, *, strict: bool = True) -> bool:
+def takes(name: str, schema: Any, value: str, *, strict: bool = True) -> bool:
     """Whether a call's argument may have a value, as the format writes it. Raises RequestError as the grammar does."""
     codec = codec_of(name)
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+    if "$ref" in json.dumps(schema):
+        parameters |= COLORS
     calls = {"functions": [{"name": "f", "parameters": parameters, "strict": strict}], "required": True}
     state = compiler_of(codec).open(SamplingParams(tool_calls=calls), codec.encode("x"), (END,))
     assert state is not None
     text = f"<|tool_call>call:f{{x:{value}}}<tool_call|>"
-    if name == "Qwen3-Coder":
+    if name == "Seed":
+        text = "<seed:tool_call>\n<function=f>\n<parameter=x>{value}</parameter>\n</function>\n</seed:tool_call>"
+        text = text.replace("{value}", value)
+    elif name == "Qwen3-Coder":
         text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
     try:
         state.advance([*codec.encode(text, add_special_tokens=False, allow_special=True), END])
@@ -219,6 +224,18 @@ def takes(name: str, schema: dict[str, Any], value: str, *, strict: bool = True)
 
 
 MARK = '<|"|>'
+COLORS = {"$defs": {"Color": {"enum": ["red", "a/b"], "title": "Color", "type": "string"}}}  # as pydantic writes them
+COLORS["$defs"] |= {"Point": {"type": "object", "properties": {"c": {"$ref": "#/$defs/Color"}}, "required": ["c"]}}
+COLORS["$defs"] |= {"Alias": {"$ref": "#/$defs/Color"}, "Free": {"type": "string"}, "a/b": {"const": "slash"}}
+COLORS["$defs"] |= {"Maybe": {"anyOf": [{"$ref": "#/$defs/Alias"}, {"type": "null"}]}}
+COLORS["$defs"] |= {"One": {"$ref": "#/$defs/Other"}, "Other": {"$ref": "#/$defs/One"}}
+COLORS["$defs"] |= {"Tree": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Tree"}}}}
+
+
+def to(name: str, **more: Any) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{name}", **more}
+
+
 NUMBERED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}  # has no type
 TYPED = {"type": "object", **NUMBERED}
 
@@ -238,6 +255,22 @@ TYPED = {"type": "object", **NUMBERED}
         ),
         ("Qwen3-Coder", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["a", "5"], []),
         ("Qwen3-Coder", {"anyOf": [{"type": "string"}, {"enum": ["a"]}]}, ["a", "b"], []),
+        ("Qwen3-Coder", to("Color", description="of it"), ["red", "a/b"], ["blue", '"red"', ""]),
+        ("Seed", to("Color"), ["red", "a/b"], ["blue", ""]),
+        ("Qwen3-Coder", {"allOf": [to("Color")], "default": "red"}, ["red"], ["blue"]),
+        ("Qwen3-Coder", to("Alias"), ["red"], ["blue"]),
+        ("Qwen3-Coder", to("a~1b"), ["slash"], ["red"]),
+        ("Qwen3-Coder", to("Free"), ["red", "blue"], []),
+        ("Qwen3-Coder", {"anyOf": [to("Color"), {"type": "null"}], "default": None}, ["red", "null"], ["blue", "1"]),
+        ("Seed", to("Maybe"), ["red", "null"], ["blue", "1"]),
+        (
+            "Qwen3-Coder",
+            {"oneOf": [to("Color"), to("Point")]},
+            ["red", '{"c": "red"}'],
+            ["blue", '{"c": "blue"}', "{}"],
+        ),
+        ("Qwen3-Coder", {"type": "array", "items": to("Color")}, ['["red"]'], ['["blue"]', "red"]),
+        ("Qwen3-Coder", to("Tree"), ['{"next": {}}'], ['{"next": 1}', "text"]),
     ],
 )
 def test_a_strict_argument_is_one_of_its_schema_s(
@@ -257,6 +290,10 @@ def test_a_strict_argument_is_one_of_its_schema_s(
         ("Qwen3-Coder", {"anyOf": [{**TEXT, "pattern": "^a"}, {"type": "null"}]}, "x: pattern of a string"),
         ("Qwen3-Coder", {"anyOf": [TEXT, {"type": "integer", "minimum": 5}]}, "x: minimum of a string"),
         ("Qwen3-Coder", {"anyOf": [TEXT, {"enum": [1]}]}, "x: enum of a string"),
+        ("Qwen3-Coder", to("One"), "x: $ref '#/$defs/One' leads back to itself"),
+        ("Seed", {"anyOf": [{"type": "null"}, to("None")]}, "x: $ref '#/$defs/None' leads to nothing in the schema"),
+        ("Qwen3-Coder", to("Color", pattern="^r"), "x: $ref, pattern of a string"),
+        ("Qwen3-Coder", {"oneOf": [to("Color"), to("Alias")]}, "oneOf at #/properties/x is not held"),
         ("Qwen3-Coder", {"enum": ["a", "1", 1]}, "x: the string '1', which reads as a value of another type"),
     ],
 )
