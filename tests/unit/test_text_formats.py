@@ -280,6 +280,47 @@ def test_a_strict_argument_is_one_of_its_schema_s(
     assert all(takes(name, schema, value, strict=False) for value in fitting)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["Gemma 4", "Qwen3-Coder", "Seed", "Hermes"])
+def test_a_schema_of_false_takes_no_value(name: str, strict: bool) -> None:
+    """As in JSON: its property does not come, a choice has the other branches, and a list of it is empty."""
+
+    def words_of(**arguments: Any) -> str:
+        if name == "Gemma 4":
+            written = {key: f"{MARK}{each}{MARK}" if isinstance(each, str) else each for key, each in arguments.items()}
+            pairs = ",".join(f"{key}:{each}" for key, each in written.items())
+            return f"<|tool_call>call:f{{{pairs}}}<tool_call|>"
+        if name == "Hermes":
+            return f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        line, tag = ("\n", "tool_call") if name == "Qwen3-Coder" else ("", "seed:tool_call")
+        pairs = "".join(f"<parameter={key}>{line}{each}{line}</parameter>\n" for key, each in arguments.items())
+        return f"<{tag}>\n<function=f>\n{pairs}</function>\n</{tag}>"
+
+    def fits(properties: dict[str, Any], *required: str, **arguments: Any) -> bool:
+        codec = codec_of(name)
+        parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        calls = {"functions": [{"name": "f", "parameters": parameters, "strict": strict}], "required": True}
+        state = compiler_of(codec).open(SamplingParams(tool_calls=calls), codec.encode("x"), (END,))
+        assert state is not None
+        try:
+            state.advance([*codec.encode(words_of(**arguments), add_special_tokens=False, allow_special=True), END])
+        except GrammarError:
+            return False
+        return True
+
+    barred = {"a": {"type": "integer"}, "x": False}
+    assert fits(barred, "a", a=1) and not fits(barred, "a", a=1, x=1) and not fits(barred, "a", a=1, x="s")
+    assert fits({"x": False}) and not fits({"x": False}, x=1)
+    assert fits({"x": {"anyOf": [False, {"oneOf": [False]}]}}) and not fits({"x": {"anyOf": [False]}}, x=1)
+    either = {"x": {"anyOf": [False, {"type": "integer"}]}}
+    assert fits(either, "x", x=1) and not fits(either, "x", x="s")
+    empty = {"x": {"type": "array", "items": False}}
+    assert fits(empty, "x", x=[]) and not fits(empty, "x", x=[1])
+    for schema in (False, {"anyOf": [False]}, {"type": "array", "items": False, "minItems": 1}):
+        with pytest.raises(RequestError, match=r"^tool_calls: f: .*(unsatisfiable|takes no value)"):
+            fits({"x": schema}, "x", x=1)
+
+
 @pytest.mark.parametrize(
     ("name", "schema", "words"),
     [

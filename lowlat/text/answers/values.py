@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["constants_of", "is_string", "kinds_of", "referred", "typed_value", "value_of_kinds"]
+__all__ = ["constants_of", "is_string", "kinds_of", "referred", "takes_nothing", "typed_value", "value_of_kinds"]
 
 MAX_DEPTH = 8
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -53,6 +53,14 @@ def value_of_kinds(text: str, kinds: frozenset[str]) -> str:
     if "string" not in kinds and isinstance(value, str) and stripped.startswith('"') and len(kinds) < len(ALL):
         return written  # the model's own mistake, as it wrote it
     return json.dumps(text, ensure_ascii=False)
+
+
+def takes_nothing(schema: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether a schema is false, or a choice of such alone."""
+    if not isinstance(schema, Mapping):
+        return schema is False
+    choices = (schema.get(name) for name in ("anyOf", "oneOf") if depth)
+    return any(isinstance(c, list) and c and all(takes_nothing(each, depth - 1) for each in c) for c in choices)
 
 
 def referred(reference: str, root: Mapping[str, Any]) -> Any:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lowlat.text.answers.values import constants_of, kinds_of, referred, value_of_kinds
+from lowlat.text.answers.values import constants_of, kinds_of, referred, takes_nothing, value_of_kinds
 from lowlat.text.grammar.exact import NotHeld
 from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.templates.tags import END_PARAMETER, PARAMETER
@@ -19,6 +19,7 @@ CHOICES = ("anyOf", "oneOf")
 NAMING = frozenset({"description", "title", "$schema", "default", "examples"})
 BARE = frozenset({"type"}) | NAMING
 CONSTANT = frozenset({"enum", "const"}) | BARE
+EMPTY = '""'
 HELD = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS}) | NAMING
 
 
@@ -41,18 +42,22 @@ def parameter_rules(
         _check(schema, properties, required)
     if not properties:
         if schema.get("additionalProperties") is False or strict:
-            return [f'{name}: ""']
+            return [f"{name}: {EMPTY}"]
         key = f"{_literal(PARAMETER)} /[^>\\n]+/ {_literal('>' + line)}"
         return [f"{name}: ({key} {name}_value)*", f"{name}_value[lazy]: TEXT {_literal(end)}"]
     places, rules = [], []
     for place, key in enumerate(properties):
         if not strict and (">" in key or "\n" in key):
             continue
+        if takes_nothing(_resolved(key, properties[key], schema, strict=strict)):
+            if key in required:
+                raise NotHeld(f"{key}: is required, and its schema takes no value")
+            continue
         rule = f"{name}_{place}"
         places.append(rule if key in required else f"{rule}?")
         begin = _literal(f"{PARAMETER}{key}>{line}")
         rules += [f"{rule}: {begin} {rule}_value", *_value(f"{rule}_value", key, schema, options, end, strict=strict)]
-    return [f"{name}: {' '.join(places)}", *rules]
+    return [f"{name}: {' '.join(places) or EMPTY}", *rules]
 
 
 def _value(
@@ -63,7 +68,7 @@ def _value(
     found = _resolved(key, own, schema, strict=strict)
     found = found if isinstance(found, Mapping) else {}
     choice = next((name for name in CHOICES if found.keys() - NAMING == {name} and isinstance(found[name], list)), None)
-    written: list[Any] = [found] if choice is None else found[choice]
+    written: list[Any] = [found] if choice is None else [each for each in found[choice] if not takes_nothing(each)]
     branches = [_resolved(key, branch, schema, strict=strict) for branch in written]
     is_text = ["string" in kinds_of({**schema, "properties": {key: branch}}, key) for branch in branches]
     defined = {name: schema[name] for name in DEFINITIONS if name in schema}
