@@ -224,7 +224,9 @@ def takes(name: str, schema: Any, value: str, *, strict: bool = True) -> bool:
 
 
 MARK = '<|"|>'
-COLORS = {"$defs": {"Color": {"enum": ["red", "a/b"], "title": "Color", "type": "string"}}}  # as pydantic writes them
+COLORS: dict[str, Any] = {
+    "$defs": {"Color": {"enum": ["red", "a/b"], "title": "Color", "type": "string"}}
+}  # as pydantic writes them
 COLORS["$defs"] |= {"Point": {"type": "object", "properties": {"c": {"$ref": "#/$defs/Color"}}, "required": ["c"]}}
 COLORS["$defs"] |= {"Alias": {"$ref": "#/$defs/Color"}, "Free": {"type": "string"}, "a/b": {"const": "slash"}}
 COLORS["$defs"] |= {"Maybe": {"anyOf": [{"$ref": "#/$defs/Alias"}, {"type": "null"}]}}
