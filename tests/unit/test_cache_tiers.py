@@ -619,6 +619,46 @@ def test_a_content_that_is_dropped_while_it_is_saved_is_found_by_nobody(tmp_path
     again.close()
 
 
+class Gate:
+    """Has calls of a function wait until it is opened."""
+
+    def __init__(self, function: Callable[..., Any], *, after: bool = False) -> None:
+        self.entered, self.opened, self.calls = threading.Event(), threading.Event(), list[ChunkKey]()
+        self._function, self._after = function, after
+
+    def __call__(self, name: ChunkKey, *arguments: Any) -> Any:
+        self.calls.append(name)
+        made = self._function(name, *arguments) if self._after else None
+        self.entered.set()
+        assert self.opened.wait(20.0)
+        return made if self._after else self._function(name, *arguments)
+
+
+def test_a_content_that_is_dropped_while_its_file_is_read_is_found_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drop is done before the read is: what was read is no content, nor does it take the place of a later one."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    disk.write(KEY, torch.zeros(10, dtype=torch.uint8))
+    gate = Gate(disk.read, after=True)
+    monkeypatch.setattr(disk, "read", gate)
+    tiers = CacheTiers(host_tier(1 << 20), disk, Pages())
+    assert tiers.find(KEY) is COMING and gate.entered.wait(20.0)
+    tiers.drop(KEY)
+    deadline = time.monotonic() + 20.0
+    while KEY in tiers._dropping:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gate.opened.set()
+    tiers.flush()
+    assert tiers.find(KEY) is None and not tiers.has(KEY)
+    tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+    tiers.flush()
+    found = tiers.find(KEY)
+    assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10 and tiers.has(KEY)
+    tiers.close()
+
+
 def test_copies_name_their_holders_when_they_have_ended_and_keep_to_their_rate() -> None:
     pages = Pages()
     tiers = CacheTiers(host_tier(1 << 20), None, pages, max_bytes_per_s=1000.0)

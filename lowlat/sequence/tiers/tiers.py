@@ -81,6 +81,7 @@ class CacheTiers:
         self.max_bytes_per_s = max_bytes_per_s
         self._lock = threading.Condition(threading.RLock())
         self._coming: set[ChunkKey] = set()
+        self._misread: set[ChunkKey] = set()  # of those, what has been dropped since
         self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
         self._saving: set[ChunkKey] = set()
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
@@ -234,6 +235,8 @@ class CacheTiers:
         with self._lock:
             self._dropping.add(key)
             self._fresh.pop(key, None)
+            if key in self._coming:
+                self._misread.add(key)
             self._num_open += 1
         self._put_copy(1, lambda: partial(self._forget, key))
 
@@ -367,14 +370,16 @@ class CacheTiers:
         """Note a content that was read; None: it is not there, or could not be read."""
         with self._lock:
             self._coming.discard(key)
-            if content is None:
+            if key in self._misread:
+                self._misread.discard(key)
+                self.counts.misses += 1
+            elif content is None:
                 self._absent.add(key)
                 self.counts.misses += 1
             else:
                 self._whole.add(key)
                 self.counts.read += 1
-                if key not in self._dropping:
-                    self._fresh[key] = content
+                self._fresh[key] = content
             while len(self._fresh) > 2 * READ_AHEAD:  # of requests that were cancelled meanwhile
                 self._take_fresh(next(iter(self._fresh)))
             if not self._coming or time.monotonic() - self._told >= TELL_S:
