@@ -659,6 +659,82 @@ def test_a_content_that_is_dropped_while_its_file_is_read_is_found_by_nobody(
     tiers.close()
 
 
+def test_a_content_that_is_dropped_before_its_file_is_written_is_never_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process could read it there until it is taken out."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    gate = Gate(disk.write)
+    monkeypatch.setattr(disk, "write", gate)
+    tiers = CacheTiers(host_tier(1 << 20), disk, Pages())
+    for name in (key(1), KEY):
+        tiers.put(name, lambda: torch.zeros(10, dtype=torch.uint8))
+    assert gate.entered.wait(20.0)
+    tiers.drop(KEY)
+    tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+    gate.opened.set()
+    tiers.close()
+    assert gate.calls == [key(1), KEY]
+    found = disk.read(KEY, memory)
+    assert found is not None and found.tolist() == [1] * 10
+
+
+@pytest.mark.parametrize("is_written_first", [True, False])
+def test_a_content_that_was_written_while_its_file_was_missed_is_found_again(
+    is_written_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadline = time.monotonic() + 20.0
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    disk.write(KEY, torch.zeros(10, dtype=torch.uint8))
+    gate = Gate(disk.read, after=True)
+    monkeypatch.setattr(disk, "read", gate)
+    tiers = CacheTiers(host_tier(8 * ALIGNMENT), disk, Pages())
+    disk.drop(KEY)  # as another process does that needs space
+    monkeypatch.setattr(DiskTier, "__contains__", lambda *_: True)  # it was there a moment ago
+    assert tiers.find(KEY) is COMING and gate.entered.wait(20.0)
+    monkeypatch.undo()
+    if is_written_first:
+        tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+        while KEY not in tiers._whole:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        gate.opened.set()
+    else:
+        writing = Gate(disk.write)
+        monkeypatch.setattr(disk, "write", writing)
+        tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+        assert writing.entered.wait(20.0)
+        gate.opened.set()
+        while KEY in tiers._coming:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        writing.opened.set()
+    tiers.flush()
+    for number in range(8):  # take its place in host memory
+        tiers.put(key(number), lambda: torch.zeros(10, dtype=torch.uint8))
+    tiers.flush()
+    assert tiers.find(KEY) is COMING
+    tiers.flush()
+    found = tiers.find(KEY)
+    assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10
+    tiers.close()
+
+
+def test_a_reader_of_a_damaged_file_leaves_the_one_that_has_taken_its_place(tmp_path: Path) -> None:
+    disk, other = (DiskTier(tmp_path / "cache", 1 << 20, "f" * 16) for _ in range(2))
+    disk.write(KEY, torch.zeros(10, dtype=torch.uint8))
+    (path,) = files_of(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    def reserve(size: int) -> torch.Tensor:
+        other.write(KEY, torch.ones(10, dtype=torch.uint8))
+        return memory(size)
+
+    assert disk.read(KEY, reserve) is None
+    found = disk.read(KEY, memory)
+    assert found is not None and found.tolist() == [1] * 10
+
+
 def test_copies_name_their_holders_when_they_have_ended_and_keep_to_their_rate() -> None:
     pages = Pages()
     tiers = CacheTiers(host_tier(1 << 20), None, pages, max_bytes_per_s=1000.0)

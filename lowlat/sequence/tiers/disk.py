@@ -81,10 +81,11 @@ class DiskTier:
 
         reserve  gives memory for so many bytes, [n] uint8
         """
-        path = self._path(key)
+        path, inode = self._path(key), 0
         try:
             with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+                facts = os.fstat(file.fileno())
+                size, inode = facts.st_size, facts.st_ino
                 head = os.pread(file.fileno(), MAX_HEADER_BYTES, 0)
                 end = head.find(b"\n")
                 num_bytes = size - end - 1 - DIGEST_BYTES
@@ -103,7 +104,7 @@ class DiskTier:
         except FileNotFoundError:
             return None
         except (OSError, _DamagedError) as error:
-            if isinstance(error, _DamagedError):
+            if isinstance(error, _DamagedError) and _is_at(path, inode):
                 self.drop(key)
             self._miss(path, str(error))
             return None
@@ -175,6 +176,14 @@ def _fill(file: RawIOBase, view: memoryview) -> bool:
             return False
         done += count
     return True
+
+
+def _is_at(path: Path, inode: int) -> bool:
+    """Whether a file is at a path still: another may have been written in its place while it was read."""
+    try:
+        return path.stat().st_ino == inode
+    except OSError:
+        return False
 
 
 def _key_of(name: str) -> ChunkKey:

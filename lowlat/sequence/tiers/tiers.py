@@ -374,8 +374,9 @@ class CacheTiers:
                 self._misread.discard(key)
                 self.counts.misses += 1
             elif content is None:
-                self._absent.add(key)
                 self.counts.misses += 1
+                if key not in self._host:  # else it was saved meanwhile, and has a file, or will have one
+                    self._absent.add(key)
             else:
                 self._whole.add(key)
                 self.counts.read += 1
@@ -472,6 +473,10 @@ class CacheTiers:
         self._writes.put(partial(self._write, key, content))
 
     def _write(self, key: ChunkKey, content: torch.Tensor) -> bool:
+        with self._lock:
+            if key in self._dropping:  # by an order after this one
+                self._end()
+                return False
         kept = False
         try:
             kept = self._disk is not None and self._disk.write(key, content)
@@ -480,6 +485,7 @@ class CacheTiers:
             with self._lock:
                 if kept:
                     self._whole.add(key)
+                    self._absent.discard(key)
                 self._end()
         return kept
 
