@@ -679,6 +679,36 @@ def test_a_content_that_is_dropped_before_its_file_is_written_is_never_in_one(
     assert found is not None and found.tolist() == [1] * 10
 
 
+def test_a_content_that_is_dropped_twice_is_found_by_nobody_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, content = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16), threading.Event()
+    tiers = CacheTiers(host_tier(1 << 20), disk, Pages())
+
+    def wrong() -> torch.Tensor:
+        assert content.wait(20.0)
+        return torch.zeros(10, dtype=torch.uint8)
+
+    second, dropping = Gate(disk.drop), threading.Event()
+
+    def drop(name: ChunkKey) -> None:
+        if dropping.is_set():
+            second(name)
+        dropping.set()
+
+    monkeypatch.setattr(disk, "drop", drop)
+    tiers.drop(KEY)
+    tiers.put(KEY, wrong)
+    tiers.drop(KEY)
+    assert dropping.wait(20.0)
+    content.set()
+    assert second.entered.wait(20.0)
+    assert tiers.find(KEY) is None and KEY not in disk
+    second.opened.set()
+    tiers.close()
+    assert tiers.find(KEY) is None
+
+
 @pytest.mark.parametrize("is_written_first", [True, False])
 def test_a_content_that_was_written_while_its_file_was_missed_is_found_again(
     is_written_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,7 +86,7 @@ class CacheTiers:
         self._saving: set[ChunkKey] = set()
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
         self._whole: set[ChunkKey] = set()  # this process has read or written their files
-        self._dropping: set[ChunkKey] = set()  # wrong, and not yet taken out everywhere
+        self._dropping = Counter[ChunkKey]()  # wrong, and not yet taken out everywhere: orders of each
         self._asked: OrderedDict[bytes, tuple[int, int | None]] = OrderedDict()  # when chunks were, and the time before
         self._done: list[object] = []  # holders of copies that have ended
         self._failed: list[object] = []  # those of them whose content did not come to the device
@@ -233,7 +233,7 @@ class CacheTiers:
     def drop(self, key: ChunkKey) -> None:
         """Forget a content that is wrong, wherever it is, or will be."""
         with self._lock:
-            self._dropping.add(key)
+            self._dropping[key] += 1
             self._fresh.pop(key, None)
             if key in self._coming:
                 self._misread.add(key)
@@ -521,7 +521,9 @@ class CacheTiers:
 
     def _forgotten(self, key: ChunkKey) -> None:
         with self._lock:
-            self._dropping.discard(key)
+            self._dropping[key] -= 1
+            if not self._dropping[key]:
+                del self._dropping[key]
             self._whole.discard(key)
             self._end()
 
