@@ -92,6 +92,7 @@ GROUPS: dict[str, tuple[Page, ...]] = {
             for name in (
                 *(
                     "decode-steps",
+                    "limits",
                     "draft-lengths",
                     "formats",
                     "several-gpus",

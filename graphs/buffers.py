@@ -65,10 +65,10 @@ class BufferSet(Mapping[str, torch.Tensor]):
     `initial` gives the content of constants; all other buffers start at zero. Buffers named in `pinned` lie in host
     memory that the device reads and writes at the same address. Buffers of role `in_arena` lie in an `arena` of bytes,
     where one is given, at their `offsets` in it or one after the other: scratch in one that several sets share, since
-    none of it outlives a step. Buffers that another
-    set has allocated may be `given`: they are that set's own. Paged buffers are made by `paged` of their shape and
-    dtype, where that is given, zeroed. Raises ConfigError when two specs of one name differ, when a constant has no
-    content, when its content has another shape or dtype, or when the arena is too small.
+    none of it outlives a step. Buffers that another set has allocated may be `given`: they are that set's own. Paged
+    buffers are made by `paged` of their shape and dtype, where that is given, zeroed. Raises ConfigError when two specs
+    of one name differ, when a constant has no content, when its content has another shape or dtype, or when the arena
+    is too small.
     """
 
     def __init__(

@@ -2,11 +2,12 @@
 
 Prefill's buffers have many rows: of a target's residual streams alone there is one for every layer. From its last
 reader on a buffer's bytes are free for others. A launch may cover several operations, and reads what the first of them
-reads while it writes what the last one writes, so a place is taken again only operations later. Steps keep all their
-buffers apart: these are small, and some are filled or read ahead of their operation.
+reads while it writes what the last one writes, so a place is taken again only operations later. What a fused launch
+keeps to itself has no place at all. Steps keep all their buffers apart: these are small, and some are filled or read
+ahead of their operation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lowlat.graphs import Role, aligned_bytes
@@ -38,11 +39,16 @@ class _Held:
         return self.first <= other.last + APART and other.first <= self.last + APART
 
 
-def place_scratch(program: Program) -> ScratchPlaces:
-    """The places of a program's scratch: the largest buffers come first, each as low as those that it meets allow."""
+def place_scratch(program: Program, unused: Collection[str] = ()) -> ScratchPlaces:
+    """The places of a program's scratch: the largest buffers come first, each as low as those that it meets allow.
+
+    unused  of prefill buffers that no launch is given: they have no place
+    """
     shares, end = all(op.stage is Stage.PREFILL for op in program.ops), len(program.ops)
     held = []
     for spec in program.specs(Role.SCRATCH):
+        if shares and spec.name in unused:
+            continue
         uses = program.uses.get(spec.name, ())
         whole = not shares or not uses or uses[0][1]  # what is read or updated first holds what it was allocated with
         first, last = (0, end) if whole else (uses[0][0], uses[-1][0])

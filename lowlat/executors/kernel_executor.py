@@ -47,7 +47,7 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.memory import Workspaces, few_layers, largest, lowered_needs
+from lowlat.lowering.memory import Workspaces, few_layers, largest, lowered_needs, tensors_of
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.step.variants import PASS
 
@@ -82,6 +82,13 @@ class KernelOptions:
 
 
 DEFAULT = KernelOptions()
+
+
+def _check_memory(program: Program, groups: Sequence[LoweredGroup]) -> None:
+    """Raise DeviceError where a call is given a buffer without memory: the plan says that none is."""
+    for group in groups:
+        if any(tensor.is_meta for call in group.calls for tensor in tensors_of(call)):
+            raise DeviceError(f"{program.name}: {group.name} is given a buffer that is planned as unused")
 
 
 def abandon(held: list[Any]) -> None:
@@ -135,17 +142,29 @@ class KernelExecutor(ABC):
         if residence is not None:
             torch.cuda.current_stream(device).synchronize()  # its copies are this stream's, and steps have their own
         with torch.cuda.stream(self.stream):
-            self._allocate_buffers([*programs.values(), prefills[max(prefills)]], prefills)
-            self._lower_programs(options.planned)
+            planned = self._suiting(options.planned)
+            self._allocate_buffers([*programs.values(), prefills[max(prefills)]], prefills, planned)
+            self._lower_programs(planned)
         # Polling no file takes 0.2 us and gives up the GIL for as long, which a thread that serves sockets needs while
         # this one waits for the GPU; sleep(0) takes 75 us, and sched_yield can give the core away.
         self._let_others_run = select.poll().poll
         self._synchronize()
 
-    def _allocate_buffers(self, with_state: Sequence[Program], prefills: Mapping[int, Program]) -> None:
+    def _suiting(self, planned: PlannedWorkspaces | None) -> PlannedWorkspaces | None:
+        """The plan, if it is of programs that are lowered in this executor's way."""
+        rank = (0, 1) if self._place is None else (self._place.number, self._place.peers.size)
+        suits = planned is not None and planned.suits(
+            self.launcher.gpu, rank, fuse=self._fuse, is_invariant=self._is_invariant
+        )
+        return planned if suits else None
+
+    def _allocate_buffers(
+        self, with_state: Sequence[Program], prefills: Mapping[int, Program], planned: PlannedWorkspaces | None
+    ) -> None:
         """Allocate the state, and one arena in which every program has its scratch.
 
         with_state  programs that have all buffers of the state, of their largest sizes
+        planned     what launches are not given gets no memory
         """
         place, residence, device = self._place, self.residence, self.device
         leader = None if place is None else place.leader
@@ -159,7 +178,10 @@ class KernelExecutor(ABC):
         zeros = None if residence is None else residence.zeros
         self.state = BufferSet(specs, device, pinned=pinned_names(specs), given=given, paged=zeros)
         self._ring_head = self.state["ring_head"].numpy()
-        places = {size: place_scratch(program) for size, program in self._programs.items()}
+        places = {
+            size: place_scratch(program, () if planned is None else planned.unused_by(program))
+            for size, program in self._programs.items()
+        }
         most = max(each.num_bytes for each in places.values())
         if zeros is None:
             self._arena = torch.zeros(most, dtype=torch.uint8, device=device)
@@ -181,12 +203,19 @@ class KernelExecutor(ABC):
 
     def _allocate(self, program: Program, places: ScratchPlaces) -> BufferSet:
         specs, constants = program.specs(Role.SCRATCH, Role.CONSTANT), self._constants.place(program.constants)
-        return BufferSet(specs, self.device, constants, arena=self._arena, offsets=places.offsets)
+        held = (spec for spec in specs if spec.role is not Role.SCRATCH or spec.name in places.offsets)
+        return BufferSet(held, self.device, constants, arena=self._arena, offsets=places.offsets)
 
     def _binding(self, size: Size, program: Program, loop: LoopControl | None = None) -> Binding:
         """A bucket's or a prefill's program, or one of its operations, onto the memory of that size."""
         arguments = self._arguments.device
-        buffers = {**self.state, **self._scratch[size]}
+        scratch = self._scratch[size]
+        unused = {
+            spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            for spec in program.specs(Role.SCRATCH)
+            if spec.name not in scratch
+        }
+        buffers = {**self.state, **scratch, **unused}
         if not isinstance(size, Bucket):
             buffers |= {**arguments, **first_rows(program, {**self.state, **arguments})}
         place = self._place
@@ -199,21 +228,17 @@ class KernelExecutor(ABC):
 
     def _find_workspaces(self, planned: PlannedWorkspaces | None) -> Workspaces:
         """The workspaces of all programs: those that were planned, and of others by lowering few of their layers."""
-        rank = (0, 1) if self._place is None else (self._place.number, self._place.peers.size)
-        suits = planned is not None and planned.suits(
-            self.launcher.gpu, rank, fuse=self._fuse, is_invariant=self._is_invariant
-        )
-        known = planned if suits else None
         few = (
             self._binding(size, few_layers(program, self._weights.form))
             for size, program in self._programs.items()
-            if known is None or not known.has(program)
+            if planned is None or not planned.has(program)
         )
-        return largest(lowered_needs(few, fuse=self._fuse).workspaces, {} if known is None else known.sizes)
+        return largest(lowered_needs(few, fuse=self._fuse).workspaces, {} if planned is None else planned.sizes)
 
     def _lower(self, size: Size, loop: LoopControl | None = None) -> tuple[LoweredGroup, ...]:
         place = self._place
         groups = lower(self._binding(size, self._programs[size], loop), fuse=self._fuse)
+        _check_memory(self._programs[size], groups)
         return groups if place is None else place.forwarding(groups, self.state["command_tail"])
 
     def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:

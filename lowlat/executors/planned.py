@@ -104,7 +104,7 @@ def planned_workspaces(
     )
     needs = lowered_needs(bindings, fuse=fuse)
     temporary = temporary_bytes(needs.by_library, lambda name: matrix_shape(name, shapes))
-    return PlannedWorkspaces(needs.workspaces, temporary, every, gpu, rank, fuse, is_invariant)
+    return PlannedWorkspaces(needs.workspaces, temporary, every, needs.unused, gpu, rank, fuse, is_invariant)
 
 
 def _owner(weight: str) -> str:

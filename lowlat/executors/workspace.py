@@ -19,6 +19,7 @@ class PlannedWorkspaces:
     sizes         elements by name and dtype
     temporary     bytes that torch's operations take in prefill, where no kernel covers one, see `temporary_bytes`
     programs      those that were lowered
+    unused        by program scratch that no launch is given
     gpu           for which they were lowered
     rank          the executor's number, and how many there are
     fuse          see `lower`
@@ -28,6 +29,7 @@ class PlannedWorkspaces:
     sizes: Mapping[tuple[str, torch.dtype], int]
     temporary: int
     programs: tuple[Program, ...]
+    unused: tuple[frozenset[str], ...]
     gpu: Gpu
     rank: tuple[int, int]
     fuse: bool
@@ -43,6 +45,11 @@ class PlannedWorkspaces:
     def has(self, program: Program) -> bool:
         """Whether this very program was lowered."""
         return any(program is each for each in self.programs)
+
+    def unused_by(self, program: Program) -> frozenset[str]:
+        """Scratch of this very program that no launch is given; nothing is known of another."""
+        found = (unused for each, unused in zip(self.programs, self.unused, strict=True) if each is program)
+        return next(found, frozenset())
 
 
 class SharedWorkspace:

@@ -12,16 +12,18 @@ from typing import NamedTuple
 
 import torch
 
+from lowlat.graphs import Role
 from lowlat.graphs.program import Op, Program
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.lowering.binding import Binding
-from lowlat.lowering.lower import lower
+from lowlat.kernels.toolchain.kernel import KernelCall
+from lowlat.lowering.binding import Binding, Call
+from lowlat.lowering.lower import LoweredGroup, lower
 from lowlat.lowering.prefill_attention import FLASH_DIM, refresh_bytes
 from lowlat.lowering.weight_parts import GEMMS
 
 __all__ = [
-    "FormOf", "LoweredNeeds", "Workspaces", "few_layers", "largest", "lowered_needs", "temporary_bytes",
-    "workspace_bytes",
+    "FormOf", "LoweredNeeds", "Workspaces", "few_layers", "largest", "lowered_needs", "memory_of", "temporary_bytes",
+    "tensors_of", "workspace_bytes",
 ]  # fmt: skip
 
 ATTENTION = ("prefill_attention", "refresh_attention")
@@ -51,10 +53,12 @@ class LoweredNeeds(NamedTuple):
     """What lowered programs take: workspaces that they share, and operations that a library covers, with their program.
 
     workspaces  the elements that each needs, by name and dtype
+    unused      by program scratch that no call is given: fused launches keep to themselves what it would hold
     """
 
     workspaces: Workspaces
     by_library: tuple[tuple[Program, Op], ...]
+    unused: tuple[frozenset[str], ...]
 
 
 def lowered_needs(bindings: Iterable[Binding], *, fuse: bool = True) -> LoweredNeeds:
@@ -63,12 +67,35 @@ def lowered_needs(bindings: Iterable[Binding], *, fuse: bool = True) -> LoweredN
     bindings  of programs onto any memory, of few layers each; nothing is taken of their own workspaces
     fuse      see `lower`
     """
-    asked, by_library = _Asked(), list[tuple[Program, Op]]()
+    asked, by_library, unused = _Asked(), list[tuple[Program, Op]](), list[frozenset[str]]()
     for binding in bindings:
         groups = lower(replace(binding, workspace=asked, fresh={}), fuse=fuse)
         called = (group for group in groups if len(group.kernel_calls) < len(group.calls))
         by_library += [(binding.program, op) for group in called for op in group.ops]
-    return LoweredNeeds({key: count for key, count in asked.most.items() if count}, tuple(by_library))
+        unused.append(_unused(binding, groups))
+    sizes = {key: count for key, count in asked.most.items() if count}
+    return LoweredNeeds(sizes, tuple(by_library), tuple(unused))
+
+
+def _unused(binding: Binding, groups: Iterable[LoweredGroup]) -> frozenset[str]:
+    given = {memory_of(tensor) for group in groups for call in group.calls for tensor in tensors_of(call)}
+    uses = binding.program.uses  # others are of layers that were left out
+    scratch = [spec.name for spec in binding.program.specs(Role.SCRATCH) if spec.name in uses]
+    return frozenset(name for name in scratch if memory_of(binding.buffers[name]) not in given)
+
+
+def tensors_of(call: Call) -> list[torch.Tensor]:
+    """The tensors among a call's arguments."""
+    return (
+        [each for each in call.arguments if isinstance(each, torch.Tensor)]
+        if isinstance(call, KernelCall)
+        else call.tensors
+    )
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What tells a tensor's memory from others', where it has none, too: views have that of their base."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def largest(*several: Workspaces) -> Workspaces:

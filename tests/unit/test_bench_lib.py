@@ -188,7 +188,6 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     weights = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in plan.items()}
     shapes = replace(model.shapes(Case(1, 4096, 0)), prefill_chunk=chunk)
     prefill, step = build_prefill(shapes), build_step(shapes, Bucket(1, 1, 0), TreeTopology.chain(0))
-    scratch = place_scratch(prefill).num_bytes
     pairs, tiles = 4 * chunk, 4 * chunk // 16 + 128  # of the least pairs that a plan may have
     keys = -(-(shapes.max_context - 1 + chunk) // 128) * 128 * mixer.kv_size * 2  # whole tiles
     apart = min(chunk, 1024)  # rows whose segments may be apart, of this program or of a smaller one
@@ -198,11 +197,13 @@ def test_the_plan_counts_the_workspaces_of_a_chunk_s_experts_and_attention(chunk
     logits = 4 * chunk * spec.num_experts
     experts = (4 * pairs, 16 * tiles, 4 * (by_place or pairs) * hidden, logits, num_parts(hidden) * logits)
     parts = (*experts, *arranged, keys, keys, 16, 2 * chunk * 4096, 4 * sums)
-    need, _ = plan_rank((prefill,), weights, CPU, H200)
+    need, planned = plan_rank((prefill,), weights, CPU, H200)
+    assert planned is not None
+    scratch = place_scratch(prefill, planned.unused_by(prefill)).num_bytes
     assert need.scratch_bytes == scratch + sum(parts)
     alone, of_step = (planned_workspaces((each,), weights, H200).sizes for each in (prefill, step))
     assert [name for name, _ in alone.keys() & of_step] == ["experts.partials"]  # a step's are smaller
     added = workspace_bytes({key: count for key, count in of_step.items() if key not in alone})
     both, _ = plan_rank((step, prefill), weights, CPU, H200)
     assert both.scratch_bytes == need.scratch_bytes + added
-    assert memory_need((prefill,), weights, CPU).scratch_bytes == scratch
+    assert memory_need((prefill,), weights, CPU).scratch_bytes == place_scratch(prefill).num_bytes

@@ -12,17 +12,23 @@ from benches import bench
 from served_model import alone, load_bundled, load_small
 
 from lowlat import Runtime
+from lowlat.executors.planned import META, buffers_without_memory, planned_workspaces, weights_without_memory
 from lowlat.executors.reference.executor import ReferenceExecutor
+from lowlat.executors.workspace import SharedWorkspace
 from lowlat.graphs import Role, aligned_bytes
 from lowlat.graphs.program import Program
 from lowlat.graphs.scratch import APART, place_scratch
-from lowlat.kernels.toolchain.kernel import H200
+from lowlat.kernels.toolchain.kernel import H200, Gpu
+from lowlat.lowering.binding import Binding
 from lowlat.lowering.fusion import cover
-from lowlat.lowering.lower import FUSIONS
+from lowlat.lowering.lower import FUSIONS, lower
+from lowlat.lowering.memory import memory_of, tensors_of
+from lowlat.models.weight_plan import weight_plan
 from lowlat.step.prefill import build_prefill, build_prefills
 
 PUBLISHED = ("llama-8b", "gpt-oss-20b", "qwen3.5-9b", "gemma-4-26b-a4b", "gemma-4-e4b")
 GIB = 1 << 30
+AMPERE = Gpu(108, 163 * 1024, (8, 0))
 Case, Model = bench("lib.case").Case, bench("lib.model").Model
 
 
@@ -55,6 +61,38 @@ def test_no_launch_covers_as_many_operations_as_places_are_apart(name: str) -> N
     shapes = replace(model.shapes(Case(4, 4096, 3 if model.geometry.head else 0)), max_prefill_chunks=4)
     for program in build_prefills(shapes).values():
         assert max(run.count for _, run in cover(program, H200, FUSIONS)) < APART
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("gpu", [H200, AMPERE], ids=lambda gpu: str(gpu.capability))
+def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu: Gpu) -> None:
+    """Of two buffers in one place the last call that is given the one comes before the first that is given the other:
+    what a launch fills ahead, or keeps to itself, is its arguments, too."""
+    model, program = Model(name), prefill_of(name, 4)
+    plan = dict(weight_plan(model.config))
+    if model.geometry.head:
+        plan |= model.speculator.weight_plan(model.config.dtype)
+    shapes = {key: torch.empty(shape, dtype=dtype, device=META) for key, (shape, dtype) in plan.items()}
+    buffers = buffers_without_memory(program)
+    held = {memory_of(buffers[spec.name]): spec for spec in program.specs(Role.SCRATCH)}
+    packed = weights_without_memory(shapes, [program], gpu)
+    groups = lower(Binding(program, buffers, packed, gpu, SharedWorkspace(META), is_invariant=False))
+    given: dict[str, tuple[int, int]] = {}
+    for place, call in enumerate(call for group in groups for call in group.calls):
+        for tensor in tensors_of(call):
+            spec = held.get(memory_of(tensor))
+            if spec is not None:
+                given[spec.name] = given.get(spec.name, (place, place))[0], place
+    offsets = place_scratch(program).offsets
+    ends = {spec.name: offsets[spec.name] + aligned_bytes(spec) for spec in held.values()}
+    together = [
+        sorted((given[one], given[other]))
+        for one, other in combinations(given, 2)
+        if offsets[one] < ends[other] and offsets[other] < ends[one]
+    ]
+    assert together and all(first[1] < second[0] for first, second in together)
+    unused = planned_workspaces((program,), shapes, gpu).unused_by(program)  # of few layers
+    assert unused and unused <= {spec.name for spec in held.values()} - given.keys()
 
 
 def test_what_is_left_of_streams_between_layers() -> None:

@@ -96,7 +96,8 @@ def memory_need(
             if spec.role is not Role.SCRATCH:
                 part = kv if spec.paging is Paging.POSITIONS else state
                 part[spec.name] = max(part.get(spec.name, 0), spec.num_bytes)
-        parts.append(place_scratch(program).num_bytes)
+        unused = frozenset[str]() if workspaces is None else workspaces.unused_by(program)
+        parts.append(place_scratch(program, unused).num_bytes)
     if workspaces is not None:
         from lowlat.executors.distributed.parallel import all_reduce_bytes
         from lowlat.lowering.memory import workspace_bytes
