@@ -1,4 +1,4 @@
-"""This module counts the cached files of all models below a directory, and takes the oldest out where they are many.
+"""This module counts the cached files of all models below a directory, and takes out the oldest above a limit.
 
 Each process keeps its own count. It walks a folder at start, and again when somebody else has changed it, which the
 folder's time of change tells. When a file was used last is read again before it goes: any process may have used it.
