@@ -145,7 +145,11 @@ class RuntimeConfig:
         otherwise="no files",
     )
     cache_gib: float = declare(
-        32.0, "Size of the cache_dir, GiB: the files used longest ago go first.", 0.001, 1e6, rare=True
+        32.0,
+        "Size of the cached prefixes in cache_dir, of all models, GiB: the files used longest ago go first.",
+        0.001,
+        1e6,
+        rare=True,
     )
     cache_copy_gb_per_s: float | None = declare(
         None,

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -375,7 +376,8 @@ def test_pinned_contents_stay_while_others_can_go() -> None:
     assert key(0) not in tier and key(1) in tier
 
 
-def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path) -> None:
+def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.sequence.tiers.file_budget.WALK_SHARE", math.inf)
     first, second = (DiskTier(tmp_path / "cache", 4000, "f" * 16) for _ in range(2))
     for number in range(4):
         first.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
@@ -390,36 +392,25 @@ def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path) -> N
     assert all(path.stat().st_mode & 0o077 == 0 for path in files_of(tmp_path))
 
 
-def test_a_full_tier_of_files_lists_them_seldom_and_forgets_those_that_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pinned, num_lists, files = key(3), 0, DiskTier._files
-
-    def listed(self: DiskTier) -> list[tuple[int, int, Path]]:
-        nonlocal num_lists
-        num_lists += 1
-        return files(self)
-
-    monkeypatch.setattr(DiskTier, "_files", listed)
-    tier = DiskTier(tmp_path / "cache", 60 * 300, "f" * 16, lambda each: each == pinned)
+def test_a_full_tier_of_files_forgets_those_that_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowlat.sequence.tiers.disk.MIN_FORGOTTEN", 0)
+    tier = DiskTier(tmp_path / "cache", 60 * 300, "f" * 16)
     for number in range(250):
         assert tier.write(key(number), torch.full((40,), number, dtype=torch.uint8))
-        os.utime(tier.root / f"{key(number).digest.hex()}.chunk", (1000 + number, 1000 + number))
         assert tier.read(key(0), memory) is not None  # which is the newest then
     there = [number for number in range(250) if key(number) in tier]
-    assert there[:2] == [0, 3] and there[2:] == list(range(252 - len(there), 250))
-    assert sum(path.stat().st_size for path in files_of(tmp_path)) == tier.num_bytes <= 60 * 300
-    assert 2 <= num_lists <= 2 + 2 * 250 // len(there)
-    assert [number for number in range(250) if tier.is_whole(key(number))] == there
-    assert len(tier._whole) == len(there)
-    other = DiskTier(tmp_path / "cache", 10 * 300, "f" * 16)  # it takes most of them out
-    assert other.write(key(250), torch.zeros(40, dtype=torch.uint8))
-    assert tier.write(key(251), torch.zeros(40, dtype=torch.uint8))
-    left = {key(number) for number in range(252) if key(number) in tier}
-    assert tier._whole == left - {key(250)} and len(left) < len(there) and not other.is_whole(key(251))
+    assert [number for number in range(250) if tier.is_whole(key(number))] == there and 0 in there
+    assert len(there) <= len(tier._whole) <= 2 * len(there) + 1
+    tier.drop(key(0))
+    assert not tier.is_whole(key(0)) and key(0) not in tier._whole
+    other = DiskTier(tmp_path / "cache", 60 * 300, "f" * 16)
+    assert not other.is_whole(key(there[-1])) and key(there[-1]) in other
 
 
-def test_what_killed_processes_left_unfinished_counts_in_the_budget_until_it_goes(tmp_path: Path) -> None:
+def test_what_killed_processes_left_unfinished_counts_in_the_budget_until_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowlat.sequence.tiers.file_budget.WALK_SHARE", math.inf)
     tier = DiskTier(tmp_path / "cache", 4000, "f" * 16)
     with subprocess.Popen(["true"]) as ended:
         pass
@@ -454,6 +445,7 @@ def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFix
     tier.root.chmod(0o500)
     if os.access(tier.root, os.W_OK):  # root writes all the same
         tier.root.rmdir()
+        tier.root.touch()
     with caplog.at_level(logging.WARNING):
         for number in range(3):
             tier.write(key(number), torch.zeros(10, dtype=torch.uint8))
@@ -640,6 +632,152 @@ def test_a_content_that_is_dropped_while_it_is_saved_is_found_by_nobody(tmp_path
     found = again.find(KEY)
     assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10 and again.num_read == 1
     again.close()
+
+
+class Gate:
+    """Has calls of a function wait until it is opened."""
+
+    def __init__(self, function: Callable[..., Any], *, after: bool = False) -> None:
+        self.entered, self.opened, self.calls = threading.Event(), threading.Event(), list[ChunkKey]()
+        self._function, self._after = function, after
+
+    def __call__(self, name: ChunkKey, *arguments: Any) -> Any:
+        self.calls.append(name)
+        made = self._function(name, *arguments) if self._after else None
+        self.entered.set()
+        assert self.opened.wait(20.0)
+        return made if self._after else self._function(name, *arguments)
+
+
+def test_a_content_that_is_dropped_while_its_file_is_read_is_found_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drop is done before the read is: what was read is no content, nor does it take the place of a later one."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    disk.write(KEY, torch.zeros(10, dtype=torch.uint8))
+    gate = Gate(disk.read, after=True)
+    monkeypatch.setattr(disk, "read", gate)
+    tiers = CacheTiers(host_tier(1 << 20), disk, Pages())
+    assert tiers.find(KEY) is COMING and gate.entered.wait(20.0)
+    tiers.drop(KEY)
+    deadline = time.monotonic() + 20.0
+    while KEY in tiers._dropping:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    gate.opened.set()
+    tiers.flush()
+    assert tiers.find(KEY) is None and not tiers.has(KEY)
+    tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+    tiers.flush()
+    found = tiers.find(KEY)
+    assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10 and tiers.has(KEY)
+    tiers.close()
+
+
+def test_a_content_that_is_dropped_before_its_file_is_written_is_never_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process could read it there until it is taken out."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    gate = Gate(disk.write)
+    monkeypatch.setattr(disk, "write", gate)
+    tiers = CacheTiers(host_tier(1 << 20), disk, Pages())
+    for name in (key(1), KEY):
+        tiers.put(name, lambda: torch.zeros(10, dtype=torch.uint8))
+    assert gate.entered.wait(20.0)
+    tiers.drop(KEY)
+    tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+    gate.opened.set()
+    tiers.close()
+    assert gate.calls == [key(1), KEY]
+    found = disk.read(KEY, memory)
+    assert found is not None and found.tolist() == [1] * 10
+
+
+def test_a_content_that_is_dropped_twice_is_found_by_nobody_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, content = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16), threading.Event()
+    tiers = CacheTiers(host_tier(1 << 20), disk, Pages())
+
+    def wrong() -> torch.Tensor:
+        assert content.wait(20.0)
+        return torch.zeros(10, dtype=torch.uint8)
+
+    second, dropping = Gate(disk.drop), threading.Event()
+
+    def drop(name: ChunkKey) -> None:
+        if dropping.is_set():
+            second(name)
+        dropping.set()
+
+    monkeypatch.setattr(disk, "drop", drop)
+    tiers.drop(KEY)
+    tiers.put(KEY, wrong)
+    tiers.drop(KEY)
+    assert dropping.wait(20.0)
+    content.set()
+    assert second.entered.wait(20.0)
+    assert tiers.find(KEY) is None and KEY not in disk
+    second.opened.set()
+    tiers.close()
+    assert tiers.find(KEY) is None
+
+
+@pytest.mark.parametrize("is_written_first", [True, False])
+def test_a_content_that_was_written_while_its_file_was_missed_is_found_again(
+    is_written_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadline = time.monotonic() + 20.0
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    disk.write(KEY, torch.zeros(10, dtype=torch.uint8))
+    gate = Gate(disk.read, after=True)
+    monkeypatch.setattr(disk, "read", gate)
+    tiers = CacheTiers(host_tier(8 * ALIGNMENT), disk, Pages())
+    disk.drop(KEY)  # as another process does that needs space
+    monkeypatch.setattr(DiskTier, "__contains__", lambda *_: True)  # it was there a moment ago
+    assert tiers.find(KEY) is COMING and gate.entered.wait(20.0)
+    monkeypatch.undo()
+    if is_written_first:
+        tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+        while not disk.is_whole(KEY):
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        gate.opened.set()
+    else:
+        writing = Gate(disk.write)
+        monkeypatch.setattr(disk, "write", writing)
+        tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+        assert writing.entered.wait(20.0)
+        gate.opened.set()
+        while KEY in tiers._coming:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        writing.opened.set()
+    tiers.flush()
+    for number in range(8):  # take its place in host memory
+        tiers.put(key(number), lambda: torch.zeros(10, dtype=torch.uint8))
+    tiers.flush()
+    assert tiers.find(KEY) is COMING
+    tiers.flush()
+    found = tiers.find(KEY)
+    assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10
+    tiers.close()
+
+
+def test_a_reader_of_a_damaged_file_leaves_the_one_that_has_taken_its_place(tmp_path: Path) -> None:
+    disk, other = (DiskTier(tmp_path / "cache", 1 << 20, "f" * 16) for _ in range(2))
+    disk.write(KEY, torch.zeros(10, dtype=torch.uint8))
+    (path,) = files_of(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    def reserve(size: int) -> torch.Tensor:
+        other.write(KEY, torch.ones(10, dtype=torch.uint8))
+        return memory(size)
+
+    assert disk.read(KEY, reserve) is None
+    found = disk.read(KEY, memory)
+    assert found is not None and found.tolist() == [1] * 10
 
 
 def test_copies_name_their_holders_when_they_have_ended_and_keep_to_their_rate() -> None:

@@ -201,15 +201,20 @@ def test_branches_that_are_told_apart_here_have_no_value_in_common(branches: lis
     assert most == (1 if first_overlap({"oneOf": branches}) is None else 2)
 
 
-def takes(name: str, schema: dict[str, Any], value: str, *, strict: bool = True) -> bool:
+def takes(name: str, schema: Any, value: str, *, strict: bool = True) -> bool:
     """Whether a call's argument may have a value, as the format writes it. Raises RequestError as the grammar does."""
     codec = codec_of(name)
     parameters = {"type": "object", "properties": {"x": schema}, "required": ["x"], "additionalProperties": False}
+    if "$ref" in json.dumps(schema):
+        parameters |= COLORS
     calls = {"functions": [{"name": "f", "parameters": parameters, "strict": strict}], "required": True}
     state = compiler_of(codec).open(SamplingParams(tool_calls=calls), codec.encode("x"), (END,))
     assert state is not None
     text = f"<|tool_call>call:f{{x:{value}}}<tool_call|>"
-    if name == "Qwen3-Coder":
+    if name == "Seed":
+        text = "<seed:tool_call>\n<function=f>\n<parameter=x>{value}</parameter>\n</function>\n</seed:tool_call>"
+        text = text.replace("{value}", value)
+    elif name == "Qwen3-Coder":
         text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
     try:
         state.advance([*codec.encode(text, add_special_tokens=False, allow_special=True), END])
@@ -219,6 +224,20 @@ def takes(name: str, schema: dict[str, Any], value: str, *, strict: bool = True)
 
 
 MARK = '<|"|>'
+COLORS: dict[str, Any] = {
+    "$defs": {"Color": {"enum": ["red", "a/b"], "title": "Color", "type": "string"}}
+}  # as pydantic writes them
+COLORS["$defs"] |= {"Point": {"type": "object", "properties": {"c": {"$ref": "#/$defs/Color"}}, "required": ["c"]}}
+COLORS["$defs"] |= {"Alias": {"$ref": "#/$defs/Color"}, "Free": {"type": "string"}, "a/b": {"const": "slash"}}
+COLORS["$defs"] |= {"Maybe": {"anyOf": [{"$ref": "#/$defs/Alias"}, {"type": "null"}]}}
+COLORS["$defs"] |= {"One": {"$ref": "#/$defs/Other"}, "Other": {"$ref": "#/$defs/One"}}
+COLORS["$defs"] |= {"Tree": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Tree"}}}}
+
+
+def to(name: str, **more: Any) -> dict[str, Any]:
+    return {"$ref": f"#/$defs/{name}", **more}
+
+
 NUMBERED = {"properties": {"a": {"type": "integer"}}, "required": ["a"]}  # has no type
 TYPED = {"type": "object", **NUMBERED}
 
@@ -238,6 +257,22 @@ TYPED = {"type": "object", **NUMBERED}
         ),
         ("Qwen3-Coder", {"anyOf": [{"type": "string"}, {"type": "integer"}]}, ["a", "5"], []),
         ("Qwen3-Coder", {"anyOf": [{"type": "string"}, {"enum": ["a"]}]}, ["a", "b"], []),
+        ("Qwen3-Coder", to("Color", description="of it"), ["red", "a/b"], ["blue", '"red"', ""]),
+        ("Seed", to("Color"), ["red", "a/b"], ["blue", ""]),
+        ("Qwen3-Coder", {"allOf": [to("Color")], "default": "red"}, ["red"], ["blue"]),
+        ("Qwen3-Coder", to("Alias"), ["red"], ["blue"]),
+        ("Qwen3-Coder", to("a~1b"), ["slash"], ["red"]),
+        ("Qwen3-Coder", to("Free"), ["red", "blue"], []),
+        ("Qwen3-Coder", {"anyOf": [to("Color"), {"type": "null"}], "default": None}, ["red", "null"], ["blue", "1"]),
+        ("Seed", to("Maybe"), ["red", "null"], ["blue", "1"]),
+        (
+            "Qwen3-Coder",
+            {"oneOf": [to("Color"), to("Point")]},
+            ["red", '{"c": "red"}'],
+            ["blue", '{"c": "blue"}', "{}"],
+        ),
+        ("Qwen3-Coder", {"type": "array", "items": to("Color")}, ['["red"]'], ['["blue"]', "red"]),
+        ("Qwen3-Coder", to("Tree"), ['{"next": {}}'], ['{"next": 1}', "text"]),
     ],
 )
 def test_a_strict_argument_is_one_of_its_schema_s(
@@ -245,6 +280,47 @@ def test_a_strict_argument_is_one_of_its_schema_s(
 ) -> None:
     assert [value for value in (*fitting, *others) if takes(name, schema, value)] == fitting
     assert all(takes(name, schema, value, strict=False) for value in fitting)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", ["Gemma 4", "Qwen3-Coder", "Seed", "Hermes"])
+def test_a_schema_of_false_takes_no_value(name: str, strict: bool) -> None:
+    """As in JSON: its property does not come, a choice has the other branches, and a list of it is empty."""
+
+    def words_of(**arguments: Any) -> str:
+        if name == "Gemma 4":
+            written = {key: f"{MARK}{each}{MARK}" if isinstance(each, str) else each for key, each in arguments.items()}
+            pairs = ",".join(f"{key}:{each}" for key, each in written.items())
+            return f"<|tool_call>call:f{{{pairs}}}<tool_call|>"
+        if name == "Hermes":
+            return f'<tool_call>\n{{"name": "f", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+        line, tag = ("\n", "tool_call") if name == "Qwen3-Coder" else ("", "seed:tool_call")
+        pairs = "".join(f"<parameter={key}>{line}{each}{line}</parameter>\n" for key, each in arguments.items())
+        return f"<{tag}>\n<function=f>\n{pairs}</function>\n</{tag}>"
+
+    def fits(properties: dict[str, Any], *required: str, **arguments: Any) -> bool:
+        codec = codec_of(name)
+        parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+        calls = {"functions": [{"name": "f", "parameters": parameters, "strict": strict}], "required": True}
+        state = compiler_of(codec).open(SamplingParams(tool_calls=calls), codec.encode("x"), (END,))
+        assert state is not None
+        try:
+            state.advance([*codec.encode(words_of(**arguments), add_special_tokens=False, allow_special=True), END])
+        except GrammarError:
+            return False
+        return True
+
+    barred = {"a": {"type": "integer"}, "x": False}
+    assert fits(barred, "a", a=1) and not fits(barred, "a", a=1, x=1) and not fits(barred, "a", a=1, x="s")
+    assert fits({"x": False}) and not fits({"x": False}, x=1)
+    assert fits({"x": {"anyOf": [False, {"oneOf": [False]}]}}) and not fits({"x": {"anyOf": [False]}}, x=1)
+    either = {"x": {"anyOf": [False, {"type": "integer"}]}}
+    assert fits(either, "x", x=1) and not fits(either, "x", x="s")
+    empty = {"x": {"type": "array", "items": False}}
+    assert fits(empty, "x", x=[]) and not fits(empty, "x", x=[1])
+    for schema in (False, {"anyOf": [False]}, {"type": "array", "items": False, "minItems": 1}):
+        with pytest.raises(RequestError, match=r"^tool_calls: f: .*(unsatisfiable|takes no value)"):
+            fits({"x": schema}, "x", x=1)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +333,10 @@ def test_a_strict_argument_is_one_of_its_schema_s(
         ("Qwen3-Coder", {"anyOf": [{**TEXT, "pattern": "^a"}, {"type": "null"}]}, "x: pattern of a string"),
         ("Qwen3-Coder", {"anyOf": [TEXT, {"type": "integer", "minimum": 5}]}, "x: minimum of a string"),
         ("Qwen3-Coder", {"anyOf": [TEXT, {"enum": [1]}]}, "x: enum of a string"),
+        ("Qwen3-Coder", to("One"), "x: $ref '#/$defs/One' leads back to itself"),
+        ("Seed", {"anyOf": [{"type": "null"}, to("None")]}, "x: $ref '#/$defs/None' leads to nothing in the schema"),
+        ("Qwen3-Coder", to("Color", pattern="^r"), "x: $ref, pattern of a string"),
+        ("Qwen3-Coder", {"oneOf": [to("Color"), to("Alias")]}, "oneOf at #/properties/x is not held"),
         ("Qwen3-Coder", {"enum": ["a", "1", 1]}, "x: the string '1', which reads as a value of another type"),
     ],
 )

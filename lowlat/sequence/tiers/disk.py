@@ -11,29 +11,26 @@ import logging
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from io import RawIOBase
-from itertools import islice
 from pathlib import Path
 
 import torch
 
-from lowlat.checkpoint.files import take_out_unfinished, written_whole
+from lowlat.checkpoint.files import written_whole
 from lowlat.errors import ConfigError
 from lowlat.options.directories import make_private
+from lowlat.sequence.tiers.file_budget import SUFFIX, WRITING, FileBudget
 from lowlat.sequence.tiers.key import ChunkKey
 
 __all__ = ["DiskTier"]
 
 logger = logging.getLogger("lowlat.sequence.tiers")
 
-SUFFIX = ".chunk"
-WRITING = ".writing-"  # before the number of the process that writes
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 4096
-MAX_LISTED = 1024  # of the oldest files that are listed to be taken out: to list all takes 10 us a file
+MIN_FORGOTTEN = 64  # files that are gone, and may be remembered
 VERSION = 1
 
 
@@ -46,9 +43,10 @@ class _DamagedError(Exception):
 
 
 class DiskTier:
-    """Contents of chunks in files of a directory, of at most so many bytes together; the oldest go first.
+    """Contents of chunks in files of a directory; those used longest ago go first.
 
     directory    is made where it is missing; its mode must let nobody but its owner in
+    max_bytes    of all such files in it, whatever fingerprint and process they are of
     fingerprint  what reads a content must have: another's is a miss
     is_pinned    whether a content is to stay
     Several threads of each of several processes may read; one thread of each writes. Raises ConfigError for a directory
@@ -58,21 +56,24 @@ class DiskTier:
     def __init__(
         self, directory: Path, max_bytes: int, fingerprint: str, is_pinned: Callable[[ChunkKey], bool] = _nothing
     ) -> None:
-        self.max_bytes, self.fingerprint = max_bytes, fingerprint
+        self.fingerprint = fingerprint
         self.root = directory / fingerprint
-        self.num_bytes = 0
-        self._is_pinned = is_pinned
         self._has_warned = False
-        self._seen = 0  # when the directory was changed last, as far as its files are counted
-        self._oldest: deque[tuple[int, int, Path]] = deque()  # when they were counted last, the oldest first
         self._whole: set[ChunkKey] = set()  # this process has read or written their files
         self._lock = threading.Lock()
         for folder in (directory, self.root):
             make_private(folder, "cache_dir")
         try:
-            self._count()
+            self._budget = FileBudget(
+                directory, self.root, max_bytes, lambda name: is_pinned(_key_of(name)), self._miss
+            )
         except OSError as error:
             raise ConfigError(f"cache_dir {directory} cannot be used: {error}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files in the directory, as far as they are counted."""
+        return self._budget.num_bytes
 
     def __contains__(self, key: ChunkKey) -> bool:
         return os.path.exists(self._path(key))
@@ -86,10 +87,11 @@ class DiskTier:
 
         reserve  gives memory for so many bytes, [n] uint8
         """
-        path = self._path(key)
+        path, inode = self._path(key), 0
         try:
             with path.open("rb", buffering=0) as file:
-                size = os.fstat(file.fileno()).st_size
+                facts = os.fstat(file.fileno())
+                size, inode = facts.st_size, facts.st_ino
                 head = os.pread(file.fileno(), MAX_HEADER_BYTES, 0)
                 end = head.find(b"\n")
                 num_bytes = size - end - 1 - DIGEST_BYTES
@@ -108,14 +110,13 @@ class DiskTier:
         except FileNotFoundError:
             return None
         except (OSError, _DamagedError) as error:
-            if isinstance(error, _DamagedError):
+            if isinstance(error, _DamagedError) and _is_at(path, inode):
                 self.drop(key)
             self._miss(path, str(error))
             return None
         with suppress(OSError):  # another process has taken it out
             os.utime(path)
-        with self._lock:
-            self._whole.add(key)
+        self._note_whole(key)
         return content
 
     def write(self, key: ChunkKey, content: torch.Tensor) -> bool:
@@ -127,18 +128,16 @@ class DiskTier:
         view = memoryview(content.numpy())  # type: ignore[arg-type]
         size = len(head) + len(view) + DIGEST_BYTES
         try:
-            if not self._make_space(size):
+            if not self._budget.make_space(size):
                 return False
             path = self._path(key)
+            self.root.mkdir(mode=0o700, exist_ok=True)  # another process takes it out where it is empty
             with written_whole(path, WRITING) as file:
                 file.write(head)
                 file.write(view)
                 file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
-                before = path.stat().st_size if path.exists() else 0
-            with self._lock:
-                self.num_bytes += size - before
-                self._whole.add(key)
-                self._seen = self.root.stat().st_mtime_ns
+            self._budget.add(path.name, size)
+            self._note_whole(key)
         except OSError as error:
             self._miss(self._path(key), f"it cannot be written: {error}")
             return False
@@ -153,7 +152,17 @@ class DiskTier:
 
     def drop(self, key: ChunkKey) -> None:
         """Take a content out, if it is there."""
-        self._unlink(self._path(key))
+        with self._lock:
+            self._whole.discard(key)
+        self._budget.take_out(self._path(key).name)
+
+    def _note_whole(self, key: ChunkKey) -> None:
+        """Note a file that was read or written, and forget those that are gone once these are the most."""
+        with self._lock:
+            self._whole.add(key)
+            if len(self._whole) > 2 * self._budget.num_own + MIN_FORGOTTEN:
+                names = self._budget.own_names()
+                self._whole = {each for each in self._whole if self._path(each).name in names}
 
     def _header(self, key: ChunkKey, size: int) -> bytes:
         facts = {"lowlat": VERSION, "fingerprint": self.fingerprint, "digest": key.digest.hex(), "pool": key.pool}
@@ -161,66 +170,6 @@ class DiskTier:
 
     def _path(self, key: ChunkKey) -> Path:
         return self.root / f"{key.digest.hex()}{key.pool}{SUFFIX}"
-
-    def _files(self) -> list[tuple[int, int, Path]]:
-        found = []
-        for path in self.root.glob(f"*{SUFFIX}"):
-            try:
-                facts = path.stat()
-            except FileNotFoundError:  # another process has taken it out
-                continue
-            found.append((facts.st_mtime_ns, facts.st_size, path))
-        return sorted(found)
-
-    def _count(self) -> None:
-        """Count all files, other processes' and unfinished ones, too, and list the oldest whole ones that may go.
-
-        What was left unfinished by processes that were killed goes.
-        """
-        changed, unfinished, files = (
-            self.root.stat().st_mtime_ns,
-            take_out_unfinished(self.root, WRITING),
-            self._files(),
-        )
-        names = {path.name for _, _, path in files}
-        with self._lock:
-            self._seen, self.num_bytes = changed, unfinished + sum(size for _, size, _ in files)
-            self._whole = {key for key in self._whole if self._path(key).name in names}
-        self._oldest = deque(islice((each for each in files if not self._is_pinned(_key_of(each[2]))), MAX_LISTED))
-
-    def _make_space(self, size: int) -> bool:
-        """Take the oldest files out until so many bytes fit; False: they cannot.
-
-        A file that was used, or pinned, since it was listed stays: it is not among the oldest any more.
-        """
-        if size > self.max_bytes:
-            return False
-        if self.root.stat().st_mtime_ns != self._seen:
-            self._count()
-        for may_count in (True, False):
-            while self._oldest and self.num_bytes + size > self.max_bytes:
-                changed, each, path = self._oldest.popleft()
-                if not self._is_pinned(_key_of(path)) and _changed(path) == changed:
-                    self._unlink(path, each)
-            if self.num_bytes + size <= self.max_bytes:
-                return True
-            if may_count:
-                self._count()
-        return False
-
-    def _unlink(self, path: Path, size: int | None = None) -> None:
-        with self._lock:
-            self._whole.discard(_key_of(path))
-        try:
-            size = path.stat().st_size if size is None else size
-            path.unlink()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            self._miss(path, f"it cannot be taken out: {error}")
-            return
-        with self._lock:
-            self.num_bytes -= size
 
     def _miss(self, path: Path, problem: str) -> None:
         """Say once, of whatever thread, that files cannot be used; what they hold is read by prefill again."""
@@ -247,18 +196,14 @@ def _fill(file: RawIOBase, view: memoryview) -> bool:
     return True
 
 
-def _changed(path: Path) -> int | None:
-    """When a file was used last; None: it is gone."""
+def _is_at(path: Path, inode: int) -> bool:
+    """Whether a file is at a path still: another may have been written in its place while it was read."""
     try:
-        return path.stat().st_mtime_ns
-    except FileNotFoundError:
-        return None
+        return path.stat().st_ino == inode
+    except OSError:
+        return False
 
 
-def _key_of(path: Path) -> ChunkKey:
+def _key_of(name: str) -> ChunkKey:
     """The key of a file, by its name."""
-    name = path.name.removesuffix(SUFFIX)
-    try:
-        return ChunkKey(bytes.fromhex(name[:64]), name[64:])
-    except ValueError:  # somebody's own
-        return ChunkKey(b"", name)
+    return ChunkKey(bytes.fromhex(name[:64]), name[64:].removesuffix(SUFFIX))

@@ -81,10 +81,11 @@ class CacheTiers:
         self.max_bytes_per_s = max_bytes_per_s
         self._lock = threading.Condition(threading.RLock())
         self._coming: set[ChunkKey] = set()
+        self._misread: set[ChunkKey] = set()  # of those, what has been dropped since
         self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
         self._saving: set[ChunkKey] = set()
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
-        self._dropping: set[ChunkKey] = set()  # wrong, and not yet taken out everywhere
+        self._dropping = Counter[ChunkKey]()  # wrong, and not yet taken out everywhere: orders of each
         self._asked: OrderedDict[bytes, tuple[int, int | None]] = OrderedDict()  # when chunks were, and the time before
         self._done: list[object] = []  # holders of copies that have ended
         self._failed: list[object] = []  # those of them whose content did not come to the device
@@ -231,8 +232,10 @@ class CacheTiers:
     def drop(self, key: ChunkKey) -> None:
         """Forget a content that is wrong, wherever it is, or will be."""
         with self._lock:
-            self._dropping.add(key)
+            self._dropping[key] += 1
             self._fresh.pop(key, None)
+            if key in self._coming:
+                self._misread.add(key)
             self._num_open += 1
         self._put_copy(1, lambda: partial(self._forget, key))
 
@@ -366,13 +369,16 @@ class CacheTiers:
         """Note a content that was read; None: it is not there, or could not be read."""
         with self._lock:
             self._coming.discard(key)
-            if content is None:
-                self._absent.add(key)
+            if key in self._misread:
+                self._misread.discard(key)
                 self.counts.misses += 1
+            elif content is None:
+                self.counts.misses += 1
+                if key not in self._host:  # else it was saved meanwhile, and has a file, or will have one
+                    self._absent.add(key)
             else:
                 self.counts.read += 1
-                if key not in self._dropping:
-                    self._fresh[key] = content
+                self._fresh[key] = content
             while len(self._fresh) > 2 * READ_AHEAD:  # of requests that were cancelled meanwhile
                 self._take_fresh(next(iter(self._fresh)))
             if not self._coming or time.monotonic() - self._told >= TELL_S:
@@ -465,12 +471,18 @@ class CacheTiers:
         self._writes.put(partial(self._write, key, content))
 
     def _write(self, key: ChunkKey, content: torch.Tensor) -> bool:
+        with self._lock:
+            if key in self._dropping:  # by an order after this one
+                self._end()
+                return False
         kept = False
         try:
             kept = self._disk is not None and self._disk.write(key, content)
         finally:
             self._unwritten.note(key, written=kept)
             with self._lock:
+                if kept:
+                    self._absent.discard(key)
                 self._end()
         return kept
 
@@ -506,7 +518,9 @@ class CacheTiers:
 
     def _forgotten(self, key: ChunkKey) -> None:
         with self._lock:
-            self._dropping.discard(key)
+            self._dropping[key] -= 1
+            if not self._dropping[key]:
+                del self._dropping[key]
             self._end()
 
 

@@ -53,7 +53,7 @@ STRUCTURED = {
 }
 TIER_GAUGES = {
     "cache_host_bytes": ("host_bytes", "Cached prefixes in host memory."),
-    "cache_disk_bytes": ("disk_bytes", "Cached prefixes in files."),
+    "cache_disk_bytes": ("disk_bytes", "Cached prefixes in files, those of others in the same cache_dir included."),
     "cache_copies_under_way": ("copies_under_way", "Copies between the device and the cache's host memory."),
 }
 TIERS = {

@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
-__all__ = ["constants_of", "is_string", "kinds_of", "typed_value", "value_of_kinds"]
+__all__ = ["constants_of", "is_string", "kinds_of", "referred", "takes_nothing", "typed_value", "value_of_kinds"]
 
 MAX_DEPTH = 8
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -54,6 +55,22 @@ def value_of_kinds(text: str, kinds: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def takes_nothing(schema: Any, depth: int = MAX_DEPTH) -> bool:
+    """Whether a schema is false, or a choice of such alone."""
+    if not isinstance(schema, Mapping):
+        return schema is False
+    choices = (schema.get(name) for name in ("anyOf", "oneOf") if depth)
+    return any(isinstance(c, list) and c and all(takes_nothing(each, depth - 1) for each in c) for c in choices)
+
+
+def referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """The schema at a reference such as `#/$defs/Color`; None where none is there."""
+    found: Any = root
+    for name in reference.removeprefix("#").strip("/").split("/"):
+        found = found.get(unquote(name).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
 def _kind(value: Any) -> frozenset[str]:
     """The types of a JSON value that is no string; NaN and infinity have none."""
     if value is None:
@@ -71,7 +88,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or not depth:
         return ALL
     if isinstance(schema.get("$ref"), str):
-        return _kinds(_referred(schema["$ref"], root), root, depth - 1)
+        return _kinds(referred(schema["$ref"], root), root, depth - 1)
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset({named}) & ALL or ALL
@@ -91,10 +108,3 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
 
 def _of_value(value: Any) -> frozenset[str]:
     return frozenset({"string"}) if isinstance(value, str) else _kind(value)
-
-
-def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    found: Any = root
-    for name in reference.removeprefix("#").strip("/").split("/"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found

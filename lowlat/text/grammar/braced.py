@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lowlat.text.answers.values import constants_of, kinds_of
+from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing
 from lowlat.text.grammar.exact import NotHeld
 
 __all__ = ["BracedRules"]
@@ -56,13 +56,16 @@ class BracedRules:
 
     def value(self, schema: Any, depth: int = MAX_DEPTH) -> str:
         """The expression of a value that fits a schema. Raises NotHeld, where strict, for what would not be held."""
+        if takes_nothing(schema):
+            raise NotHeld("a schema that takes no value: false, or of such alone")
         if not isinstance(schema, Mapping) or not schema.keys() - NAMING:
             return self._any
         for name in ("anyOf", "oneOf"):  # where strict, no value fits two branches of a oneOf: `one_of.py`
             if isinstance(schema.get(name), list) and schema.keys() - NAMING == {name} and depth:
                 if not schema[name]:
                     raise NotHeld(f"{name} is empty")
-                return "(" + " | ".join(self.value(each, depth - 1) for each in schema[name]) + ")"
+                branches = [each for each in schema[name] if not takes_nothing(each)]
+                return "(" + " | ".join(self.value(each, depth - 1) for each in branches) + ")"
         kinds = kinds_of({"properties": {"x": schema}}, "x")
         held = frozenset().union(*(HELD[kind] for kind in kinds)) | NAMING
         if self._strict and (not schema.keys() <= held or not depth):
@@ -95,12 +98,15 @@ class BracedRules:
         return _literal(json.dumps(value))
 
     def _array(self, schema: Mapping[str, Any], depth: int) -> str:
-        item = self.value(schema.get("items"), depth - 1)
+        is_empty = takes_nothing(schema.get("items")) or schema.get("maxItems") == 0
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(least, int) or (most is not None and not isinstance(most, int)) or least > MAX_ITEMS:
             raise NotHeld(f"minItems and maxItems must be integers, minItems at most {MAX_ITEMS}")
-        if most == 0:
+        if is_empty and least > 0:
+            raise NotHeld(f"minItems {least} of a list that takes no value")
+        if is_empty:
             return '"[" "]"'
+        item = self.value(schema.get("items"), depth - 1)
         end = "" if most is None else most - 1
         some = f'{item} ("," {item}){{{max(least - 1, 0)},{end}}}'
         return f'"[" {some} "]"' if least else f'"[" ({some})? "]"'
@@ -113,13 +119,16 @@ class BracedRules:
         required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
         if self._strict:
             self._check(schema, properties, required)
+        barred = {key for key, each in properties.items() if takes_nothing(each)}
+        if not barred.isdisjoint(required):
+            raise NotHeld(f"{min(barred.intersection(required))}: is required, and its schema takes no value")
         if not properties:
             if schema.get("additionalProperties") is False:
                 return '"{" "}"'
             return f'"{{" ({ANY_KEY} ":" {self._any} ("," {ANY_KEY} ":" {self._any})*)? "}}"'
         name = f"{self._prefix}_object_{self._num}"
         self._num += 1
-        keys = sorted((key for key in properties if _is_plain(key)), key=str.lower)
+        keys = sorted((key for key in properties if key not in barred and _is_plain(key)), key=str.lower)
         for place, key in enumerate(keys):
             pair = f"{_literal(key + ':')} {self.value(properties[key], depth - 1)}"
             self.lines.append(f"{name}_pair_{place}: {pair}")

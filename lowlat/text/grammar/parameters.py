@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lowlat.text.answers.values import constants_of, kinds_of, value_of_kinds
+from lowlat.text.answers.values import constants_of, kinds_of, referred, takes_nothing, value_of_kinds
 from lowlat.text.grammar.exact import NotHeld
 from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.templates.tags import END_PARAMETER, PARAMETER
@@ -19,6 +19,7 @@ CHOICES = ("anyOf", "oneOf")
 NAMING = frozenset({"description", "title", "$schema", "default", "examples"})
 BARE = frozenset({"type"}) | NAMING
 CONSTANT = frozenset({"enum", "const"}) | BARE
+EMPTY = '""'
 HELD = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS}) | NAMING
 
 
@@ -41,18 +42,22 @@ def parameter_rules(
         _check(schema, properties, required)
     if not properties:
         if schema.get("additionalProperties") is False or strict:
-            return [f'{name}: ""']
+            return [f"{name}: {EMPTY}"]
         key = f"{_literal(PARAMETER)} /[^>\\n]+/ {_literal('>' + line)}"
         return [f"{name}: ({key} {name}_value)*", f"{name}_value[lazy]: TEXT {_literal(end)}"]
     places, rules = [], []
     for place, key in enumerate(properties):
         if not strict and (">" in key or "\n" in key):
             continue
+        if takes_nothing(_resolved(key, properties[key], schema, strict=strict)):
+            if key in required:
+                raise NotHeld(f"{key}: is required, and its schema takes no value")
+            continue
         rule = f"{name}_{place}"
         places.append(rule if key in required else f"{rule}?")
         begin = _literal(f"{PARAMETER}{key}>{line}")
         rules += [f"{rule}: {begin} {rule}_value", *_value(f"{rule}_value", key, schema, options, end, strict=strict)]
-    return [f"{name}: {' '.join(places)}", *rules]
+    return [f"{name}: {' '.join(places) or EMPTY}", *rules]
 
 
 def _value(
@@ -60,8 +65,11 @@ def _value(
 ) -> list[str]:
     own = schema["properties"][key]
     own = own if isinstance(own, Mapping) else {}
-    choice = next((name for name in CHOICES if own.keys() - NAMING == {name} and isinstance(own[name], list)), None)
-    branches: list[Any] = [own] if choice is None else own[choice]
+    found = _resolved(key, own, schema, strict=strict)
+    found = found if isinstance(found, Mapping) else {}
+    choice = next((name for name in CHOICES if found.keys() - NAMING == {name} and isinstance(found[name], list)), None)
+    written: list[Any] = [found] if choice is None else [each for each in found[choice] if not takes_nothing(each)]
+    branches = [_resolved(key, branch, schema, strict=strict) for branch in written]
     is_text = ["string" in kinds_of({**schema, "properties": {key: branch}}, key) for branch in branches]
     defined = {name: schema[name] for name in DEFINITIONS if name in schema}
     if not any(is_text):
@@ -70,15 +78,40 @@ def _value(
     constants = [_constants(branch) for branch in branches]
     is_free = any(each is None and text for each, text in zip(constants, is_text, strict=True))
     if strict:
-        _check_text(key, schema, branches, constants, is_free=is_free)
+        own = {**found, choice: branches} if choice is not None else found
+        _check_text(key, {**schema, "properties": {key: own}}, branches, constants, is_free=is_free)
     if is_free:
         return [f"{rule}[lazy]: TEXT {_literal(end)}"]
     ways, rules = [_literal(_text(key, value)) for each in constants for value in each or ()], list[str]()
     if choice is not None and None in constants:
-        others = [branch if each is None else False for branch, each in zip(branches, constants, strict=True)]
+        others = [branch if each is None else False for branch, each in zip(written, constants, strict=True)]
         ways.append(f"{rule}_json")
         rules.append(f"{rule}_json: %json {json.dumps({**defined, choice: others, **options})}")
     return [f"{rule}: ({' | '.join(ways)}) {_literal(end)}", *rules]
+
+
+def _resolved(key: str, schema: Any, root: Mapping[str, Any], *, strict: bool) -> Any:
+    """What a schema refers to that is a reference and no more, as pydantic writes an enum; the schema, if it is none.
+
+    Raises NotHeld, where strict, for a reference that leads to nothing or back to itself.
+    """
+    found, seen = schema, list[str]()
+    while isinstance(found, Mapping):
+        names = found.keys() - NAMING
+        if names == {"allOf"} and isinstance(found["allOf"], list) and len(found["allOf"]) == 1:
+            found = found["allOf"][0]
+            continue
+        if names != {"$ref"} or not isinstance(found["$ref"], str):
+            break
+        reference = found["$ref"]
+        found = None if reference in seen else referred(reference, root)
+        if found is None:
+            if strict:
+                back = "back to itself" if reference in seen else "to nothing in the schema"
+                raise NotHeld(f"{key}: $ref {reference!r:.80} leads {back}")
+            return schema
+        seen.append(reference)
+    return found
 
 
 def _constants(schema: Any) -> list[Any] | None:
