@@ -18,7 +18,9 @@ from lowlat.options.request import SamplingParams, ToolCallDelta
 from lowlat.serving.http import __file__ as http_folder
 from lowlat.text import AnswerStream, TextCodec, tools_of
 from lowlat.text.answers.formats import FORMATS, REASONING, format_of
+from lowlat.text.grammar.exact import NotHeld
 from lowlat.text.grammar.one_of import first_overlap
+from lowlat.text.grammar.references import inlined
 from lowlat.text.grammar.tool_calls import GRAMMARS
 
 # Templates that mark what their families' do, and no more.
@@ -272,6 +274,27 @@ TYPED = {"type": "object", **NUMBERED}
             ["blue", '{"c": "blue"}', "{}"],
         ),
         ("Qwen3-Coder", {"type": "array", "items": to("Color")}, ['["red"]'], ['["blue"]', "red"]),
+        (
+            "Gemma 4",
+            to("Color", description="of it"),
+            [f"{MARK}red{MARK}", f"{MARK}a/b{MARK}"],
+            [f"{MARK}blue{MARK}", "1"],
+        ),
+        ("Gemma 4", to("Point"), [f"{{c:{MARK}red{MARK}}}"], [f"{{c:{MARK}blue{MARK}}}", "{}", f"{MARK}red{MARK}"]),
+        ("Gemma 4", to("Maybe"), [f"{MARK}red{MARK}", "null"], [f"{MARK}blue{MARK}", "1"]),
+        ("Gemma 4", {"allOf": [to("Alias")], "default": "red"}, [f"{MARK}red{MARK}"], [f"{MARK}blue{MARK}"]),
+        (
+            "Gemma 4",
+            {"type": "array", "items": to("Color")},
+            [f"[{MARK}red{MARK}]", "[]"],
+            [f"[{MARK}blue{MARK}]", "[1]"],
+        ),
+        (
+            "Gemma 4",
+            {"oneOf": [to("Color"), to("Point")]},
+            [f"{MARK}red{MARK}", f"{{c:{MARK}red{MARK}}}"],
+            [f"{MARK}blue{MARK}", "{}"],
+        ),
         ("Qwen3-Coder", to("Tree"), ['{"next": {}}'], ['{"next": 1}', "text"]),
     ],
 )
@@ -329,6 +352,9 @@ def test_a_schema_of_false_takes_no_value(name: str, strict: bool) -> None:
         ("Gemma 4", {"items": {"type": "integer"}}, "items without a type; give one"),
         ("Gemma 4", {"type": "integer", "enum": ["a"]}, "enum, or const, has no value of the schema's type"),
         ("Gemma 4", {"anyOf": []}, "anyOf is empty"),
+        ("Gemma 4", to("Tree"), "$ref '#/$defs/Tree' leads back to itself"),
+        ("Gemma 4", to("None"), "$ref '#/$defs/None' leads to nothing in the schema"),
+        ("Gemma 4", {"oneOf": [to("Color"), to("Alias")]}, "oneOf at #/properties/x is not held"),
         ("Qwen3-Coder", {"oneOf": [TEXT, TEXT]}, "oneOf at #/properties/x is not held"),
         ("Qwen3-Coder", {"anyOf": [{**TEXT, "pattern": "^a"}, {"type": "null"}]}, "x: pattern of a string"),
         ("Qwen3-Coder", {"anyOf": [TEXT, {"type": "integer", "minimum": 5}]}, "x: minimum of a string"),
@@ -504,3 +530,23 @@ def test_nothing_leaks_from_a_harmony_answer_cut_anywhere(text: str) -> None:
             cut, some = read(codec, tokens[:place], params)
             assert content.startswith(cut), text
             assert [name for name, _ in some] == [name for name, _ in calls][: len(some)]
+
+
+def test_references_without_end_are_any_value_where_a_tool_is_not_strict() -> None:
+    assert takes("Gemma 4", to("Tree"), "{next:{next:{}}}", strict=False) and takes(
+        "Gemma 4", to("Tree"), "{next:1}", strict=False
+    )
+    assert not takes("Gemma 4", to("Tree"), "1", strict=False)
+    assert takes("Gemma 4", to("None"), "1", strict=False)
+    whole = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert inlined({"$ref": "#/$defs/P", "$defs": {"P": whole}}, strict=True) == whole
+
+
+def test_references_that_multiply_are_refused() -> None:
+    """Each definition has two of the one before: 2 ** 20 in all."""
+    definitions: dict[str, Any] = {"of0": {"type": "integer"}}
+    for level in range(1, 20):
+        definitions[f"of{level}"] = {"type": "object", "properties": {key: to(f"of{level - 1}") for key in "ab"}}
+    for strict in (True, False):
+        with pytest.raises(NotHeld, match="more than 1000 references"):
+            inlined({"type": "object", "properties": {"x": to("of19")}, "$defs": definitions}, strict=strict)

@@ -10,10 +10,10 @@ from typing import Any
 
 from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing
 from lowlat.text.grammar.exact import NotHeld
+from lowlat.text.grammar.references import NAMING
 
 __all__ = ["BracedRules"]
 
-NAMING = frozenset({"description", "title", "$schema", "default", "examples"})
 HELD = {  # keywords that rules hold, by the kind of value
     "string": frozenset({"type", "enum", "const"}),
     "array": frozenset({"type", "items", "minItems", "maxItems"}),

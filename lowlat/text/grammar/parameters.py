@@ -7,16 +7,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lowlat.text.answers.values import constants_of, kinds_of, referred, takes_nothing, value_of_kinds
+from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing, value_of_kinds
 from lowlat.text.grammar.exact import NotHeld
 from lowlat.text.grammar.one_of import first_overlap, refusal
+from lowlat.text.grammar.references import DEFINITIONS, NAMING, resolved
 from lowlat.text.templates.tags import END_PARAMETER, PARAMETER
 
 __all__ = ["parameter_rules"]
 
-DEFINITIONS = ("$defs", "definitions")
 CHOICES = ("anyOf", "oneOf")
-NAMING = frozenset({"description", "title", "$schema", "default", "examples"})
 BARE = frozenset({"type"}) | NAMING
 CONSTANT = frozenset({"enum", "const"}) | BARE
 EMPTY = '""'
@@ -49,7 +48,7 @@ def parameter_rules(
     for place, key in enumerate(properties):
         if not strict and (">" in key or "\n" in key):
             continue
-        if takes_nothing(_resolved(key, properties[key], schema, strict=strict)):
+        if takes_nothing(resolved(key, properties[key], schema, strict=strict)):
             if key in required:
                 raise NotHeld(f"{key}: is required, and its schema takes no value")
             continue
@@ -65,11 +64,11 @@ def _value(
 ) -> list[str]:
     own = schema["properties"][key]
     own = own if isinstance(own, Mapping) else {}
-    found = _resolved(key, own, schema, strict=strict)
+    found = resolved(key, own, schema, strict=strict)
     found = found if isinstance(found, Mapping) else {}
     choice = next((name for name in CHOICES if found.keys() - NAMING == {name} and isinstance(found[name], list)), None)
     written: list[Any] = [found] if choice is None else [each for each in found[choice] if not takes_nothing(each)]
-    branches = [_resolved(key, branch, schema, strict=strict) for branch in written]
+    branches = [resolved(key, branch, schema, strict=strict) for branch in written]
     is_text = ["string" in kinds_of({**schema, "properties": {key: branch}}, key) for branch in branches]
     defined = {name: schema[name] for name in DEFINITIONS if name in schema}
     if not any(is_text):
@@ -88,30 +87,6 @@ def _value(
         ways.append(f"{rule}_json")
         rules.append(f"{rule}_json: %json {json.dumps({**defined, choice: others, **options})}")
     return [f"{rule}: ({' | '.join(ways)}) {_literal(end)}", *rules]
-
-
-def _resolved(key: str, schema: Any, root: Mapping[str, Any], *, strict: bool) -> Any:
-    """What a schema refers to that is a reference and no more, as pydantic writes an enum; the schema, if it is none.
-
-    Raises NotHeld, where strict, for a reference that leads to nothing or back to itself.
-    """
-    found, seen = schema, list[str]()
-    while isinstance(found, Mapping):
-        names = found.keys() - NAMING
-        if names == {"allOf"} and isinstance(found["allOf"], list) and len(found["allOf"]) == 1:
-            found = found["allOf"][0]
-            continue
-        if names != {"$ref"} or not isinstance(found["$ref"], str):
-            break
-        reference = found["$ref"]
-        found = None if reference in seen else referred(reference, root)
-        if found is None:
-            if strict:
-                back = "back to itself" if reference in seen else "to nothing in the schema"
-                raise NotHeld(f"{key}: $ref {reference!r:.80} leads {back}")
-            return schema
-        seen.append(reference)
-    return found
 
 
 def _constants(schema: Any) -> list[Any] | None:

@@ -19,6 +19,7 @@ from lowlat.text.grammar.braced import BracedRules
 from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
 from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.grammar.parameters import parameter_rules
+from lowlat.text.grammar.references import inlined
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
 from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
@@ -166,6 +167,7 @@ def _braced(codec: TextCodec, calls: ToolCalls) -> list[str]:
         schema, _ = _exact(_named(function), function.parameters or ANYTHING, strict=function.strict)
         made = BracedRules(mark, strict=function.strict, prefix=f"of_{place}")
         try:
+            schema = inlined(schema, strict=function.strict)
             if function.strict and (path := first_overlap(schema)) is not None:
                 raise NotHeld(refusal(path))
             arguments = made.arguments(schema)
