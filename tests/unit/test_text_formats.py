@@ -547,6 +547,7 @@ def test_references_that_multiply_are_refused() -> None:
     definitions: dict[str, Any] = {"of0": {"type": "integer"}}
     for level in range(1, 20):
         definitions[f"of{level}"] = {"type": "object", "properties": {key: to(f"of{level - 1}") for key in "ab"}}
-    for strict in (True, False):
-        with pytest.raises(NotHeld, match="more than 1000 references"):
-            inlined({"type": "object", "properties": {"x": to("of19")}, "$defs": definitions}, strict=strict)
+    schema = {"type": "object", "properties": {"x": to("of19")}, "$defs": definitions}
+    with pytest.raises(NotHeld, match="more than 1000 references"):
+        inlined(schema, strict=True)
+    assert len(json.dumps(inlined(schema, strict=False))) < 200_000

@@ -36,8 +36,8 @@ def resolved(key: str, schema: Any, root: Mapping[str, Any], *, strict: bool) ->
 def inlined(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     """The schema with what each reference leads to in its place, and without definitions.
 
-    Raises NotHeld for too many; and, where strict, for a reference that leads to nothing or back to itself: it is
-    otherwise one to any value.
+    Raises NotHeld, where strict, for too many, or one that leads to nothing or back to itself; where not, these lead to
+    any value.
     """
     num_inlined = 0
 
@@ -48,14 +48,12 @@ def inlined(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
         step = _step(value)
         if isinstance(step, str):
             found = None if step in within else referred(step, schema)
-            if found is None:
-                if strict:
-                    raise NotHeld(_refusal(step, is_known=step in within))
-                return {}
             num_inlined += 1
-            if num_inlined > MAX_INLINED:
+            if strict and found is None:
+                raise NotHeld(_refusal(step, is_known=step in within))
+            if strict and num_inlined > MAX_INLINED:
                 raise NotHeld(f"more than {MAX_INLINED} references, those of what they lead to included")
-            return of(found, (*within, step))
+            return {} if found is None or num_inlined > MAX_INLINED else of(found, (*within, step))
         if step is not None:
             return of(step[0], within)
         return parts_of(value, within) if isinstance(value, Mapping) else value
