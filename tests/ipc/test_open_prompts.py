@@ -128,6 +128,7 @@ def test_refusals_name_value_limit_and_knob(serve: Serve) -> None:
                 time.sleep(0.05)
                 idle.append([])
         assert caught.value.code == "deadline"
+        eventually(lambda: client.health().num_running == 0)
         late = client.open_prompt(max_tokens=40, deadline_s=0.001)
         late.append("x")
         assert [chunk.code for chunk in late.finish()][-1] in (None, "deadline")
