@@ -58,6 +58,10 @@ class BufferSpec:
         """Bytes that the buffer takes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def without_memory(self) -> torch.Tensor:
+        """A tensor of its shape and dtype that has no memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
 
 class BufferSet(Mapping[str, torch.Tensor]):
     """Buffers allocated from their specs, by name; addresses never change.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lowlat.graphs import Role, aligned_bytes
 from lowlat.graphs.program import Program, Stage
 
-__all__ = ["APART", "ScratchPlaces", "place_scratch"]
+__all__ = ["APART", "ScratchPlaces", "may_overlap", "place_scratch"]
 
 APART = 12  # operations from a buffer's last use to the first one of another in its place; more than a launch covers
 
@@ -39,15 +39,20 @@ class _Held:
         return self.first <= other.last + APART and other.first <= self.last + APART
 
 
+def may_overlap(program: Program) -> bool:
+    """Whether a program's scratch may overlap, and lack what no launch is given: that of prefill alone."""
+    return all(op.stage is Stage.PREFILL for op in program.ops)
+
+
 def place_scratch(program: Program, unused: Collection[str] = ()) -> ScratchPlaces:
     """The places of a program's scratch: the largest buffers come first, each as low as those that it meets allow.
 
-    unused  of prefill buffers that no launch is given: they have no place
+    unused  buffers that no launch is given: they have no place
     """
-    shares, end = all(op.stage is Stage.PREFILL for op in program.ops), len(program.ops)
+    shares, end = may_overlap(program), len(program.ops)
     held = []
     for spec in program.specs(Role.SCRATCH):
-        if shares and spec.name in unused:
+        if spec.name in unused:
             continue
         uses = program.uses.get(spec.name, ())
         whole = not shares or not uses or uses[0][1]  # what is read or updated first holds what it was allocated with

@@ -141,6 +141,11 @@ class KernelCall:
     dependent: bool = True
     planned: Planned | None = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among the arguments."""
+        return [each for each in self.arguments if isinstance(each, torch.Tensor)]
+
     def __post_init__(self) -> None:
         if len(self.arguments) != len(self.kernel.signature):
             raise ValueError(

@@ -39,7 +39,7 @@ from lowlat.executors.workspace import PlannedWorkspaces, SharedWorkspace
 from lowlat.graphs import Bucket, BufferSet, Role
 from lowlat.graphs.launch import Launch
 from lowlat.graphs.program import Program
-from lowlat.graphs.scratch import ScratchPlaces, place_scratch
+from lowlat.graphs.scratch import ScratchPlaces, may_overlap, place_scratch
 from lowlat.kernels.moe.packing import PackedExperts
 from lowlat.kernels.step.publish import LoopControl
 from lowlat.kernels.toolchain.kernel import Gpu
@@ -47,7 +47,7 @@ from lowlat.lowering.binding import Binding, sum_in_parts
 from lowlat.lowering.counts import count_launches
 from lowlat.lowering.device_weights import DeviceWeights
 from lowlat.lowering.lower import LoweredGroup, lower, weight_layouts
-from lowlat.lowering.memory import Workspaces, few_layers, largest, lowered_needs, tensors_of
+from lowlat.lowering.memory import Workspaces, few_layers, largest, lowered_needs
 from lowlat.lowering.weight_parts import expert_parts, packed_weights
 from lowlat.step.variants import PASS
 
@@ -87,7 +87,7 @@ DEFAULT = KernelOptions()
 def _check_memory(program: Program, groups: Sequence[LoweredGroup]) -> None:
     """Raise DeviceError where a call is given a buffer without memory: the plan says that none is."""
     for group in groups:
-        if any(tensor.is_meta for call in group.calls for tensor in tensors_of(call)):
+        if any(tensor.is_meta for call in group.calls for tensor in call.tensors):
             raise DeviceError(f"{program.name}: {group.name} is given a buffer that is planned as unused")
 
 
@@ -210,11 +210,7 @@ class KernelExecutor(ABC):
         """A bucket's or a prefill's program, or one of its operations, onto the memory of that size."""
         arguments = self._arguments.device
         scratch = self._scratch[size]
-        unused = {
-            spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-            for spec in program.specs(Role.SCRATCH)
-            if spec.name not in scratch
-        }
+        unused = {spec.name: spec.without_memory() for spec in program.specs(Role.SCRATCH) if spec.name not in scratch}
         buffers = {**self.state, **scratch, **unused}
         if not isinstance(size, Bucket):
             buffers |= {**arguments, **first_rows(program, {**self.state, **arguments})}
@@ -238,7 +234,8 @@ class KernelExecutor(ABC):
     def _lower(self, size: Size, loop: LoopControl | None = None) -> tuple[LoweredGroup, ...]:
         place = self._place
         groups = lower(self._binding(size, self._programs[size], loop), fuse=self._fuse)
-        _check_memory(self._programs[size], groups)
+        if may_overlap(self._programs[size]):
+            _check_memory(self._programs[size], groups)
         return groups if place is None else place.forwarding(groups, self.state["command_tail"])
 
     def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:

@@ -53,7 +53,7 @@ def weights_without_memory(
 def buffers_without_memory(program: Program) -> dict[str, torch.Tensor]:
     """A program's buffers and constants by name."""
     specs = program.specs(*STATE_ROLES, Role.SCRATCH, Role.CONSTANT)
-    return {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in specs}
+    return {spec.name: spec.without_memory() for spec in specs}
 
 
 def planned_workspaces(

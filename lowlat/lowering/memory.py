@@ -14,16 +14,16 @@ import torch
 
 from lowlat.graphs import Role
 from lowlat.graphs.program import Op, Program
+from lowlat.graphs.scratch import may_overlap
 from lowlat.kernels.gemm.packing import TILE_COLUMNS, TILE_ROWS
-from lowlat.kernels.toolchain.kernel import KernelCall
-from lowlat.lowering.binding import Binding, Call
+from lowlat.lowering.binding import Binding
 from lowlat.lowering.lower import LoweredGroup, lower
 from lowlat.lowering.prefill_attention import FLASH_DIM, refresh_bytes
 from lowlat.lowering.weight_parts import GEMMS
 
 __all__ = [
     "FormOf", "LoweredNeeds", "Workspaces", "few_layers", "largest", "lowered_needs", "memory_of", "temporary_bytes",
-    "tensors_of", "workspace_bytes",
+    "workspace_bytes",
 ]  # fmt: skip
 
 ATTENTION = ("prefill_attention", "refresh_attention")
@@ -50,10 +50,12 @@ class _Asked:
 
 
 class LoweredNeeds(NamedTuple):
-    """What lowered programs take: workspaces that they share, and operations that a library covers, with their program.
+    """The needs of lowered programs that share their workspaces.
 
     workspaces  the elements that each needs, by name and dtype
-    unused      by program scratch that no call is given: fused launches keep to themselves what it would hold
+    by_library  operations that a library covers, each with its program
+    unused      by program scratch that no call is given: fused launches keep to themselves what it would hold; none of
+                programs whose scratch never overlaps
     """
 
     workspaces: Workspaces
@@ -62,7 +64,7 @@ class LoweredNeeds(NamedTuple):
 
 
 def lowered_needs(bindings: Iterable[Binding], *, fuse: bool = True) -> LoweredNeeds:
-    """What programs take that share their workspaces.
+    """The needs of programs that share their workspaces.
 
     bindings  of programs onto any memory, of few layers each; nothing is taken of their own workspaces
     fuse      see `lower`
@@ -78,23 +80,16 @@ def lowered_needs(bindings: Iterable[Binding], *, fuse: bool = True) -> LoweredN
 
 
 def _unused(binding: Binding, groups: Iterable[LoweredGroup]) -> frozenset[str]:
-    given = {memory_of(tensor) for group in groups for call in group.calls for tensor in tensors_of(call)}
+    if not may_overlap(binding.program):
+        return frozenset()
+    given = {memory_of(tensor) for group in groups for call in group.calls for tensor in call.tensors}
     uses = binding.program.uses  # others are of layers that were left out
     scratch = [spec.name for spec in binding.program.specs(Role.SCRATCH) if spec.name in uses]
     return frozenset(name for name in scratch if memory_of(binding.buffers[name]) not in given)
 
 
-def tensors_of(call: Call) -> list[torch.Tensor]:
-    """The tensors among a call's arguments."""
-    return (
-        [each for each in call.arguments if isinstance(each, torch.Tensor)]
-        if isinstance(call, KernelCall)
-        else call.tensors
-    )
-
-
 def memory_of(tensor: torch.Tensor) -> int:
-    """What tells a tensor's memory from others', where it has none, too: views have that of their base."""
+    """A number of a tensor's memory, of one without any, too: views have that of their base."""
     return int(tensor.untyped_storage()._cdata)
 
 

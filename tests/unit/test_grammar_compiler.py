@@ -115,7 +115,7 @@ def test_a_hostile_grammar_holds_up_no_other(compiler: GrammarCompiler) -> None:
 
 
 def test_to_find_the_place_of_a_refusal_takes_no_more_time_than_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has patience for a part of that time is told that it is over, and whoever has it all is refused."""
+    """A caller with patience for a part of that time is told that it is over, and one with all of it is refused."""
     limits: list[float] = []
 
     def too_long(self: Trials, schema: str, paths: Any, limit_s: float) -> None:

@@ -22,7 +22,7 @@ from lowlat.kernels.toolchain.kernel import H200, Gpu
 from lowlat.lowering.binding import Binding
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.lower import FUSIONS, lower
-from lowlat.lowering.memory import memory_of, tensors_of
+from lowlat.lowering.memory import memory_of
 from lowlat.models.weight_plan import weight_plan
 from lowlat.step.prefill import build_prefill, build_prefills
 
@@ -79,7 +79,7 @@ def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu
     groups = lower(Binding(program, buffers, packed, gpu, SharedWorkspace(META), is_invariant=False))
     given: dict[str, tuple[int, int]] = {}
     for place, call in enumerate(call for group in groups for call in group.calls):
-        for tensor in tensors_of(call):
+        for tensor in call.tensors:
             spec = held.get(memory_of(tensor))
             if spec is not None:
                 given[spec.name] = given.get(spec.name, (place, place))[0], place

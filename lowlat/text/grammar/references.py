@@ -14,7 +14,7 @@ MAX_INLINED = 1000  # references of a schema: each may lead to others
 
 
 def resolved(key: str, schema: Any, root: Mapping[str, Any], *, strict: bool) -> Any:
-    """What a schema refers to that is a reference and no more, as pydantic writes an enum; the schema, if it is none.
+    """The schema to which a mere reference leads, as pydantic writes an enum; the schema itself, if it is none.
 
     key  of the argument, for errors
     Raises NotHeld, where strict, for a reference that leads to nothing or back to itself.

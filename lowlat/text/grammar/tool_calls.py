@@ -107,7 +107,7 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
 
 
 def place_of(rule: str, text: str) -> tuple[str, tuple[str, ...]]:
-    """Whose schema a rule of `tool_grammar` holds, as errors name it, and the steps to it within the parameters.
+    """The tool whose schema a rule of `tool_grammar` holds, as errors name it, and the steps to it in its parameters.
 
     text  of the calls
     """

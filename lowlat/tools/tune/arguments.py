@@ -12,6 +12,7 @@ import torch
 
 from lowlat.kernels.gemm.packing import RUN
 from lowlat.kernels.toolchain.kernel import Argument, KernelCall
+from lowlat.lowering.memory import memory_of
 
 __all__ = ["MOST_PLACES", "ROTATED_BYTES", "Places", "fill_numbers"]
 
@@ -25,7 +26,7 @@ def fill_numbers(calls: Sequence[KernelCall]) -> None:
 
     Slot 0, position 0, block 0 and no position to write are there in any pair.
     """
-    for tensor in _tensors(calls):
+    for tensor in (each for call in calls for each in call.tensors):
         if tensor.is_floating_point():
             tensor.normal_(0.0, DEVIATION)
         elif tensor.dtype == torch.uint8:
@@ -42,13 +43,13 @@ class Places:
 
     def __init__(self, device: torch.device, weights: Sequence[torch.Tensor], total_bytes: int) -> None:
         self._device, self._total_bytes = device, total_bytes
-        self._weights = {_storage(tensor) for tensor in weights}
+        self._weights = {memory_of(tensor) for tensor in weights}
         self._memory: dict[tuple[int, int], torch.Tensor] = {}
 
     def num_copies(self, calls: Sequence[KernelCall]) -> int:
         """The places of the weights of these calls."""
-        weights = [tensor for tensor in _tensors(calls) if _storage(tensor) in self._weights]
-        moved = sum({_storage(tensor): tensor.untyped_storage().nbytes() for tensor in weights}.values())
+        weights = [tensor for call in calls for tensor in call.tensors if memory_of(tensor) in self._weights]
+        moved = sum({memory_of(tensor): tensor.untyped_storage().nbytes() for tensor in weights}.values())
         rotated = min(ROTATED_BYTES, self._total_bytes)
         return max(1, min(MOST_PLACES, math.ceil(rotated / moved))) if moved else 1
 
@@ -60,13 +61,13 @@ class Places:
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """The content of the device's place of a tensor that is no weight; zeros where no call has it."""
-        found = self._memory.get((_storage(tensor), 0))
+        found = self._memory.get((memory_of(tensor), 0))
         return torch.zeros_like(tensor) if found is None else found.view(tensor.dtype).cpu()
 
     def _placed(self, argument: Argument, copy: int) -> Argument:
         if not isinstance(argument, torch.Tensor):
             return argument
-        storage = _storage(argument)
+        storage = memory_of(argument)
         is_weight = storage in self._weights
         place = storage, copy if is_weight else 0
         if place not in self._memory:
@@ -79,11 +80,3 @@ class Places:
         if is_weight and argument.dtype == torch.int32:  # columns of a permuted weight: each at a place of its own
             return torch.arange(0, size // 4 * RUN, RUN, dtype=torch.int32, device=self._device).view(torch.uint8)
         return torch.zeros(size, dtype=torch.uint8, device=self._device)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _tensors(calls: Sequence[KernelCall]) -> list[torch.Tensor]:
-    return [each for call in calls for each in call.arguments if isinstance(each, torch.Tensor)]
