@@ -2,10 +2,8 @@
 
 import errno
 import logging
-import math
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,20 +17,20 @@ import torch
 from recording import prompt_of, run_all
 from safetensors.torch import save_file
 from stages import later, staged
+from tier_cases import files_of, host_tier, key, memory
 from tiny_grammars import Breaking, submit_with
 from tiny_models import make_targets
 
 from lowlat import Runtime, SamplingParams, SpeculativeConfig
-from lowlat.checkpoint.files import take_out_unfinished, written_whole
+from lowlat.checkpoint.files import written_whole
 from lowlat.checkpoint.tensors import read_header
 from lowlat.engine.numerics import digest_of
 from lowlat.engine.scheduling.tiers import _files
 from lowlat.errors import ConfigError, DeviceError, SessionError
 from lowlat.sequence import window_book
 from lowlat.sequence.kvcache import KVCache
-from lowlat.sequence.tiers.arena import ALIGNMENT, HostArena
+from lowlat.sequence.tiers.arena import ALIGNMENT
 from lowlat.sequence.tiers.disk import DiskTier
-from lowlat.sequence.tiers.host import HostTier
 from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Mark, Save
 from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
@@ -164,28 +162,6 @@ def test_chunks_that_an_admission_found_are_held_no_longer_than_their_copies(
         assert runtime.kvcache.stats().num_used == 0
 
 
-def files_of(directory: Path) -> list[Path]:
-    return sorted(directory.rglob("*.chunk"))
-
-
-@pytest.mark.parametrize("damage", ["torn", "altered", "swapped", "empty"])
-def test_a_damaged_file_is_a_miss_and_is_taken_out(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
-    for number in range(2):
-        tier.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
-    path, other = files_of(tmp_path)
-    data = bytearray(path.read_bytes())
-    if damage == "altered":
-        data[len(data) // 2] ^= 1
-    data = bytearray(other.read_bytes()) if damage == "swapped" else data
-    path.write_bytes(data[: {"torn": len(data) - 1, "empty": 0}.get(damage, len(data))])
-    with caplog.at_level(logging.WARNING):
-        assert tier.read(key(0), memory) is None
-    assert len(caplog.records) == 1 and "cached prefix" in caplog.text and files_of(tmp_path) == [other]
-
-
 def test_damaged_files_are_read_again_by_prefill_with_one_warning(
     targets: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -308,164 +284,6 @@ def test_a_directory_that_lets_others_in_is_refused(targets: dict[str, Path], tm
         Runtime.load(targets["llama"], cache_dir=tmp_path, **OPTIONS)
     with pytest.raises(ConfigError, match="prefix_reuse"):
         Runtime.load(targets["llama"], host_cache_gib=1.0, prefix_reuse=False, **OPTIONS)
-
-
-def key(number: int) -> ChunkKey:
-    return ChunkKey(bytes([number]) * 32, "")
-
-
-def memory(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def host_tier(num_bytes: int, *pinned: ChunkKey) -> HostTier:
-    return HostTier(HostArena(num_bytes, memory), lambda key: key in pinned)
-
-
-def put(tier: HostTier, number: int, size: int) -> bool:
-    content = tier.reserve(size)
-    if content is None:
-        return False
-    content.fill_(number)
-    tier.put(key(number), content)
-    return True
-
-
-def test_the_host_tier_holds_no_more_than_its_budget_and_forgets_the_oldest() -> None:
-    page = 4096
-    tier = host_tier(16 * page)  # slabs of two pages
-    assert all(put(tier, number, page) for number in range(18))
-    assert key(1) not in tier and key(2) in tier and tier.num_bytes == 16 * page
-    held = tier.get(key(2))  # is on its way to the device: its memory is nobody else's
-    assert held is not None and put(tier, 20, page) and key(3) not in tier
-    assert all(put(tier, number, page) for number in range(21, 36)) and key(2) not in tier
-    assert held.tolist() == [2] * page and put(tier, 36, page) and len(tier) == 15
-    assert not put(tier, 37, 2 * page + 1) and len(tier) == 15
-    del held
-    assert all(put(tier, number, 2 * page) for number in range(40, 44))
-    assert put(tier, 50, 0) and key(50) in tier  # of blocks of which no layer keeps anything: all have windows
-    assert tier.num_bytes <= 16 * page and all(key(number) in tier for number in range(40, 44))
-
-
-@pytest.mark.parametrize(("before", "after"), [({1: 400, 18: 4}, {1: 20, 18: 20}), ({1: 64, 18: 21}, {1: 380, 18: 2})])
-def test_memory_of_one_size_becomes_another_s(before: dict[int, int], after: dict[int, int]) -> None:
-    """Contents that come in turn stay where they fit, whatever the sizes of those that were there: counts by pages."""
-    tier = host_tier(512 * 4096)  # slabs of 64 pages
-    missed = list[ChunkKey]()
-    for pool, counts in (("", before), *[(".later", after)] * 3):
-        missed.clear()
-        for pages, count in counts.items():
-            for number in range(count):
-                name = ChunkKey(f"{pages} {number}".encode(), pool)
-                if name not in tier:
-                    content = tier.reserve(pages * 4096)
-                    assert content is not None
-                    tier.put(name, content)
-                    missed.append(name)
-                tier.touch(name)
-    assert not missed
-
-
-def test_pinned_contents_stay_while_others_can_go() -> None:
-    page = 4096
-    tier = host_tier(16 * page, key(0), key(1))
-    assert all(put(tier, number, page) for number in range(30))
-    assert key(0) in tier and key(1) in tier and key(15) not in tier and key(16) in tier
-    tier = host_tier(16 * page, *map(key, range(20)))
-    assert all(put(tier, number, page) for number in range(17))  # what is read from files needs some memory
-    assert key(0) not in tier and key(1) in tier
-
-
-def test_files_stay_within_the_budget_and_are_shared_by_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.sequence.tiers.file_budget.WALK_SHARE", math.inf)
-    first, second = (DiskTier(tmp_path / "cache", 4000, "f" * 16) for _ in range(2))
-    for number in range(4):
-        first.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
-        os.utime(first.root / f"{key(number).digest.hex()}.chunk", (number, number))
-    sizes = [path.stat().st_size for path in files_of(tmp_path)]
-    assert len(sizes) == 3 and sum(sizes) <= 4000 and key(0) not in first
-    found = second.read(key(2), memory)
-    assert found is not None and found.tolist() == [2] * 1000
-    second.write(key(7), torch.zeros(1000, dtype=torch.uint8))  # counts the other's files
-    assert sum(path.stat().st_size for path in files_of(tmp_path)) <= 4000 and key(7) in first
-    assert DiskTier(tmp_path / "cache", 4000, "g" * 16).read(key(7), memory) is None
-    assert all(path.stat().st_mode & 0o077 == 0 for path in files_of(tmp_path))
-
-
-def test_a_full_tier_of_files_forgets_those_that_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowlat.sequence.tiers.disk.MIN_FORGOTTEN", 0)
-    tier = DiskTier(tmp_path / "cache", 60 * 300, "f" * 16)
-    for number in range(250):
-        assert tier.write(key(number), torch.full((40,), number, dtype=torch.uint8))
-        assert tier.read(key(0), memory) is not None  # which is the newest then
-    there = [number for number in range(250) if key(number) in tier]
-    assert [number for number in range(250) if tier.is_whole(key(number))] == there and 0 in there
-    assert len(there) <= len(tier._whole) <= 2 * len(there) + 1
-    tier.drop(key(0))
-    assert not tier.is_whole(key(0)) and key(0) not in tier._whole
-    other = DiskTier(tmp_path / "cache", 60 * 300, "f" * 16)
-    assert not other.is_whole(key(there[-1])) and key(there[-1]) in other
-
-
-def test_what_killed_processes_left_unfinished_counts_in_the_budget_until_it_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lowlat.sequence.tiers.file_budget.WALK_SHARE", math.inf)
-    tier = DiskTier(tmp_path / "cache", 4000, "f" * 16)
-    with subprocess.Popen(["true"]) as ended:
-        pass
-    left = tier.root / f".writing-{ended.pid}-abc"
-    left.write_bytes(bytes(2000))
-
-    def write() -> int:
-        """Bytes of all files after several were written."""
-        for number in range(6):
-            tier.write(key(number), torch.full((1000,), number, dtype=torch.uint8))
-        return sum(path.stat().st_size for path in tier.root.iterdir())
-
-    assert write() <= 4000 and left.exists() and len(list(tier.root.iterdir())) == 2
-    os.utime(left, (time.time() - 100, time.time() - 100))
-    assert write() <= 4000 and not left.exists() and len(list(tier.root.iterdir())) == 3
-
-
-def test_files_of_a_process_that_had_the_number_of_one_that_runs_are_nobody_s(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lowlat.checkpoint.files.STALE_S", 0.0)
-    for number in (1, os.getpid()):
-        for name, when in (("own", time.time() - 0.001), ("before", time.time() - 1e9)):
-            (tmp_path / f".writing-{number}-{name}").write_bytes(b"abc")
-            os.utime(tmp_path / f".writing-{number}-{name}", (when, when))
-    assert take_out_unfinished(tmp_path, ".writing-") == 2 * 3
-    assert {path.name for path in tmp_path.iterdir()} == {f".writing-{number}-own" for number in (1, os.getpid())}
-
-
-def test_a_full_disk_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
-    tier.root.chmod(0o500)
-    if os.access(tier.root, os.W_OK):  # root writes all the same
-        tier.root.rmdir()
-        tier.root.touch()
-    with caplog.at_level(logging.WARNING):
-        for number in range(3):
-            tier.write(key(number), torch.zeros(10, dtype=torch.uint8))
-    assert len(caplog.records) == 1 and "cannot be written" in caplog.text
-    assert tier.read(key(0), memory) is None
-
-
-def test_a_file_system_that_fails_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that steps asks whether a file is there: what its folder's system says then ends no runtime."""
-    tier = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
-    tier.write(key(0), torch.zeros(10, dtype=torch.uint8))
-    assert key(0) in tier
-
-    def stale(*_: object, **__: object) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", stale)
-        assert key(0) not in tier
-    assert key(0) in tier
 
 
 def test_what_a_full_disk_did_not_take_is_written_when_it_has_room(
@@ -763,21 +581,6 @@ def test_a_content_that_was_written_while_its_file_was_missed_is_found_again(
     found = tiers.find(KEY)
     assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10
     tiers.close()
-
-
-def test_a_reader_of_a_damaged_file_leaves_the_one_that_has_taken_its_place(tmp_path: Path) -> None:
-    disk, other = (DiskTier(tmp_path / "cache", 1 << 20, "f" * 16) for _ in range(2))
-    disk.write(KEY, torch.zeros(10, dtype=torch.uint8))
-    (path,) = files_of(tmp_path)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
-
-    def reserve(size: int) -> torch.Tensor:
-        other.write(KEY, torch.ones(10, dtype=torch.uint8))
-        return memory(size)
-
-    assert disk.read(KEY, reserve) is None
-    found = disk.read(KEY, memory)
-    assert found is not None and found.tolist() == [1] * 10
 
 
 def test_copies_name_their_holders_when_they_have_ended_and_keep_to_their_rate() -> None:
