@@ -5,8 +5,9 @@ adds the residual, rounds, and pushes the sum to the others: of a row that cross
 that is a part in float32 and a sum in bf16, where `exchange` pushes every part to everybody, in words twice as long.
 Numbers have no words of their own here: after a block's part of a row comes one word that counts.
 
-A block has a row, and blocks of both kinds wait for others' of the same row: those of one launch must start in their
-order, and those of all ranks run next to each other. Ranks that share a GPU have no room for that.
+A block pushes a row, adds one up, or takes one's sum. Those that push wait for nobody and leave, so that parts cross
+at the link's speed; the others wait for blocks of the same row: those of one launch must start in their order, and
+those of all ranks run next to each other. Ranks that share a GPU have no room for that.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,9 @@ from typing import Any
 import torch
 
 from lowlat.errors import ShapeError
-from lowlat.kernels.collectives.peers.chunk import added, bits_of, floats_of
 from lowlat.kernels.collectives.peers.words import MAX_RANKS, MISSING_BITS, WORD_BYTES, area_of, await_word, check_rank
-from lowlat.kernels.common.norm_math import CHUNK, THREADS, WARPS
-from lowlat.kernels.common.norm_row import chunk_values, is_live, make_norm_functions, weights_label
+from lowlat.kernels.common.norm_math import CHUNK, THREADS, WARPS, high_value, low_value
+from lowlat.kernels.common.norm_row import is_live, make_norm_functions, weights_label
 from lowlat.kernels.elementwise.norm import are_wide, check_dtype, check_row_live, check_width
 from lowlat.kernels.reference.shapes import check_shape
 from lowlat.kernels.toolchain import ptx
@@ -27,6 +27,8 @@ from lowlat.kernels.toolchain.kernel import Argument, Kernel, KernelCall
 from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, int64, types, uint32
 
 __all__ = ["RowShares", "examples", "share_add", "share_add_norm", "share_words"]
+
+BLOCKS_AN_SM = {2: 3, 4: 2}  # by ranks; of more, registers allow one
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,15 @@ def _sums_at(ranks: int, rows: int, width: int) -> int:
 
 
 def _make_part(number: int) -> Any:
-    """A device function: 8 numbers of one rank's part of a row, its own or what it pushed."""
+    """A device function: 4 numbers of one rank's part of a row, its own or what it pushed."""
 
     @device_function
-    def part(x: Any, rank: Any, parts: Any, per_rank: Any, chunk: Any) -> Any:
+    def part(x: Any, rank: Any, parts: Any, per_rank: Any, offset: Any) -> Any:
         if rank == int64(number):
-            return chunk_values(x, chunk, True)
-        place = parts + int64(number) * per_rank + int64(chunk) * int64(32)
-        a, b, c, d = ptx.load_relaxed_gpu_128(place)
-        e, f, g, h = ptx.load_relaxed_gpu_128(place + int64(16))
-        return floats_of((a, b, c, d, e, f, g, h))
+            a, b, c, d = ptx.load_global_128(x + offset)
+        else:
+            a, b, c, d = ptx.load_relaxed_gpu_128(parts + int64(number) * per_rank + offset)
+        return ptx.float_of_bits(a), ptx.float_of_bits(b), ptx.float_of_bits(c), ptx.float_of_bits(d)
 
     return part
 
@@ -90,8 +91,10 @@ def _make_tree(first: int, last: int) -> Any:
     low, high = _make_tree(first, half), _make_tree(half, last)
 
     @device_function
-    def both(x: Any, rank: Any, parts: Any, per_rank: Any, chunk: Any) -> Any:
-        return added(low(x, rank, parts, per_rank, chunk), high(x, rank, parts, per_rank, chunk))
+    def both(x: Any, rank: Any, parts: Any, per_rank: Any, offset: Any) -> Any:
+        a, b, c, d = low(x, rank, parts, per_rank, offset)
+        e, f, g, h = high(x, rank, parts, per_rank, offset)
+        return ptx.add_rn(a, e), ptx.add_rn(b, f), ptx.add_rn(c, g), ptx.add_rn(d, h)
 
     return both
 
@@ -105,17 +108,36 @@ def _await(place: Any, epoch: Any, abort: Any, code: Any, lost: Any, failed: Any
         failed[0] = uint32(1)
 
 
-def _make_push_part(chunks: int) -> Any:
-    """A device function: a row of this rank's part goes to the rank that adds it up."""
+def _make_place_of(ranks: int) -> Any:
+    """A device function: the row of a block. Those that push come first, then those that add up, then those that take:
+    so whatever a block waits for is done by a block before it, on another rank.
+    """
+
+    @device_function
+    def place_of(block: Any, others: Any, count: Any, rank: Any) -> Any:
+        row = uint32(uint32(block - others) * uint32(ranks) + rank)
+        if block < others or block >= count:  # of other ranks' rows, in order
+            number = block if block < others else uint32(block - count)
+            group = uint32(number // uint32(ranks - 1))
+            owner = uint32(number - group * uint32(ranks - 1))
+            row = uint32(group * uint32(ranks) + owner + uint32(owner >= rank))
+        return row
+
+    return place_of
+
+
+def _make_push_part(width: int) -> Any:
+    """A device function: a row of this rank's part goes to the rank that adds it up, by runs of 512 bytes a warp."""
+    pieces = width // 4  # of 16 bytes
 
     @device_function
     def push_part(x: Any, target: Any, thread: Any) -> None:
-        chunk = thread
-        while chunk < uint32(chunks):
-            a, b, c, d, e, f, g, h = bits_of(chunk_values(x, chunk, True))
-            ptx.store_global_128(target + int64(chunk) * int64(32), a, b, c, d)
-            ptx.store_global_128(target + int64(chunk) * int64(32) + int64(16), e, f, g, h)
-            chunk = uint32(chunk + uint32(THREADS))
+        piece = thread
+        while piece < uint32(pieces):
+            offset = int64(piece) * int64(16)
+            words = ptx.load_global_128(x + offset)
+            ptx.store_global_128(target + offset, words[0], words[1], words[2], words[3])
+            piece = uint32(piece + uint32(THREADS))
 
     return push_part
 
@@ -124,11 +146,11 @@ def _make_take_sum(chunks: int) -> Any:
     """A device function: a row's sum goes from what a peer left to the stream; the thread's first chunk."""
 
     @device_function
-    def take_sum(source: Any, total: Any, thread: Any, is_lost: Any) -> Any:
+    def take_sum(source: Any, total: Any, thread: Any, failed: Any) -> Any:
         chunk, first = thread, (uint32(0), uint32(0), uint32(0), uint32(0))
         while chunk < uint32(chunks):
             words = ptx.load_relaxed_gpu_128(source + int64(chunk) * int64(16))
-            if is_lost:
+            if failed[0] != uint32(0):
                 words = (uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS))
             ptx.store_global_128(total + int64(chunk) * int64(16), words[0], words[1], words[2], words[3])
             if chunk == thread:
@@ -145,15 +167,27 @@ def _make_add_parts(width: int, ranks: int, shares: int) -> Any:
     chunks, add_up = width // CHUNK, _make_tree(0, ranks)
 
     @device_function
+    def add_half(low: Any, high: Any, x: Any, rank: Any, parts: Any, offset: Any) -> Any:
+        """Half a chunk's residual, two words, and its parts, added and rounded: four numbers at a time, so that blocks
+        of few registers are many on an SM."""
+        a, b, c, d = add_up(x, rank, parts, int64(shares * width * 4), offset)
+        return (
+            ptx.bf16_pair(ptx.add_rn(low_value(low), a), ptx.add_rn(high_value(low), b)),
+            ptx.bf16_pair(ptx.add_rn(low_value(high), c), ptx.add_rn(high_value(high), d)),
+        )
+
+    @device_function
     def add_parts(
-        x: Any, a: Any, total: Any, parts: Any, rank: Any, areas: Any, sum_at: Any, thread: Any, is_lost: Any
+        x: Any, a: Any, total: Any, parts: Any, rank: Any, areas: Any, sum_at: Any, thread: Any, failed: Any
     ) -> Any:
         chunk, first = thread, (uint32(0), uint32(0), uint32(0), uint32(0))
         while chunk < uint32(chunks):
-            residual, at = chunk_values(a, chunk, False), int64(chunk) * int64(16)
-            b, c, d, e, f, g, h, k = added(residual, add_up(x, rank, parts, int64(shares * width * 4), chunk))
-            words = ptx.bf16_pair(b, c), ptx.bf16_pair(d, e), ptx.bf16_pair(f, g), ptx.bf16_pair(h, k)
-            if is_lost:
+            at = int64(chunk) * int64(16)
+            b, c, d, e = ptx.load_global_128(a + at)
+            b, c = add_half(b, c, x, rank, parts, at * int64(2))
+            d, e = add_half(d, e, x, rank, parts, at * int64(2) + int64(16))
+            words = b, c, d, e
+            if failed[0] != uint32(0):
                 words = (uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS), uint32(MISSING_BITS))
             ptx.store_global_128(total + at, words[0], words[1], words[2], words[3])
             for peer in range(ranks):
@@ -171,37 +205,33 @@ def _make_add_parts(width: int, ranks: int, shares: int) -> Any:
 @cache
 def _make(width: int, ranks: int, rows: int, normed: bool, eps: float = 0.0, wide: bool = False) -> Kernel:
     functions = make_norm_functions(wide)
-    no_weights, load_first_weights, finish_norm = functions.no_weights, functions.load_first, functions.finish
+    load_first_weights, finish_norm = functions.load_first, functions.finish
     chunks, shares = width // CHUNK, -(-rows // ranks)
     parts_at, sums_at = _parts_at(ranks, rows), _sums_at(ranks, rows, width)
+    place_of = _make_place_of(ranks)
     push_part, take_sum, add_parts = (
-        _make_push_part(chunks),
+        _make_push_part(width),
         _make_take_sum(chunks),
         _make_add_parts(width, ranks, shares),
     )
 
     def share_rows(
-        x: Any, a: Any, weight: Any, row_live: Any, total: Any, out: Any, abort: Any, rank: Any, a0: Any, a1: Any,
-        a2: Any, a3: Any, a4: Any, a5: Any, a6: Any, a7: Any,
+        x: Any, a: Any, weight: Any, row_live: Any, total: Any, out: Any, abort: Any, count: Any, others: Any,
+        rank: Any, a0: Any, a1: Any, a2: Any, a3: Any, a4: Any, a5: Any, a6: Any, a7: Any,
     ) -> None:  # fmt: skip
         sums, failed = cuda.shared.array(shape=WARPS, dtype=float32), cuda.shared.array(shape=1, dtype=uint32)
-        thread, row = uint32(cuda.threadIdx.x), int64(cuda.blockIdx.x)
-        areas, offset = (a0, a1, a2, a3, a4, a5, a6, a7), row * int64(width * 2)
-        weights = no_weights()
-        if normed:
-            weights = load_first_weights(weight, width)
+        thread, block = uint32(cuda.threadIdx.x), uint32(cuda.blockIdx.x)
+        areas = a0, a1, a2, a3, a4, a5, a6, a7
         ptx.wait_for_previous_kernel()
         ptx.let_next_kernel_start()
-        owner, share = row % int64(ranks), row // int64(ranks)
-        words_at, own = row * int64(ranks * WORD_BYTES), area_of(rank, areas)
+        row = place_of(block, uint32(others), uint32(count), uint32(rank))
+        owner, share, offset = int64(row % uint32(ranks)), int64(row // uint32(ranks)), int64(row) * int64(width * 2)
+        words_at, own = int64(row) * int64(ranks * WORD_BYTES), area_of(rank, areas)
         private = own + words_at + rank * int64(WORD_BYTES)
+        mine, sum_at, code = x + int64(row) * int64(width * 4), int64(sums_at) + offset, rank + int64(1)
         epoch, lost = ptx.load_global_64(private)
         epoch = uint32(epoch + uint32(1))
-        if thread == uint32(0):
-            failed[0] = lost
-        mine, sum_at, code = x + row * int64(width * 4), int64(sums_at) + offset, rank + int64(1)
-        cuda.syncthreads()  # all have read the count
-        if owner != rank:
+        if block < uint32(others):
             part_at = int64(parts_at) + (rank * int64(shares) + share) * int64(width * 4)
             push_part(mine, area_of(owner, areas) + part_at, thread)
             cuda.syncthreads()
@@ -209,31 +239,36 @@ def _make(width: int, ranks: int, rows: int, normed: bool, eps: float = 0.0, wid
                 ptx.fence_system()
                 word = area_of(owner, areas) + words_at + rank * int64(WORD_BYTES)
                 ptx.store_relaxed_system_word(word, uint32(0), epoch)
+            return
+        if thread == uint32(0):
+            failed[0] = lost
+        cuda.syncthreads()  # all have read the count
+        if owner != rank:
+            if thread == uint32(0):
                 place = own + words_at + owner * int64(WORD_BYTES)
                 _await(place, epoch, abort, code | (owner + int64(1)) << int64(8), lost, failed)
-            cuda.syncthreads()
-            first = take_sum(own + sum_at, total + offset, thread, failed[0] != uint32(0))
+        elif thread < uint32(ranks) and int64(thread) != rank:
+            place = own + words_at + int64(thread) * int64(WORD_BYTES)
+            _await(place, epoch, abort, code | (int64(thread) + int64(1)) << int64(8), lost, failed)
+        cuda.syncthreads()
+        if thread == uint32(0):
+            ptx.store_global_64(private, epoch, failed[0])
+        if owner != rank:
+            first = take_sum(own + sum_at, total + offset, thread, failed)
         else:
-            if thread < uint32(ranks) and int64(thread) != rank:
-                place = own + words_at + int64(thread) * int64(WORD_BYTES)
-                _await(place, epoch, abort, code | (int64(thread) + int64(1)) << int64(8), lost, failed)
-            cuda.syncthreads()
             parts = own + int64(parts_at) + share * int64(width * 4)
-            is_lost = failed[0] != uint32(0)
-            first = add_parts(mine, a + offset, total + offset, parts, rank, areas, sum_at, thread, is_lost)
+            first = add_parts(mine, a + offset, total + offset, parts, rank, areas, sum_at, thread, failed)
             cuda.syncthreads()
             if thread < uint32(ranks) and int64(thread) != rank:
                 ptx.fence_system()
                 word = area_of(int64(thread), areas) + words_at + rank * int64(WORD_BYTES)
                 ptx.store_relaxed_system_word(word, uint32(0), epoch)
-        if thread == uint32(0):
-            ptx.store_global_64(private, epoch, failed[0])
         if normed:
-            live = is_live(row_live, row)
+            live, weights = is_live(row_live, int64(row)), load_first_weights(weight, width)
             finish_norm(first, weights, total + offset, False, weight, out + offset, int64(0), live, sums, width, eps)
 
     name = f"share_rows_n{width}_ranks{ranks}_m{rows}{f'_norm_eps{eps!r}' if normed else ''}{weights_label(wide)}"
-    return Kernel(name, share_rows, (types.int64,) * (8 + MAX_RANKS), THREADS)
+    return Kernel(name, share_rows, (types.int64,) * (10 + MAX_RANKS), THREADS, BLOCKS_AN_SM.get(ranks, 1))
 
 
 def _calls(
@@ -254,8 +289,11 @@ def _calls(
         part = slice(start, min(start + shares.rows, count))
         live = row_live.reshape(-1)[part] if isinstance(row_live, torch.Tensor) else 0
         normed = out[part] if isinstance(out, torch.Tensor) else 0
-        arguments = (x[part], a[part], weight, live, total[part], normed, shares.abort, shares.rank, *areas)
-        calls.append(KernelCall(kernel, (part.stop - start, 1, 1), arguments))
+        rows, ranks = part.stop - start, len(shares.areas)
+        others = rows - len(range(shares.rank, rows, ranks))
+        numbers = rows, others, shares.rank
+        arguments = (x[part], a[part], weight, live, total[part], normed, shares.abort, *numbers, *areas)
+        calls.append(KernelCall(kernel, (rows + others, 1, 1), arguments))
     return calls
 
 
@@ -290,4 +328,5 @@ def share_add_norm(
 def examples() -> list[Kernel]:
     """Specialisations that stand for all, to compile without a GPU."""
     made = [_make(4096, 2, 2048, False), _make(8192, 8, 2048, True, 1e-5), _make(2880, 2, 4096, True, 1e-5)]
+    made.append(_make(4096, 2, 2048, True, 1e-5))
     return [*made, _make(5120, 4, 2048, True, 1e-6, True)]

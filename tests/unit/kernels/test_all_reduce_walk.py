@@ -69,7 +69,7 @@ def test_norms_have_the_bits_of_one_gpu() -> None:
         assert same_bits(out, normed)
 
 
-@pytest.mark.parametrize(("count", "rows", "most", "width"), [(3, 3, 3, 40), wide(2, 3, 3, 4104)])
+@pytest.mark.parametrize(("count", "rows", "most", "width"), [(3, 8, 9, 40), wide(2, 3, 3, 4104)])
 def test_every_rank_adds_up_its_share_of_many_rows(count: int, rows: int, most: int, width: int) -> None:
     """Twice with the norm and once without, fewer rows then: the bits of one GPU, on all ranks."""
     areas = tuple(torch.zeros(row_shares.share_words(count, most, width), dtype=torch.int64) for _ in range(count))
