@@ -51,7 +51,6 @@ class Rows:
     recurrent  buffers of the rows of operations over recurrent states: slots, dense_lens, row_live; or slot and chunk,
                for prefill
     refresh    the rows are a refresh's, which choose the blocks of their slot's lists
-    keeps_experts  each layer's choice of experts stays until the step's end, in a buffer of its own
     """
 
     prefix: str
@@ -64,7 +63,6 @@ class Rows:
     partial: PartialKV | None = None
     refresh: bool = False
     recurrent: dict[str, str] = field(default_factory=dict)
-    keeps_experts: bool = False
 
     @property
     def are_prompt(self) -> bool:

@@ -276,8 +276,7 @@ def _emit_experts(
     """Experts over normed rows [M, N], chosen by the router over `routed`; scaled: shares have a scale by expert."""
     name, count, chosen = layer.name, emitter.rows.count, experts.num_taken
     one_more = {"shared": True} if experts.shared else {}
-    kept = f".{name}" if emitter.rows.keeps_experts else ""
-    ids = emitter.scratch(f"expert_ids{kept}", count, chosen, dtype=torch.int32)
+    ids = emitter.scratch(f"expert_ids.{name}", count, chosen, dtype=torch.int32)
     shares = emitter.scratch("expert_weights", count, chosen, dtype=torch.float32)
     biases = ("bias",) if experts.biased else ()
     emitter.emit(

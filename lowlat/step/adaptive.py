@@ -67,8 +67,6 @@ class _Opening(StepBuilder):
 class _Body(StepBuilder):
     """A step of one draft length."""
 
-    keeps_experts = True
-
     @property
     def extends(self) -> bool:
         """Whether the draft model runs over what waits for it, and drafts nothing."""

@@ -37,12 +37,7 @@ def build_step(geometry: StepGeometry, bucket: Bucket, topology: Topology) -> Pr
 
 
 class StepBuilder:
-    """Emits one step's stages in order. Shapes: B slots, T rows a slot, M = B * T.
-
-    keeps_experts  see `Rows`
-    """
-
-    keeps_experts = False
+    """Emits one step's stages in order. Shapes: B slots, T rows a slot, M = B * T."""
 
     def __init__(self, geometry: StepGeometry, bucket: Bucket, topology: Topology) -> None:
         self.geometry = geometry
@@ -170,7 +165,6 @@ class StepBuilder:
             write=named("slots", "block_table", "row_live", write_lens="dense_lens", offsets=offsets),
             partial=self.partial,
             recurrent=named("slots", "dense_lens", "row_live"),
-            keeps_experts=self.keeps_experts,
         )
         stage, config = Stage.VERIFY, self.geometry.config
         if self.is_first_token:

@@ -134,7 +134,7 @@ def test_a_moe_takes_what_its_layer_s_router_left(name: str, depth: int, batch: 
     """The same logits and flags, and the memory that it filled; what one layer leaves, the next one overwrites."""
     step, rows = lowered(f"{name}+plain", depth, batch), batch * (depth + 1)
     shared = set()
-    for router, moe in moe_layers_of(step):
+    for layer, (router, moe) in enumerate(moe_layers_of(step)):
         assert router["logits"].shape == (rows, TARGETS[name][1]["num_local_experts"])
         assert same(moe["logits"], router["logits"]) and same(moe["x"], router["normed"])
         assert router["row_live"].data_ptr() == moe["row_live"].data_ptr() == step.buffers["row_live"].data_ptr()
@@ -144,7 +144,7 @@ def test_a_moe_takes_what_its_layer_s_router_left(name: str, depth: int, batch: 
         for place in ("first", "second", "third"):
             filled = router[f"{place}_awaited"]
             assert 16 * router[f"{place}_chunks"] == filled.numel() * filled.element_size()
-        assert same(moe["ids"], step.buffers["expert_ids"])
+        assert same(moe["ids"], step.buffers[f"expert_ids.layers.{layer}"])
         assert same(moe["shares"], step.buffers["expert_weights"])
         assert same(moe["residual"], router["x"])
         assert moe["total"].shape == router["x"].shape and not same(moe["total"], router["x"])

@@ -120,7 +120,7 @@ def test_chosen_experts_bytes_are_counted_as_their_format_does(
         monkeypatch.setattr(runtime.executor, "groups", groups, raising=False)
         chosen, count = [], profiling.chosen_experts
 
-        def counted(runtime: Runtime, bucket: Bucket) -> int:
+        def counted(runtime: Runtime, bucket: Bucket) -> float:
             chosen.append(count(runtime, bucket))
             return chosen[-1]
 

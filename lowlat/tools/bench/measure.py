@@ -125,7 +125,7 @@ class CaseRun:
         self._samples: list[Samples] = []
         self._tokens: dict[str, list[int]] | None = {} if scenario.alike else None
         self._first: list[list[int]] = []  # what the first repeat brought each request
-        self._experts: list[int] = []
+        self._experts: list[float] = []
 
     def repeat(self) -> None:
         """Submit the requests, time their steps, and end them. Raises LowlatError where one fails."""

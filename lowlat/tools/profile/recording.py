@@ -19,6 +19,7 @@ from lowlat.executors.devices import DeviceChoice, choose_device
 from lowlat.graphs import Bucket
 from lowlat.graphs.program import OWN_NAMES, RangeNames
 from lowlat.options.request import SamplingParams
+from lowlat.step.expert_counts import distinct_experts, routers_of
 from lowlat.tools.profile.report import Summary, summarise
 from lowlat.tools.profile.sites import call_sites
 from lowlat.tools.profile.times import KernelEvent, StepTimes, attribute
@@ -260,17 +261,16 @@ def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
     ]
 
 
-def chosen_experts(runtime: Runtime, bucket: Bucket) -> int:
-    """Distinct experts that the rows of the last step chose in its last MoE layer; 0 for a model without any.
+def chosen_experts(runtime: Runtime, bucket: Bucket) -> float:
+    """Distinct experts that the rows of the last step chose, a layer, mean; 0.0 for a model without any.
 
-    The layers share a buffer of choices, so that the others' are gone; this waits for all steps under way.
+    It waits for all steps under way.
     """
-    routers = [op for op in runtime.executor.program(bucket).ops if op.kind == "router"]
-    if not routers:
-        return 0
+    program = runtime.executor.program(bucket)
+    if not routers_of(program):
+        return 0.0
     runtime.executor.synchronize()
-    ids = runtime.executor.scratch(bucket)[routers[-1].writes["expert_ids"]]
-    return len(set(ids.flatten().tolist()) - {-1})
+    return distinct_experts(program, runtime.executor.scratch(bucket))
 
 
 def gpu_name(device: torch.device) -> str:
