@@ -456,10 +456,10 @@ class Gate:
     """Has calls of a function wait until it is opened."""
 
     def __init__(self, function: Callable[..., Any], *, after: bool = False) -> None:
-        self.entered, self.opened, self.calls = threading.Event(), threading.Event(), list[ChunkKey]()
+        self.entered, self.opened, self.calls = threading.Event(), threading.Event(), list[object]()
         self._function, self._after = function, after
 
-    def __call__(self, name: ChunkKey, *arguments: Any) -> Any:
+    def __call__(self, name: object, *arguments: Any) -> Any:
         self.calls.append(name)
         made = self._function(name, *arguments) if self._after else None
         self.entered.set()
@@ -580,6 +580,80 @@ def test_a_content_that_was_written_while_its_file_was_missed_is_found_again(
     tiers.flush()
     found = tiers.find(KEY)
     assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10
+    tiers.close()
+
+
+@pytest.mark.parametrize("problem", ["a fault of the disk", "no host memory"])
+def test_a_content_whose_file_could_not_be_read_once_is_kept_again(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a miss, so that prefill reads it; what prefill then saves is found, though there was a file all along."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    tiers, pages = CacheTiers(host_tier(8 * ALIGNMENT), disk, Pages()), Pages()
+    others = [key(number) for number in range(8)]
+    for name in (KEY, *others):  # the others take its place in host memory
+        tiers.put(name, lambda: torch.ones(10, dtype=torch.uint8))
+        tiers.flush()
+    assert tiers.has(KEY)
+    with monkeypatch.context() as patch:
+        held = []
+        if problem == "no host memory":
+            held = [tiers.find(name) for name in others]  # as copies to the device do
+
+        def fails(*_: object) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+        if not held:
+            patch.setattr(os, "pread", fails)
+        assert tiers.find(KEY) is COMING
+        tiers.flush()
+        held.clear()
+    assert tiers.find(KEY) is None and not tiers.has(KEY) and KEY in disk
+    tiers.copy_out([Save(KEY, tuple(range(10)), 1)], pages.mark())
+    tiers.flush()
+    assert tiers.has(KEY) and isinstance(tiers.find(KEY), torch.Tensor)
+    tiers.close()
+
+
+@pytest.mark.parametrize("asked", ["find", "has", "read_ahead"])
+def test_a_slow_file_system_holds_up_none_but_who_asks_it(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of other requests start and end, files are read, and figures are told meanwhile."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    disk.write(key(1), torch.ones(10, dtype=torch.uint8))
+    tiers, pages, answers, done = CacheTiers(host_tier(1 << 20), disk, Pages()), Pages(), list[object](), list[object]()
+    reading = Gate(disk.read)
+    monkeypatch.setattr(disk, "read", reading)
+    assert tiers.find(key(1)) is COMING and reading.entered.wait(20.0)
+    disk.write(KEY, torch.ones(10, dtype=torch.uint8))
+    slow = Gate(os.path.exists)
+    monkeypatch.setattr(os.path, "exists", slow)
+    asking = threading.Thread(
+        target=lambda: answers.append(getattr(tiers, asked)([KEY] if asked == "read_ahead" else KEY)), daemon=True
+    )
+    asking.start()
+    assert slow.entered.wait(20.0)
+
+    def others() -> None:
+        reading.opened.set()
+        tiers.copy_out([Save(key(2), tuple(range(10)), 2)], pages.mark())
+        while not done or key(1) in tiers._coming:
+            done.extend(tiers.take_done())
+            time.sleep(0.001)
+        done.append(tiers.stats()["read"])
+
+    working = threading.Thread(target=others, daemon=True)
+    working.start()
+    working.join(10.0)
+    held_up = working.is_alive()
+    slow.opened.set()
+    asking.join(20.0)
+    working.join(20.0)
+    assert not held_up and done == [2, 1]
+    assert answers == [{"find": COMING, "has": True, "read_ahead": None}[asked]]
+    tiers.flush()
+    assert tiers.counts.read == (1 if asked == "has" else 2)
     tiers.close()
 
 

@@ -130,19 +130,13 @@ class CacheTiers:
 
         None: it is in no tier.
         """
-        with self._lock:
-            content = self._held(key)
-            if content is not None:
-                self.counts.hits += 1
-                return content
-            return COMING if self._ask(key) else None
+        return self._find(key, counts=True)
 
     def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
         """Have contents read from their files that will be asked for, as long as each is there."""
-        with self._lock:
-            for key in keys:
-                if self._held(key) is None and not self._ask(key):
-                    return
+        for key in keys:
+            if self._find(key) is None:
+                return
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a read, or a copy from or to the device, has ended, at most so long; where none is, not at all."""
@@ -155,7 +149,9 @@ class CacheTiers:
         with self._lock:
             if key in self._host or key in self._saving:
                 return True
-            return self._disk is not None and self._disk.is_whole(key)
+            if key in self._absent:  # its file, if there is one, could not be read: it is to be written again
+                return False
+        return self._disk is not None and self._disk.is_whole(key)
 
     def has_space(self, pool: str, count: int) -> bool:
         """Whether host memory is free for a content of so many blocks or rows of a pool, and is no way to files."""
@@ -287,15 +283,28 @@ class CacheTiers:
             self._host.put(key, content)
         return content
 
-    def _ask(self, key: ChunkKey) -> bool:
-        """Whether a content will come from its file, which is read from here on."""
-        if key in self._coming:
-            return True
-        if self._disk is None or key in self._dropping or key in self._absent or key not in self._disk:
-            return False
-        self._coming.add(key)
-        self._reads.put(lambda: self._read(key))
-        return True
+    def _find(self, key: ChunkKey, *, counts: bool = False) -> torch.Tensor | Presence | None:
+        """See `find`. The file system is asked without the lock: it may be slow, and copies and reads go on meanwhile.
+
+        counts  a hit is counted
+        """
+        for has_file in (False, True):
+            with self._lock:
+                content = self._held(key)
+                if content is not None:
+                    self.counts.hits += counts
+                    return content
+                if key in self._coming:
+                    return COMING
+                if self._disk is None or key in self._dropping or key in self._absent:
+                    return None
+                if has_file:
+                    self._coming.add(key)
+                    self._reads.put(lambda: self._read(key))
+                    return COMING
+            if key not in self._disk:
+                return None
+        return None
 
     def _put_copy(self, priority: int, job: CopyJob | None) -> None:
         """Queue a copy: those to the device go first."""
