@@ -409,6 +409,45 @@ def test_tiers_keep_of_windows_what_prompts_go_on_from(
     tiers.close()
 
 
+@pytest.mark.parametrize("num_contents", [8, 12, 16])
+def test_a_prompt_comes_from_files_through_host_memory_that_is_smaller(num_contents: int, tmp_path: Path) -> None:
+    """Reads ahead take half of it; the others wait until copies to the device have given theirs back."""
+    prompt = [*(value for value in range(30) for _ in range(CHUNK)), 0]
+    for size, found in ((64, 0), (num_contents, 30), (num_contents, 30)):
+        disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+        tiers = CacheTiers(host_tier(size * ALIGNMENT), disk, Pages())
+        cache = KVCache(100, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers)
+        assert read_prompt(cache, tiers, "a", prompt) == found * CHUNK
+        assert tiers.counts.misses == 0 and tiers.counts.saved == (0 if found else 30)
+        tiers.close()
+
+
+def test_contents_that_were_read_for_nobody_leave_memory_to_others(tmp_path: Path) -> None:
+    """Requests that were cancelled had asked for as many as host memory holds."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    for number in range(20):
+        disk.write(key(number), torch.full((10,), number, dtype=torch.uint8))
+    tiers = CacheTiers(host_tier(8 * ALIGNMENT), disk, Pages())
+    for number in range(8):
+        assert tiers.find(key(number)) is COMING
+    tiers.flush()
+    assert len(tiers._fresh) == 8
+    tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+    tiers.flush()
+    assert KEY in disk and isinstance(tiers.find(KEY), torch.Tensor)
+    for number in range(8, 20):
+        found = tiers.find(key(number))
+        if found is COMING:
+            tiers.read_ahead(map(key, range(number + 1, 20)))
+            tiers.flush()
+            found = tiers.find(key(number))
+        assert isinstance(found, torch.Tensor) and found.tolist() == [number] * 10
+        assert not tiers._fresh.keys() & {*map(key, range(8))}
+        del found
+    assert tiers.counts.misses == 0
+    tiers.close()
+
+
 def read_prompt(cache: KVCache, tiers: CacheTiers, name: str, prompt: list[int]) -> int:
     """Admit a prompt, prefill and release it; returns the positions that were found."""
     pages = Pages(300)

@@ -30,6 +30,8 @@ NUM_READERS = 8  # a core digests about 1 GB/s, and a disk gives several
 READ_AHEAD = 24  # contents of a prompt that are read from files at a time
 BATCH_BYTES = 64 << 20  # of copies to the device that are started at a time; two such are under way
 TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
+AHEAD_SHARE = 0.5  # of host memory, at most, that hold contents nobody has asked for yet: who waits for one needs some
+GRACE_S = 0.1  # for which a read waits for memory that nobody is known to give back
 MAX_ASKED = 1 << 16  # chunks of which it is known when they were asked for
 Value = TypeVar("Value")
 Job = Callable[[], object]
@@ -83,6 +85,8 @@ class CacheTiers:
         self._coming: set[ChunkKey] = set()
         self._misread: set[ChunkKey] = set()  # of those, what has been dropped since
         self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
+        self._ahead: dict[ChunkKey, int] = {}  # bytes that reads ahead are filling
+        self._is_ahead_full = False  # a read ahead was refused memory, and what was read has not been asked for since
         self._saving: set[ChunkKey] = set()
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
         self._dropping = Counter[ChunkKey]()  # wrong, and not yet taken out everywhere: orders of each
@@ -130,12 +134,17 @@ class CacheTiers:
 
         None: it is in no tier.
         """
-        return self._find(key, counts=True)
+        return self._find(key)
 
     def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
-        """Have contents read from their files that will be asked for, as long as each is there."""
-        for key in keys:
-            if self._find(key) is None:
+        """Have contents read from their files that will be asked for, as long as each is there, and memory for it."""
+        wanted = dict.fromkeys(keys)
+        with self._lock:
+            for key in [each for each in self._fresh if each not in wanted]:  # others' who were cancelled meanwhile
+                self._take_fresh(key)
+        for key in wanted:
+            is_full = self._is_ahead_full and (self._fresh or self._ahead)
+            if is_full or self._find(key, ahead=True) is None:
                 return
 
     def wait(self, timeout_s: float) -> None:
@@ -280,19 +289,22 @@ class CacheTiers:
         content = self._fresh.get(key)
         if content is not None:
             del self._fresh[key]
+            self._is_ahead_full = False
             self._host.put(key, content)
         return content
 
-    def _find(self, key: ChunkKey, *, counts: bool = False) -> torch.Tensor | Presence | None:
+    def _find(self, key: ChunkKey, *, ahead: bool = False) -> torch.Tensor | Presence | None:
         """See `find`. The file system is asked without the lock: it may be slow, and copies and reads go on meanwhile.
 
-        counts  a hit is counted
+        ahead  nobody asks for it yet
         """
         for has_file in (False, True):
             with self._lock:
+                if ahead and key in self._fresh:
+                    return COMING
                 content = self._held(key)
                 if content is not None:
-                    self.counts.hits += counts
+                    self.counts.hits += not ahead
                     return content
                 if key in self._coming:
                     return COMING
@@ -300,7 +312,7 @@ class CacheTiers:
                     return None
                 if has_file:
                     self._coming.add(key)
-                    self._reads.put(lambda: self._read(key))
+                    self._reads.put(partial(self._read, key, ahead=ahead))
                     return COMING
             if key not in self._disk:
                 return None
@@ -367,27 +379,30 @@ class CacheTiers:
         self._num_open -= 1
         self._lock.notify_all()
 
-    def _read(self, key: ChunkKey) -> None:
+    def _read(self, key: ChunkKey, *, ahead: bool) -> None:
         content = None
         try:
-            content = None if self._disk is None else self._disk.read(key, self._reserve)
+            reserve = partial(self._reserve_ahead, key) if ahead else self._reserve
+            content = None if self._disk is None else self._disk.read(key, reserve)
         finally:
-            self._came(key, content)
+            self._came(key, content, ahead=ahead)
 
-    def _came(self, key: ChunkKey, content: torch.Tensor | None) -> None:
-        """Note a content that was read; None: it is not there, or could not be read."""
+    def _came(self, key: ChunkKey, content: torch.Tensor | None, *, ahead: bool) -> None:
+        """Note a content that was read; None: it is not there, or could not be read. Who asks for it reads again what
+        could not be read ahead."""
         with self._lock:
             self._coming.discard(key)
+            self._ahead.pop(key, None)
             if key in self._misread:
                 self._misread.discard(key)
                 self.counts.misses += 1
-            elif content is None:
+            elif content is not None:
+                self.counts.read += 1
+                self._fresh[key] = content
+            elif not ahead:
                 self.counts.misses += 1
                 if key not in self._host:  # else it was saved meanwhile, and has a file, or will have one
                     self._absent.add(key)
-            else:
-                self.counts.read += 1
-                self._fresh[key] = content
             while len(self._fresh) > 2 * READ_AHEAD:  # of requests that were cancelled meanwhile
                 self._take_fresh(next(iter(self._fresh)))
             if not self._coming or time.monotonic() - self._told >= TELL_S:
@@ -395,8 +410,30 @@ class CacheTiers:
             self._lock.notify_all()
 
     def _reserve(self, size: int) -> torch.Tensor | None:
+        """Memory for a content that a request waits for: until copies to the device and reads ahead have ended, and a
+        moment longer, there may be more."""
+        until = 0.0
         with self._lock:
-            return self._host.reserve(size)
+            while (memory := self._take_memory(size)) is None and size <= self._host.most_bytes:
+                now = time.monotonic()
+                if self._num_loads or self._ahead or not until:
+                    until = now + GRACE_S
+                if now >= until:
+                    break
+                self._lock.wait(GRACE_S / 10)
+            return memory
+
+    def _reserve_ahead(self, key: ChunkKey, size: int) -> torch.Tensor | None:
+        """Memory for a content that nobody has asked for yet."""
+        with self._lock:
+            held = sum(self._ahead.values()) + sum(content.numel() for content in self._fresh.values())
+            fits = held + size <= AHEAD_SHARE * self._host.capacity
+            memory = self._host.reserve(size) if fits else None
+            if memory is None:
+                self._is_ahead_full = True
+            else:
+                self._ahead[key] = size
+            return memory
 
     def _reserve_for(self, key: ChunkKey, size: int, *, spare: bool = False) -> torch.Tensor | None:
         """Memory for a content from the device; what goes to a file passes through it in any case."""
@@ -404,7 +441,13 @@ class CacheTiers:
             if spare and not self._host.has_space(size):
                 return None
             before = self._asked.get(key.digest, (0, None))[1]
-            return self._host.reserve(size, before if self._disk is None else None)
+            return self._take_memory(size, before if self._disk is None else None)
+
+    def _take_memory(self, size: int, before: int | None = None) -> torch.Tensor | None:
+        """Memory of the tier; what was read ahead, and nobody has asked for, goes as others do where none is left."""
+        while (memory := self._host.reserve(size, before)) is None and self._fresh:
+            self._take_fresh(next(reversed(self._fresh)))
+        return memory
 
     def _copy_in(self, loads: Sequence[Load], mark: Mark) -> Job:
         num_bytes = sum(load.content.numel() for load in loads)
