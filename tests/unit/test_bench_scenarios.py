@@ -483,7 +483,12 @@ def test_experts_are_counted_of_the_body_that_ran_last(monkeypatch: pytest.Monke
     runtime: Any = SimpleNamespace(
         model_config=SimpleNamespace(experts=object()), scheduler=scheduler, executor=executor, num_speculative_tokens=3
     )
-    monkeypatch.setattr(recording, "chosen_experts", lambda runtime, bucket: counted.append(bucket) or 1.0)
+
+    def chosen(runtime: Any, bucket: Any) -> float:
+        counted.append(bucket)
+        return 1.0
+
+    monkeypatch.setattr(recording, "chosen_experts", chosen)
     case: Any = SimpleNamespace(_runtime=runtime, _experts=[])
     CaseRun._count_experts(case)
     assert counted == [bodies_of(bucket)[2]] and case._experts == [1.0]
