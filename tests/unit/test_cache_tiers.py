@@ -422,6 +422,23 @@ def test_a_prompt_comes_from_files_through_host_memory_that_is_smaller(num_conte
         tiers.close()
 
 
+@pytest.mark.parametrize(("num_contents", "found"), [(8, 0), (12, 50), (16, 50)])
+def test_a_window_comes_from_files_if_host_memory_holds_what_rows_see_of_it(
+    num_contents: int, found: int, tmp_path: Path
+) -> None:
+    """Ten chunks, which are read at a time, and none goes for another; where they do not fit, it is a miss in the
+    end."""
+    prompt = [value for value in range(50) for _ in range(CHUNK)]
+    for size, hits in ((400, 0), (num_contents, found)):
+        disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+        tiers = CacheTiers(host_tier(size * ALIGNMENT), disk, Pages(300))
+        book = WindowBook(WindowPool(130, 201, 8, num_at_once=4 * CHUNK, num_behind=0, num_ahead=1), CHUNK)
+        cache = KVCache(250, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers, books=[book])
+        assert read_prompt(cache, tiers, "a", [*prompt, 0]) == hits * CHUNK
+        assert not cache._moves._found
+        tiers.close()
+
+
 def test_contents_that_were_read_for_nobody_leave_memory_to_others(tmp_path: Path) -> None:
     """Requests that were cancelled had asked for as many as host memory holds."""
     disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)

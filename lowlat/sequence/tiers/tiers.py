@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ READ_AHEAD = 24  # contents of a prompt that are read from files at a time
 BATCH_BYTES = 64 << 20  # of copies to the device that are started at a time; two such are under way
 TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
 AHEAD_SHARE = 0.5  # of host memory, at most, that hold contents nobody has asked for yet: who waits for one needs some
-GRACE_S = 0.1  # for which a read waits for memory that nobody is known to give back
+GRACE_S = 0.05  # for which a read waits for memory that nobody is known to give back
 MAX_ASKED = 1 << 16  # chunks of which it is known when they were asked for
 Value = TypeVar("Value")
 Job = Callable[[], object]
@@ -85,6 +85,7 @@ class CacheTiers:
         self._coming: set[ChunkKey] = set()
         self._misread: set[ChunkKey] = set()  # of those, what has been dropped since
         self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
+        self._wanted: set[ChunkKey] = set()  # asked for before they came
         self._ahead: dict[ChunkKey, int] = {}  # bytes that reads ahead are filling
         self._is_ahead_full = False  # a read ahead was refused memory, and what was read has not been asked for since
         self._saving: set[ChunkKey] = set()
@@ -289,6 +290,7 @@ class CacheTiers:
         content = self._fresh.get(key)
         if content is not None:
             del self._fresh[key]
+            self._wanted.discard(key)
             self._is_ahead_full = False
             self._host.put(key, content)
         return content
@@ -306,11 +308,13 @@ class CacheTiers:
                 if content is not None:
                     self.counts.hits += not ahead
                     return content
-                if key in self._coming:
-                    return COMING
                 if self._disk is None or key in self._dropping or key in self._absent:
                     return None
-                if has_file:
+                if has_file or key in self._coming:
+                    if not ahead:
+                        self._wanted.add(key)
+                    if key in self._coming:
+                        return COMING
                     self._coming.add(key)
                     self._reads.put(partial(self._read, key, ahead=ahead))
                     return COMING
@@ -393,6 +397,8 @@ class CacheTiers:
         with self._lock:
             self._coming.discard(key)
             self._ahead.pop(key, None)
+            if content is None or key in self._misread:
+                self._wanted.discard(key)
             if key in self._misread:
                 self._misread.discard(key)
                 self.counts.misses += 1
@@ -414,7 +420,7 @@ class CacheTiers:
         moment longer, there may be more."""
         until = 0.0
         with self._lock:
-            while (memory := self._take_memory(size)) is None and size <= self._host.most_bytes:
+            while (memory := self._take_memory(size, keeps=self._wanted)) is None and size <= self._host.most_bytes:
                 now = time.monotonic()
                 if self._num_loads or self._ahead or not until:
                     until = now + GRACE_S
@@ -443,10 +449,18 @@ class CacheTiers:
             before = self._asked.get(key.digest, (0, None))[1]
             return self._take_memory(size, before if self._disk is None else None)
 
-    def _take_memory(self, size: int, before: int | None = None) -> torch.Tensor | None:
-        """Memory of the tier; what was read ahead, and nobody has asked for, goes as others do where none is left."""
-        while (memory := self._host.reserve(size, before)) is None and self._fresh:
-            self._take_fresh(next(reversed(self._fresh)))
+    def _take_memory(
+        self, size: int, before: int | None = None, keeps: Collection[ChunkKey] = ()
+    ) -> torch.Tensor | None:
+        """Memory of the tier; what was read, and nobody has taken since, goes as others do where none is left.
+
+        keeps  but for these
+        """
+        while (memory := self._host.reserve(size, before)) is None:
+            key = next((each for each in reversed(self._fresh) if each not in keeps), None)
+            if key is None:
+                break
+            self._take_fresh(key)
         return memory
 
     def _copy_in(self, loads: Sequence[Load], mark: Mark) -> Job:
