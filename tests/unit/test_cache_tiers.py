@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from recording import prompt_of, run_all
 from safetensors.torch import save_file
 from stages import later, staged
-from tier_cases import files_of, host_tier, key, memory
+from tier_cases import Pages, files_of, host_tier, key, memory
 from tiny_grammars import Breaking, submit_with
 from tiny_models import make_targets
 
@@ -31,7 +31,7 @@ from lowlat.sequence import window_book
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.tiers.arena import ALIGNMENT
 from lowlat.sequence.tiers.disk import DiskTier
-from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Mark, Save
+from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Save
 from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
 from lowlat.sequence.window_pool import WindowPool
@@ -342,32 +342,6 @@ def test_what_could_not_be_written_is_tried_once_more_at_the_end(
         tiers.put(key(number), lambda: torch.zeros(10, dtype=torch.uint8))
     tiers.close()
     assert writes[3:] == ([key(0), key(1), key(2)] if has_room else [key(0)])
-
-
-class Pages:
-    """A device whose blocks are bytes of a list."""
-
-    def __init__(self, num_blocks: int = 100) -> None:
-        self.blocks = torch.zeros(num_blocks, dtype=torch.uint8)
-
-    def allocate(self, size: int, knob: str) -> torch.Tensor:
-        return memory(size)
-
-    def mark(self) -> Mark:
-        return lambda: None
-
-    def content_bytes(self, pool: str, count: int) -> int:
-        return count
-
-    def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
-        for load in loads:
-            self.blocks[list(load.places)] = load.content
-        return lambda: None
-
-    def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
-        for save, content in zip(saves, contents, strict=True):
-            content.copy_(self.blocks[list(save.places)])
-        return lambda: None
 
 
 @pytest.mark.parametrize("in_files", [False, True])

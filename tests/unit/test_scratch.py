@@ -92,11 +92,11 @@ def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu
     binding = Binding(program, buffers, packed, gpu, SharedWorkspace(META), all_reduces=place, is_invariant=False)
     groups = lower(binding, fuse=fuse)
     given: dict[str, tuple[int, int]] = {}
-    for place, call in enumerate(call for group in groups for call in group.calls):
+    for number, call in enumerate(call for group in groups for call in group.calls):
         for tensor in call.tensors:
             spec = held.get(memory_of(tensor))
             if spec is not None:
-                given[spec.name] = given.get(spec.name, (place, place))[0], place
+                given[spec.name] = given.get(spec.name, (number, number))[0], number
     offsets = place_scratch(program).offsets
     ends = {spec.name: offsets[spec.name] + aligned_bytes(spec) for spec in held.values()}
     together = [
