@@ -463,7 +463,7 @@ class KernelExecutor(ABC):
         A device that has failed is not waited for.
         """
         if self._failed:
-            held = self._peeks.memory, self._sent.held
+            held = self._peeks.memory, self._sent.held, vars(self).get("mover")  # none is made where none was
             abandon([self.owned(), self.state, self._arguments, self._ring_head, self.residence, *held])
         else:
             self._synchronize()

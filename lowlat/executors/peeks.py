@@ -55,7 +55,7 @@ class Peeks:
 
 
 class SentValues:
-    """Pinned host memory from which copies to the device have begun: it is kept until they have ended.
+    """Host memory from which copies to the device have begun: it is kept until they have ended.
 
     held  copies that may be under way, each with its memory, in order; the memory must stay where the device has failed
     """
@@ -68,8 +68,12 @@ class SentValues:
 
         What has ended is let go of first. Raises RuntimeError where the device has failed.
         """
-        while self.held and self.held[0][0].query():
-            self.held.popleft()
+        self.let_go()
         done = torch.cuda.Event()
         done.record()
         self.held.append((done, list(values)))
+
+    def let_go(self) -> None:
+        """Let go of the memory of copies that have ended. Raises RuntimeError where the device has failed."""
+        while self.held and self.held[0][0].query():
+            self.held.popleft()
