@@ -1,11 +1,11 @@
 """This module names the variants of a step's buckets, which tell steps of the same sizes apart.
 
-    PLAIN        no variant: the step verifies the drafts of an earlier step, and makes the next ones
-    FIRST_TOKEN  the step after a prompt's last chunk: one slot, and one row that prefill has computed
-    WIDE         the step of many rows that verifies the host's proposals, over all of the KV cache
-    PROPOSED     the step of many rows that verifies proposals which its speculator makes first, and drafts nothing
-    CHOICE       the step whose draft length, at most S, the device chooses: an opening, then one of its bodies
-    EXTENDED     the body of S = 0 in which the draft model runs over the waiting positions
+PLAIN        no variant: the step verifies the drafts of an earlier step, and makes the next ones
+FIRST_TOKEN  the step after a prompt's last chunk: one slot, and one row that prefill has computed
+WIDE         the step of many rows that verifies the host's proposals, over all of the KV cache
+PROPOSED     the step of many rows that verifies proposals which its speculator makes first, and drafts nothing
+CHOICE       the step whose draft length, at most S, the device chooses: an opening, then one of its bodies
+EXTENDED     the body of S = 0 in which the draft model runs over the waiting positions
 """
 
 from lowlat.graphs import Bucket
