@@ -23,7 +23,7 @@ class SequenceState(ABC):
         """The buffers of the state: by position or by block of a pool, by slot, or the host's commands about them."""
 
     def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
-        """Append the operations that complete the state for these rows, after those of all layers; most kinds have none."""
+        """Append the operations that complete the state for these rows, after those of all layers; most have none."""
         return
 
     @property
