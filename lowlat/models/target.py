@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("lowlat")
-KEPT_RECIPES = 4  # cached geometries: a target, a draft model, each for two contexts
+KEPT_RECIPES = 4  # cached geometries: of a target and of a draft model, each also for its runtime's context
 COMPARED_BYTES = 8 << 20
 LM_HEAD = "lm_head.weight"
 Config = TypeVar("Config", bound=Decoder)
