@@ -1,4 +1,4 @@
-"""A text codec has one model's tokenizer and chat template, loaded from its directory; it encodes and decodes text."""
+"""A text codec encodes and decodes text with one model's tokenizer and chat template, loaded from its directory."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ __all__ = ["TextCodec"]
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest in the field are near 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 256 << 10  # the largest in the field are near 30 kB
-ADDITIONAL_TEMPLATES = "additional_chat_templates"  # as transformers names the folder
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # transformers' name of the folder
 MAX_TEMPLATES = 64
 MAX_TEXT_CHARACTERS = 16 << 20
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -52,7 +52,7 @@ class TextCodec:
         add_eos: bool | None = None,
         templates: Mapping[str, str] | ChatTemplates | None = None,
     ) -> None:
-        tokenizer.no_truncation()  # a file may ask for it, and prompts would lose their end in silence
+        tokenizer.no_truncation()  # a file may ask for it, and prompts would silently lose their end
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._streams = Streams(tokenizer)
@@ -70,12 +70,12 @@ class TextCodec:
 
     @classmethod
     def load(cls, directory: str | Path) -> "TextCodec | None":
-        """Load tokenizer.json and what stands next to it; None without that file.
+        """Load tokenizer.json and the files that belong to it; returns None without that file.
 
-        Read as well: tokenizer_config.json (special tokens, add_bos_token, add_eos_token, chat_template),
-        special_tokens_map.json, chat_template.jinja (before tokenizer_config.json's templates), and
+        The others are tokenizer_config.json (special tokens, add_bos_token, add_eos_token, chat_template),
+        special_tokens_map.json, chat_template.jinja (takes precedence over tokenizer_config.json's templates), and
         additional_chat_templates/NAME.jinja.
-        Raises ConfigError naming the file that is damaged, too large or unfit.
+        Raises ConfigError, which names the file, if one is damaged, too large or unsuitable.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
@@ -102,13 +102,13 @@ class TextCodec:
 
     @property
     def cuts(self) -> Cuts:
-        """Where texts that are still being written may be cut; made at its first use."""
+        """Finds where growing texts may be cut; made at its first use."""
         if self._cuts is None:
             self._cuts = Cuts(self._tokenizer)
         return self._cuts
 
     def _edge(self, name: str, wanted: bool | None) -> tuple[bool, int] | None:
-        """Return whether a token must or must not stand at a prompt's end, and its id; None: as encoded."""
+        """Return whether a prompt must or must not begin, or end, with a token, and its id; None: as encoded."""
         text = self.special_tokens.get(name)
         token = None if text is None else self._tokenizer.token_to_id(text)
         if wanted and token is None:
@@ -122,14 +122,14 @@ class TextCodec:
 
     @property
     def ordinary_tokens(self) -> dict[str, int]:
-        """The ids of tokens by text, as the tokenizer writes them; added ones are left out."""
+        """The ids of tokens by the tokenizer's spelling, without added ones."""
         added = self._tokenizer.get_added_tokens_decoder()
         tokens = self._tokenizer.get_vocab(with_added_tokens=False)
         return {token: place for token, place in tokens.items() if place not in added}
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the end token that the tokenizer's files name, which may be another than the config's."""
+        """The id of the end token that the tokenizer's files name; it may differ from the config's."""
         text = self.special_tokens.get("eos_token")
         return None if text is None else self._tokenizer.token_to_id(text)
 
@@ -140,14 +140,14 @@ class TextCodec:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template that is used with tools writes them; others get them in a prompt of lowlat's."""
+        """Whether the chat template for tools renders them; for others lowlat writes them into the prompt."""
         names = () if self._chat is None else self._chat.names
         name = "tool_use" if "tool_use" in names else "default"
         return self._probes is not None and name in names and self._probes.takes_tools(name)
 
     @cached_property
     def tokens_beside(self) -> Mapping[int, str]:
-        """Ids of the tokens that stand next to the tokenizer's model, special or not, and their text."""
+        """Ids of all added tokens, special or not, and their text."""
         return {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def added_tokens(self) -> dict[int, str]:
@@ -166,7 +166,7 @@ class TextCodec:
         )
 
     def spells(self, text: str) -> bool:
-        """Whether the vocabulary has the text as a token, or a chat template writes it."""
+        """Whether the vocabulary has the text as a token, or a chat template contains it."""
         return self._tokenizer.token_to_id(text) is not None or self.template_has(text)
 
     def has_token(self, text: str) -> bool:
@@ -174,11 +174,11 @@ class TextCodec:
         return self._tokenizer.token_to_id(text) is not None
 
     def template_has(self, text: str) -> bool:
-        """Whether a chat template writes, or asks for, this text."""
+        """Whether a chat template's source contains this text."""
         return self._chat is not None and any(text in source for source in self._chat.sources)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, alone and within a text; those of an incomplete character, too."""
+        """The bytes of a token within a text, which may be those of an incomplete character."""
         return self._streams.bytes_within(token_id)
 
     def token_id(self, token: str) -> int | None:
@@ -317,8 +317,8 @@ class TextCodec:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids outside the vocabulary have none.
 
-        Spaces are not cleaned up afterwards (`clean_up_tokenization_spaces` would change what the model
-        said). Raises RequestError for what is no id.
+        Spaces are not cleaned up: `clean_up_tokenization_spaces` would change the model's text. Raises RequestError for
+        anything that is no id.
         """
         with library_failures("decode these ids"):
             try:
@@ -330,7 +330,7 @@ class TextCodec:
                 raise RequestError(f"token ids must be integers from 0 to {(1 << 32) - 1}") from error
 
     def open_stream(self, *, skip_special_tokens: bool = True) -> TokenStream:
-        """Start decoding one request's ids as they come; `IncrementalDetokenizer` is the way to use it."""
+        """Start decoding one request's ids as they come; `IncrementalDetokenizer` uses it."""
         return self._streams.open(skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -379,7 +379,7 @@ class TextCodec:
         return text if continued is None else continued.cut(text)
 
     def _render(self, chat: ChatTemplates, name: str, values: Mapping[str, Any]) -> str:
-        """A chat as a template writes it; where that refuses the messages, as most templates take them."""
+        """Render a chat; if the template refuses the messages, try again in a form that most templates take."""
         try:
             return chat.render(name, values)
         except RequestError:
@@ -390,7 +390,7 @@ class TextCodec:
         return chat.render(name, {**values, "messages": filled})
 
     def _template_name(self, wanted: object, with_tools: bool) -> str:
-        """The template that writes a chat. Raises RequestError for one that the model does not have."""
+        """Choose the template that renders a chat. Raises RequestError for one that the model does not have."""
         names = () if self._chat is None else self._chat.names
         if wanted is not None:
             if not isinstance(wanted, str) or wanted not in names:
@@ -421,10 +421,10 @@ def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 
 
 def _as_most_take_it(message: dict[str, Any], absent: str | None) -> dict[str, Any]:
-    """A message as templates take it that are particular about what an assistant said next to its calls.
+    """Change an assistant's message for templates that restrict the content beside tool calls.
 
-    Some write content whether there is any or not, or look for calls where it is none; gpt-oss's has no place for
-    content next to thinking, before a call.
+    Some write content even if it is absent, or look for calls only if it is none. gpt-oss's template has no place for
+    both thinking and content before a call.
     """
     if message["role"] != "assistant":
         return message
@@ -437,7 +437,7 @@ def _as_most_take_it(message: dict[str, Any], absent: str | None) -> dict[str, A
 
 
 def _find_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, an empty one where there is no file. Raises ConfigError for anything else."""
+    """Read the JSON object in a file; {} if there is no file. Raises ConfigError for anything else."""
     text = find_text(path, MAX_CONFIG_BYTES)
     if text is None:
         return {}
@@ -492,7 +492,7 @@ def _flag(path: Path, config: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name: files of their own, and tokenizer_config.json's where there is no default."""
+    """Return the chat templates by name: separate files, and tokenizer_config.json's without chat_template.jinja."""
     source = find_text(directory / "chat_template.jinja", MAX_TEMPLATE_BYTES)
     if source is not None:
         named = {"default": source}
@@ -510,7 +510,7 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_file(directory: Path) -> Path:
-    """Return the file that the chat templates are in, or the folder of several."""
+    """Return the file with the chat templates, or the directory if there are several files."""
     if (directory / ADDITIONAL_TEMPLATES).is_dir():
         return directory
     file = directory / "chat_template.jinja"
