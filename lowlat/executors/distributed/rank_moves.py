@@ -74,7 +74,7 @@ class RankMover:
         """Split a content by rank. Raises ValueError for a content of the wrong size."""
         sizes = [mover.content_bytes(pool, count) for mover in self._movers]
         if content.numel() != sum(sizes):
-            raise ValueError(f"a content has {content.numel()} bytes, and {count} places take {sum(sizes)}")
+            raise ValueError(f"a content of {content.numel()} bytes for {count} places of {sum(sizes)}")
         ends = list(accumulate(sizes))
         return [content[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
