@@ -1,12 +1,12 @@
-"""The second half of attention: from the splits' partial sums to the rows' results, a launch of its own.
+"""This module has the second launch of attention, which combines the splits' partial sums to the rows' results.
 
 A block's threads take a row's splits in four classes, by the split's absolute number, so that loads of many splits are
-under way at once; a class adds its splits in order, and the classes are added in order. The structure is fixed by
-absolute positions alone. A split in which a row saw nothing has factor 0, and a row with a single split factor 1:
-neither changes a bit, so it does not matter which splits were processed for other rows.
+in flight at once. A class adds its splits in order, and the classes are added in order. This structure is fixed by
+absolute positions alone. A split in which a row sees nothing has factor 0, and a row with a single split has factor 1.
+Neither changes a bit, so it does not matter which splits were processed for other rows.
 
-A launch of its own, because fences and counters by which the last block could do this inside the first launch cost
-more than half of the whole on an H200 (4 slots at 16K: 152 us, 76 us without).
+It is a launch of its own, because fences and counters by which the last block could do it inside of the first launch
+cost more than half of the whole on an H200 (4 slots at 16K: 152 us, 76 us without).
 """
 
 import math

@@ -1,9 +1,9 @@
-"""Copies of one tile's keys and values to shared memory: the rows of one warp, through that warp's own pipeline.
+"""This module copies a tile's keys and values to shared memory; each warp has its own rows and pipeline.
 
-A warp owns 16 of a tile's 64 positions, of the widest heads half their dimensions. Its stage holds their keys, then
-their values, as rows of 2 D bytes, D of codes, whose 16-byte pieces are permuted by `make_swizzle`, so that neither
-16-byte reads of keys nor transposed matrix reads of values meet bank conflicts. A stage's descriptor tells the reader
-what was copied.
+A warp has 16 of a tile's 64 positions; of the widest heads it has half of their dimensions. Its stage has their keys,
+then their values, as rows of 2 D bytes, or D for codes. The rows' 16-byte pieces are permuted by `make_swizzle`, so
+that neither 16-byte reads of keys nor transposed matrix reads of values have bank conflicts. A stage's descriptor tells
+the reader what was copied.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Move a tree's accepted rows of K and V to the dense tail: one layer or all, both caches, all slots in one launch.
+"""This module moves a tree's accepted rows of K and V to the dense tail, of one layer or all, in one launch.
 
 A thread moves the same 16 bytes of a row from place to place, in order; so no barrier is needed.
 """

@@ -1,4 +1,4 @@
-"""Keys and values stored to the paged caches in one launch: a block a row, dead rows nowhere.
+"""This module stores keys and values to the paged caches in one launch, a block a row; dead rows are not stored.
 
 The rows are a step's, of several slots, or those of a chunk of prefill. With scales they are stored as e4m3 codes.
 """

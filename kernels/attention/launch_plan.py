@@ -1,4 +1,4 @@
-"""How a launch of attention is cut: the numbers that change no bit, all plans that fit a GPU, the choice of one.
+"""This module plans a launch of attention: it lists the plans that fit a GPU, which change no bit, and chooses one.
 
 The numbers that decide bits (the split, teams of warps, whether a block has a whole window) follow from shapes alone
 and belong to no plan.

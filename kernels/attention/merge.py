@@ -1,7 +1,7 @@
-"""The merge of a block's warps' sums into a split's partial sum, parked for `combine`, or into a whole row's result.
+"""This module merges the sums of a block's warps, to a split's partial sum for `combine` or to a whole row's result.
 
-The warps are merged in order: the largest peak is taken, and each warp's sums are added times the power of two of its
-peak's distance from it. A warp that saw nothing of a row has factor 0, which changes no bit.
+The warps are merged in order. The largest peak is taken, and each warp's sums are multiplied by the power of two of its
+peak's distance from it, and added. A warp in which a row sees nothing has factor 0, which changes no bit.
 """
 
 import math

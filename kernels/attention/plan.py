@@ -1,8 +1,8 @@
-"""Which work a launch of the attention kernel has, listed on the device; and the cursor that walks through it.
+"""This module lists on the device the work of a launch of attention, and has the cursor that walks the list.
 
-Positions are cut into splits of 128, 256 or 512 and tiles of 64, at fixed places. An item is a slot, a key-value head,
-a few tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first copies may
-start before the tree's masks are known. Nothing here touches keys, values or queries.
+Positions are divided into splits of 128, 256 or 512 and tiles of 64, at fixed places. An item is a slot, a key-value
+head, a few tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first
+copies may start before the tree's masks are known. This module touches no keys, values or queries.
 """
 
 from dataclasses import dataclass

@@ -1,15 +1,17 @@
-"""Products of a tile with a warp's queries and weights on the tensor cores: of bf16 keys and values, or of e4m3 codes.
+"""This module multiplies a tile with a warp's queries and weights on the tensor cores, as bf16 or as e4m3 codes.
 
-Scores have queries as rows and 8 positions as columns; sums have dimensions as rows and 8 queries as columns, so that
-the first product's result is the second's operand where it stands, and eight queries need no sixteen. A lane reads 16
-bytes of a key at once, and of values a transposed matrix, of codes one of pairs: two dimensions of two positions.
+Scores have queries as rows and 8 positions as columns. Sums have dimensions as rows and 8 queries as columns. So the
+first product's result is the second's operand in the same registers, and eight queries take eight columns, not sixteen.
+A lane reads 16 bytes of a key at once. Of values it reads a transposed matrix; of codes a matrix of pairs, two
+dimensions of two positions.
 
-Codes become fp16, which holds each exactly: by the GPU's own conversion, or before 8.9 by shifts, 2**-8 of them.
-Queries are fp16, too, each row times the power of two that brings its largest number to 2**12: what lies 36 binades
-below that is lost. Scales and powers of two multiply scores and results, in float32: nothing is rounded to bf16 here.
+Codes are converted to fp16, which holds each exactly: by the GPU's own conversion, or before 8.9 by shifts, to 2**-8
+times their value. Queries are fp16, too, each row times the power of two that brings its largest number to 2**12;
+numbers 36 binades below that are lost. Scales and powers of two multiply scores and results in float32; nothing is
+rounded to bf16 here.
 
-Of a warp, for 16 positions of heads of 128 and 8 queries: 24 products; of codes 32 words at 2 conversions, and 16
-permutations, where shifts, masks and a product of bf16 took some 300 instructions.
+For 16 positions of heads of 128 and 8 queries a warp needs 24 products. For codes it needs 2 conversions for each of 32
+words, and 16 permutations, where shifts, masks and a product of bf16 took some 300 instructions.
 """
 
 from typing import Any

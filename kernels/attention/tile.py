@@ -1,12 +1,12 @@
-"""One warp's part of one tile: scores of 16 positions, online softmax, weighted values; all in registers.
+"""This module has one warp's share of one tile: scores of 16 positions, online softmax, weighted values, in registers.
 
-Scores are q k * scale * log2(e) in float32; weights are powers of two of their distance from the running peak, which
-of codes is renewed only where a score exceeds it by HEADROOM: sums are rarely multiplied then. The weights' sum is kept
-in float32 from the unrounded weights, the product with the values takes them rounded to bf16, or to fp16.
-A row that sees none of the positions keeps its bits: its factor is exactly 1 and its weights are exactly 0.
-Of the widest heads two warps have the same positions, and half of the dimensions each: they add up their scores through
-shared memory, and have the same weights.
-Both operands of a product have their inner index permuted alike, so that a lane reads 16 bytes at a time.
+Scores are q k * scale * log2(e) in float32. Weights are powers of two of their distance from the running peak. For
+codes the peak is only updated if a score exceeds it by HEADROOM, so that sums are rarely multiplied. The sum of the
+unrounded weights is kept in float32; the product with the values takes weights rounded to bf16, or to fp16. A row that
+sees none of the positions keeps its bits: its factor is exactly 1 and its weights are exactly 0. For the widest heads
+two warps have the same positions, and half of the dimensions each. They add up their scores through shared memory, and
+so have the same weights. The inner index of both operands of a product has the same permutation, so that a lane reads
+16 bytes at a time.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Gated activations as device functions: shared by GEMMs' epilogues and the stand-alone kernel.
+"""This module has gated activations as device functions, shared by GEMMs' epilogues and the stand-alone kernel.
 
-The logistic function is made of the GPU's own exponential and reciprocal, each within two ulps of float32: results
-are rounded to bf16, whose ulp is 65,536 times as large, and an epilogue has little else to do.
+The logistic function is computed by the GPU's own exponential and reciprocal, each within two ulps of float32. Results
+are rounded to bf16, whose ulp is 65,536 times as large, and an epilogue has little time for more.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The wait for a word that the host writes into pinned memory while a step runs: a count of committed tokens.
+"""This module waits for a word that the host writes into pinned memory while a step runs: a count of committed tokens.
 
-The data next to the word, written before it, belongs to that count. Trips over the bus to one address run one after
-another, so a single block waits for the host and tells the others.
+The host writes the data next to the word first, so it belongs to that count. Reads of one address over the bus run one
+after another, so a single block waits for the host and tells the others.
 """
 
 from typing import Any

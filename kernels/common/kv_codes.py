@@ -1,8 +1,8 @@
-"""E4m3 codes of keys and values in registers, as `lowlat.kernels.reference.attention.kv_codes` means them.
+"""This module decodes e4m3 codes of keys and values in registers, as in `kernels.reference.attention.kv_codes`.
 
-A word has four codes. Their signs and seven further bits, put at bits 15 and 10 to 4 of a bf16, are their values times
-2**-120, subnormal numbers too; one product with 2**120 times the scale brings them to their size, rounded once. Pairs
-are of every other code, bytes 0 and 2 and bytes 1 and 3: so no byte is moved to another half of the word.
+A word has four codes. A code's sign is put at bit 15 of a bf16, and its seven other bits at bits 10 to 4. That is its
+value times 2**-120, for subnormal numbers, too. One product with 2**120 times the scale gives the number, rounded once.
+Pairs are of bytes 0 and 2, and of bytes 1 and 3, so that no byte has to move to the other half of the word.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""Limits of kernels: the sizes and parameters of operations that they compute, each said once, next to the kernels.
+"""This module has the limits of kernels: the sizes and parameters that they take, each written once.
 
-A `Limit` says which sizes a kernel takes. The kernel refuses others by `check`; a table `LIMITS` in the `limits` module
-of each package of kernels names it for an operation's extent, by which a whole Program is refused before a weight is
-read, see `lowlat.lowering.covers`. These modules load neither a compiler nor a driver.
+A `Limit` says which sizes a kernel takes, and the kernel refuses others by `check`. The `LIMITS` table in the `limits`
+module of each package of kernels applies it to an operation's extent. By these tables a whole Program is refused before
+a weight is read, see `lowlat.lowering.covers`. These modules load neither a compiler nor a driver.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Loads and stores by address, for small kernels: of one element, in two instructions, and of rows, 16 bytes at a time.
+"""This module loads and stores by address, for small kernels: an element in two instructions, or rows by 16 bytes.
 
 Indices are int64 and count elements. Indexing an array would add a sign check and a product by every extent.
 """

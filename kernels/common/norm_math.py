@@ -1,8 +1,8 @@
-"""The one order in which every kernel sums the squares of a row, and how it scales by them, as device functions.
+"""This module sums a row's squares, in the one order of every kernel, and scales by them; device functions.
 
-A block of THREADS threads works on a row. Thread t adds the squares of the 8-element chunks t, t + THREADS, .. in
-element order by fused multiply-adds; a butterfly adds the lanes of each warp, and the warps' sums are added in order.
-So the bits of a norm depend on the row and its width alone, whichever kernel computes it.
+A block of THREADS threads has a row. Thread t adds the squares of the 8-element chunks t, t + THREADS, .. in element
+order by fused multiply-adds; a butterfly adds the lanes of each warp, and the warps' sums are added in order. So the
+bits of a norm depend on the row and its width alone, whichever kernel computes it.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Device functions on whole rows: chunks of 16 bytes, rows of a weight in either layout, the norm of a row.
+"""This module has device functions on whole rows: chunks of 16 bytes, rows of a weight in either layout, a row's norm.
 
-A block of `norm_math.THREADS` threads has a row; thread t has its chunks t, t + THREADS, .. and keeps the first in
+A block of `norm_math.THREADS` threads has a row. Thread t has its chunks t, t + THREADS, .. and keeps the first in
 registers, so a row of up to 8 * THREADS elements is read once.
 """
 

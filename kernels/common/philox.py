@@ -1,7 +1,9 @@
-"""Philox4x32-10 and its uniform numbers as device functions, bit for bit those of `kernels.reference.sampling.random`.
+"""This module has Philox4x32-10 and its uniform numbers as device functions.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The caller makes
-counters and keys.
+The bits are those of `kernels.reference.sampling.random`.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The caller makes counters
+and keys.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""How warps that multiply hand a tile's partial sums to warps that finish it, while the first go on multiplying.
+"""This module passes a tile's partial sums from mainloop warps to epilogue warps, while the mainloop warps multiply on.
 
-Sums lie in areas of shared memory that are used in turn. An area has two barriers: that it is full, where all warps
-that give arrive, and that it is free, where all warps that take arrive.
+Sums are in areas of shared memory that are used in turn. An area has two barriers: producers arrive at one when the
+area is full, and consumers at the other when it is free.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,12 @@
-"""Numbers that some blocks of a launch leave in global memory for others of it, without a barrier between them.
+"""This module passes numbers between blocks of a launch through global memory, without a barrier between the blocks.
 
-Before the launch their place is filled with a NaN that arithmetic never gives; a reader loads again until none of
-it is left. Every number says for itself whether it is there, so that nobody needs a fence, which would wait for all
-copies that a block has under way.
+Before the launch their places are filled with a NaN that arithmetic never produces. A reader loads again until no such
+NaN is left. So every number shows by itself whether it has been written. No fence is needed, which would wait for all
+copies that a block has in flight.
 
-A thread that waits in a loop for another block, here or at a barrier of blocks, counts its turns: after so many of
-them the other will never come, and the launch ends as a failed one, which the host hears of. Turns are counted and not
-time, so that a process that is suspended, or shares its GPU, loses nothing.
+A thread that waits in a loop for another block, here or at a barrier of blocks, counts its turns. After a fixed number
+the other block is assumed lost, and the launch ends with an error that reaches the host. Turns are counted, not time,
+so that a process that is suspended, or shares its GPU, does not fail.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""Read memory once and fold it into a few words: the bandwidth that a GPU's memory can deliver to a kernel.
+"""This module reads memory once and folds it into a few words, to measure the bandwidth that a GPU's memory delivers.
 
-The words are written, so that no load can be left out, and their exclusive or is
-that of all words read, so that a caller can check it.
+The words are written, so that the compiler can omit no load. Their exclusive or is that of all words read, so that a
+caller can check it.
 """
 
 from functools import cache

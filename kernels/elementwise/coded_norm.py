@@ -1,6 +1,6 @@
-"""RMS norms of whole rows, alone or after a residual sum, that leave codes of the rows as a prefill GEMM reads them.
+"""This module has RMS norms of whole rows, alone or after a residual sum, that store the codes a prefill GEMM reads.
 
-A block has a row, in registers. It has the bits of `coded_rows` after the norms of `arranged_norm`.
+A block has a row, in registers. Its bits are those of `coded_rows` after the norms of `arranged_norm`.
 """
 
 from functools import cache

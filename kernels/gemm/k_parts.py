@@ -1,7 +1,7 @@
-"""Parts of K that are summed one by one and added as a tree, so that any number of GPUs has the same bits.
+"""This module describes parts of K that are summed by themselves and added as a tree, the same for any number of GPUs.
 
-A part is whole steps of 64 columns, and its sum begins at zero: its bits depend on its columns alone, whichever warp or
-GPU sums it.
+A part is whole steps of 64 columns, and its sum begins at zero. So its bits depend on its columns alone, whichever warp
+or GPU sums it.
 """
 
 from collections.abc import Callable, Sequence

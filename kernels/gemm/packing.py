@@ -1,7 +1,7 @@
-"""Weights in the order in which the lanes of a warp read them, and back; the row permutations of fused epilogues.
+"""This module packs weights in the order in which a warp's lanes read them, and back; it permutes rows for epilogues.
 
-A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns and cut into tiles of 16 rows by 64
-columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row side by side.
+A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns, and divided into tiles of 16 rows by 64
+columns, 2 KiB each. They are stored tile row by tile row, with the k steps of a tile row one after another.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A quantised weight unpacked to rows of bf16 in one launch, for a library's products; bound by memory."""
+"""This module unpacks a quantised weight to rows of bf16 in one launch, for a library's GEMMs; memory-bound."""
 
 from functools import cache
 from typing import Any

@@ -1,8 +1,8 @@
-"""Fragments of experts' weights in the formats of dense layers: steps of a tile decoded in registers and multiplied.
+"""This module decodes and multiplies experts' weights in the formats of dense layers: steps of a tile, in registers.
 
-Where groups of columns have scales, decode scales a group's sum in float32 and joins it to the others, as dense GEMMs
-do; prefill multiplies the numbers by them, rounded to bf16, so that a pair's sums are those of plain weights. Scales of
-rows are the epilogues'.
+If groups of columns have scales, decode scales a group's sum in float32 and adds it to the others, as dense GEMMs do.
+Prefill multiplies the numbers by them, rounded to bf16, so that a pair's sums are those of plain weights. The epilogues
+apply scales of rows.
 """
 
 from collections.abc import Callable

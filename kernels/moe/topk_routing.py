@@ -1,8 +1,7 @@
-"""Top-k routing: each row's experts and their shares by its logits.
+"""This module has top-k routing: it chooses each row's experts and their weights from its logits.
 
-A warp has a row, and leaves its experts and their shares in shared memory. Where rows are few, every block of an MoE
-layer routes all of them for itself (`make_route`), and `expert_list` reads what it left; `route_top_k` is a launch of
-its own.
+A warp has a row, and stores its experts and their weights in shared memory. For few rows, every block of an MoE layer
+routes all rows for itself (`make_route`), and `expert_list` reads the result; `route_top_k` is a launch of its own.
 """
 
 import math

@@ -1,12 +1,12 @@
-"""The target's draw at every live node, and whether its logits are finite, in one launch of a block a chunk.
+"""This module draws the target's token at every live node, and flags finite logits, in one launch with a block a chunk.
 
-A row's largest logit comes from the best pairs that the logits' GEMM left (or `row_pairs` makes), and ends a greedy row
-in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans, the
-masks of a grammar, for which it waits), each block processes its chunk, and the row's largest is the best of theirs.
-Where a row is drawn, its blocks find the bounds of top_k and top_p where they are set, add noise, and find the largest.
-Order and roundings are those of `kernels.reference.sampling.sample`.
-A draw depends on nothing but its own row, its slot's state and its position. The state that the step's first
-kernel settled (slots and their parameters) is read before the kernel before this one has ended.
+A row's largest logit comes from the best pairs that the GEMM of the logits left (or that `row_pairs` makes). For a
+greedy row its first block stores the token, and the others exit at once. If a slot has penalties, biases, bans or a
+grammar (for whose masks it waits), each block processes its chunk, and the row's largest is the largest of theirs. For
+a sampled row, its blocks find the bounds of top_k and top_p if they are set, add noise, and find the largest. Order and
+roundings are those of `kernels.reference.sampling.sample`. A draw depends only on its own row, its slot's state and its
+position. State that the step's first kernel has set (slots and their parameters) is read before the previous kernel has
+ended.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""How a row of float32 numbers is spread over blocks, and how its largest is found: device functions.
+"""This module distributes a row of float32 numbers over blocks, and finds its largest; device functions.
 
-A row of V numbers is cut into chunks of CHUNK, one block of THREADS threads each, by V alone; so nothing depends on
-how many rows there are. Numbers are ordered by an unsigned key (0.0 and -0.0 are equal) and then by the lowest
-index, both kept as one pair (key, low) with low = 2**32 - 1 - index: the larger pair comes first. (0, 0) is no
-number at all, and a key of BROKEN, above every other, says that the row holds a number that it may not hold. The
-last block of a row to arrive, by a counter, finishes the row.
+A row of V numbers is divided into chunks of CHUNK, one block of THREADS threads each. The chunks depend on V alone, not
+on the number of rows. Numbers are ordered by an unsigned key (0.0 and -0.0 are equal) and then by the lowest index.
+Both are kept as one pair (key, low) with low = 2**32 - 1 - index: the larger pair comes first. (0, 0) means no number.
+A key of BROKEN, above every other, means that the row has a forbidden number. The last block of a row to arrive, by a
+counter, finishes the row.
 """
 
 import functools

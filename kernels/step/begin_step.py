@@ -1,8 +1,7 @@
-"""A step's start: `apply_commands`, `list_active_slots`, `gather_rows` and `publish_rows` of the reference, alone or in
-one launch.
+"""This module launches a step's start, of four operations, each alone or all in one launch.
 
-One block does all. Of a joining slot's `tokens`, the first LENGTH are copied and the others stay as they are: nothing
-reads them.
+They are `apply_commands`, `list_active_slots`, `gather_rows` and `publish_rows` of the reference. One block does it
+all. Of a joining slot's `tokens`, only the first LENGTH are copied; the others are never read.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""The end of a step: the drafts go to the next step, and its results into the ring that the host polls.
+"""This module launches a step's end: it stores drafts for the next step, and results in the ring that the host polls.
 
-`tree_masks` and `publish` of the reference, each alone or both in one launch. A publication may decide whether a loop
-on the device goes on.
+It has `tree_masks` and `publish` of the reference, alone or both in one launch. A publication may decide whether a loop
+on the device continues.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The table of the GPU that is there: the user's own before the shipped one, logged once. It measures nothing."""
+"""This module finds the table of the present GPU, the user's own before the shipped one, and logs it once."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""The table of one GPU's tuned plans, and the choice of a launch's plan by it."""
+"""This module has the table of one GPU's tuned plans, and chooses a launch's plan by it."""
 
 import json
 from collections.abc import Mapping, Sequence

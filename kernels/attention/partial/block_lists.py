@@ -1,7 +1,8 @@
-"""A slot's lists of blocks, by head: all blocks, or those that the last queries score best between sinks and window.
+"""This module lists a slot's blocks by head: all, or the best by the last queries' scores, between sinks and window.
 
-Two launches: scores of all candidates, a warp for four blocks of a head at a time; and for each head the choice, in
-order of position. Nothing is chosen for a slot whose list leaves nothing out: then the first launch has nothing to do.
+There are two launches. The first computes the scores of all candidates, with a warp for four blocks of a head at a
+time. The second chooses blocks for each head, in order of position. For a slot whose list leaves nothing out nothing is
+chosen, and the first launch does nothing.
 """
 
 from functools import cache

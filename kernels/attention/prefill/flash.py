@@ -1,15 +1,16 @@
-"""Flash attention of a prompt's rows by warpgroups' tensor cores, for GPUs of capability 9.0.
+"""This module has flash attention of a prompt's rows by warpgroups' tensor cores, for GPUs of capability 9.0.
 
-A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp next to them that copies. Keys and values lie in tiles
-of 128 positions, or of 64 where heads are wider than 128, see `gather_kv`; a block takes those that its rows see, the
-last one first. While a warpgroup makes weights of its scores, the tensor cores have its weights and values of the tile
-before, and the other's products.
+A block has 128 or 64 rows of a head, 64 a warpgroup, and one more warp that copies. Keys and values are in tiles of 128
+positions, or of 64 for heads wider than 128, see `gather_kv`. A block takes the tiles that its rows see, the last one
+first. While a warpgroup makes weights of its scores, the tensor cores multiply its weights and values of the previous
+tile, and the other warpgroup's products.
 
-Of heads of 512 both warpgroups have the same 64 rows, and each has the sums of half of the dimensions. Both make all
-scores: half as many products again, and neither waits for the other.
+For heads of 512 both warpgroups have the same 64 rows, and each has the sums of half of the dimensions. Both compute
+all scores. That is half as many products again, but neither waits for the other.
 
-Tiles stand at multiples of their size from position 0, and one that a row sees nothing of adds zeros to its sums, or
-scales them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.
+Tiles are at multiples of their size from position 0. A tile of which a row sees nothing adds zeros to its sums, or
+scales them by one. So a row's bits depend on its own position and the positions that it sees alone, not on a launch's
+other rows.
 """
 
 from functools import cache

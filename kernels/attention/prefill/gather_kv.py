@@ -1,9 +1,9 @@
-"""Keys and values of the positions that a chunk of prefill sees, copied from the paged caches to rows side by side.
+"""This module copies the keys and values that a chunk of prefill sees from the paged caches to contiguous rows.
 
-The chunk's start, read on the device, determines those positions. A thread copies 16 bytes of four keys and of
-four values at a time; the work is in proportion to what is seen. Codes are decoded to bf16. Rows
-lie one after the other, or in a head's tiles of 128 or 64 positions as a warpgroup's products take them: halves of 64
-columns, whose rows of 128 bytes are swizzled.
+The chunk's start, read on the device, determines the positions. A thread copies 16 bytes of four keys and of four
+values at a time; the work is proportional to the positions. Codes are decoded to bf16. The rows follow each other, or
+are in a head's tiles of 128 or 64 positions in the layout of a warpgroup's products: halves of 64 columns, whose rows
+of 128 bytes are swizzled.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""Positions gathered for a chunk of prefill: how many, where they may begin, how tiles lie."""
+"""This module says how positions are gathered for a chunk of prefill: their number, starts, and the tiles' layout."""
 
 __all__ = ["ALIGNMENT", "HALF", "gathered_rows", "tile_positions", "tiles_shape"]
 

@@ -1,7 +1,7 @@
-"""A warpgroup's part of flash attention: its queries in shared memory, products of tiles, softmax, and its results.
+"""This module has a warpgroup's share of flash attention: queries in shared memory, products, softmax, and results.
 
-Scores of a tile become weights where they stand. The weights of the tile before are multiplied with its values, and the
-sums of those before are scaled when both are there, so that a tile's sums are added in order.
+A tile's scores become weights in the same registers. The weights of the previous tile are multiplied by its values, and
+the sums before it are scaled when both are ready, so that tiles are added in order.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
-"""The main loop of a prefill GEMM: warps that copy steps to shared memory, and two warpgroups that multiply them.
+"""This module has the mainloop of a prefill GEMM: warps that copy to shared memory, two warpgroups that multiply.
 
-A stage holds the rows of x, as `arrange` left them, then the tiles of the weights. Copies run on across
-the tiles of a block, and before the kernel before this one has ended they are of weights alone. The blocks of a cluster
-multiply the same rows: each copies a half of them to both.
+A stage has the rows of x, as `arrange` left them, then the tiles of the weights. Copies continue across the tiles of a
+block. Before the previous kernel has ended only weights are copied. The blocks of a cluster multiply the same rows, and
+each copies half of them to both.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The sum of parts of K as a tree of neighbouring pairs, each part scaled before, the first with the bias."""
+"""This module adds up scaled parts of K as a tree of neighbouring pairs; the first part gets the bias."""
 
 from functools import cache
 from typing import Any

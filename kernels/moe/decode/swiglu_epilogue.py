@@ -1,4 +1,4 @@
-"""SwiGLU, clamped or plain, or GELU, of experts' gate and up values, as the first GEMM of an MoE layer gives them."""
+"""This module has the epilogue of an MoE layer's first GEMM: SwiGLU, clamped or plain, or GELU, of gates and ups."""
 
 from typing import Any
 

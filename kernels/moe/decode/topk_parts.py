@@ -1,6 +1,4 @@
-"""The sum of an MoE layer's weighed outputs where K is summed in parts: over a row's experts for each part, then
-parts as a tree.
-"""
+"""This module adds up weighted outputs if K is summed in parts: experts for each part, then parts as a tree."""
 
 from functools import cache, partial
 from typing import Any

@@ -1,8 +1,7 @@
-"""The sum that an MoE layer adds to the residual stream: weighed outputs, from a row's first expert to its
-last.
+"""This module adds the weighted outputs of a row's experts to the residual stream, from the first expert to the last.
 
-Every sum is rounded by itself, as the reference has it. Where experts are cut for several GPUs, these add up their sums
-before.
+Every sum is rounded by itself, as in the reference. If experts are sharded over several GPUs, these first add up their
+sums.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The weighing of experts' down values, as they come out of the second GEMM of an MoE layer."""
+"""This module has the epilogue of an MoE layer's second GEMM, which multiplies values by their experts' weights."""
 
 from typing import Any
 

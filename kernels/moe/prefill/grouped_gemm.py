@@ -1,8 +1,8 @@
-"""Grouped GEMMs of an MoE layer's experts over many rows: packed weights, read once for each tile of an expert's pairs.
+"""This module has the grouped GEMMs of experts over many rows; packed weights are read once for each tile of pairs.
 
-A block has 32 weight rows a warp and one tile of pairs; blocks of a tile stand side by side, and so do an expert's
-tiles: what they share is in the L2. `grouping` lists the pairs; the grid depends on shapes alone, and blocks of tiles
-that there are not leave at once.
+A block has 32 weight rows a warp and one tile of an expert's pairs. Blocks of a tile are neighbours in the grid, and so
+are an expert's tiles, so that shared data is in the L2. `grouping` lists the pairs. The grid depends on shapes alone;
+blocks without a tile exit at once.
 """
 
 from dataclasses import replace

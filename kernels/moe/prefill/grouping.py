@@ -1,8 +1,8 @@
-"""Pairs of a row and one of its experts, sorted and cut into tiles for grouped GEMMs: one launch of one block.
+"""This module sorts (row, expert) pairs by expert and divides them into tiles for grouped GEMMs.
 
-A counting sort: each warp reads the experts of its own run of pairs and counts them, counts are added up over warps and
-experts, and each warp then puts its pairs where they belong. Pairs of an expert stay in order, so the result is the
-same however many warps there are.
+It is a counting sort, in a launch of one block. Each warp counts the experts of its own run of pairs. The counts are
+summed over warps and experts, and each warp then stores its pairs at their places. Pairs of an expert stay in order, so
+the result is the same for any number of warps.
 """
 
 from functools import cache

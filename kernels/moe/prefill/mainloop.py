@@ -1,8 +1,8 @@
-"""The main loop of a grouped GEMM: 32 weight rows a warp times a tile of pairs, column after column in one order.
+"""This module has the mainloop of a grouped GEMM: 32 weight rows a warp times a tile of pairs, columns in one order.
 
-Inputs of a step are shared by the block, each pair's 128 bytes with their pieces of 16 so permuted that lanes meet no
-bank twice; a warp's weights are its own lanes' alone. The weights' format makes exact bf16 of them in registers: so
-every pair's sums are those of plain weights, the same in any company and in tiles of any size.
+The block shares the inputs of a step. The 16-byte pieces of each pair's 128 bytes are permuted, so that lanes have no
+bank conflicts. A warp's weights are used by its own lanes only. The weights' format decodes them to exact bf16 in
+registers. So every pair's sums are those of plain weights, with any other pairs and in tiles of any size.
 """
 
 from typing import Any

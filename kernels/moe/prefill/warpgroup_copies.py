@@ -1,6 +1,6 @@
-"""Copies of a grouped GEMM by warpgroups: a block's units, and the warps that copy their weights and pairs' rows.
+"""This module lists a block's units of a grouped GEMM by warpgroups, and copies weights and pairs' rows.
 
-Copies run on across the units of a block, as far ahead as there are stages.
+Copies continue across the units of a block, as far ahead as there are stages.
 """
 
 from typing import Any

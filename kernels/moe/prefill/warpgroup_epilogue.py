@@ -1,7 +1,8 @@
-"""Epilogues of grouped GEMMs by warpgroups: SwiGLU, arranged as rows of the next GEMM, and outputs by place.
+"""This module has the epilogues of grouped GEMMs by warpgroups: SwiGLU, arranged for the next GEMM, and outputs.
 
-A thread has, of every eight pairs of its tile, two pairs' sums of one weight row and of the row 8 below: a gate and its
-up row, or two rows of the output. Outputs are not yet times their shares: who adds them up does that.
+Of every eight pairs of its tile, a thread has the sums of two pairs, for one weight row and the row 8 below: a gate and
+its up row, or two rows of the output. Outputs are not yet multiplied by their weights; the kernel that adds them up
+does that.
 """
 
 from collections.abc import Callable
