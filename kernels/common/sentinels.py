@@ -16,26 +16,26 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
 __all__ = ["MISSING", "SPIN_LIMIT", "is_missing", "lacks_one", "next_turn"]
 
-MISSING = 0xFFFFFFFF  # a float32, or two bf16; the NaN of arithmetic are 0x7FFFFFFF and 0x7FFF
-SPIN_LIMIT = 1 << 23  # turns, each with a load past L1: at least 3 seconds, most often some 7
+MISSING = 0xFFFFFFFF  # a float32, or two bf16; arithmetic produces the NaNs 0x7FFFFFFF and 0x7FFF
+SPIN_LIMIT = 1 << 23  # turns, each with a load that bypasses L1: at least 3 seconds in all, mostly some 7
 
 
 @device_function
 def is_missing(word: Any) -> Any:
-    """Whether a float32 is not there."""
+    """Return whether a float32 has not been written yet."""
     return word == uint32(MISSING)
 
 
 @device_function
 def lacks_one(word: Any) -> Any:
-    """Whether one of a word's two bf16 is not there: a half of its complement is zero."""
+    """Return whether one of a word's two bf16 has not been written yet: then a half of its complement is zero."""
     rest = uint32(word ^ uint32(MISSING))
     return (uint32(rest - uint32(0x00010001)) & word & uint32(0x80008000)) != uint32(0)
 
 
 @device_function
 def next_turn(turns: Any) -> Any:
-    """Count one more turn of a loop that waits for another block; the launch fails when they are too many."""
+    """Count one more turn of a loop that waits for another block; too many turns end the launch with an error."""
     if turns == uint32(SPIN_LIMIT):
         ptx.trap()
     return uint32(turns + uint32(1))
