@@ -25,18 +25,17 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 __all__ = ["make_arrange_queries", "make_products"]
 
 SIGNS, MAGNITUDES = 0x80008000, 0x3F803F80  # of fp16
-SHIFTED = 2.0**8  # what numbers made by shifts lack
-LARGEST = 127 + 12  # the exponent, as float32 has it, to which a row's largest query is brought
+SHIFTED = 2.0**8  # the missing factor of numbers made by shifts
+LARGEST = 127 + 12  # the biased float32 exponent to which a row's largest query is scaled
 
 
 def make_products(shape: AttentionShape) -> tuple[Any, Any]:
-    """`add_scores`: of two groups of 8 positions; `add_values`: weights times values, to sums times their factors."""
+    """Make `add_scores`, for two groups of 8 positions, and `add_values`, which scales sums and adds weighted values."""
     return _make_add_scores(shape), _make_add_values(shape)
 
 
 def _make_halves(shape: AttentionShape) -> tuple[Any, Any]:
-    """Functions of four codes in a word: the numbers of bytes 0 and 1 and of 2 and 3; of bytes 0 and 2 and of 1 and
-    3."""
+    """Make two device functions that convert a word of codes: bytes 0 and 1, 2 and 3; or bytes 0 and 2, 1 and 3."""
     if shape.converts:
 
         @device_function
@@ -88,8 +87,11 @@ def _make_add_scores(shape: AttentionShape) -> Any:
 
 
 def _make_add_coded_scores(shape: AttentionShape) -> Any:
-    """Every other product of a row is added to one sum, the others to a second: with few queries these are the rows of
-    a tile's halves, whose operand then holds twice the dimensions, and no zeros."""
+    """A device function that adds every other product of a row to one sum, the others to a second sum.
+
+    With few queries the two sums are the rows of a tile's halves. Its operand then has twice the dimensions, and no
+    zeros.
+    """
     row_swizzle, pitch, row_tiles, few = make_swizzle(shape), shape.row_bytes, shape.row_tiles, shape.few
     words, num_sums, (in_order, _) = shape.warp_dim // 8, 16 * shape.row_tiles, _make_halves(shape)
 
@@ -176,14 +178,16 @@ def _make_add_values(shape: AttentionShape) -> Any:
 
 
 def make_arrange_queries(shape: AttentionShape) -> Any:
-    """A function that makes loaded queries what products with codes take: fp16, with each row's multiplier of scores
-    after them, and the multiplier of results."""
+    """A device function that converts loaded queries for products with codes: to fp16.
+
+    Each row's multiplier of scores follows, then the multiplier of results.
+    """
     words, eights = shape.warp_dim // 8, shape.eights
     unit = 1.0 if shape.converts else SHIFTED
 
     @device_function
     def narrow(queries: Any, first: Any) -> Any:
-        """The power of two that a row's numbers lack, of which a lane has a quarter."""
+        """Return the power of two by which a row's numbers are scaled; a lane has a quarter of the row."""
         both = uint32(0)
         for word in range(words):
             both = ptx.max_bf16_pair(both, queries[first + word] & uint32(0x7FFF7FFF))
