@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
-__all__ = ["constants_of", "is_string", "kinds_of", "referred", "takes_nothing", "typed_value", "value_of_kinds"]
+from lowlat.text.schemas import referred
+
+__all__ = ["constants_of", "is_string", "kinds_of", "takes_nothing", "typed_value", "value_of_kinds"]
 
 MAX_DEPTH = 8
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -61,14 +62,6 @@ def takes_nothing(schema: Any, depth: int = MAX_DEPTH) -> bool:
         return schema is False
     choices = (schema.get(name) for name in ("anyOf", "oneOf") if depth)
     return any(isinstance(c, list) and c and all(takes_nothing(each, depth - 1) for each in c) for c in choices)
-
-
-def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """The schema at a reference such as `#/$defs/Color`; None where none is there."""
-    found: Any = root
-    for name in reference.removeprefix("#").strip("/").split("/"):
-        found = found.get(unquote(name).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
 
 
 def _kind(value: Any) -> frozenset[str]:

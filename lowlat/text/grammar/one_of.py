@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from lowlat.text.grammar.exact import NAMED, VALUES, NotHeld
+from lowlat.text.grammar.exact import NotHeld
+from lowlat.text.grammar.references import resolved
+from lowlat.text.schemas import NAMED, VALUES
 
 __all__ = ["Steps", "first_overlap", "one_ofs", "refusal"]
 
@@ -50,13 +52,14 @@ def one_ofs(schema: Any, path: tuple[str | int, ...] = ()) -> Iterator[Steps]:
                 yield from one_ofs(value, (*path, name))
 
 
-def first_overlap(schema: Any) -> Steps | None:
+def first_overlap(schema: Any, root: Mapping[str, Any] | None = None) -> Steps | None:
     """The path of the first `oneOf` of which a value may fit two branches; None where there is none.
 
-    Branches that are too many to be compared count as such. References are not followed: they may lead to any value.
-    Raises NotHeld for a schema that is nested too deep.
+    root  to which references lead; None: the schema itself
+    Branches that are too many to be compared count as such. Raises NotHeld for a schema that is nested too deep.
     """
-    comparison = _Comparison()
+    root = schema if root is None and isinstance(schema, Mapping) else root
+    comparison = _Comparison({} if root is None else root)
     try:
         for path in one_ofs(schema):
             holder = schema
@@ -72,8 +75,8 @@ def first_overlap(schema: Any) -> Steps | None:
 class _Comparison:
     """Compares schemas, so many pairs at most."""
 
-    def __init__(self) -> None:
-        self._left = MAX_PAIRS
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._left, self._root = MAX_PAIRS, root
         self._read: dict[
             int, tuple[frozenset[str], frozenset[tuple[bool, Any]] | None]
         ] = {}  # by the schema's identity
@@ -83,6 +86,7 @@ class _Comparison:
         self._left -= 1
         if self._left < 0:
             return False
+        one, other = (resolved("", each, self._root, strict=False) for each in (one, other))
         if one is False or other is False:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):

@@ -9,17 +9,33 @@ from typing import Any
 
 from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing, value_of_kinds
 from lowlat.text.grammar.exact import NotHeld
+from lowlat.text.grammar.free_text import TEXT_KEYWORDS, expressions_of, without
 from lowlat.text.grammar.one_of import first_overlap, refusal
-from lowlat.text.grammar.references import DEFINITIONS, NAMING, resolved
+from lowlat.text.grammar.references import LABELS, merged, resolved, standing_alone
+from lowlat.text.schemas import DEFINITIONS, arguments_schema
 from lowlat.text.templates.tags import END_PARAMETER, PARAMETER
 
 __all__ = ["parameter_rules"]
 
 CHOICES = ("anyOf", "oneOf")
-BARE = frozenset({"type"}) | NAMING
+BARE = frozenset({"type"}) | LABELS
 CONSTANT = frozenset({"enum", "const"}) | BARE
 EMPTY = '""'
-HELD = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS}) | NAMING
+ANY_TEXT = r"/[\s\S]*/"
+SCALARS = {  # without quotes
+    "integer": r"/-?(0|[1-9][0-9]{0,17})/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,3})?/",
+    "boolean": "/true|false/",
+    "null": "/null/",
+}
+READ = {"boolean": r"/\s*([tT]rue|[fF]alse)\s*/", "null": r"/\s*(null|None)\s*/"}  # texts that are read as these
+WORDS_OF = {  # keywords that say something of some types alone
+    ("string",): TEXT_KEYWORDS,
+    ("array",): frozenset({"items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"}),
+    ("object",): frozenset({"properties", "required", "additionalProperties", "patternProperties", "propertyNames"}),
+    ("integer", "number"): frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+}
+HELD = frozenset({"type", "properties", "required", "additionalProperties", *DEFINITIONS}) | LABELS
 
 
 def parameter_rules(
@@ -33,6 +49,7 @@ def parameter_rules(
     Needs the rule TEXT. Raises NotHeld, where strict, for what would not be held.
     """
     end = f"{line}{END_PARAMETER}\n"
+    schema = arguments_schema(schema)
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     required = schema.get("required")
@@ -65,28 +82,84 @@ def _value(
     own = schema["properties"][key]
     own = own if isinstance(own, Mapping) else {}
     found = resolved(key, own, schema, strict=strict)
-    found = found if isinstance(found, Mapping) else {}
-    choice = next((name for name in CHOICES if found.keys() - NAMING == {name} and isinstance(found[name], list)), None)
+    found = _one(found, schema) if isinstance(found, Mapping) else {}
+    choice = next((name for name in CHOICES if found.keys() - LABELS == {name} and isinstance(found[name], list)), None)
     written: list[Any] = [found] if choice is None else [each for each in found[choice] if not takes_nothing(each)]
     branches = [resolved(key, branch, schema, strict=strict) for branch in written]
-    is_text = ["string" in kinds_of({**schema, "properties": {key: branch}}, key) for branch in branches]
-    defined = {name: schema[name] for name in DEFINITIONS if name in schema}
-    if not any(is_text):
-        value = json.dumps({**defined, **own, **options})
-        return [f"{rule}: {rule}_json {_literal(end)}", f"{rule}_json: %json {value}"]
-    constants = [_constants(branch) for branch in branches]
-    is_free = any(each is None and text for each, text in zip(constants, is_text, strict=True))
+    pieces = [piece for branch in branches for piece in _by_kind(_one(branch, schema))]
+    kinds = [kinds_of({**schema, "properties": {key: piece}}, key) for piece in pieces]
+    if not any("string" in each for each in kinds):
+        return [
+            f"{rule}: {rule}_json {_literal(end)}",
+            f"{rule}_json: %json {json.dumps({**standing_alone(own, schema), **options})}",
+        ]
+    constants = [_constants(piece) for piece in pieces]
+    is_free = [values is None and "string" in each for values, each in zip(constants, kinds, strict=True)]
     if strict:
         own = {**found, choice: branches} if choice is not None else found
-        _check_text(key, {**schema, "properties": {key: own}}, branches, constants, is_free=is_free)
-    if is_free:
+        _check_text(key, {**schema, "properties": {key: own}}, pieces, constants, kinds, is_free=any(is_free))
+    if any(is_free) and not (strict and any(_is_bound(*each) for each in zip(pieces, constants, strict=True))):
         return [f"{rule}[lazy]: TEXT {_literal(end)}"]
-    ways, rules = [_literal(_text(key, value)) for each in constants for value in each or ()], list[str]()
-    if choice is not None and None in constants:
-        others = [branch if each is None else False for branch, each in zip(written, constants, strict=True)]
-        ways.append(f"{rule}_json")
-        rules.append(f"{rule}_json: %json {json.dumps({**defined, choice: others, **options})}")
-    return [f"{rule}: ({' | '.join(ways)}) {_literal(end)}", *rules]
+    ways = [_literal(_text(key, value) + end) for values in constants for value in values or ()]
+    documents, rules = list[Any](), list[str]()
+    besides = _besides(frozenset().union(*kinds), is_line=end.startswith("\n"))
+    for place, (piece, values, text) in enumerate(zip(pieces, constants, is_free, strict=True)):
+        terminal = f"{rule}_{place}".upper()
+        if text:
+            whole = " & ".join([*(expressions_of(piece, strict=strict) or [ANY_TEXT]), *besides])
+            rules.append(f"{terminal}: ({whole}) {_literal(end)}")
+            ways.append(terminal)
+        elif values is None and any(is_free) and kinds[place] <= SCALARS.keys():
+            scalars = " | ".join(SCALARS[kind] for kind in sorted(kinds[place]))
+            rules.append(f"{terminal}: ({scalars}) {_literal(end)}")
+            ways.append(terminal)
+        elif values is None:
+            documents.append(piece)
+    if documents:
+        value = standing_alone({"anyOf": documents}, schema)  # where strict, no value fits two
+        rules.append(f"{rule}_json: %json {json.dumps({**value, **options})}")
+        ways.append(f"{rule}_json {_literal(end)}")
+    return [f"{rule}: {' | '.join(ways)}", *rules]
+
+
+def _one(schema: Any, root: Mapping[str, Any]) -> Any:
+    """A schema that says itself what its `$ref` and `allOf` do; the schema where these cannot be one."""
+    if not isinstance(schema, Mapping):
+        return schema
+    try:
+        return merged(schema, root, strict=True)
+    except NotHeld:
+        return schema
+
+
+def _by_kind(schema: Any) -> list[Any]:
+    """A schema of several types as one for each, with the keywords that say something of it."""
+    kinds = schema.get("type") if isinstance(schema, Mapping) else None
+    if not isinstance(kinds, list) or _constants(schema) is not None:
+        return [schema]
+    made = []
+    for kind in kinds:
+        others = frozenset().union(*(words for name, words in WORDS_OF.items() if kind not in name))
+        made.append({**{name: value for name, value in schema.items() if name not in others}, "type": kind})
+    return made
+
+
+def _is_bound(schema: Any, values: list[Any] | None) -> bool:
+    """Whether not every text fits a schema that names no values."""
+    return values is None and isinstance(schema, Mapping) and bool(schema.keys() - BARE)
+
+
+def _besides(kinds: frozenset[str], *, is_line: bool) -> list[str]:
+    """What a string must not be, so that it is read back as it was written, where values of these types may stand."""
+    barred = [without(END_PARAMETER)]
+    if not is_line:  # the reader takes line breaks for the format's
+        barred += [r"/\n[\s\S]*/", r"/[\s\S]*\n/"]
+    if kinds & {"object", "array"}:
+        barred.append(r"/\s*[{\[][\s\S]*/")
+    if kinds & {"integer", "number"}:
+        barred.append(r"/\s*-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?\s*/")
+    barred += [words for kind, words in READ.items() if kind in kinds]
+    return [f"~{each}" for each in barred]
 
 
 def _constants(schema: Any) -> list[Any] | None:
@@ -105,25 +178,39 @@ def _text(key: str, value: Any) -> str:
 
 
 def _check_text(
-    key: str, schema: Mapping[str, Any], branches: list[Any], constants: list[list[Any] | None], *, is_free: bool
+    key: str,
+    schema: Mapping[str, Any],
+    pieces: list[Any],
+    constants: list[list[Any] | None],
+    kinds: list[frozenset[str]],
+    *,
+    is_free: bool,
 ) -> None:
     """Refuse what would not be held of a value that may be a string.
 
-    is_free  it may be any text, which may also read as a value of another type
+    is_free  it may be any text, or any that keywords let be, which may also read as a value of another type
     """
-    path = first_overlap(schema["properties"][key])
+    path = first_overlap(schema["properties"][key], schema)
     if path is not None:
         raise NotHeld(refusal(("properties", key, *path)))
-    for branch, values in zip(branches, constants, strict=True):
-        if not isinstance(branch, Mapping) or (values is None and not is_free):
+    for piece, values, own in zip(pieces, constants, kinds, strict=True):
+        if not isinstance(piece, Mapping) or (values is None and (not is_free or own <= {"object", "array"})):
             continue
-        is_text = values is not None and all(isinstance(value, str) for value in values)
-        others = ", ".join(sorted(branch.keys() - (CONSTANT if is_text or not is_free else BARE)))
+        if values is None:
+            held = BARE | TEXT_KEYWORDS if own == {"string"} else BARE
+        else:
+            held = CONSTANT if not is_free or all(isinstance(value, str) for value in values) else BARE
+        others = ", ".join(sorted(piece.keys() - held))
         if others:
             raise NotHeld(f"{key}: {others} of a string, which this model's format writes as free text")
-    kinds = kinds_of(schema, key)
+        if values is None and own == {"string"}:
+            try:
+                expressions_of(piece, strict=True)
+            except NotHeld as error:
+                raise NotHeld(f"{key}: {error}") from None
+    every = kinds_of(schema, key)
     for text in (value for values in constants for value in values or () if isinstance(value, str)):
-        if value_of_kinds(text, kinds) != _literal(text):
+        if value_of_kinds(text, every) != _literal(text):
             raise NotHeld(f"{key}: the string {text!r:.80}, which reads as a value of another type")
 
 
