@@ -4,8 +4,8 @@
 - `nullable` of OpenAPI 3.0 becomes the type null, and its types in capitals become small.
 - Keywords whose value is null go: some libraries write all that they know.
 - `propertyNames` that names keys, or says how they look, becomes properties of these names.
-- A `oneOf` with `discriminator` requires its property in each branch: pydantic, which does not when it has a default,
-  refuses values without it.
+- A `oneOf` whose branches each require a property with constants of their own is an `anyOf`. A property that
+  `discriminator` names is required: pydantic does not say so when it has a default, but refuses values without it.
 - Formats that only say how to show a value go; those that are an expression become one.
 """
 
@@ -122,19 +122,28 @@ class _Dialect:
     def __init__(self, root: Any) -> None:
         self._root: Mapping[str, Any] = root if isinstance(root, Mapping) else {}
         self._tags: dict[int, str] = {}  # the property that tells a branch from others, by the branch's identity
+        self._told_apart: set[int] = set()  # the schemas whose `oneOf` has such branches alone
         for schema in _schemas(root):
             self._find_tags(schema)
 
     def _find_tags(self, schema: Mapping[str, Any]) -> None:
-        rule, branches = schema.get("discriminator"), schema.get("oneOf")
-        key = rule.get("propertyName") if isinstance(rule, Mapping) else None
-        if not isinstance(key, str) or not isinstance(branches, list):
+        """Find the property whose constant tells the branches of a `oneOf` apart, if there is one."""
+        rule, written = schema.get("discriminator"), schema.get("oneOf")
+        if not isinstance(written, list) or not written or "anyOf" in schema:
             return
-        for branch in map(self._target, branches):
-            properties = branch.get("properties") if isinstance(branch, Mapping) else None
-            own = properties.get(key) if isinstance(properties, Mapping) else None
-            if isinstance(own, Mapping) and ("const" in own or "enum" in own):
-                self._tags[id(branch)] = key
+        branches = list(map(self._target, written))
+        key = rule.get("propertyName") if isinstance(rule, Mapping) else None
+        if isinstance(key, str):
+            keys = [key]
+        else:  # nothing says which
+            keys = [key for key in _properties(branches[0]) if all(key in _required(each) for each in branches)]
+        for key in keys:
+            named = [_constants(_properties(branch).get(key)) for branch in branches]
+            values = [value for each in named for value in each]
+            if all(named) and len(values) == len(set(values)):
+                self._tags.update({id(branch): key for branch in branches})
+                self._told_apart.add(id(schema))
+                return
 
     def _target(self, schema: Any) -> Any:
         """The schema to which references lead; the first, where they lead back to themselves."""
@@ -164,9 +173,9 @@ class _Dialect:
             else:
                 made[name] = self.plain(value)
         if id(schema) in self._tags:
-            required = made.get("required")
-            required = required if isinstance(required, list) else []
-            made["required"] = list(dict.fromkeys([*required, self._tags[id(schema)]]))
+            made["required"] = list(dict.fromkeys([*_required(made), self._tags[id(schema)]]))
+        if id(schema) in self._told_apart:
+            made["anyOf"] = made.pop("oneOf")
         if isinstance(made.get("required"), bool):  # of a property, as long ago
             del made["required"]
         if made.get("uniqueItems") is False:
@@ -214,6 +223,24 @@ def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
                     yield from _schemas(each)
             elif name not in VALUES and not _is_annotation(name):
                 yield from _schemas(value)
+
+
+def _properties(schema: Any) -> Mapping[str, Any]:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _required(schema: Any) -> list[Any]:
+    required = schema.get("required") if isinstance(schema, Mapping) else None
+    return required if isinstance(required, list) else []
+
+
+def _constants(schema: Any) -> list[str]:
+    """The strings that a schema names; none where it names other values, or none."""
+    if not isinstance(schema, Mapping):
+        return []
+    values = schema.get("enum", [schema.get("const")])
+    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []
 
 
 def _said(schema: Mapping[str, Any]) -> set[str]:

@@ -17,6 +17,8 @@ def kinds_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a function's schema lets an argument have; all where it says nothing."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
+    if schema is None and isinstance(parameters.get("additionalProperties"), Mapping):
+        schema = parameters["additionalProperties"]
     return _kinds(schema, parameters, MAX_DEPTH)
 
 

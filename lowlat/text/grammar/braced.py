@@ -11,6 +11,7 @@ from typing import Any
 from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing
 from lowlat.text.grammar.exact import NotHeld
 from lowlat.text.grammar.free_text import TEXT_KEYWORDS, expressions_of, spelled, whole_expression, without
+from lowlat.text.grammar.one_of import unheld
 from lowlat.text.grammar.references import LABELS, merged, resolved
 from lowlat.text.schemas import DEFINITIONS
 from lowlat.text.templates.tags import STRING_MARK
@@ -92,8 +93,8 @@ class BracedRules:
         kinds = kinds_of({"properties": {"x": schema}}, "x")
         held = frozenset().union(*(HELD[kind] for kind in kinds)) | LABELS
         if self._strict and (not schema.keys() <= held or not depth):
-            others = ", ".join(sorted(schema.keys() - held)) or "objects so deep"
-            raise NotHeld(f"{others}: not held in this model's format")
+            others = sorted(schema.keys() - held)
+            raise NotHeld(unheld(self._root, others) if others else f"objects more than {MAX_DEPTH} deep are not held")
         constants = constants_of(schema)
         if constants is not None:
             if not constants:

@@ -48,7 +48,7 @@ EXACT: Mapping[str, Mapping[str, str | int]] = MappingProxyType(
 # a text without these is exact, and plain
 LOOSE = re.compile(
     r'"format"|"pattern|"m(in|ax)Properties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f'
-    r'|"(discriminator|nullable|propertyNames|uniqueItems)"|:\s*null|"required"\s*:\s*[^\s\[]|"type"\s*:[\s\[]*"[A-Z]'
+    r'|"(discriminator|nullable|oneOf|propertyNames|uniqueItems)"|:\s*null|"required"\s*:\s*[^\s\[]|"type"\s*:[\s\[]*"[A-Z]'
 )
 # of Python and of ECMA: what is none of these is none to either
 WORD, DIGIT, SPACE = r"\p{L}\p{N}_", r"\p{Nd}", r"\s\uFEFF"
@@ -285,13 +285,21 @@ def _held(whole: int, inward: int) -> int | None:
 
 
 def _hold_count(schema: dict[str, Any], lenient: bool) -> None:
-    """A least number of keys, where keys that are free may come twice."""
-    least, required = schema.get("minProperties"), schema.get("required")
-    if not isinstance(least, (int, float)) or least <= 1:
-        return
+    """Numbers of keys: a least one, where keys that are free may come twice, and any next to keys that may not come."""
+    least, required, properties = (schema.get(name) for name in ("minProperties", "required", "properties"))
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
+    num_required = len(names)
+    if isinstance(least, (int, float)) and least <= num_required:
+        del schema["minProperties"]
     if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
         return
-    num_required = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
+    for name in ("minProperties", "maxProperties"):
+        if name in schema and isinstance(properties, dict) and not properties.keys() <= names:
+            why = f"{schema[name]!r:.20} is not held where keys are free next to properties that are not required"
+            _leave_out(schema, name, f"{why}; say additionalProperties false, or leave it out", lenient)
+    least = schema.get("minProperties")
+    if not isinstance(least, (int, float)) or least <= 1:
+        return
     if num_required < least:
         why = f"{least} is not held where keys are free, as one may come twice; name as many in required"
         _leave_out(schema, "minProperties", why, lenient)

@@ -13,24 +13,29 @@ __all__ = ["TEXT_KEYWORDS", "expressions_of", "spelled", "whole_expression", "wi
 
 TEXT_KEYWORDS = frozenset({"format", "maxLength", "minLength", "pattern"})
 ANY = r"[\s\S]"
+MAX_LENGTH = 4096  # characters that are counted: each is a state of the library's
 _DATE = (  # the 29th of February is held by what `exact.py` adds
     r"[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
 )
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_SPAN = r"([0-9]{1,9}D(T([0-9]{1,9}H)?([0-9]{1,9}M)?[0-9]{1,9}S)?|T([0-9]{1,9}H)?([0-9]{1,9}M)?[0-9]{1,9}S)"
-_LABEL = "[A-Za-z0-9]([A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+_N = "[0-9]{1,9}"
+_CLOCK = f"T({_N}H({_N}M({_N}S)?)?|{_N}M({_N}S)?|{_N}S)"
+_DAYS = f"({_N}D|{_N}M({_N}D)?|{_N}Y({_N}M({_N}D)?)?)"
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9\-]{0,61}[A-Za-z0-9])?"
+_CHARACTER = r"(%[0-9A-Fa-f]{2}|[A-Za-z0-9._~!$&'()*+,;=:@\-])"
+_HOST = rf"([A-Za-z0-9._~\-]+@)?({_LABEL}(\.{_LABEL}){{0,6}}(:[0-9]{{1,5}})?)?"
+_PATH = rf"(\/\/{_HOST}(\/{_CHARACTER}*)*|\/?{_CHARACTER}+(\/{_CHARACTER}*)*)"
 FORMATS = MappingProxyType(  # some of each format's texts: none that is not one
     {
         "date": _DATE,
         "time": _TIME,
         "date-time": f"{_DATE}T{_TIME}",
-        "duration": f"P{_SPAN}",
+        "duration": f"P({_DAYS}({_CLOCK})?|{_CLOCK}|{_N}W)",
         "email": rf"[A-Za-z0-9_+\-]+(\.[A-Za-z0-9_+\-]+)*@{_LABEL}(\.{_LABEL}){{1,6}}",
         "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
         "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
-        "uri": rf"[A-Za-z][A-Za-z0-9+.\-]{{1,30}}:\/\/{_LABEL}(\.{_LABEL}){{0,6}}(:[0-9]{{1,5}})?"
-        r"(\/[A-Za-z0-9._~!$&'()*+,;=:@%\-]*)*(\?[A-Za-z0-9._~!$&'()*+,;=:@%?\/\-]*)?(#[A-Za-z0-9._~\-]*)?",
+        "uri": rf"[A-Za-z][A-Za-z0-9+.\-]{{1,30}}:{_PATH}(\?({_CHARACTER}|[\/?])*)?(#({_CHARACTER}|[\/?])*)?",
     }
 )
 OUTSIDE = MappingProxyType({r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]", "/": r"\/", "\n": r"\n"})
@@ -40,6 +45,8 @@ INSIDE = MappingProxyType({r"\d": "0-9", r"\w": "A-Za-z0-9_", "/": r"\/", "\n": 
 def expressions_of(schema: Mapping[str, Any], *, strict: bool) -> list[str]:
     """Expressions in slashes of a string's schema, all of which its text matches; none where any text does.
 
+    schema  may have several patterns, as `references.merged` makes them
+
     Raises NotHeld, where strict, for one that would not be held.
     """
     made = []
@@ -48,15 +55,20 @@ def expressions_of(schema: Mapping[str, Any], *, strict: bool) -> list[str]:
         if name in FORMATS:
             made.append(FORMATS[name])
         elif strict:
-            raise NotHeld(f"format {name!r:.80} of a string that the model writes without quotes; give a pattern")
-    pattern = schema.get("pattern")
-    if isinstance(pattern, str):
-        whole = whole_expression(pattern)
+            raise NotHeld(f"format {name!r:.80} of a string written without quotes; give a pattern")
+    patterns = schema.get("pattern", [])
+    for pattern in patterns if isinstance(patterns, list) else [patterns]:
+        whole = whole_expression(pattern) if isinstance(pattern, str) else None
         if whole is not None:
             made.append(whole)
         elif strict:
-            raise NotHeld(f"pattern {pattern!r:.80} of a string that the model writes without quotes")
+            raise NotHeld(f"pattern {pattern!r:.80} of a string written without quotes")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
+    for name in ("minLength", "maxLength"):
+        if isinstance(schema.get(name), int) and schema[name] > MAX_LENGTH:
+            if strict:
+                raise NotHeld(f"{name} {schema[name]} of a string written without quotes; at most {MAX_LENGTH}")
+            return [f"/{each}/" for each in made]
     if isinstance(least, int) and (least > 0 or isinstance(most, int)):
         made.append(f"{ANY}{{{least},{most if isinstance(most, int) else ''}}}")
     return [f"/{each}/" for each in made]

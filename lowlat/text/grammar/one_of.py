@@ -12,7 +12,7 @@ from lowlat.text.grammar.exact import NotHeld
 from lowlat.text.grammar.references import resolved
 from lowlat.text.schemas import NAMED, VALUES
 
-__all__ = ["Steps", "first_overlap", "one_ofs", "refusal"]
+__all__ = ["Steps", "first_overlap", "one_ofs", "refusal", "unheld"]
 
 Steps = Sequence[str | int]
 """The steps from a schema to one within it."""
@@ -30,26 +30,43 @@ _NOT_HELD = (
 
 def refusal(path: Steps | None) -> str:
     """The refusal of a `oneOf`, with its path where that is known: "oneOf at #/properties/a is not held, ..."."""
-    if path is None:
-        return f"oneOf {_NOT_HELD}"
-    pointer = "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
-    return f"oneOf at #{pointer:.200} {_NOT_HELD}"
+    return f"oneOf {_NOT_HELD}" if path is None else f"oneOf at {_pointer(path)} {_NOT_HELD}"
 
 
-def one_ofs(schema: Any, path: tuple[str | int, ...] = ()) -> Iterator[Steps]:
+def unheld(schema: Any, names: Sequence[str], value: object = None) -> str:
+    """The refusal of keywords that a schema has somewhere, with the path of the first: "uniqueItems at # is not held".
+
+    value  of the keyword, which several places may have; None: any
+    """
+    words = ", ".join(names) if value is None else f"{names[0]} {value!r:.80}"
+    found = (path for path, each in _walk(schema) if names[0] in each and value in (None, each[names[0]]))
+    path = next(found, None)
+    return f"{words}{'' if path is None else f' at {_pointer(path)}'} is not held; leave it out, or do without strict"
+
+
+def one_ofs(schema: Any) -> Iterator[Steps]:
     """The paths of schemas that have a `oneOf`, outer ones first."""
+    return (path for path, each in _walk(schema) if isinstance(each.get("oneOf"), list))
+
+
+def _pointer(path: Steps) -> str:
+    pointer = "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
+    return f"#{pointer:.200}"
+
+
+def _walk(schema: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
+    """A schema and all within it with their paths, outer ones first."""
     if isinstance(schema, list):
         for place, each in enumerate(schema):
-            yield from one_ofs(each, (*path, place))
+            yield from _walk(each, (*path, place))
     elif isinstance(schema, dict):
-        if isinstance(schema.get("oneOf"), list):
-            yield path
+        yield path, schema
         for name, value in schema.items():
             if name in NAMED and isinstance(value, dict):
                 for key, each in value.items():
-                    yield from one_ofs(each, (*path, name, key))
+                    yield from _walk(each, (*path, name, key))
             elif name not in VALUES:
-                yield from one_ofs(value, (*path, name))
+                yield from _walk(value, (*path, name))
 
 
 def first_overlap(schema: Any, root: Mapping[str, Any] | None = None) -> Steps | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowlat.text.answers.values import constants_of, kinds_of, takes_nothing, value_of_kinds
 from lowlat.text.grammar.exact import NotHeld
-from lowlat.text.grammar.free_text import TEXT_KEYWORDS, expressions_of, without
+from lowlat.text.grammar.free_text import TEXT_KEYWORDS, expressions_of, spelled, without
 from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.grammar.references import LABELS, merged, resolved, standing_alone
 from lowlat.text.schemas import DEFINITIONS, arguments_schema
@@ -21,6 +21,7 @@ CHOICES = ("anyOf", "oneOf")
 BARE = frozenset({"type"}) | LABELS
 CONSTANT = frozenset({"enum", "const"}) | BARE
 EMPTY = '""'
+EXTRA = "additionalProperties"
 ANY_TEXT = r"/[\s\S]*/"
 SCALARS = {  # without quotes
     "integer": r"/-?(0|[1-9][0-9]{0,17})/",
@@ -53,10 +54,17 @@ def parameter_rules(
     properties = schema.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     required = schema.get("required")
-    required = required if isinstance(required, list) else []
+    required = [key for key in required if isinstance(key, str)] if isinstance(required, list) else []
+    others = schema.get("additionalProperties")
+    undeclared = [key for key in required if key not in properties]
+    if undeclared and takes_nothing(others):
+        raise NotHeld(f"required names {undeclared[0]!r:.80}, which properties and additionalProperties do not let be")
+    properties = {**properties, **dict.fromkeys(undeclared, {} if others is None else others)}
+    schema = {**schema, "properties": properties}
     if strict:
-        _check(schema, properties, required)
-    if not properties:
+        _check(schema, properties)
+    extra = others is True or isinstance(others, Mapping)
+    if not properties and not extra:
         if schema.get("additionalProperties") is False or strict:
             return [f"{name}: {EMPTY}"]
         key = f"{_literal(PARAMETER)} /[^>\\n]+/ {_literal('>' + line)}"
@@ -73,6 +81,15 @@ def parameter_rules(
         places.append(rule if key in required else f"{rule}?")
         begin = _literal(f"{PARAMETER}{key}>{line}")
         rules += [f"{rule}: {begin} {rule}_value", *_value(f"{rule}_value", key, schema, options, end, strict=strict)]
+    if extra:
+        value = {**schema, "properties": {EXTRA: others}}
+        named = "".join(f" & ~/{spelled(key)}/" for key in properties)
+        rules += [
+            f"{name}_other: {_literal(PARAMETER)} {name.upper()}_KEY {name}_other_value",
+            f"{name.upper()}_KEY: (/[^>\\n]+/{named}) {_literal('>' + line)}",
+            *_value(f"{name}_other_value", EXTRA, value, options, end, strict=strict),
+        ]
+        places.append(f"{name}_other*")
     return [f"{name}: {' '.join(places) or EMPTY}", *rules]
 
 
@@ -83,9 +100,12 @@ def _value(
     own = own if isinstance(own, Mapping) else {}
     found = resolved(key, own, schema, strict=strict)
     found = _one(found, schema) if isinstance(found, Mapping) else {}
-    choice = next((name for name in CHOICES if found.keys() - LABELS == {name} and isinstance(found[name], list)), None)
+    choice = next((name for name in CHOICES if isinstance(found.get(name), list)), None)
     written: list[Any] = [found] if choice is None else [each for each in found[choice] if not takes_nothing(each)]
     branches = [resolved(key, branch, schema, strict=strict) for branch in written]
+    besides = {name: value for name, value in found.items() if name != choice and name not in LABELS}
+    if choice is not None and besides:
+        branches = [{"allOf": [besides, branch]} for branch in branches]
     pieces = [piece for branch in branches for piece in _by_kind(_one(branch, schema))]
     kinds = [kinds_of({**schema, "properties": {key: piece}}, key) for piece in pieces]
     if not any("string" in each for each in kinds):
@@ -102,11 +122,11 @@ def _value(
         return [f"{rule}[lazy]: TEXT {_literal(end)}"]
     ways = [_literal(_text(key, value) + end) for values in constants for value in values or ()]
     documents, rules = list[Any](), list[str]()
-    besides = _besides(frozenset().union(*kinds), is_line=end.startswith("\n"))
+    not_read = _besides(frozenset().union(*kinds), is_line=end.startswith("\n"))
     for place, (piece, values, text) in enumerate(zip(pieces, constants, is_free, strict=True)):
         terminal = f"{rule}_{place}".upper()
         if text:
-            whole = " & ".join([*(expressions_of(piece, strict=strict) or [ANY_TEXT]), *besides])
+            whole = " & ".join([*(expressions_of(piece, strict=strict) or [ANY_TEXT]), *not_read])
             rules.append(f"{terminal}: ({whole}) {_literal(end)}")
             ways.append(terminal)
         elif values is None and any(is_free) and kinds[place] <= SCALARS.keys():
@@ -214,12 +234,10 @@ def _check_text(
             raise NotHeld(f"{key}: the string {text!r:.80}, which reads as a value of another type")
 
 
-def _check(schema: Mapping[str, Any], properties: Mapping[str, Any], required: list[Any]) -> None:
+def _check(schema: Mapping[str, Any], properties: Mapping[str, Any]) -> None:
     others = schema.keys() - HELD - {"x-guidance"}
     if others:
         raise NotHeld(f"{', '.join(sorted(others))} next to properties is not held in this model's format")
-    if not {name for name in required if isinstance(name, str)} <= properties.keys():
-        raise NotHeld("required names what is not in properties")
     if any(">" in key or "\n" in key for key in properties):
         raise NotHeld("a property's name holds > or a line break")
 

@@ -76,6 +76,8 @@ def _both(name: str, one: Any, other: Any) -> Any:
     if name == "properties" and isinstance(one, Mapping) and isinstance(other, Mapping):
         common = one.keys() & other.keys()
         return {**one, **other, **{key: {"allOf": [one[key], other[key]]} for key in common if one[key] != other[key]}}
+    if name == "pattern":  # of a text, which the rules for texts take several of
+        return [*(one if isinstance(one, list) else [one]), *(other if isinstance(other, list) else [other])]
     if name in LEAST | MOST and isinstance(one, int | float) and isinstance(other, int | float):
         return max(one, other) if name in LEAST else min(one, other)
     raise NotHeld(f"{name} of several schemas for one value")
