@@ -142,6 +142,7 @@ def test_free_answers_may_hold_calls(name: str) -> None:
         ({"pattern": "(?=a)a+"}, r"x: pattern '\(\?=a\)a\+' of a string"),
         ({"format": "iri"}, "x: format 'iri' of a string"),
         ({"maxLength": 5000}, "x: maxLength 5000 of a string written without quotes; at most 4096"),
+        ({"minLength": 257}, "x: minLength 257 of a string written without quotes; at most 256"),
     ],
 )
 def test_what_free_text_cannot_hold_is_refused_where_it_is_strict(own: dict[str, Any], words: str) -> None:

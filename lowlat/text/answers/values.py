@@ -53,6 +53,8 @@ def value_of_kinds(text: str, kinds: frozenset[str]) -> str:
         value = text
     if not isinstance(value, str) and _kind(value) & kinds:
         return written
+    if isinstance(value, float) and stripped[-1].isdigit() and "number" in kinds and "string" not in kinds:
+        return written  # too large for a float, and a number all the same
     if "string" not in kinds and isinstance(value, str) and stripped.startswith('"') and len(kinds) < len(ALL):
         return written  # the model's own mistake, as it wrote it
     return json.dumps(text, ensure_ascii=False)

@@ -144,7 +144,7 @@ class BracedRules:
         return rule
 
     def _string(self, schema: Mapping[str, Any]) -> str:
-        texts = expressions_of(schema, strict=self._strict)
+        texts = expressions_of(schema, strict=self._strict, is_marked=not self._is_spelled)
         if not texts:
             return self._text
         terminal = self._name("text").upper()

@@ -13,7 +13,8 @@ __all__ = ["TEXT_KEYWORDS", "expressions_of", "spelled", "whole_expression", "wi
 
 TEXT_KEYWORDS = frozenset({"format", "maxLength", "minLength", "pattern"})
 ANY = r"[\s\S]"
-MAX_LENGTH = 4096  # characters that are counted: each is a state of the library's
+# Characters that are counted. Each is a state of the library's, and several where what ends the text is looked for too.
+MAX_LENGTH, MAX_LENGTH_BESIDE = 4096, 256
 _DATE = (  # the 29th of February is held by what `exact.py` adds
     r"[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)|02-(0[1-9]|[12][0-9]))"
 )
@@ -42,11 +43,11 @@ OUTSIDE = MappingProxyType({r"\d": "[0-9]", r"\w": "[A-Za-z0-9_]", "/": r"\/", "
 INSIDE = MappingProxyType({r"\d": "0-9", r"\w": "A-Za-z0-9_", "/": r"\/", "\n": r"\n"})
 
 
-def expressions_of(schema: Mapping[str, Any], *, strict: bool) -> list[str]:
+def expressions_of(schema: Mapping[str, Any], *, strict: bool, is_marked: bool = False) -> list[str]:
     """Expressions in slashes of a string's schema, all of which its text matches; none where any text does.
 
-    schema  may have several patterns, as `references.merged` makes them
-
+    schema     may have several patterns, as `references.merged` makes them
+    is_marked  a token ends the text, so that nobody looks for its end in it
     Raises NotHeld, where strict, for one that would not be held.
     """
     made = []
@@ -65,9 +66,11 @@ def expressions_of(schema: Mapping[str, Any], *, strict: bool) -> list[str]:
             raise NotHeld(f"pattern {pattern!r:.80} of a string written without quotes")
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     for name in ("minLength", "maxLength"):
-        if isinstance(schema.get(name), int) and schema[name] > MAX_LENGTH:
+        is_beside = not is_marked and (name == "minLength" or "pattern" in schema)
+        limit = MAX_LENGTH_BESIDE if is_beside else MAX_LENGTH
+        if isinstance(schema.get(name), int) and schema[name] > limit:
             if strict:
-                raise NotHeld(f"{name} {schema[name]} of a string written without quotes; at most {MAX_LENGTH}")
+                raise NotHeld(f"{name} {schema[name]} of a string written without quotes; at most {limit}")
             return [f"/{each}/" for each in made]
     if isinstance(least, int) and (least > 0 or isinstance(most, int)):
         made.append(f"{ANY}{{{least},{most if isinstance(most, int) else ''}}}")
@@ -105,9 +108,12 @@ def whole_expression(pattern: str) -> str | None:
     return "|".join(f"({each})" for each in whole)
 
 
-def without(text: str) -> str:
-    """The expression, in slashes, of texts that hold another one; to be excluded."""
-    return f"/{ANY}*{spelled(text)}{ANY}*/"
+def without(text: str, after: int | None = None) -> str:
+    """The expression, in slashes, of texts that hold another one; to be excluded.
+
+    after  so many characters at most; None: any number
+    """
+    return f"/{ANY}{'*' if after is None else f'{{0,{after}}}'}{spelled(text)}{ANY}*/"
 
 
 def spelled(text: str) -> str:

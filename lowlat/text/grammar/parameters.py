@@ -29,7 +29,13 @@ SCALARS = {  # without quotes
     "boolean": "/true|false/",
     "null": "/null/",
 }
-READ = {"boolean": r"/\s*([tT]rue|[fF]alse)\s*/", "null": r"/\s*(null|None)\s*/"}  # texts that are read as these
+NUMBER = r"\s*-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?\s*"
+READ = {  # texts that are read as values of other types
+    "integer": NUMBER,
+    "number": NUMBER,
+    "boolean": r"\s*([tT]rue|[fF]alse)\s*",
+    "null": r"\s*(null|None)\s*",
+}
 WORDS_OF = {  # keywords that say something of some types alone
     ("string",): TEXT_KEYWORDS,
     ("array",): frozenset({"items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"}),
@@ -122,17 +128,18 @@ def _value(
         return [f"{rule}[lazy]: TEXT {_literal(end)}"]
     ways = [_literal(_text(key, value) + end) for values in constants for value in values or ()]
     documents, rules = list[Any](), list[str]()
-    not_read = _besides(frozenset().union(*kinds), is_line=end.startswith("\n"))
+    tag = end.removesuffix("\n")
+    not_read = _not_read(frozenset().union(*kinds), tag)
     for place, (piece, values, text) in enumerate(zip(pieces, constants, is_free, strict=True)):
-        terminal = f"{rule}_{place}".upper()
+        part = f"{rule}_{place}"
         if text:
-            whole = " & ".join([*(expressions_of(piece, strict=strict) or [ANY_TEXT]), *not_read])
-            rules.append(f"{terminal}: ({whole}) {_literal(end)}")
-            ways.append(terminal)
+            whole = [*(expressions_of(piece, strict=strict) or [ANY_TEXT]), *not_read, *_not_ended(piece, tag)]
+            rules.append(f"{part}[lazy]: ({' & '.join(whole)}) {_literal(end)}")
+            ways.append(part)
         elif values is None and any(is_free) and kinds[place] <= SCALARS.keys():
             scalars = " | ".join(SCALARS[kind] for kind in sorted(kinds[place]))
-            rules.append(f"{terminal}: ({scalars}) {_literal(end)}")
-            ways.append(terminal)
+            rules.append(f"{part.upper()}: ({scalars}) {_literal(end)}")
+            ways.append(part.upper())
         elif values is None:
             documents.append(piece)
     if documents:
@@ -169,17 +176,25 @@ def _is_bound(schema: Any, values: list[Any] | None) -> bool:
     return values is None and isinstance(schema, Mapping) and bool(schema.keys() - BARE)
 
 
-def _besides(kinds: frozenset[str], *, is_line: bool) -> list[str]:
-    """What a string must not be, so that it is read back as it was written, where values of these types may stand."""
-    barred = [without(END_PARAMETER)]
-    if not is_line:  # the reader takes line breaks for the format's
-        barred += [r"/\n[\s\S]*/", r"/[\s\S]*\n/"]
+def _not_read(kinds: frozenset[str], tag: str) -> list[str]:
+    """What a string must not be, so that it is read back as it was written, where values of these types may stand.
+
+    tag  what ends the value: a text does not go on after it, either
+    """
+    barred = [] if tag.startswith("\n") else [r"/\n[\s\S]*/", r"/[\s\S]*\n/"]  # which the reader takes for the format's
     if kinds & {"object", "array"}:
         barred.append(r"/\s*[{\[][\s\S]*/")
-    if kinds & {"integer", "number"}:
-        barred.append(r"/\s*-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+\-]?[0-9]+)?\s*/")
-    barred += [words for kind, words in READ.items() if kind in kinds]
+    end = rf"({spelled(tag)}[\s\S]*)?"
+    barred += [f"/{texts}{end}/" for kind, texts in READ.items() if kind in kinds]
     return [f"~{each}" for each in barred]
+
+
+def _not_ended(schema: Mapping[str, Any], tag: str) -> list[str]:
+    """What a string must not hold, so that it does not go on after its end because it is none of its schema's there."""
+    least = schema.get("minLength", 0)
+    if "pattern" in schema:
+        return [f"~{without(END_PARAMETER)}"]
+    return [f"~{without(tag, least - 1)}"] if isinstance(least, int) and least > 0 else []
 
 
 def _constants(schema: Any) -> list[Any] | None:
