@@ -2,46 +2,24 @@
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from call_formats import TALK, TEMPLATES, TOOLS_FIRST, codec_of, read
 from grammars import END, compiler_of, walk
 from jsonschema import Draft202012Validator
 from text_tokenizers import byte_level, write_directory
-from tokenizers import AddedToken, Tokenizer
 
-from lowlat.cli.options import bundled
 from lowlat.errors import GrammarError, RequestError
-from lowlat.options.request import SamplingParams, ToolCallDelta
+from lowlat.options.request import SamplingParams
 from lowlat.serving.http import __file__ as http_folder
-from lowlat.text import AnswerStream, TextCodec, tools_of
+from lowlat.text import AnswerStream, TextCodec
 from lowlat.text.answers.formats import FORMATS, REASONING, format_of
 from lowlat.text.grammar.braced import BracedRules
 from lowlat.text.grammar.one_of import first_overlap
 from lowlat.text.grammar.tool_calls import GRAMMARS
 
-# Templates that mark what their families' do, and no more.
-TALK = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-TOOLS_FIRST = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-TEMPLATES = {
-    "Harmony": (TOOLS_FIRST + TALK, HARMONY),
-    "Mistral": (TOOLS_FIRST + "{# [TOOL_CALLS]f[CALL_ID]i[ARGS]{} #}" + TALK, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
-    "Mistral, listed": (TOOLS_FIRST + "{# [TOOL_CALLS] #}" + TALK, ("[TOOL_CALLS]",)),
-    "Gemma 4": (
-        TOOLS_FIRST + '{# <|tool_call>call:f{x:<|"|>y<|"|>}<tool_call|> #}' + TALK,
-        ("<|tool_call>", "<tool_call|>", '<|"|>'),
-    ),
-    "Seed": (TOOLS_FIRST + "{# <seed:tool_call><function=f><parameter=x> #}" + TALK, ("<seed:tool_call>",)),
-    "Qwen3-Coder": (TOOLS_FIRST + "{# <tool_call><function=f><parameter=x> #}" + TALK, ()),
-    "Hermes": (TOOLS_FIRST + "{# <tool_call> #}" + TALK, ()),
-    "listed, closed": (TOOLS_FIRST + "{# <|tool_call|>[]<|/tool_call|> #}" + TALK, ("<|tool_call|>", "<|/tool_call|>")),
-    "listed": (TOOLS_FIRST + "{# <|tool_call|>[] #}" + TALK, ("<|tool_call|>",)),
-    "Llama 3": (TOOLS_FIRST + '{# {"name": function name, "parameters": dictionary #}' + TALK, ("<|python_tag|>",)),
-    "generic": (TALK, ()),
-}
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -61,28 +39,6 @@ TIME = {
 }
 TOOL = {"type": "function", "function": {"name": "weather", "description": "It rains.", "parameters": PARAMETERS}}
 PROMPT = {"Harmony": "<|start|>assistant"}
-
-
-@cache
-def codec_of(name: str) -> TextCodec:
-    """The bundled tokenizer with a family's special tokens and a template that marks calls as it does."""
-    template, special = TEMPLATES[name]
-    tokenizer = Tokenizer.from_file(str(Path(bundled("target")) / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    return TextCodec(tokenizer, templates={"default": template})
-
-
-def read(codec: TextCodec, tokens: list[int], params: SamplingParams) -> tuple[str, list[tuple[str, str]]]:
-    """An answer's content and calls."""
-    stream = AnswerStream(codec, params.parse, tools=tools_of(params))
-    deltas = [*(stream.push([token]) for token in tokens), stream.finish()]
-    calls: list[list[str]] = []
-    parts: list[ToolCallDelta] = [part for delta in deltas for part in delta.tool_calls]
-    for part in parts:
-        if part.name is not None:
-            calls.append([part.name, ""])
-        calls[part.index][1] += part.arguments
-    return "".join(delta.text for delta in deltas), [(name, arguments) for name, arguments in calls]
 
 
 def test_every_format_has_a_grammar_and_a_template_here() -> None:
