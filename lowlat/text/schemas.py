@@ -250,7 +250,7 @@ def _said(schema: Mapping[str, Any]) -> set[str]:
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
     """Whether a schema lets strings be."""
-    return schema.get("type", "string") == "string"
+    return bool(schema.get("type", "string") == "string")
 
 
 def _small(named: Any) -> Any:

@@ -74,8 +74,15 @@ def taken(name: str, number: int, strict: bool, arguments: dict[str, Any]) -> li
     return tokens
 
 
-@pytest.mark.parametrize("name", ["Hermes", "Gemma 4", "Qwen3-Coder", "Seed"])
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{case['from']}: {case['name']}" for case in CASES])
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        pytest.param(number, name, id=f"{name}-{case['from']}: {case['name']}")
+        for number, case in enumerate(CASES)
+        for name in ("Hermes", "Gemma 4", "Qwen3-Coder", "Seed")
+        if name != "Seed" or number % 3 == 0  # it has Qwen3-Coder's grammar but for line breaks
+    ],
+)
 def test_a_client_s_schema_is_held_and_read(number: int, name: str) -> None:
     case = CASES[number]
     schema, refused = case.get("as", case["schema"]), case.get("refused", {})

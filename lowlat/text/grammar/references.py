@@ -103,7 +103,7 @@ def _moved(schema: Any) -> Any:
         return [_moved(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {}
+    made: dict[str, Any] = {}
     for name, value in schema.items():
         if name in NAMED and isinstance(value, Mapping):
             made[name] = {key: _moved(each) for key, each in value.items()}
