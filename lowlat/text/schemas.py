@@ -40,6 +40,7 @@ ANNOTATIONS = frozenset(
         "xml",
     }
 )
+MAX_BRANCHES, MAX_TAGS = 256, 64  # of a `oneOf`, and of properties that may tell them apart
 KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
 JOINED = frozenset({"$ref", "allOf", "anyOf", "oneOf"})  # keywords that a further type would not widen
 SHOWN = frozenset({"binary", "directory-path", "file-path", "password", "path"})  # formats that forbid no text
@@ -129,14 +130,15 @@ class _Dialect:
     def _find_tags(self, schema: Mapping[str, Any]) -> None:
         """Find the property whose constant tells the branches of a `oneOf` apart, if there is one."""
         rule, written = schema.get("discriminator"), schema.get("oneOf")
-        if not isinstance(written, list) or not written or "anyOf" in schema:
+        if not isinstance(written, list) or not 0 < len(written) <= MAX_BRANCHES or "anyOf" in schema:
             return
         branches = list(map(self._target, written))
         key = rule.get("propertyName") if isinstance(rule, Mapping) else None
         if isinstance(key, str):
             keys = [key]
         else:  # nothing says which
-            keys = [key for key in _properties(branches[0]) if all(key in _required(each) for each in branches)]
+            first = list(_properties(branches[0]))[:MAX_TAGS]
+            keys = [key for key in first if all(key in _required(each) for each in branches)]
         for key in keys:
             named = [_constants(_properties(branch).get(key)) for branch in branches]
             values = [value for each in named for value in each]

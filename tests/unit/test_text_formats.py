@@ -539,6 +539,27 @@ def test_references_without_end_are_held() -> None:
     assert takes("Gemma 4", to("None"), "1", strict=False)
 
 
+def test_schemas_without_end_are_refused_in_time() -> None:
+    """A schema next to a reference to itself, properties that multiply, and one that is very deep."""
+    loop = {"$ref": "#/$defs/loop", "minLength": 2}
+    definitions: dict[str, Any] = {"loop": loop, "of0": {"type": "integer"}}
+    for level in range(1, 13):
+        own = {"allOf": [to(f"of{level - 1}"), {"maxItems": level}]}
+        definitions[f"of{level}"] = {"type": "object", "properties": dict.fromkeys("abcd", own)}
+    deep: dict[str, Any] = {"type": "array", "items": {}}
+    for _ in range(300):
+        deep = {"type": "array", "items": deep}
+    for schema, words in (({**loop, "minLength": 1}, "more than 32 deep"), (to("of12"), "more than 5000 values")):
+        parameters = {"type": "object", "properties": {"x": schema}, "$defs": definitions}
+        calls = {"functions": [{"name": "f", "parameters": parameters, "strict": words == "more than 32 deep"}]}
+        with pytest.raises(RequestError, match=words):
+            compiler_of(codec_of("Gemma 4")).open(SamplingParams(tool_calls=calls), [1], (END,))
+    for name in ("Gemma 4", "Qwen3-Coder"):
+        calls = {"functions": [{"name": "f", "parameters": {"properties": {"x": deep}}, "strict": True}]}
+        with pytest.raises(RequestError, match="deep|recursion limit"):
+            compiler_of(codec_of(name)).open(SamplingParams(tool_calls=calls), [1], (END,))
+
+
 def test_references_that_multiply_are_rules_of_their_own() -> None:
     """Each definition has two of the one before: 2 ** 20 in all."""
     definitions: dict[str, Any] = {"of0": {"type": "integer"}}

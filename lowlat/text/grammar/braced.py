@@ -31,13 +31,14 @@ HELD = {  # keywords that rules hold, by the kind of value
 }
 PLAIN = {
     "integer": r"/-?(0|[1-9][0-9]{0,17})/",
-    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,3})?/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+-]?[0-9]{1,2})?/",
     "boolean": '("true" | "false")',
     "null": '"null"',
 }
 ANY_KEY = r"/[^:{},\[\]<>\s\"]+/"
 COMMA = ' "," '
 MAX_DEPTH, MAX_ITEMS = 16, 64
+MAX_VALUES = 5000  # of a schema: what stands next to choices, and in allOf, multiplies
 
 
 class BracedRules:
@@ -55,7 +56,7 @@ class BracedRules:
     ) -> None:
         self._mark, self._root, self._options = mark, root, options
         self._strict, self._prefix = strict, prefix
-        self._num = 0
+        self._num = self._num_values = 0
         self._referred: dict[str, str] = {}  # rules of what references lead to
         self._is_spelled = mark.startswith('"')  # the mark is text, not a token
         lazy = "[lazy]" if self._is_spelled else ""
@@ -77,6 +78,9 @@ class BracedRules:
         """The expression of a value that fits a schema. Raises NotHeld, where strict, for what would not be held."""
         if takes_nothing(schema):
             raise NotHeld("a schema that takes no value: false, or of such alone")
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise NotHeld(f"more than {MAX_VALUES} values, with those of each choice and allOf")
         if not isinstance(schema, Mapping) or not schema.keys() - LABELS:
             return self._any
         if schema.keys() - LABELS == {"$ref"}:

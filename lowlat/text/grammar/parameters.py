@@ -25,7 +25,7 @@ EXTRA = "additionalProperties"
 ANY_TEXT = r"/[\s\S]*/"
 SCALARS = {  # without quotes
     "integer": r"/-?(0|[1-9][0-9]{0,17})/",
-    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,3})?/",
+    "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?/",
     "boolean": "/true|false/",
     "null": "/null/",
 }

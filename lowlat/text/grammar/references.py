@@ -9,6 +9,7 @@ from lowlat.text.schemas import DEFINITIONS, NAMED, VALUES, referred, step_of
 __all__ = ["LABELS", "merged", "resolved", "standing_alone"]
 
 LABELS = frozenset({"$id", "$anchor", "x-guidance"})  # keywords that say nothing of a value
+MAX_MERGED = 32  # references one after the other, of which one may lead back
 OUTER = "arguments"  # the root's name among definitions
 LEAST, MOST = frozenset({"minimum", "minItems", "minLength"}), frozenset({"maximum", "maxItems", "maxLength"})
 
@@ -39,7 +40,9 @@ def merged(schema: Mapping[str, Any], root: Mapping[str, Any], *, strict: bool) 
     Raises NotHeld for two that cannot be one.
     """
     found = schema
-    while "$ref" in found or "allOf" in found:
+    for _ in range(MAX_MERGED):
+        if "$ref" not in found and "allOf" not in found:
+            return found
         parts: list[Any] = [{name: value for name, value in found.items() if name not in ("$ref", "allOf")}]
         if isinstance(found.get("$ref"), str):
             parts.append(resolved("", {"$ref": found["$ref"]}, root, strict=strict))
@@ -54,7 +57,7 @@ def merged(schema: Mapping[str, Any], root: Mapping[str, Any], *, strict: bool) 
             for name, value in part.items():
                 made[name] = _both(name, made[name], value) if name in made else value
         found = made
-    return found
+    raise NotHeld(f"$ref or allOf of others, more than {MAX_MERGED} deep")
 
 
 def standing_alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:

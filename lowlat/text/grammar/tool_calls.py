@@ -98,9 +98,12 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
     if kind is None:
         raise RequestError("tool_calls: neither the model's tokenizer nor its chat template names a format of calls")
     grammar = GRAMMARS[kind.name]
-    if calls.document is None or calls.required:
-        return "\n".join(grammar(codec, calls))
-    start, *lines = grammar(codec, replace(calls, required=True))
+    try:
+        if calls.document is None or calls.required:
+            return "\n".join(grammar(codec, calls))
+        start, *lines = grammar(codec, replace(calls, required=True))
+    except RecursionError:
+        raise RequestError("tool_calls: a function's schema is nested too deep") from None
     begin = f'{CHANNEL} "final" {MESSAGE} ' if kind.name == "Harmony" else ""
     made = _json("document", DOCUMENT, calls.document.schema, strict=calls.document.strict)
     return "\n".join([f"start: called | {begin}document", start.replace("start:", "called:", 1), *lines, made])
