@@ -556,7 +556,7 @@ def test_schemas_without_end_are_refused_in_time() -> None:
             compiler_of(codec_of("Gemma 4")).open(SamplingParams(tool_calls=calls), [1], (END,))
     for name in ("Gemma 4", "Qwen3-Coder"):
         calls = {"functions": [{"name": "f", "parameters": {"properties": {"x": deep}}, "strict": True}]}
-        with pytest.raises(RequestError, match="deep|recursion limit"):
+        with pytest.raises(RequestError, match=r"deep|recursion limit"):
             compiler_of(codec_of(name)).open(SamplingParams(tool_calls=calls), [1], (END,))
 
 
