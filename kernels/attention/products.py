@@ -30,7 +30,7 @@ LARGEST = 127 + 12  # the biased float32 exponent to which a row's largest query
 
 
 def make_products(shape: AttentionShape) -> tuple[Any, Any]:
-    """Make `add_scores`, for two groups of 8 positions, and `add_values`, which scales sums and adds weighted values."""
+    """Make `add_scores`, for two groups of 8 positions, and `add_values`, which scales sums and adds weighed values."""
     return _make_add_scores(shape), _make_add_values(shape)
 
 

@@ -265,7 +265,7 @@ def _make_load_queries(shape: AttentionShape) -> Any:
 
 
 def _make_hide(shape: AttentionShape) -> Any:
-    """A device function that sets scores of hidden positions to minus infinity, and of values that are not finite to NaN."""
+    """A device function that sets scores of hidden positions to minus infinity, and of values not finite to NaN."""
     group, eights, first = shape.group, shape.eights, shape.first
     windowed, window, keep_end = shape.window is not None, shape.window or 0, shape.first + shape.keep_first
 

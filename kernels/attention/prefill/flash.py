@@ -148,7 +148,7 @@ def _make(
     heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, arranged: bool = False,
     softcap: float | None = None,
 ) -> Kernel:  # fmt: skip
-    """Make the kernel. Its grid has the heads of 64 rows a warpgroup, or of both, the last rows first, which see most."""
+    """Make the kernel. Its grid has the heads of 64 rows a warpgroup, or of both; last rows, which see most, first."""
     keys_a_tile, stages = tile_positions(dim), STAGES[dim]
     shared, tile_bytes = heads // num_heads, keys_a_tile * dim * 2
     parts = -(-dim // MAX_SUMS)  # of a head, by warpgroup

@@ -138,7 +138,7 @@ def _make_target(num_heads: int, pieces: int, tiled: bool) -> Any:
 
 
 def _make_copy(sizes: tuple[int, int, int], tiled: bool) -> Any:
-    """A device function that copies four places, `step` apart, all loads first; past the end it takes the last place."""
+    """A device function that copies four places, `step` apart, all loads first; past the end the last place again."""
     target = _make_target(sizes[0], sizes[2], tiled)
 
     @device_function

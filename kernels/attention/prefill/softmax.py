@@ -135,7 +135,7 @@ def _make_send(tile_bytes: int, pipeline: Pipeline) -> Any:
 
 
 def make_copy(tile_bytes: int, pipeline: Pipeline, area: int) -> Any:
-    """A device function of a warp that copies all tiles as stages become free: keys, then the previous tile's values."""
+    """A device function of a warp that copies all tiles as stages become free: keys before the last tile's values."""
     stages, send, after = area // tile_bytes, _make_send(tile_bytes, pipeline), pipeline.after
 
     @device_function
