@@ -25,7 +25,7 @@ ALONE, NARROW, WIDE = "", "bf16", "f32"  # what is added to a row before its nor
 
 
 def _make_load_chunk(added: str) -> Any:
-    """A function: a chunk of a row, or of the sum of two, which is stored."""
+    """A device function that loads a chunk of a row, or adds and stores a chunk of two rows."""
     wide = added == WIDE
 
     if added == ALONE:

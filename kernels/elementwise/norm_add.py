@@ -82,7 +82,7 @@ def _times_pair(word: Any, factor: Any) -> Any:
 
 
 def _make_load_number(scaled: str) -> Any:
-    """A function: the number by which a sum is multiplied, by its address."""
+    """A device function that loads the number by which a sum is multiplied, from its address."""
     wide, there = scaled == "float32", scaled != ""
 
     @device_function

@@ -83,7 +83,7 @@ def load_four(address: Any, active: Any) -> Any:
 
 
 def weights_loader(wide: bool) -> tuple[Any, int]:
-    """A function: four weights of a head as float32, by their address; and their bytes. wide: they are float32."""
+    """A device function that loads four weights of a head as float32; and their bytes. wide: they are float32."""
     return (load_four, 16) if wide else (_load_narrow, 8)
 
 

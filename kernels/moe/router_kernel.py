@@ -265,7 +265,7 @@ def _make_invert(width: int, eps: float) -> Any:
 
 
 def _make_kept_weights(wide: bool) -> Any:
-    """A function: a chunk's weights, where `keep_norm` has put them."""
+    """A device function that loads a chunk's weights from where `keep_norm` has stored them."""
 
     @device_function
     def narrow(kept: Any, chunk: Any) -> Any:

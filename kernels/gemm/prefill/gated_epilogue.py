@@ -81,7 +81,7 @@ def _make_store_runs(count: int, begin: int, weights: TileFormat, activation: st
 
 
 def _make_store_up_to(count: int, end: int, weights: TileFormat, activation: str) -> Any:
-    """A function of a thread: the sums before `end` of its so many."""
+    """A device function of a thread that returns its sums before `end`."""
     last = _make_store_runs(count, end - AT_ONCE, weights, activation)
     if end == AT_ONCE:
         return last

@@ -187,7 +187,7 @@ def _make_multiply(plan: NarrowPlan, first: int = 0) -> Any:
 
 
 def _make_store_sums(plan: NarrowPlan) -> Any:
-    """A function: a lane's sums to its half's area, [rows][columns], of which it takes the lane's first place."""
+    """A device function that stores a lane's sums to its half's area, [rows][columns], from its first place on."""
     row_tiles, column_tiles = plan.rows // 32, plan.columns // 16
     pitch, total, two = 4 * (plan.columns + PAD), row_tiles * column_tiles, row_tiles == 2
     offsets = (0, 4, 8 * pitch, 8 * pitch + 4)

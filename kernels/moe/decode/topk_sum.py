@@ -49,7 +49,7 @@ def make_sum_rows(width: int, top_k: int, warps: int, gpus: int = 1) -> Any:
 
 
 def _make_add_experts(width: int, top_k: int, gpus: int) -> Any:
-    """A function: 8 columns of a row's residual plus what its experts add, as four words."""
+    """A device function that adds its experts' outputs to 8 columns of a row's residual; returns four words."""
     together = max(TOGETHER, -(-top_k // MOST_TURNS))
     num_values, begin, add_chunk = 8 * together, make_begin(gpus, width), make_add_chunk(gpus)
 

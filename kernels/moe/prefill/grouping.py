@@ -96,7 +96,7 @@ def _make_rank_pairs(num_experts: int, rounds: int) -> Any:
 
 
 def _make_place_pairs(num_experts: int, rounds: int) -> Any:
-    """A function of a warp: put its pairs where they belong, which is after the warps' before it."""
+    """A device function of a warp that stores its pairs at their places, which follow those of the warps before it."""
 
     @device_function
     def place_pairs(order: Any, counts: Any, firsts: Any, warp: Any, lane: Any, pairs: Any) -> None:
@@ -112,7 +112,7 @@ def _make_place_pairs(num_experts: int, rounds: int) -> Any:
 
 
 def _make_scan(warps: int, num_experts: int) -> Any:
-    """A function of the first warp: where each expert's pairs and tiles begin; how many tiles there are."""
+    """A device function of the first warp that finds the start of each expert's pairs and tiles, and counts tiles."""
 
     @device_function
     def scan(totals: Any, firsts: Any, tile_firsts: Any, tile_pairs: Any, lane: Any) -> Any:
