@@ -66,9 +66,8 @@ any other. FINISH with `speculative` begins the answer on trial: TOKENS are kept
 it, and an APPEND before that withdraws the answer. A client may send pieces while its balance of bytes (UTF-8, or 4 a
 token) is positive: `append_credit` of WELCOME, and what TAKEN adds to it. Pieces that wait are joined, and take memory
 by their bytes. A piece without credit ends the request. A prompt that becomes too long ends with ERROR and the code
-`invalid`; a prompt that gets nothing for `prompt_idle_s` ends with END and `deadline`. CANCEL abandons it. APPEND and
-FINISH are ignored for a request that has ended, and wrong after its FINISH. `deadline_ms` and times of END count from
-FINISH.
+`invalid`; one that gets nothing for `prompt_idle_s` ends with END and `deadline`. CANCEL abandons it. APPEND and FINISH
+are ignored for a request that has ended, and wrong after its FINISH, from which `deadline_ms` and times of END count.
 
 HEALTH asks for PONG, which repeats its nonce. While requests run, PONG says how old the last completed step is, which
 shows whether a server that answers also steps. STATS asks for a snapshot of figures, which may be 100 ms old. DRAIN
@@ -82,8 +81,7 @@ the nonce. A model that sleeps takes requests, too: the first one wakes it, and 
 An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the wrong field
 ("$.sampling.top_p"), and `busy` comes with `retry_after_ms`. A wrong SUBMIT gets an ERROR of its own if its number can
 be read. After `Limits.max_bad_messages` other wrong messages in a minute the server says BYE with the reason `dropped`
-and forgets the peer. It does the same after more than WELCOME's `max_messages_per_s` in a second, a STATS counted as
-10.
+and forgets the peer. It does the same after WELCOME's `max_messages_per_s` in a second, where a STATS counts as 10.
 """
 
 import math
