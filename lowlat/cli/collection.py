@@ -11,9 +11,9 @@ YOUNG_OBJECTS = 50_000  # torch's modules alone are 200,000 objects that stay, a
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Collect only after so many new objects, in the whole process, and as before afterwards; also a decorator.
+    """Raise the threshold of garbage collections in the whole process while the context lasts; also a decorator.
 
-    By Python's own thresholds collections take a sixth of the CPU time of a command that imports torch and plans.
+    With Python's own thresholds, collections take a sixth of the CPU time of a command that imports torch and plans.
     """
     young, *older = gc.get_threshold()
     gc.set_threshold(max(young, YOUNG_OBJECTS) if young else 0, *older)  # 0: somebody has turned it off

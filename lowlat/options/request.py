@@ -222,7 +222,7 @@ class SamplingParams:
 
     @property
     def grammar_option(self) -> str | None:
-        """The option that says what the answer is bound to; None for a free answer."""
+        """The option that constrains the answer; None for a free answer."""
         given = (name for name in GRAMMAR_OPTIONS if getattr(self, name) not in (None, False, ()))
         return next(given, None)
 
@@ -254,7 +254,7 @@ class SamplingParams:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "SamplingParams":
-        """Build from keyword options; an unknown one raises RequestError by name."""
+        """Build from keyword options. Raises RequestError that names an unknown option."""
         if not isinstance(options, Mapping):
             raise RequestError(f"sampling parameters must map names to values, got {type(options).__name__}")
         known = {field.name for field in fields(cls)}
@@ -273,7 +273,7 @@ def _schema_of(value: object) -> str:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One committed token's logarithmic probability, from the raw logits, and its likeliest alternatives."""
+    """A committed token's logarithmic probability from the raw logits, and its likeliest alternatives."""
 
     token_id: int
     logprob: float
@@ -323,7 +323,7 @@ class StepOutput:
 
 
 def _as_json(name: str, value: object) -> object:
-    """JSON text of a mapping or a list; whatever else was given as it is."""
+    """Return a mapping or a list as JSON text, and other values unchanged."""
     if not isinstance(value, (Mapping, list, tuple)):
         return value
     try:

@@ -1,6 +1,6 @@
-"""This module has the options of a runtime: frozen, validated at construction, refused by name.
+"""This module defines the options of a runtime. They are frozen and checked at construction; errors name the option.
 
-What depends on the model (context against max_position) is checked at load.
+The load checks what depends on the model, such as the context against max_position.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""This module bounds the slots and rows of a step: beyond eight slots there are chains alone, whose rows are few.
+"""This module limits the slots and rows of a step: beyond eight slots only chains with few rows are supported.
 
-What other steps would need beyond eight slots, such as trees' rows or several GPUs' memory, is refused by name.
+Other options are refused by name beyond eight slots, such as trees, which need more rows, and several GPUs.
 """
 
 import logging
@@ -18,7 +18,7 @@ REFUSED = ("tree", "dynamic_tree_max_topk", "enable_specpv")
 
 
 def most_drafts(max_batch: int) -> int:
-    """The longest chain of drafts that a step of so many slots verifies."""
+    """Return the longest chain of drafts that a step of this many slots verifies."""
     fitting = MAX_SPECULATIVE_TOKENS if max_batch <= FEW_SLOTS else MOST_STEP_ROWS // max_batch - 1
     return min(MAX_SPECULATIVE_TOKENS, fitting)
 

@@ -1,6 +1,6 @@
-"""This module has the options of speculation: frozen, validated at construction, refused by name.
+"""This module defines the options of speculation. They are frozen and checked at construction; errors name the option.
 
-What depends on the model (boundaries against layers) is checked at load.
+The load checks what depends on the model, such as boundaries against layers.
 """
 
 from collections.abc import Mapping, Sequence

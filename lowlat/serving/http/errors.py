@@ -1,4 +1,4 @@
-"""This module words errors as OpenAI's clients expect them, and makes lowlat's own into such."""
+"""This module makes errors in OpenAI's shape, also from lowlat's own errors."""
 
 import math
 import re
@@ -60,7 +60,7 @@ def invalid(param: str, message: str) -> ApiError:
 
 
 def missing(param: str) -> ApiError:
-    """The refusal of a body that lacks a field."""
+    """Return the error for a body that lacks a field."""
     return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
 
 
@@ -73,9 +73,9 @@ def name_fields(request: Request, fields: Mapping[str, str]) -> None:
 
 
 def api_error(error: Exception, scope: Scope) -> ApiError:
-    """Any error as the answer to a request, or as the last event of its stream.
+    """Convert any error to the answer to a request, or to the last event of its stream.
 
-    Those that are neither ApiError nor LowlatError tell nothing of themselves.
+    Errors other than ApiError and LowlatError do not show their texts.
     """
     if isinstance(error, ApiError):
         return error
@@ -104,7 +104,7 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
 
 
 def of_prompt(error: LowlatError, scope: Scope, place: int) -> ApiError:
-    """The error of one of several prompts, by its place, unless it has to do with none, or with all of them."""
+    """Name one of several prompts in an error, by its number, if the error is about this prompt alone."""
     told = api_error(error, scope)
     body, name = told.body["error"], f"prompt[{place}]"
     if isinstance(error, (CapacityError, ServerGone)) or body["param"] not in (None, "prompt"):

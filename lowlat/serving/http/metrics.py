@@ -1,6 +1,6 @@
 """This module shows the server's figures in Prometheus' format: vLLM's names with the prefix `lowlat:`, and more.
 
-They are the server's own, of all its clients, whichever gateway they came through.
+The figures cover all clients of the server, through any gateway or none.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,7 +96,7 @@ SOURCES = {
 
 
 class _Snapshot(Collector):
-    """One answer to STATS as metrics; what the server does not say is left out."""
+    """Converts one answer to STATS to metrics; figures that it lacks are left out."""
 
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats

@@ -1,7 +1,7 @@
-"""Bodies of JSON read as the records of `schema.py` and `responses_schema.py`, and what is wrong with one in words.
+"""This module reads JSON bodies as the records of `schema.py` and `responses_schema.py`, and words their errors.
 
-A field that is unknown is refused with the name that this interface has for it, where another has one. Null is taken
-under any name, and other servers' fields with the value that they have there by default and always here.
+The error for an unknown field suggests this API's name for it, if there is one. Null is accepted for any field. A field
+of another server is accepted if it has its default there, which is what this server always does.
 """
 
 import codecs
@@ -75,7 +75,7 @@ def decoder_of(kind: type[Body]) -> "msgspec.json.Decoder[Body]":
 
 
 def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
-    """A body, checked. Raises ApiError that names the parameter."""
+    """Read and check a body. Raises ApiError that names the parameter."""
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
         try:
@@ -128,7 +128,7 @@ def _refusal(kind: type[Struct], message: str, data: bytes) -> ApiError:
 
 
 def _instead(kind: type[Struct], name: str) -> str:
-    """The advice on a field to give in place of an unknown one; "" where there is none."""
+    """Return a text that suggests a field in place of an unknown one; "" if there is none."""
     known = kind.__struct_encode_fields__
     for other in ELSEWHERE.get(name, ()):
         if " " in other or other.partition(".")[0] in known:

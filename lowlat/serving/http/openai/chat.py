@@ -1,4 +1,4 @@
-"""/v1/chat/completions takes messages, and answers with choices of content, reasoning and tool calls."""
+"""This module serves /v1/chat/completions: messages in, choices of content, reasoning and tool calls out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -152,7 +152,7 @@ def call_of(id: str, function: FunctionCall) -> dict[str, Any]:
 
 
 def _bound(asked: ChatRequest) -> dict[str, Any]:
-    """The option that binds the answer's text, where one does."""
+    """Return the option that constrains the answer's text, if any."""
     bound = format_options(asked.response_format)
     structured = structured_options(asked.structured_outputs)
     if bound and structured:
