@@ -136,21 +136,21 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """Run the command line; the entry point `lowlat`."""
-    if sys.stdout is None:  # it was closed; what is opened next would take its place
+    if sys.stdout is None:  # it was closed; the next file opened would get its descriptor
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
         signal.signal(signal.SIGINT, _interrupt)
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)  # the kernel ends no container's first process by a default
+        signal.signal(signal.SIGTERM, _terminate)  # by default the kernel does not end a container's first process
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
+            stream.reconfigure(errors="replace")  # a terminal's encoding may lack characters of a model's text
     try:
         cli(prog_name="lowlat")
     except SystemExit as end:
         _flush()
         if end.code == INTERRUPTED:
-            os._exit(INTERRUPTED)  # a thread that loads would abort Python's own end, and an interrupted exec change it
+            os._exit(INTERRUPTED)  # a loading thread would abort Python's exit, and an interrupted exec change its code
         raise
     else:
         _flush()

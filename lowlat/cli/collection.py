@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 __all__ = ["rare_collections"]
 
-YOUNG_OBJECTS = 50_000  # torch's modules alone are 200,000 objects that stay, and each full collection walks them
+YOUNG_OBJECTS = 50_000  # torch's modules alone are 200,000 objects, which each full collection walks
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def rare_collections() -> Iterator[None]:
     With Python's own thresholds, collections take a sixth of the CPU time of a command that imports torch and plans.
     """
     young, *older = gc.get_threshold()
-    gc.set_threshold(max(young, YOUNG_OBJECTS) if young else 0, *older)  # 0: somebody has turned it off
+    gc.set_threshold(max(young, YOUNG_OBJECTS) if young else 0, *older)  # 0: collections are off
     try:
         yield
     finally:

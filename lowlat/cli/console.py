@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 Update = Callable[[int, int | None], None]  # done, total
-JSON_WANTED = "lowlat.cli.json_wanted"  # in a context's meta: stdout is to hold an object, and does not yet
-PIPE_WIDTH = 1000  # a table is never cut where there is no terminal
+JSON_WANTED = "lowlat.cli.json_wanted"  # in a context's meta: stdout must get a JSON object, and has none yet
+PIPE_WIDTH = 1000  # without a terminal a table is never cut
 
 
 class _StderrHandler(logging.Handler):
@@ -51,7 +51,7 @@ class _StderrHandler(logging.Handler):
             if line in self._written:
                 return
             self._written.add(line)
-        print(line, file=sys.stderr)  # not click.echo: a bar that is being drawn makes room for sys.stderr only
+        print(line, file=sys.stderr)  # not click.echo: a progress bar only moves out of the way of sys.stderr
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def want_json(context: click.Context, _parameter: click.Parameter, value: Any) -
 def print_error_json(message: str) -> None:
     """Write `{"error": message}` if stdout gets JSON and has none yet."""
     if click.get_current_context().meta.get(JSON_WANTED):
-        with suppress(OSError):  # stderr and the exit code tell it
+        with suppress(OSError):  # stderr and the exit code report the error
             print_json({"error": message})
 
 
@@ -121,7 +121,7 @@ def stream_text(text: str, **style: Any) -> None:
     if sys.stdout.isatty():
         safe = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         text = click.style(safe, **style) if style else safe
-    click.echo(text, nl=False, color=True)  # True: leave the text's own bytes alone
+    click.echo(text, nl=False, color=True)  # True: write the text's bytes unchanged
     sys.stdout.flush()
 
 

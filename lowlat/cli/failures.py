@@ -70,7 +70,7 @@ def failures_told() -> Iterator[None]:
     except (KeyboardInterrupt, click.Abort):
         _tell("interrupted")
         sys.exit(INTERRUPTED)
-    except OSError as error:  # of stdout: a command's own errors are failures by now
+    except OSError as error:  # an error of stdout; a command's own errors are failures by now
         _tell(f"error: {_described(error)}")
         sys.exit(FAILED)
 

@@ -24,12 +24,12 @@ COMMON = frozenset(
         *("temperature", "top_p", "seed", "stop", "max_tokens", "json_schema"),
     }
 )
-OWN = "options"  # the section of a command's own
+OWN = "options"  # the section of a command's own options
 ALL = "lowlat.cli.help_all"  # in a context's meta
-MANY_CHOICES = 12  # characters of a value's name
-BRIEF_COLUMN = 22  # of the first column on the page of `--help`
+MANY_CHOICES = 12  # choices with more characters are listed in the help's text
+BRIEF_COLUMN = 22  # width of the first column of `--help`
 COLUMN = 30
-WHOLE = 1000  # characters that no sentence of help has
+WHOLE = 1000  # more characters than any sentence of help
 _CLAUSE = re.compile(r"(?<=[.;]) ")
 
 

@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-DIRECTORY = click.Path(path_type=Path)  # a command's own to check, or its loader's
-PATHS = {"curve_keys": FOLDER, "tree": FILE, "draft_vocab": FILE}  # what must be there
+DIRECTORY = click.Path(path_type=Path)  # checked by the command, or by its loader
+PATHS = {"curve_keys": FOLDER, "tree": FILE, "draft_vocab": FILE}  # paths that must exist
 SAMPLING, SPECULATION, RUNTIME = "sampling", "speculation", "runtime"  # sections of the help
 RECORD_SECTIONS: dict[type, str] = {SamplingParams: SAMPLING, SpeculativeConfig: SPECULATION, RuntimeConfig: RUNTIME}
 MAX_DIGITS = 20
 MAX_OPTION_BYTES = 1 << 20
-STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype", "activations")  # of how a target's numbers are held
+STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype", "activations")  # options of a target's formats
 NO_DEMO_MODELS = (
     "the demo models are not installed: `pip install lowlat-demo-models` (from a checkout: `pip install "
     "./lowlat/demo`), or name a model, as in `lowlat chat Qwen/Qwen3-0.6B`"

@@ -25,7 +25,7 @@ from lowlat.text import TextCodec
 
 __all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
 
-LONG_PREFILLS = 2  # chunks: a shorter prompt is done before a bar could be read
+LONG_PREFILLS = 2  # chunks; a shorter prompt is done before anyone could read a bar
 
 
 def default_context(model: Path, wanted: int | None) -> int:

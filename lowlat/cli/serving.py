@@ -71,7 +71,7 @@ def _chat_model() -> Path:
 
 BUNDLED = Pair(partial(bundled, "target"), partial(bundled, "head"), "lowlat-demo")
 CHAT = Pair(_chat_model, partial(bundled, "chat_head"), "SmolLM2-135M-Instruct")
-SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
+SWITCH_INTERVAL_S = 0.0005  # the longest wait for a computing thread's GIL; Python's default is 5 ms
 
 
 def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Worker | None = None) -> int:
@@ -166,7 +166,7 @@ class _Loading:
 
     def __init__(self, settings: ServeConfig, unnamed: Pair, worker: Worker | None) -> None:
         self._settings, self._worker = settings, worker
-        self.sleep_bytes: dict[str, int] = {}  # that leave each device when it sleeps
+        self.sleep_bytes: dict[str, int] = {}  # bytes that leave each device in a sleep
         self._speculative = settings.speculation(unnamed.draft_model() if settings["model"] is None else None)
         if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
             check_model(self._speculative.model)

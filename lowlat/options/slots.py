@@ -13,7 +13,7 @@ from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 __all__ = ["MOST_STEP_ROWS", "fit_slots", "most_drafts"]
 
 logger = logging.getLogger("lowlat")
-MOST_STEP_ROWS = 128  # of all slots, where there are more than FEW_SLOTS
+MOST_STEP_ROWS = 128  # rows of all slots together, with more than FEW_SLOTS
 REFUSED = ("tree", "dynamic_tree_max_topk", "enable_specpv")
 
 
@@ -24,7 +24,7 @@ def most_drafts(max_batch: int) -> int:
 
 
 def fit_slots(speculative: SpeculativeConfig | None, max_batch: int) -> SpeculativeConfig | None:
-    """The options of speculation for so many slots: where each step chooses its drafts, no more than it has rows for.
+    """Return the options of speculation for this many slots; adaptive draft lengths are limited to the step's rows.
 
     Raises ConfigError for what steps of more than FEW_SLOTS slots do not verify.
     """

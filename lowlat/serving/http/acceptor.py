@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 __all__ = ["Acceptor"]
 
-AT_ONCE = 128  # connections, before other work has its turn
+AT_ONCE = 128  # connections accepted before other work gets its turn
 PAUSE_S = 0.1
 FULL_PAUSE_S = 0.01
 LOG_S = 10.0

@@ -32,7 +32,7 @@ FILES = {
 }
 OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
-SHOWN = ["x-request-id", "retry-after", "retry-after-ms"]  # to pages of other origins
+SHOWN = ["x-request-id", "retry-after", "retry-after-ms"]  # headers that pages of other origins may read
 SAFE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

@@ -36,9 +36,9 @@ class Choices:
         self._num_choices = num_choices
         self._num_open = num_choices
         self._next_place = min(num_choices, MAX_AT_ONCE)
-        self._generations: dict[int, AsyncGeneration] = {}  # under way, by place
+        self._generations: dict[int, AsyncGeneration] = {}  # running generations, by number of the choice
         self._to_open: dict[int, asyncio.Handle] = {}
-        self._arrived: deque[int] = deque()  # places where something came, in order
+        self._arrived: deque[int] = deque()  # choices that have received something, in order
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[Taken | None] | None = None
         self._use: Callable[[int, Chunk], bool] | None = None
@@ -94,7 +94,7 @@ class Choices:
                     return
             if not self._num_open:
                 waiting.set_result(None)
-        except Exception as error:  # of a generation or of `use`: it belongs to the task that waits
+        except Exception as error:  # raised later in the waiting task
             waiting.set_exception(error)
 
     def _take(self) -> Taken | None:
@@ -114,7 +114,7 @@ class Choices:
             if chunk is None:
                 continue
             if chunk.finish_reason is None:
-                self._arrived.append(place)  # a call that receives several chunks may tell of them once
+                self._arrived.append(place)  # a call that receives several chunks may report them once
                 return place, chunk
             self._num_open -= 1
             del self._generations[place]

@@ -130,7 +130,7 @@ class Connection(H11Protocol):
         self._places = places
         self._asked: ASGIApp = self.app
         self.app = self._answer
-        self._timer: asyncio.TimerHandle | None = None  # closes the connection; None: it may take its time
+        self._timer: asyncio.TimerHandle | None = None  # closes the connection; None: no time limit
         self._is_admitted = False
         self.made_at = time.monotonic()
         self._num_lingered: int | None = None  # bytes dropped after the last answer
@@ -143,7 +143,7 @@ class Connection(H11Protocol):
 
     def admit(self) -> bool:
         """See Connections.admit."""
-        if self.transport.is_closing():  # nobody will read the answer, and the place was given back already
+        if self.transport.is_closing():  # nobody will read the answer, and the place is already free
             return True
         if not self._is_admitted and self._places.admit(self):
             self._is_admitted = True
@@ -205,7 +205,7 @@ class Connection(H11Protocol):
         head = b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode())
         fields = b"".join(b"%b: %b\r\n" % field for field in [*answer.raw_headers, CLOSE])
         self.transport.write(b"".join((head, fields, b"\r\n", answer.body)))
-        if not self.idle:  # what waits for the rest of the body has no one to answer
+        if not self.idle:  # the handler that waits for the rest of the body cannot answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.linger()

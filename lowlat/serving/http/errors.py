@@ -15,14 +15,14 @@ __all__ = ["ApiError", "answer_error", "api_error", "invalid", "missing", "name_
 
 INVALID = "invalid_request_error"
 _NAMED = re.compile(r"([a-z][a-z_]*)((?:\[[^]]*\]|\.[a-z_]+)*)(?:: | must )")  # an option, and a path within it
-_FIELDS = "lowlat.fields"  # of a request's state
+_FIELDS = "lowlat.fields"  # key in a request's state
 
-GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
+GONE_RETRY_S = "1"  # a restart takes longer, but clients wait longer at each retry
 _CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
 _EMPTY = "the prompt is empty"
-_OF_DOCUMENT = "tool_calls.document: "  # which json_schema gives
+_OF_DOCUMENT = "tool_calls.document: "  # the option comes from json_schema
 _TOOLS = ".tools"
-_OWN_NAMES = {"template_options": "chat_template_kwargs", "tool_calls": "tools"}  # everywhere in this interface
+_OWN_NAMES = {"template_options": "chat_template_kwargs", "tool_calls": "tools"}  # names in this API
 
 
 class ApiError(Exception):
@@ -128,7 +128,7 @@ def _named(text: str, fields: Mapping[str, str]) -> tuple[str, str | None]:
     if found is None:
         return text, None
     name, within = found.groups()
-    if name == "messages":  # those of an input are made of its items
+    if name == "messages":  # messages of an input are made of its items
         name, within = fields.get("prompt", name), within if fields.get("prompt") == name else ""
         return f"{name}{within}{text[found.end(2) :]}", f"{name}{within}"
     if name == "template_options" and within.startswith(_TOOLS):  # of a chat's template, which is shown them

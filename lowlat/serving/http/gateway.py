@@ -18,7 +18,7 @@ from lowlat.serving.models.roster import Listed, Roster
 __all__ = ["Gateway", "Gateways", "OneModel", "SeveralModels", "gateways_of"]
 
 ENDS = "the gateway ends"
-STATS_S = 0.1  # whoever asks more often gets the same figures
+STATS_S = 0.1  # within this time callers get the same figures
 LOADING_RETRY_S = "5"
 
 
@@ -42,7 +42,7 @@ class _Recent(Generic[Value]):
         if self._asking is None:
             if self._found is not None and time.monotonic() - self._found[1] < STATS_S:
                 return self._found[0]
-            self._found = None  # what was known is not so where this fails
+            self._found = None  # forget the old answer, in case this fails
             self._asking = asyncio.get_running_loop().create_task(self._asked())
             self._asking.add_done_callback(_told)
         return await asyncio.shield(self._asking)

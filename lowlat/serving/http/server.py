@@ -27,11 +27,11 @@ from lowlat.serving.http.gateway import Gateways
 
 __all__ = ["Address", "bind", "check_free", "listening", "parse_address", "run"]
 
-END_S = 2.0  # that answers may take to leave once nothing more will be added to them
-TICK_S = 1.0  # of the Date header
+END_S = 2.0  # time to send answers after their last event
+TICK_S = 1.0  # update interval of the Date header
 POLL_S = 0.01
 BACKLOG = 1024
-OWN_DESCRIPTORS = 64  # of the process next to connections: sockets to the server, pipes, logs
+OWN_DESCRIPTORS = 64  # descriptors besides connections: sockets to the server, pipes, logs
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 logger = logging.getLogger("lowlat.serving.http")
@@ -117,7 +117,7 @@ def run(
         config = uvicorn.Config(
             app,
             log_config=None,
-            log_level="error",  # what strangers send wrongly is not worth a line each
+            log_level="error",  # a stranger's wrong requests are not logged one by one
             access_log=False,
             server_header=False,
             ws="none",
@@ -216,7 +216,7 @@ class _Server(uvicorn.Server):
 
     def _parent_ended(self, loop: asyncio.AbstractEventLoop, parent: int) -> None:
         loop.remove_reader(parent)
-        self._drain_s = END_S  # its answers have ended
+        self._drain_s = END_S  # all answers have ended
         self.handle_exit(signal.SIGTERM, None)
 
 
@@ -252,7 +252,7 @@ def bind(address: Address) -> socket.socket:
             (address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
         )
     except OSError as error:
-        why = str(error.strerror).partition(" (while ")[0]  # then comes the address, again
+        why = str(error.strerror).partition(" (while ")[0]  # the rest repeats the address
         privileged = "; a port below 1024 takes a privilege" if isinstance(error, PermissionError) else ""
         raise ConfigError(
             f"the HTTP gateway cannot listen at {address.host}:{address.port}: {why}{privileged}; choose another"

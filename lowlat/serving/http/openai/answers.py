@@ -24,7 +24,7 @@ class Choice:
 
     def __init__(self) -> None:
         self.begun = False
-        self.named = False  # its role was told, or its prompt given back
+        self.named = False  # its role was sent, or its prompt echoed
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
@@ -32,7 +32,7 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.lists = CompletionLogprobs()
         self.prompt: PromptLogprobs | None = None
-        self.echo: str | None = None  # the prompt's text, which goes before the content; "": that of its tokens
+        self.echo: str | None = None  # the prompt's text, which precedes the content; "": use its tokens' text
         self.token_ids: list[int] = []
         self.accepted: list[bool] = []
         self.num_tokens = 0

@@ -30,7 +30,7 @@ from lowlat.serving.http.uploads import Lines, feed, is_lines
 
 __all__ = ["completions"]
 
-MAX_COMPLETIONS = 4096  # of one request; MAX_AT_ONCE are under way
+MAX_COMPLETIONS = 4096  # completions of one request; MAX_AT_ONCE run at once
 DEFAULT_TOKENS = 16  # OpenAI's
 _DECODER = decoder_of(CompletionRequest)
 _GROWING_DECODER = decoder_of(GrowingCompletionRequest)

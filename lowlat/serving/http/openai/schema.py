@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128  # OpenAI's
-SEEDS = 1 << 63  # those of the server; all others wrap
+SEEDS = 1 << 63  # the server's range of seeds; others wrap
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 
 
@@ -124,7 +124,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
         values = {name: getattr(self, name) for name in ("temperature", "top_p", *_OWN)}
         if values["top_k"] == -1:
             values["top_k"] = 0
-        if values["top_p"] == 0:  # the least set of tokens: the likeliest alone
+        if values["top_p"] == 0:  # the smallest set: only the likeliest token
             values |= {"top_p": None, "top_k": 1}
         own = {} if "temperature" in advice else {"temperature": 1.0}
         return own | {name: value for name, value in values.items() if value is not None}
@@ -311,7 +311,7 @@ class CompletionRequest(Choosing, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: Literal[""] | None = None  # as editors send at a text's end
+    suffix: Literal[""] | None = None  # editors send it at a text's end
 
 
 class GrowingChatRequest(ChatRequest, kw_only=True):

@@ -24,7 +24,7 @@ __all__ = ["FORMAT_FIELDS", "STRUCTURED_FIELDS", "Calling", "format_options", "s
 STRUCTURED_FIELDS = {
     "json_schema": "structured_outputs.json",
     **{name: f"structured_outputs.{name}" for name in ("json_object", "regex", "grammar", "choice")},
-}  # by the options that they give
+}  # by the resulting options
 FORMAT_FIELDS = {"json_schema": "response_format.json_schema.schema", "json_object": "response_format"}
 
 
@@ -63,7 +63,7 @@ def format_options(asked: ResponseFormat | None, param: str = "response_format")
 
 
 def _schema_options(asked: JsonSchema) -> dict[str, Any]:
-    """Return the option of a schema; without strict, keywords that cannot be enforced are left out, as OpenAI allows."""
+    """Return the option of a schema; without strict, keywords that cannot be enforced are ignored, as at OpenAI."""
     schema = dict(asked.schema or {})
     return {"json_schema": schema if asked.strict else {**schema, "x-guidance": {"lenient": True}}}
 
