@@ -185,7 +185,9 @@ def _measure(options: argparse.Namespace, case: WeightsCase, device: torch.devic
         distinct = fmean(chosen) if chosen else None
         moved = step_bytes(step.program, plan, model.config, case.step, distinct, matrices_only=not case.whole)
         if options.kernels and step.num_launches:
-            show_kernels(case.name, step.profile(PROFILED_STEPS, wall.gb_per_s, distinct or 0.0))
+            spec = model.config.experts
+            read = 0.0 if distinct is None or spec is None else distinct + spec.shared
+            show_kernels(case.name, step.profile(PROFILED_STEPS, wall.gb_per_s, read))
         launches = step.num_launches
     finally:
         step.close()

@@ -186,7 +186,7 @@ class Step:
     def sites(self, num_experts: float = 0.0) -> Sequence[CallSite]:
         """The first device's launches of a step at the case's context, with the bytes that each must read.
 
-        num_experts  distinct experts that a layer's rows choose
+        num_experts  distinct experts that a layer's rows choose, a shared one included
         """
         lengths, rank = [self.case.context] * self.case.batch, self.ranks[0]
         return call_sites(rank.groups(self.bucket), rank.state, [lengths], num_experts)

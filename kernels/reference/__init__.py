@@ -1,4 +1,4 @@
-"""The executable specification: every operation of a step by its torch meaning, on any device.
+"""This package is the executable specification: every operation of a step in torch, on any device.
 
 `OPERATIONS` maps an operation's kind to its schema and its function, which stand together, see `schema`. Operations
 write into the arrays they are handed and keep a row's bits independent of its company, see `row_blocks` and

@@ -1,4 +1,4 @@
-"""Tuned plans by GPU: the tables that are shipped, how they are read, and how a launch's plan is chosen.
+"""This package has tuned plans by GPU: the shipped tables, their reader, and the choice of a launch's plan.
 
 A table belongs to one GPU. It has an entry for each launch that was measured there, by the launch's kind and key, and
 an entry has the knobs of the fastest plan. Knobs change no bit of any result: the partition of K and the splits of

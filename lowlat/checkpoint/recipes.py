@@ -1,7 +1,7 @@
-"""A recipe says how stored tensors make a canonical weight; all are checked before the first byte is read.
+"""A recipe says which stored tensors make one canonical weight, and how.
 
-A recipe says which stored tensors make one weight, and how; rows of a stored tensor can be placed without the rest of
-it; the tensors are read by `stored`.
+All recipes are checked against the files' headers before the first byte is read. Rows of a stored tensor can be placed
+without reading all of it. `lowlat.checkpoint.stored` reads the tensors.
 """
 
 import math
@@ -30,9 +30,9 @@ FLOATS = tuple(FLOAT_NAMES)
 
 @dataclass(frozen=True)
 class Piece:
-    """One stored tensor: its name, the shape that the config implies, and its conversion to rows where it needs one.
+    """One stored tensor: its name, the shape that the config implies, and its conversion to rows, if it needs one.
 
-    spans  rows of a stored matrix that it becomes, see `picked_piece`; None: all
+    spans  the rows of the stored matrix that are used, see `picked_piece`; None: all
     """
 
     name: str
@@ -42,25 +42,25 @@ class Piece:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """The shape of the rows that it becomes."""
+        """The shape of the piece's rows in the weight."""
         return self.shape if self.conversion is None else self.conversion.shape
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes that it may be stored in."""
+        """The shapes that the stored tensor may have."""
         return (self.shape,) if self.conversion is None else (self.shape, *self.conversion.also)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """How a tensor that is read whole becomes rows of a part of a quantised weight.
+    """The conversion of a tensor, which is read whole, to rows of a part of a quantised weight.
 
     shape   of the rows
-    dtypes  that the tensor may be stored in, by the names of safetensors
-    make    from the tensor, as it is stored, and those in `beside` to the rows, in any dtype that converts exactly.
-            Its first argument names file and tensor; it raises ConfigError for values that are not implemented
+    dtypes  of the stored tensor, by the names of safetensors
+    make    converts the stored tensor, and those of `beside`, to the rows, in any dtype that converts exactly. Its
+            first argument names file and tensor; it raises ConfigError for values that are not implemented
     also    shapes that the tensor may have besides its piece's
-    beside   small tensors that are read with it
+    beside  small tensors that are read with it
     """
 
     shape: tuple[int, ...]
@@ -72,14 +72,14 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one canonical weight is made of stored pieces.
+    """How one canonical weight is made from stored pieces.
 
     rows                    pieces stacked along dimension 0
     deinterleave            [E, 2I, ...], gate and up rows alternating -> all gate rows, then all up rows
     transpose               [E, in, out] -> [E, out, in]
     transpose_deinterleave  [E, N, 2I] -> [E, 2I, N], gate rows first
-    count                   matrices that the rows, stacked, make: [E * N, ...] -> [E, N, ...]; None: they stay rows
-    other                   the same weight of other tensors, for files that do not have these; see `chosen_recipes`
+    count                   number of matrices in the stacked rows: [E * N, ...] -> [E, N, ...]; None: they stay rows
+    other                   the recipe of the same weight for files that do not have these tensors; see `chosen_recipes`
     """
 
     weight: str
@@ -113,7 +113,7 @@ class Recipe:
 
 
 def picked_piece(piece: Piece, spans: tuple[Span, ...]) -> Piece:
-    """Some rows of what a piece becomes, span after span."""
+    """A piece with some of its rows, in the order of spans."""
     inner = piece.conversion
 
     def pick(label: str, stored: torch.Tensor, *beside: torch.Tensor) -> torch.Tensor:
@@ -127,12 +127,12 @@ def picked_piece(piece: Piece, spans: tuple[Span, ...]) -> Piece:
 
 
 def reshaped_piece(name: str, stored: tuple[int, ...], shape: tuple[int, ...]) -> Piece:
-    """A stored tensor of numbers that has another shape in its weight."""
+    """A piece whose rows have another shape than the stored tensor."""
     return Piece(name, stored, Conversion(shape, FLOATS, lambda _label, tensor: tensor.reshape(shape)))
 
 
 def renamed_piece(piece: Piece, rename: Callable[[str], str]) -> Piece:
-    """A piece by other names of tensors."""
+    """A piece with other tensor names."""
     conversion = piece.conversion
     if conversion is not None and conversion.beside:
         conversion = replace(conversion, beside=tuple(renamed_piece(each, rename) for each in conversion.beside))
@@ -140,17 +140,17 @@ def renamed_piece(piece: Piece, rename: Callable[[str], str]) -> Piece:
 
 
 def renamed_recipe(recipe: Recipe, rename: Callable[[str], str]) -> Recipe:
-    """The same weight of tensors of other names."""
+    """A recipe with other tensor names."""
     pieces = tuple(renamed_piece(piece, rename) for piece in recipe.pieces)
     other = None if recipe.other is None else renamed_recipe(recipe.other, rename)
     return replace(recipe, pieces=pieces, other=other)
 
 
 def chosen_recipes(recipes: Sequence[Recipe], names: Collection[str] | None, *, others: bool) -> list[Recipe]:
-    """The recipes, those with another form in the form that the files have.
+    """The recipes, with `other` in place of a recipe whose tensors the files do not have.
 
-    names   of stored tensors; None: they are not known
-    others  whether the other form is taken then
+    names   of stored tensors; None: unknown
+    others  whether `other` is taken if names are unknown
     """
 
     def chosen(recipe: Recipe) -> Recipe:

@@ -20,6 +20,7 @@ import torch
 
 from lowlat.errors import CapacityError
 from lowlat.executors.bus_copies import BusCopies, Moves, Starting, start_together, wait_for
+from lowlat.executors.peeks import SentValues
 from lowlat.graphs import BufferSet
 from lowlat.sequence.tiers.key import Copier, Load, Mark, Save
 
@@ -89,6 +90,7 @@ class BlockMover:
         self._staging: list[torch.Tensor] = []
         self._free: list[torch.cuda.Event] = []  # of each staging buffer: when it may be written again
         self._next = 0
+        self._sent = SentValues()
         self._layouts: dict[tuple[str, int], tuple[tuple[Piece, ...], int]] = {}
         self._places: dict[tuple[str, int], tuple[npt.NDArray[np.uint64], ...]] = {}
 
@@ -116,6 +118,7 @@ class BlockMover:
         if self._stream is None:
             return _nothing
         with torch.cuda.device(self._device):
+            self._sent.let_go()
             event = self._stream.record_event()
         return lambda: self.bus.wait_event(event)
 
@@ -216,8 +219,13 @@ class BlockMover:
         return wait
 
     @torch.inference_mode()
-    def write(self, pool: str, places: Sequence[int], content: torch.Tensor) -> None:
-        """Write a content to blocks or rows, before what is launched later."""
+    def write(
+        self, pool: str, places: Sequence[int], content: torch.Tensor, source: torch.Tensor | None = None
+    ) -> None:
+        """Write a content to blocks or rows, before what is launched later.
+
+        source  the tensor whose memory the content is a part of, which is kept until it was copied; None: itself
+        """
         pieces, size = self._layout(pool, len(places))
         if content.numel() != size:
             raise ValueError(f"a content of {content.numel()} bytes for {len(places)} places of {size}")
@@ -232,7 +240,9 @@ class BlockMover:
             with torch.cuda.stream(self._stream):
                 self._scatter(pieces, places, staging)
                 self._free[number] = self._stream.record_event()
-            # host memory must stay until the copy has ended: torch's cache of pinned memory sees to that
+                self._sent.keep(
+                    [content if source is None else source]
+                )  # a tier's memory is another's when it is let go
 
     @property
     def slot_bytes(self) -> int:

@@ -64,6 +64,7 @@ class ChunkMoves:
         self._saved: set[ChunkKey] = set()  # of these
         self.moving: Counter[CachedChunk] = Counter()
         self.arriving: set[CachedChunk] = set()
+        self._found: dict[ChunkKey, torch.Tensor] = {}  # contents of other pools, while others that go with them come
         self._chunks = chunks
 
     def settle(self) -> None:
@@ -183,21 +184,26 @@ class ChunkMoves:
                 chunks.index.acquire(chunk)
             held.append(chunk)
         ready = ready and self.arriving.isdisjoint(held)
-        digests = [chunk.digest for chunk in held]
+        digests, found_before = [chunk.digest for chunk in held], self._found
+        self._found = {}
         for book in chunks.books if ready else ():
-            ready = self._restore_of(book, source, digests) and ready
+            ready = self._restore_of(book, source, digests, found_before) and ready
         for chunk in reversed(held):
             chunks.index.retire(chunk)
         return ready
 
-    def _restore_of(self, book: PoolBook, source: Source, digests: Sequence[bytes]) -> bool:
-        """The same of another pool."""
+    def _restore_of(
+        self, book: PoolBook, source: Source, digests: Sequence[bytes], before: Mapping[ChunkKey, torch.Tensor]
+    ) -> bool:
+        """The same of another pool. What was found `before`, and is kept until all that goes with it is there, is not
+        let go of for the rest."""
         contents: dict[bytes, torch.Tensor] = {}
         coming = False
 
         def is_kept(digest: bytes) -> bool | Presence:
             nonlocal coming
-            found = source.find(ChunkKey(digest, book.name))
+            key = ChunkKey(digest, book.name)
+            found = before[key] if key in before else source.find(key)
             if isinstance(found, torch.Tensor):
                 contents[digest] = found
             coming = coming or found is COMING
@@ -205,6 +211,8 @@ class ChunkMoves:
 
         restored = book.restore(digests, is_kept)
         self.loads += [Load(book.name, places, contents[digest]) for digest, places in restored.items()]
+        if coming:
+            self._found |= {ChunkKey(digest, book.name): content for digest, content in contents.items()}
         return not coming
 
     def touch_kept(self, digests: Sequence[bytes]) -> None:
@@ -226,6 +234,7 @@ class ChunkMoves:
     def forget_kept(self, digest: bytes) -> None:
         """Take a chunk that may hold NaN out of the tiers."""
         tiers = self._chunks.tiers
+        self._found = {key: content for key, content in self._found.items() if key.digest != digest}
         if tiers is not None:
             for pool in ("", *(book.name for book in self._chunks.books)):
                 tiers.drop(ChunkKey(digest, pool))

@@ -1,10 +1,9 @@
-"""This module is the host's bookkeeping of paged KV: tables, free blocks, prefix reuse, and what must balance.
+"""This module is the host's bookkeeping of paged KV: block tables, free blocks, prefix reuse, and their invariants.
 
-One table serves all layers that see everything, the target's and the draft model's: the same block ids index the
-caches of each. Other kinds of state have pools and books of their own, see `PoolBook`. It touches no memory:
-the runtime writes the KV, says what was written, and zeroes what `take_blocks_to_clear` names. Everything is
-ordered by the device's stream: a block that is freed here may be handed out at once, since later work runs
-later.
+One table serves all layers without a window, the target's and the draft model's: the same block ids index the cache of
+each layer. Other kinds of state have pools and books of their own, see `PoolBook`. The book touches no device memory:
+the runtime writes the KV, reports what it wrote, and zeroes the blocks of `take_blocks_to_clear`. The device's stream
+orders all work, so a freed block may be given to another request at once.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
@@ -26,21 +25,21 @@ __all__ = ["KVCache"]
 
 
 class KVCache:
-    """Which block holds what, for a pool of `num_blocks` blocks of `block_size` positions; block 0 is null.
+    """The book of a pool of `num_blocks` blocks of `block_size` positions; block 0 is the null block.
 
     num_blocks      blocks in the pool, the null block included
     prefill_chunk   positions of one prefill chunk, a multiple of block_size: the unit of sharing
-    reuse           share complete chunks written by prefill
-    share_decoded   also share chunks that decoding wrote, wholly or in part
-    books           of other pools, which belong to this book from now on
-    tiers           of the cache below the device's memory, whose chunks prompts find, too; None: there are none
+    reuse           whether complete chunks written by prefill are shared
+    share_decoded   whether chunks that decoding wrote, wholly or in part, are shared, too
+    books           of other pools; this book then owns them
+    tiers           tiers of the cache below the device's memory, where prompts find chunks, too; None: there are none
 
-    Of a request the scheduler calls `check`, then `admit` until it fits, `append` and `mark_prefilled` for each part of
-    its prompt, and `release`. Decode steps call nothing.
+    For a request the scheduler calls `check`, then `admit` until it fits, `append` and `mark_prefilled` for each part
+    of its prompt, and `release`. Decode steps call nothing.
 
-    A block is free, in use (in a table), evictable (content nobody uses, free for admission), or waiting to
-    be cleared. Admission reserves the worst case, so that no step can run out. Not safe for use by several
-    threads. Raises ConfigError for sizes that cannot work.
+    A block is free, in use (in a table), evictable (with unused content, free for admission), or waiting to be cleared.
+    Admission reserves the worst case, so that no step can run out of blocks. Not safe for use by several threads.
+    Raises ConfigError for sizes that cannot work.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Blocks that can be handed out."""
+        """Blocks that requests can get."""
         return self._chunks.pool.capacity
 
     def max_total_tokens(self, num_overprovision: int) -> int:
@@ -87,7 +86,7 @@ class KVCache:
         return len(self._entries)
 
     def is_coming(self, prompt_token_ids: Sequence[int], salt: str) -> bool:
-        """Whether a request that was admitted is about to write the next chunk of a prompt that is not there yet."""
+        """Whether an admitted request is about to write the next missing chunk of this prompt."""
         chunks = self._chunks
         chain = chunks.chain(prompt_token_ids, chunks.index.root(salt))
         count = chunks.num_chunks(prompt_token_ids)
@@ -104,11 +103,11 @@ class KVCache:
         return any(map(writes, self._entries.values()))
 
     def pin(self, owner: Hashable, digests: Sequence[bytes]) -> None:
-        """Have a chain of chunks stay while others can go, as long as its owner pins it, in place of those before."""
+        """Pin a chain of chunks for an owner, instead of its earlier ones; they are evicted after all others."""
         self._chunks.pin(owner, digests)
 
     def unpin(self, owner: Hashable) -> None:
-        """Let the chunks of an owner go as others do."""
+        """Unpin the chunks of an owner."""
         self._chunks.unpin(owner)
 
     def pinned(self, owner: Hashable) -> list[bytes]:
@@ -151,7 +150,7 @@ class KVCache:
         self._chunks.generation += 1
 
     def check(self, request_id: str, max_total_tokens: int, num_overprovision: int) -> None:
-        """Raise RequestError where a worst case is larger than the whole pool: it would wait for ever."""
+        """Raise RequestError if a worst case is larger than the whole pool, since it would wait for ever."""
         num_blocks = self.num_needed(max_total_tokens, num_overprovision)
         if num_blocks > self.capacity:
             raise RequestError(
@@ -171,13 +170,14 @@ class KVCache:
         *,
         reads: bool = True,
     ) -> Allocation | None:
-        """Reserve a request's worst case, sharing what is cached of its prompt; None when it does not fit now.
+        """Reserve a request's worst case and share the cached part of its prompt; None if it does not fit now.
 
         prompt_token_ids    [n] n >= 1; not copied, and must not change while the request lives
-        max_total_tokens    prompt and completion at most
-        num_overprovision   positions that a step may write past them
-        salt                only what requests of the same salt have left is shared
-        reads               False: all of the prompt will be prefilled; it is shared with others all the same
+        max_total_tokens    the most tokens of prompt and completion
+        num_overprovision   positions that a step may write after them
+        salt                only chunks of requests with the same salt are shared
+        reads               whether it uses cached chunks; False: its whole prompt is prefilled, but later requests
+                            share it
         num_cached_tokens of the result is a multiple of prefill_chunk, at most n - 1.
         Time: one digest a cached chunk, plus the blocks. Raises RequestError for an id in use, an empty prompt, a total
         below the prompt, or a worst case larger than the whole pool.
@@ -233,12 +233,12 @@ class KVCache:
         return made
 
     def take_loads(self) -> list[Load]:
-        """Contents of the tiers that the caller writes to the device before anything else is launched."""
+        """Contents from the tiers that the caller must write to the device before it launches anything else."""
         loads, self._moves.loads = self._moves.loads, []
         return loads
 
     def take_saves(self) -> list[Save]:
-        """Contents that prefill has written, which the caller reads for the tiers before anything else is launched."""
+        """Contents that prefill wrote; the caller must read them for the tiers before it launches anything else."""
         return self._moves.take_saves()
 
     def note_all(self) -> None:
@@ -285,10 +285,10 @@ class KVCache:
         return found
 
     def mark_prefilled(self, request_id: str, num_tokens: int) -> None:
-        """Say that prefill wrote (or the stream will have written) the KV of the prompt's first num_tokens.
+        """Report that prefill wrote, or will write in stream order, the KV of the prompt's first num_tokens.
 
-        Call it after every chunk; it lists the complete chunks among them for sharing. Where an equal chunk
-        is listed already, the request keeps its own blocks to itself. Raises RequestError for an unknown id,
+        Call it after every chunk; it lists the complete chunks for sharing. If an equal chunk is listed already, the
+        request keeps its own blocks unshared. Raises RequestError for an unknown id,
         InvariantError when num_tokens goes back or past the prompt's last token.
         """
         entry = self._entry(request_id)
@@ -442,7 +442,7 @@ class KVCache:
         return -(-(max_total_tokens + num_overprovision) // self.block_size)
 
     def take_blocks_to_clear(self) -> list[int]:
-        """Blocks of failed requests: they are free, and the caller zeroes them before anything else is launched."""
+        """Free blocks of failed requests, which the caller must zero before it launches anything else."""
         blocks = self._chunks.pool.take_to_clear()
         self._chunks.generation += bool(blocks)
         return blocks
@@ -479,7 +479,7 @@ class KVCache:
         return found
 
     def invariants(self) -> None:
-        """Check that everything balances. Raises InvariantError naming what does not. Time: all blocks."""
+        """Check all invariants. Raises InvariantError naming the one that fails. Time: all blocks."""
         self._moves.settle()
         problems = [*self._chunks.index.problems()]
         for find in (table_problems, block_problems):

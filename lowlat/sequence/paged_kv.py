@@ -1,4 +1,4 @@
-"""Attention layers keep keys and values in blocks of a pool; rewinding a slot is setting back its length."""
+"""Attention layers keep keys and values in blocks of a pool; a rewind of a slot only sets back its length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["PagedKV", "cache_specs", "decoder_cache_specs", "kv_dtype"]
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype:
-    """The dtype of KV caches: the compute dtype, or uint8 for codes."""
+    """The dtype of KV caches: the compute dtype, or uint8 for e4m3 codes."""
     return TORCH_DTYPES[config.dtype] if config.coded_kv is None else torch.uint8
 
 

@@ -121,8 +121,9 @@ class PrefixIndex:
             self._note_unused(chunk)
 
     def touch_chain(self, chunk: CachedChunk) -> None:
-        """Make an unused chunk newest, and then what leads to it."""
-        above: CachedChunk | None = chunk
+        """Make an unused chunk newest, and then what leads to it; of one that left the index neither: another may have
+        its digest there."""
+        above = chunk if chunk.listed else None
         while above is not None:
             self.touch(above.digest)
             above = above.parent

@@ -1,6 +1,6 @@
-"""This is the interface of what a slot keeps between steps; programs, memory plans and sessions read it.
+"""This module has the interface of the state that a slot keeps between steps, for programs, memory plans and sessions.
 
-Which request holds which part of them is the host's to know: `lowlat.sequence.kvcache`.
+The host's book in `lowlat.sequence.kvcache` knows which request holds which part of the buffers.
 """
 
 from abc import ABC, abstractmethod
@@ -15,16 +15,15 @@ __all__ = ["SequenceState"]
 class SequenceState(ABC):
     """The state that some of a model's layers keep for a slot from one step to the next.
 
-    Rows are appended and rejected on the device, by operations that read and write these buffers. The host's part is
-    the book's.
+    Operations on the device append and reject rows in these buffers. The host's books give blocks and rows to requests.
     """
 
     @abstractmethod
     def specs(self) -> list[BufferSpec]:
-        """The buffers that hold it: by position or by block of a pool, by slot, or the host's orders about them."""
+        """The buffers of the state: by position or by block of a pool, by slot, or the host's commands about them."""
 
     def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
-        """Append the operations, after those of all layers, by which these rows are in the state; most have none."""
+        """Append the operations that complete the state for these rows, after those of all layers; most have none."""
         return
 
     @property
@@ -34,20 +33,20 @@ class SequenceState(ABC):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of one snapshot, from which another prompt goes on; 0: it needs none, its blocks hold all."""
+        """Bytes of one snapshot, from which another prompt continues; 0: it needs none, since its blocks hold all."""
         return 0
 
     def slot_bytes(self) -> dict[str, int]:
-        """The bytes that a slot takes for good, however long its text: of reports, by name. Of paged state none."""
+        """The bytes that a slot always takes, however long its text is, by name, for reports; paged state has none."""
         return {}
 
     def slot_pools(self) -> tuple[str, ...]:
-        """The pools whose first rows are the slots': the host zeroes the row of a request that failed with NaN.
+        """The pools whose first rows belong to slots: the host zeroes the row of a request that failed with NaN.
 
-        Of state in blocks there are none: the book names the blocks to clear.
+        State in blocks has none: the book names the blocks to clear.
         """
         return ()
 
     def saved(self) -> tuple[str, ...]:
-        """The buffers whose content makes up a request's state: of paged ones its blocks, of others its slot's row."""
+        """The buffers with a request's state: its blocks of paged ones, its slot's row of others."""
         return tuple(spec.name for spec in self.specs() if spec.role is Role.STATE)

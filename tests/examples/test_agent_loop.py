@@ -1,4 +1,4 @@
-"""An agent: the model calls functions until it answers in words, or has had its turns."""
+"""An agent: the model calls functions until it answers in words, or until its turns are used up."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,10 +28,10 @@ def temperature(room: str) -> dict[str, Any]:
 def run_agent(
     runtime: lowlat.Runtime, question: str, functions: Mapping[str, Callable[..., Any]], turns: int = 2
 ) -> list[dict[str, Any]]:
-    """The whole conversation. In the last turn no function may be called, so it ends in words."""
+    """Return the whole conversation. In the last turn no function may be called, so it ends in words."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for turn in range(turns):
-        # a random model never calls by itself: "required" makes it; "auto" leaves it to a real one
+        # a random model never calls a function by itself, so "required" forces it; use "auto" with a real model
         choice = "required" if turn < turns - 1 else "none"
         answer = runtime.chat(messages, tools=TOOLS, tool_choice=choice, max_tokens=200, seed=turn)
         messages.append(answer.message)

@@ -1,7 +1,7 @@
-"""A family of your own, with sliding windows in some layers: config.json to layer specs, and nothing else.
+"""A family of your own, with sliding windows in some layers: it only maps config.json to layer specs.
 
-Its tensors have the names of Llama's, so the recipes of the plain decoder make its weights. Programs, caches and
-kernels follow from the specs.
+Its tensors have Llama's names, so the plain decoder's recipes make its weights. Programs, caches and kernels follow
+from the specs.
 """
 
 from dataclasses import replace
@@ -27,7 +27,7 @@ SIZES |= {"num_key_value_heads": 1, "head_dim": 64, "num_hidden_layers": 4, "sli
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry: every layer's attention, with a window where `layer_types` says so, and its FFN."""
+    """Read the geometry: every layer's attention, with a window if `layer_types` says so, and its FFN."""
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     sizes = parse_sizes(fields)
     mixer = sizes.attention(parse_rope(fields, max_position=sizes.max_position))
@@ -43,7 +43,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
         tie_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=dtype,
     )
-    fields.refuse_unknown(HARMLESS_KEYS)  # a key that nobody read might change the forward pass
+    fields.refuse_unknown(HARMLESS_KEYS)  # a key that was not read might change the forward pass
     return config
 
 

@@ -1,4 +1,4 @@
-"""A voice: each sentence is spoken as soon as it is whole, while the next is decoded; who interrupts is heard."""
+"""A voice: each sentence is spoken as soon as it is complete, while the next is decoded; a listener may interrupt."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ SENTENCE = re.compile(r"(.+?[.!?])\s", re.DOTALL)
 
 
 async def sentences(stream: lowlat.AsyncStream) -> AsyncIterator[str]:
-    """The answer sentence by sentence, as each becomes certain."""
+    """Yield the answer sentence by sentence, each as soon as it is complete."""
     text = ""
     async for chunk in stream:
         text += chunk.text
@@ -28,7 +28,7 @@ async def speak(
     interrupted: asyncio.Event,
     **options: str,
 ) -> list[str]:
-    """Say the answer; when somebody interrupts, what is still being decoded is cancelled."""
+    """Say the answer; when the listener interrupts, the request is cancelled."""
     said: list[str] = []
     async with runtime.astream([{"role": "user", "content": question}], **options) as stream:  # type: ignore[arg-type]
         async for sentence in sentences(stream):
@@ -40,7 +40,7 @@ async def speak(
 
 
 def test_sentences_are_spoken_until_somebody_interrupts(runtime: lowlat.Runtime) -> None:
-    bound = {"regex": r"(Yes, it is\. ){3}Bye"}  # a random model, made to speak in sentences
+    bound = {"regex": r"(Yes, it is\. ){3}Bye"}  # makes the random model speak in sentences
 
     async def main() -> None:
         interrupted = asyncio.Event()

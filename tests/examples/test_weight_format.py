@@ -1,4 +1,4 @@
-"""A weight format in one file: INT8 by row, packed, multiplied by in a decode GEMM, unpacked, and taken by experts.
+"""A weight format in one file: INT8 by row is packed, read by a decode GEMM, unpacked, and used by experts.
 
 Everything that kernels, plans and the reference need of it is the class below and its entries in the tables.
 """
@@ -25,11 +25,11 @@ from lowlat.kernels.moe.packing import pack_experts, unpack_expert
 from lowlat.kernels.toolchain.kernel import H200
 from lowlat.kernels.toolchain.numba_cuda import compile_ptx
 
-OFFSET = 128  # a byte holds a number and this
+OFFSET = 128  # added to a value before it is stored as a byte
 
 
 class Int8(DenseFormat):
-    """Numbers from -128 to 127 as bytes [..., N, K], and a float32 scale for each row."""
+    """Values from -128 to 127 as bytes [..., N, K], and a float32 scale for each row."""
 
     name = codes = "int8"
     parts = MappingProxyType({"int8": 1, "int8_scales": 0})

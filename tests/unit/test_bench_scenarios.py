@@ -12,12 +12,14 @@ import pytest
 import torch
 from bench_cases import environment, result, row
 from profiling_cases import cover, record_of
+from tiny_models import make_target
 
 from lowlat.cli.options import bundled
 from lowlat.engine.runtime import Runtime
 from lowlat.errors import ConfigError, LowlatError
 from lowlat.options.speculative import SpeculativeConfig
 from lowlat.speculators.default_length import default_lengths
+from lowlat.step.variants import bodies_of, choice_bucket
 from lowlat.tools.bench.compare import compare_results
 from lowlat.tools.bench.gates import (
     GateRun,
@@ -37,7 +39,7 @@ from lowlat.tools.bench.report.plots import plain_svg
 from lowlat.tools.bench.results import GATES_OWN, read_results, write_struct
 from lowlat.tools.bench.runtimes import Need, Runtimes
 from lowlat.tools.bench.scenarios import Case, Gate, Scenario, read_plan
-from lowlat.tools.bench.step_bytes import attended
+from lowlat.tools.bench.step_bytes import attended, program_bytes, step_bytes, weight_sizes
 from lowlat.tools.draft_model.random_models import write_draft_model
 from lowlat.tools.profile import recording
 
@@ -452,3 +454,41 @@ def test_an_svg_is_left_without_what_names_another_host() -> None:
     prologue, metadata = '<?xml version="1.0"?><!DOCTYPE svg "http://a">', "<metadata>http</metadata>"
     svg = f'{prologue}<svg xmlns:x="http://b" w="1">{metadata}<g/></svg>\n'
     assert plain_svg(svg, "t") == '<svg role="img" aria-label="t" w="1"><g/></svg>'
+
+
+def test_a_shared_expert_is_read_once(tmp_path: Path) -> None:
+    """Those that rows chose include it; where all are chosen a step reads all, and of fewer each one's bytes less."""
+    make_target(tmp_path, "qwen3_5_moe_text", seed=3)
+    with Runtime.load(tmp_path, device="cpu", max_batch=2, max_context=128) as runtime:
+        experts, bucket = runtime.model_config.experts, runtime.ladder.choose(2, 0)
+        assert experts is not None and experts.shared == 1
+        program, lengths = runtime.executor.program(bucket), [20.0, 20.0]
+        sizes = weight_sizes(runtime.model_config, None, runtime.rank_config)
+        whole = program_bytes(program, sizes, lengths, 1.0)
+        none = program_bytes(program, sizes, lengths, 0.0)
+        one = (whole - none) / experts.num_matrices
+        for count in (2.0, 4.5, float(experts.num_matrices)):
+            assert step_bytes(runtime, bucket, lengths, count) == pytest.approx(none + count * one, abs=2)
+        assert step_bytes(runtime, bucket, lengths, float(experts.num_matrices)) == whole
+        recording.start_decoding(runtime, recording.random_prompts(97, 2, 20), 8)
+        runtime.step()
+        assert experts.num_taken <= recording.chosen_experts(runtime, bucket) <= experts.num_matrices
+
+
+def test_experts_are_counted_of_the_body_that_ran_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was launched ahead chooses another length while it is waited for: its scratch is what there is."""
+    state, bucket, counted = {"draft_length_choice": torch.tensor(0)}, choice_bucket(2, 3), list[Any]()
+    executor = SimpleNamespace(state=state, synchronize=lambda: state["draft_length_choice"].fill_(2))
+    scheduler = SimpleNamespace(num_active=2, choose_bucket=lambda depth: bucket)
+    runtime: Any = SimpleNamespace(
+        model_config=SimpleNamespace(experts=object()), scheduler=scheduler, executor=executor, num_speculative_tokens=3
+    )
+
+    def chosen(runtime: Any, bucket: Any) -> float:
+        counted.append(bucket)
+        return 1.0
+
+    monkeypatch.setattr(recording, "chosen_experts", chosen)
+    case: Any = SimpleNamespace(_runtime=runtime, _experts=[])
+    CaseRun._count_experts(case)
+    assert counted == [bodies_of(bucket)[2]] and case._experts == [1.0]

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 import torch
 
 from lowlat.errors import DeviceError
+from lowlat.executors import block_moves
 from lowlat.executors.block_moves import BlockMover
 from lowlat.executors.bus_copies import CALL_MOVES, MAX_CALLS, BusCopies, Moves, Starting, start_together, wait_for
+from lowlat.executors.distributed.rank_moves import RankMover
 from lowlat.graphs import BufferSet, BufferSpec, Paging, Role
+from lowlat.sequence.tiers.arena import HostArena
 from lowlat.sequence.tiers.key import ChunkKey, Load, Save
 
 PLACES = [(4, 5, 6, 7), (20, 21, 3, 30), (9, 8, 11, 10)]  # 1, 3 and 4 runs
@@ -135,3 +139,64 @@ def test_a_device_that_fails_amid_a_copy_is_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Event, "synchronize", lost)
     with pytest.raises(DeviceError, match=r"the device cpu failed amid copies.*unspecified launch failure"):
         wait_for(Event([], 0), CPU)  # type: ignore[arg-type]
+
+
+class LaterEvent:
+    """An event that has come when all have."""
+
+    come = False
+
+    def record(self) -> None:
+        return
+
+    def query(self) -> bool:
+        return LaterEvent.come
+
+
+class LateStream:
+    """A stream whose copies read host memory some time later."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.cuda_stream = 0
+
+    def record_event(self) -> LaterEvent:
+        return LaterEvent()
+
+    def wait_event(self, event: LaterEvent) -> None:
+        return
+
+    def wait_stream(self, stream: "LateStream") -> None:
+        return
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tier_s_memory_is_nobody_else_s_until_it_was_copied_to_staging(
+    num_ranks: int, state: BufferSet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier lets go of a content while its copy waits for the steps before it: another would be written over it."""
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: nullcontext())
+    for name, kind in (("Event", LaterEvent), ("Stream", LateStream), ("current_stream", LateStream)):
+        monkeypatch.setattr(torch.cuda, name, kind)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(block_moves, "BusCopies", lambda *_, **__: SimpleNamespace(wait_event=lambda _: None))
+    monkeypatch.setattr(LaterEvent, "come", False)
+    movers = [BlockMover(state, CPU, cast(Any, LateStream())) for _ in range(num_ranks)]
+    mover: BlockMover | RankMover = movers[0] if num_ranks == 1 else RankMover(movers)
+    size = mover.content_bytes("", 4)
+    arena = HostArena(8 * (4096 * num_ranks), lambda count: torch.zeros(count, dtype=torch.uint8))  # a slab each
+    contents = [arena.take(size) for _ in range(8)]
+    assert size <= arena.slab_bytes and arena.take(size) is None
+    for content in contents[:2]:
+        assert content is not None
+        mover.write("", PLACES[0], content)
+    del contents, content
+    for _ in range(6):  # those that were not written are free
+        contents = [arena.take(size) for _ in range(8)]
+        assert [each is None for each in contents].count(True) == 2
+        del contents
+        mover.mark()
+    LaterEvent.come = True
+    mover.mark()
+    held = [arena.take(size) for _ in range(8)]
+    assert None not in held

@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from recording import prompt_of, run_all
 from safetensors.torch import save_file
 from stages import later, staged
-from tier_cases import files_of, host_tier, key, memory
+from tier_cases import Pages, files_of, host_tier, key, memory
 from tiny_grammars import Breaking, submit_with
 from tiny_models import make_targets
 
@@ -31,7 +31,7 @@ from lowlat.sequence import window_book
 from lowlat.sequence.kvcache import KVCache
 from lowlat.sequence.tiers.arena import ALIGNMENT
 from lowlat.sequence.tiers.disk import DiskTier
-from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Mark, Save
+from lowlat.sequence.tiers.key import COMING, ChunkKey, Load, Save
 from lowlat.sequence.tiers.tiers import CacheTiers
 from lowlat.sequence.window_book import WindowBook
 from lowlat.sequence.window_pool import WindowPool
@@ -344,32 +344,6 @@ def test_what_could_not_be_written_is_tried_once_more_at_the_end(
     assert writes[3:] == ([key(0), key(1), key(2)] if has_room else [key(0)])
 
 
-class Pages:
-    """A device whose blocks are bytes of a list."""
-
-    def __init__(self, num_blocks: int = 100) -> None:
-        self.blocks = torch.zeros(num_blocks, dtype=torch.uint8)
-
-    def allocate(self, size: int, knob: str) -> torch.Tensor:
-        return memory(size)
-
-    def mark(self) -> Mark:
-        return lambda: None
-
-    def content_bytes(self, pool: str, count: int) -> int:
-        return count
-
-    def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
-        for load in loads:
-            self.blocks[list(load.places)] = load.content
-        return lambda: None
-
-    def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
-        for save, content in zip(saves, contents, strict=True):
-            content.copy_(self.blocks[list(save.places)])
-        return lambda: None
-
-
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_tier_lets_the_end_of_a_chain_go_before_its_beginning(in_files: bool, tmp_path: Path) -> None:
     pages = Pages()
@@ -406,6 +380,62 @@ def test_tiers_keep_of_windows_what_prompts_go_on_from(
         cache.forget_all()
         other = [*prompt[: count * CHUNK], *[100 + number] * (3 * CHUNK + 2)]
         assert read_prompt(cache, tiers, f"b{number}", other) == found * CHUNK
+    tiers.close()
+
+
+@pytest.mark.parametrize("num_contents", [8, 12, 16])
+def test_a_prompt_comes_from_files_through_host_memory_that_is_smaller(num_contents: int, tmp_path: Path) -> None:
+    """Reads ahead take half of it; the others wait until copies to the device have given theirs back."""
+    prompt = [*(value for value in range(30) for _ in range(CHUNK)), 0]
+    for size, found in ((64, 0), (num_contents, 30), (num_contents, 30)):
+        disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+        tiers = CacheTiers(host_tier(size * ALIGNMENT), disk, Pages())
+        cache = KVCache(100, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers)
+        assert read_prompt(cache, tiers, "a", prompt) == found * CHUNK
+        assert tiers.counts.misses == 0 and tiers.counts.saved == (0 if found else 30)
+        tiers.close()
+
+
+@pytest.mark.parametrize(("num_contents", "found"), [(8, 0), (12, 50), (16, 50)])
+def test_a_window_comes_from_files_if_host_memory_holds_what_rows_see_of_it(
+    num_contents: int, found: int, tmp_path: Path
+) -> None:
+    """Ten chunks, which are read at a time, and none goes for another; where they do not fit, it is a miss in the
+    end."""
+    prompt = [value for value in range(50) for _ in range(CHUNK)]
+    for size, hits in ((400, 0), (num_contents, found)):
+        disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+        tiers = CacheTiers(host_tier(size * ALIGNMENT), disk, Pages(300))
+        book = WindowBook(WindowPool(130, 201, 8, num_at_once=4 * CHUNK, num_behind=0, num_ahead=1), CHUNK)
+        cache = KVCache(250, 8, CHUNK, reuse=True, share_decoded=False, tiers=tiers, books=[book])
+        assert read_prompt(cache, tiers, "a", [*prompt, 0]) == hits * CHUNK
+        assert not cache._moves._found
+        tiers.close()
+
+
+def test_contents_that_were_read_for_nobody_leave_memory_to_others(tmp_path: Path) -> None:
+    """Requests that were cancelled had asked for as many as host memory holds."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    for number in range(20):
+        disk.write(key(number), torch.full((10,), number, dtype=torch.uint8))
+    tiers = CacheTiers(host_tier(8 * ALIGNMENT), disk, Pages())
+    for number in range(8):
+        assert tiers.find(key(number)) is COMING
+    tiers.flush()
+    assert len(tiers._fresh) == 8
+    tiers.put(KEY, lambda: torch.ones(10, dtype=torch.uint8))
+    tiers.flush()
+    assert KEY in disk and isinstance(tiers.find(KEY), torch.Tensor)
+    for number in range(8, 20):
+        found = tiers.find(key(number))
+        if found is COMING:
+            tiers.read_ahead(map(key, range(number + 1, 20)))
+            tiers.flush()
+            found = tiers.find(key(number))
+        assert isinstance(found, torch.Tensor) and found.tolist() == [number] * 10
+        assert not tiers._fresh.keys() & {*map(key, range(8))}
+        del found
+    assert tiers.counts.misses == 0
     tiers.close()
 
 
@@ -456,10 +486,10 @@ class Gate:
     """Has calls of a function wait until it is opened."""
 
     def __init__(self, function: Callable[..., Any], *, after: bool = False) -> None:
-        self.entered, self.opened, self.calls = threading.Event(), threading.Event(), list[ChunkKey]()
+        self.entered, self.opened, self.calls = threading.Event(), threading.Event(), list[object]()
         self._function, self._after = function, after
 
-    def __call__(self, name: ChunkKey, *arguments: Any) -> Any:
+    def __call__(self, name: object, *arguments: Any) -> Any:
         self.calls.append(name)
         made = self._function(name, *arguments) if self._after else None
         self.entered.set()
@@ -580,6 +610,80 @@ def test_a_content_that_was_written_while_its_file_was_missed_is_found_again(
     tiers.flush()
     found = tiers.find(KEY)
     assert isinstance(found, torch.Tensor) and found.tolist() == [1] * 10
+    tiers.close()
+
+
+@pytest.mark.parametrize("problem", ["a fault of the disk", "no host memory"])
+def test_a_content_whose_file_could_not_be_read_once_is_kept_again(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is a miss, so that prefill reads it; what prefill then saves is found, though there was a file all along."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    tiers, pages = CacheTiers(host_tier(8 * ALIGNMENT), disk, Pages()), Pages()
+    others = [key(number) for number in range(8)]
+    for name in (KEY, *others):  # the others take its place in host memory
+        tiers.put(name, lambda: torch.ones(10, dtype=torch.uint8))
+        tiers.flush()
+    assert tiers.has(KEY)
+    with monkeypatch.context() as patch:
+        held = []
+        if problem == "no host memory":
+            held = [tiers.find(name) for name in others]  # as copies to the device do
+
+        def fails(*_: object) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+        if not held:
+            patch.setattr(os, "pread", fails)
+        assert tiers.find(KEY) is COMING
+        tiers.flush()
+        held.clear()
+    assert tiers.find(KEY) is None and not tiers.has(KEY) and KEY in disk
+    tiers.copy_out([Save(KEY, tuple(range(10)), 1)], pages.mark())
+    tiers.flush()
+    assert tiers.has(KEY) and isinstance(tiers.find(KEY), torch.Tensor)
+    tiers.close()
+
+
+@pytest.mark.parametrize("asked", ["find", "has", "read_ahead"])
+def test_a_slow_file_system_holds_up_none_but_who_asks_it(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies of other requests start and end, files are read, and figures are told meanwhile."""
+    disk = DiskTier(tmp_path / "cache", 1 << 20, "f" * 16)
+    disk.write(key(1), torch.ones(10, dtype=torch.uint8))
+    tiers, pages, answers, done = CacheTiers(host_tier(1 << 20), disk, Pages()), Pages(), list[object](), list[object]()
+    reading = Gate(disk.read)
+    monkeypatch.setattr(disk, "read", reading)
+    assert tiers.find(key(1)) is COMING and reading.entered.wait(20.0)
+    disk.write(KEY, torch.ones(10, dtype=torch.uint8))
+    slow = Gate(os.path.exists)
+    monkeypatch.setattr(os.path, "exists", slow)
+    asking = threading.Thread(
+        target=lambda: answers.append(getattr(tiers, asked)([KEY] if asked == "read_ahead" else KEY)), daemon=True
+    )
+    asking.start()
+    assert slow.entered.wait(20.0)
+
+    def others() -> None:
+        reading.opened.set()
+        tiers.copy_out([Save(key(2), tuple(range(10)), 2)], pages.mark())
+        while not done or key(1) in tiers._coming:
+            done.extend(tiers.take_done())
+            time.sleep(0.001)
+        done.append(tiers.stats()["read"])
+
+    working = threading.Thread(target=others, daemon=True)
+    working.start()
+    working.join(10.0)
+    held_up = working.is_alive()
+    slow.opened.set()
+    asking.join(20.0)
+    working.join(20.0)
+    assert not held_up and done == [2, 1]
+    assert answers == [{"find": COMING, "has": True, "read_ahead": None}[asked]]
+    tiers.flush()
+    assert tiers.counts.read == (1 if asked == "has" else 2)
     tiers.close()
 
 

@@ -7,12 +7,13 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lowlat.engine.numerics import digest_of
-from lowlat.sequence.tiers import file_budget
+from lowlat.sequence.tiers import disk, file_budget
 from lowlat.sequence.tiers.disk import DiskTier
 from lowlat.sequence.tiers.file_budget import FOLDER, FileBudget
 from lowlat.sequence.tiers.key import ChunkKey
@@ -124,6 +125,70 @@ def test_pinned_contents_are_those_of_the_own_model(tmp_path: Path) -> None:
     for number in range(1, 6):
         assert write(tier, number) and total(directory) <= 3 * FILE_BYTES
     assert key(0) in tier and key(0) not in other
+
+
+def test_pinned_files_are_not_gone_through_at_each_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are older than the others; one whose pin was taken back goes first as soon as they are looked at."""
+    count, pins, asked = 40, {key(number) for number in range(40)}, list[ChunkKey]()
+
+    def is_pinned(name: ChunkKey) -> bool:
+        asked.append(name)
+        return name in pins
+
+    monkeypatch.setattr(file_budget, "RECENT_S", 0.0)
+    tier = DiskTier(tmp_path / "cache", (count + 4) * 1200, FINGERPRINTS[0], is_pinned)
+    for number in range(count):
+        assert write(tier, number, used_s=1.0 + number)
+    monkeypatch.setattr(file_budget, "WALK_SHARE", 1e-9)
+    for number in range(count, count + 30):
+        assert write(tier, number)
+    assert held(tier, range(count)) == list(range(count)) and key(count) not in tier
+    assert len(asked) <= 3 * count  # in all, not at each of 30 saves
+    pins.remove(key(7))
+    monkeypatch.setattr(file_budget, "WALK_SHARE", math.inf)
+    tier._budget._own.next_look_s = 0.0
+    before = held(tier, range(count, count + 30))
+    assert write(tier, 100) and key(7) not in tier
+    assert held(tier, range(count, count + 30)) == before and tier.num_bytes == total(tmp_path / "cache")
+
+
+def test_processes_that_write_all_the_time_see_each_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each writes while the other does, and longer than a folder counts as just changed."""
+    monkeypatch.setattr(file_budget, "RECENT_S", 0.0)
+    directory, most, count = tmp_path / "cache", 6 * FILE_BYTES, 20
+    tiers = [DiskTier(directory, most, FINGERPRINTS[0]) for _ in range(2)]
+    turns, ended, mine = [threading.Semaphore(0) for _ in tiers], [False, False], threading.local()
+    digest_after, faults = disk._digest_after, list[object]()
+
+    def slowly(*arguments: Any) -> bytes:
+        """The other one goes on until it writes a file itself."""
+        turns[1 - mine.place].release()
+        if not ended[1 - mine.place]:
+            assert turns[mine.place].acquire(timeout=20.0)
+        return digest_after(*arguments)
+
+    def run(place: int) -> None:
+        mine.place = place
+        try:
+            assert turns[place].acquire(timeout=20.0)
+            for number in range(count):
+                assert write(tiers[place], count * place + number)
+        except AssertionError as error:
+            faults.append(error)
+        finally:
+            ended[place] = True
+            turns[1 - place].release()
+
+    monkeypatch.setattr(disk, "_digest_after", slowly)
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    turns[0].release()
+    for thread in threads:
+        thread.join()
+    assert faults == [] and total(directory) <= most + 2 * FILE_BYTES
 
 
 def test_a_save_walks_only_folders_that_others_have_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,9 @@ from benches import bench
 from served_model import alone, load_bundled, load_small
 
 from lowlat import Runtime
+from lowlat.executors.distributed.parallel import exchanged_rows
+from lowlat.executors.distributed.peers import PeerMemory
+from lowlat.executors.distributed.place import RankPlace
 from lowlat.executors.planned import META, buffers_without_memory, planned_workspaces, weights_without_memory
 from lowlat.executors.reference.executor import ReferenceExecutor
 from lowlat.executors.workspace import SharedWorkspace
@@ -23,6 +26,8 @@ from lowlat.lowering.binding import Binding
 from lowlat.lowering.fusion import cover
 from lowlat.lowering.lower import FUSIONS, lower
 from lowlat.lowering.memory import memory_of
+from lowlat.models.rank_weights import rank_weights
+from lowlat.models.shard import rank_configs
 from lowlat.models.weight_plan import weight_plan
 from lowlat.step.prefill import build_prefill, build_prefills
 
@@ -32,9 +37,10 @@ AMPERE = Gpu(108, 163 * 1024, (8, 0))
 Case, Model = bench("lib.case").Case, bench("lib.model").Model
 
 
-def prefill_of(name: str, chunks: int) -> Program:
+def prefill_of(name: str, chunks: int, config: Any = None) -> Program:
     model = Model(name)
     shapes = replace(model.shapes(Case(4, 4096, 3 if model.geometry.head else 0)), max_prefill_chunks=chunks)
+    shapes = shapes if config is None else replace(shapes, config=config)
     return build_prefill(shapes, chunks * shapes.prefill_chunk)
 
 
@@ -64,25 +70,33 @@ def test_no_launch_covers_as_many_operations_as_places_are_apart(name: str) -> N
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-@pytest.mark.parametrize("gpu", [H200, AMPERE], ids=lambda gpu: str(gpu.capability))
-def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu: Gpu) -> None:
+@pytest.mark.parametrize(
+    ("gpu", "ranks"), [(H200, 1), (AMPERE, 1), (H200, 2)], ids=lambda each: getattr(each, "capability", each)
+)
+@pytest.mark.parametrize("fuse", [True, False])
+def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu: Gpu, ranks: int, fuse: bool) -> None:
     """Of two buffers in one place the last call that is given the one comes before the first that is given the other:
     what a launch fills ahead, or keeps to itself, is its arguments, too."""
-    model, program = Model(name), prefill_of(name, 4)
+    model = Model(name)
+    config = rank_configs(model.config, ranks)[0]
+    program = prefill_of(name, 4, config)
     plan = dict(weight_plan(model.config))
     if model.geometry.head:
         plan |= model.speculator.weight_plan(model.config.dtype)
-    shapes = {key: torch.empty(shape, dtype=dtype, device=META) for key, (shape, dtype) in plan.items()}
+    whole = {key: torch.empty(shape, dtype=dtype, device=META) for key, (shape, dtype) in plan.items()}
+    shapes = rank_weights(whole, config)
+    place = RankPlace(0, PeerMemory([META] * ranks, exchanged_rows([program]))) if ranks > 1 else None
     buffers = buffers_without_memory(program)
     held = {memory_of(buffers[spec.name]): spec for spec in program.specs(Role.SCRATCH)}
-    packed = weights_without_memory(shapes, [program], gpu)
-    groups = lower(Binding(program, buffers, packed, gpu, SharedWorkspace(META), is_invariant=False))
+    packed = weights_without_memory(shapes, [program], gpu, fuse=fuse)
+    binding = Binding(program, buffers, packed, gpu, SharedWorkspace(META), all_reduces=place, is_invariant=False)
+    groups = lower(binding, fuse=fuse)
     given: dict[str, tuple[int, int]] = {}
-    for place, call in enumerate(call for group in groups for call in group.calls):
+    for number, call in enumerate(call for group in groups for call in group.calls):
         for tensor in call.tensors:
             spec = held.get(memory_of(tensor))
             if spec is not None:
-                given[spec.name] = given.get(spec.name, (place, place))[0], place
+                given[spec.name] = given.get(spec.name, (number, number))[0], number
     offsets = place_scratch(program).offsets
     ends = {spec.name: offsets[spec.name] + aligned_bytes(spec) for spec in held.values()}
     together = [
@@ -91,8 +105,9 @@ def test_launches_are_given_bytes_only_while_their_buffer_is_held(name: str, gpu
         if offsets[one] < ends[other] and offsets[other] < ends[one]
     ]
     assert together and all(first[1] < second[0] for first, second in together)
-    unused = planned_workspaces((program,), shapes, gpu).unused_by(program)  # of few layers
-    assert unused and unused <= {spec.name for spec in held.values()} - given.keys()
+    planned = planned_workspaces((program,), shapes, gpu, rank=(0, ranks), fuse=fuse)  # of few layers
+    unused = planned.unused_by(program)
+    assert bool(unused) == fuse and unused <= {spec.name for spec in held.values()} - given.keys()
 
 
 def test_what_is_left_of_streams_between_layers() -> None:

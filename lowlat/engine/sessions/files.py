@@ -35,7 +35,7 @@ DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 64 << 20
 MAX_TOKENS = 1 << 27
 PIECE_BYTES = 4 << 20
-BATCH_BYTES = 128 << 20  # of contents that are brought to the device between two steps
+BATCH_BYTES = 128 << 20  # of contents that are brought to the device between two steps, of other pools all of one
 POLL_S = 0.002
 
 
@@ -239,14 +239,16 @@ class SessionFile:
         keys = runtime.owned_call(lambda owned: owned.kvcache.pin_tokens(key, self.token_ids, key.cache_salt))
         batch: dict[ChunkKey, torch.Tensor] = {}
         size = 0
-        for place, each in enumerate(self._header.contents):
+        pools = [each.pool for each in self._header.contents]
+        for each, following in zip(self._header.contents, [*pools[1:], None], strict=True):
             content = torch.empty(each.num_bytes, dtype=torch.uint8)
             self._file.seek(offset)
             if self._file.readinto(_view(content)) != each.num_bytes:
                 raise self._error("was changed while it was read")
             offset, size = offset + each.num_bytes, size + each.num_bytes
             batch[ChunkKey(keys[each.chunk], each.pool)] = content
-            if size >= BATCH_BYTES or place == len(self._header.contents) - 1:
+            may_part = not each.pool or each.pool != following  # what rows see of a window is of use together alone
+            if following is None or (size >= BATCH_BYTES and may_part):
                 runtime.owned_call(partial(_adopt, self.token_ids, key.cache_salt, batch))
                 batch, size = {}, 0
 

@@ -68,7 +68,7 @@ class RankMover:
     def write(self, pool: str, places: Sequence[int], content: torch.Tensor) -> None:
         """See `BlockMover.write`."""
         for mover, own in zip(self._movers, self._parts(pool, len(places), content), strict=True):
-            mover.write(pool, places, own)
+            mover.write(pool, places, own, content)
 
     def _parts(self, pool: str, count: int, content: torch.Tensor) -> list[torch.Tensor]:
         """The parts of a content, by rank. Raises ValueError for one of another size."""

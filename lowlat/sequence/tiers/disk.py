@@ -133,9 +133,11 @@ class DiskTier:
             path = self._path(key)
             self.root.mkdir(mode=0o700, exist_ok=True)  # another process takes it out where it is empty
             with written_whole(path, WRITING) as file:
+                self._budget.begin_file()
                 file.write(head)
                 file.write(view)
                 file.write(_digest_after(hashlib.blake2b(head, digest_size=DIGEST_BYTES), view))
+                self._budget.end_file()
             self._budget.add(path.name, size)
             self._note_whole(key)
         except OSError as error:

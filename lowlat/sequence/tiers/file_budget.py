@@ -23,7 +23,9 @@ WRITING = ".writing-"  # before the number of the process that writes
 FOLDER = re.compile(r"[0-9a-f]{16}")  # a fingerprint
 FILE = re.compile(r"[0-9a-f]{64}.*" + re.escape(SUFFIX))  # the digest of a chunk, and its pool
 RECENT_S = 1.0  # after a change of others: more may follow unseen, in one tick of the file system's clock or amid own
-WALK_SHARE = 0.05  # of the time, at most, that a folder is walked which others change without end
+WALK_SHARE = (
+    0.05  # of the time, at most, that a folder is walked which others change without end, or pins are asked for
+)
 EMPTY_S = 60.0  # a folder without files that others have not changed for so long goes: before, its process may write
 
 
@@ -59,16 +61,20 @@ class _Watch:
 
 
 class _Folder:
-    """The files of a fingerprint: sizes by name, and a heap of when each was used last, or before."""
+    """The files of a fingerprint: sizes by name, and a heap of when each was used last, or before.
+
+    pinned  entries of files that were pinned when it was their turn: no write goes through all of them
+    """
 
     def __init__(self, path: str) -> None:
         self.watch = _Watch(path)
         self.path = path
         self.sizes: dict[str, int] = {}
         self.oldest: list[tuple[int, str]] = []
+        self.pinned: list[tuple[int, str]] = []
         self.num_bytes = 0  # unfinished files included
         self.has_unfinished = False
-        self.next_walk_s = 0.0
+        self.next_walk_s = self.next_look_s = 0.0
 
     def forget(self, name: str) -> None:
         self.num_bytes -= self.sizes.pop(name, 0)
@@ -81,7 +87,8 @@ class FileBudget:
     own        the folder of this process's fingerprint
     is_pinned  whether a file of it, by its name, is to stay
     tell       is called with the path of what cannot be read or taken out, and why
-    `make_space` and `add` are for one thread, the others for any. Raises OSError for an own folder that cannot be read.
+    `take_out`, `own_names` and properties are for any thread, the others for one. Raises OSError for an own folder that
+    cannot be read.
     """
 
     def __init__(
@@ -123,20 +130,16 @@ class FileBudget:
         self._count()
         if self.num_bytes + size > self.max_bytes:
             self._count(unfinished=True)
-        pinned = []
-        while self.num_bytes + size > self.max_bytes:
-            folders = [folder for folder in self._folders.values() if folder.oldest]
-            if not folders:
-                break
-            folder = min(folders, key=lambda each: each.oldest[0])
-            used_ns, name = heappop(folder.oldest)
-            if folder is self._own and self._is_pinned(name):
-                pinned.append((used_ns, name))
-            else:
-                self._let_go(folder, name, used_ns)
-        for entry in pinned:
-            heappush(self._own.oldest, entry)
+            self._take_out_oldest(size)
         return self.num_bytes + size <= self.max_bytes
+
+    def begin_file(self) -> None:
+        """Note that a file has been made in the own folder, which is to be written. Raises OSError."""
+        self._own.watch.end_own_change()
+
+    def end_file(self) -> None:
+        """Note what others have done since, before it gets its name: writing may take long. Raises OSError."""
+        self._own.watch.is_stale()
 
     def add(self, name: str, size: int) -> None:
         """Count a file that was written to the own folder. Raises OSError."""
@@ -162,6 +165,28 @@ class FileBudget:
                 self._own.forget(name)
         except OSError as error:
             self._tell(Path(path), f"it cannot be taken out: {error}")
+
+    def _take_out_oldest(self, size: int) -> None:
+        """Take the oldest files out until so many bytes fit, or none is left that may go."""
+        own, begun = self._own, time.monotonic()
+        looks = bool(own.pinned) and begun >= own.next_look_s
+        if looks:
+            own.oldest += own.pinned
+            heapify(own.oldest)
+            own.pinned = []
+        while self.num_bytes + size > self.max_bytes:
+            folders = [folder for folder in self._folders.values() if folder.oldest]
+            if not folders:
+                break
+            folder = min(folders, key=lambda each: each.oldest[0])
+            used_ns, name = heappop(folder.oldest)
+            if folder is own and self._is_pinned(name):
+                own.pinned.append((used_ns, name))
+            else:
+                self._let_go(folder, name, used_ns)
+        if looks:
+            ended = time.monotonic()
+            own.next_look_s = ended + (ended - begun) / WALK_SHARE
 
     def _let_go(self, folder: _Folder, name: str, used_ns: int) -> None:
         """Take a file out, unless it was used since."""
@@ -230,7 +255,8 @@ class FileBudget:
                         oldest.append((facts.st_mtime_ns, each.name))
         heapify(oldest)
         with self._lock:
-            folder.sizes, folder.oldest, folder.num_bytes = sizes, oldest, unfinished + sum(sizes.values())
+            folder.sizes, folder.num_bytes = sizes, unfinished + sum(sizes.values())
+            folder.oldest, folder.pinned = oldest, []
             folder.has_unfinished = unfinished > 0
         if not sizes:
             self._take_out_empty(folder)

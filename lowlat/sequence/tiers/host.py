@@ -45,6 +45,16 @@ class HostTier:
     def __contains__(self, key: ChunkKey) -> bool:
         return key in self._kept
 
+    @property
+    def capacity(self) -> int:
+        """The bytes of its memory."""
+        return self._arena.num_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The bytes of the largest content that it may have memory for."""
+        return self._arena.slab_bytes
+
     def get(self, key: ChunkKey) -> torch.Tensor | None:
         """The content of a key; None where it is not there."""
         return self._kept.get(key)

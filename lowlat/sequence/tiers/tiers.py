@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -30,6 +30,8 @@ NUM_READERS = 8  # a core digests about 1 GB/s, and a disk gives several
 READ_AHEAD = 24  # contents of a prompt that are read from files at a time
 BATCH_BYTES = 64 << 20  # of copies to the device that are started at a time; two such are under way
 TELL_S = 0.02  # so often, at most, are those who wait for files told of more: they look through all of a prompt
+AHEAD_SHARE = 0.5  # of host memory, at most, that hold contents nobody has asked for yet: who waits for one needs some
+GRACE_S = 0.05  # for which a read waits for memory that nobody is known to give back
 MAX_ASKED = 1 << 16  # chunks of which it is known when they were asked for
 Value = TypeVar("Value")
 Job = Callable[[], object]
@@ -83,6 +85,9 @@ class CacheTiers:
         self._coming: set[ChunkKey] = set()
         self._misread: set[ChunkKey] = set()  # of those, what has been dropped since
         self._fresh: dict[ChunkKey, torch.Tensor] = {}  # read from files, and not asked for since
+        self._wanted: set[ChunkKey] = set()  # asked for before they came
+        self._ahead: dict[ChunkKey, int] = {}  # bytes that reads ahead are filling
+        self._is_ahead_full = False  # a read ahead was refused memory, and what was read has not been asked for since
         self._saving: set[ChunkKey] = set()
         self._absent: set[ChunkKey] = set()  # asked for, and there was no file
         self._dropping = Counter[ChunkKey]()  # wrong, and not yet taken out everywhere: orders of each
@@ -130,19 +135,18 @@ class CacheTiers:
 
         None: it is in no tier.
         """
-        with self._lock:
-            content = self._held(key)
-            if content is not None:
-                self.counts.hits += 1
-                return content
-            return COMING if self._ask(key) else None
+        return self._find(key)
 
     def read_ahead(self, keys: Iterable[ChunkKey]) -> None:
-        """Have contents read from their files that will be asked for, as long as each is there."""
+        """Have contents read from their files that will be asked for, as long as each is there, and memory for it."""
+        wanted = dict.fromkeys(keys)
         with self._lock:
-            for key in keys:
-                if self._held(key) is None and not self._ask(key):
-                    return
+            for key in [each for each in self._fresh if each not in wanted]:  # others' who were cancelled meanwhile
+                self._take_fresh(key)
+        for key in wanted:
+            is_full = self._is_ahead_full and (self._fresh or self._ahead)
+            if is_full or self._find(key, ahead=True) is None:
+                return
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a read, or a copy from or to the device, has ended, at most so long; where none is, not at all."""
@@ -155,7 +159,9 @@ class CacheTiers:
         with self._lock:
             if key in self._host or key in self._saving:
                 return True
-            return self._disk is not None and self._disk.is_whole(key)
+            if key in self._absent:  # its file, if there is one, could not be read: it is to be written again
+                return False
+        return self._disk is not None and self._disk.is_whole(key)
 
     def has_space(self, pool: str, count: int) -> bool:
         """Whether host memory is free for a content of so many blocks or rows of a pool, and is no way to files."""
@@ -284,18 +290,37 @@ class CacheTiers:
         content = self._fresh.get(key)
         if content is not None:
             del self._fresh[key]
+            self._wanted.discard(key)
+            self._is_ahead_full = False
             self._host.put(key, content)
         return content
 
-    def _ask(self, key: ChunkKey) -> bool:
-        """Whether a content will come from its file, which is read from here on."""
-        if key in self._coming:
-            return True
-        if self._disk is None or key in self._dropping or key in self._absent or key not in self._disk:
-            return False
-        self._coming.add(key)
-        self._reads.put(lambda: self._read(key))
-        return True
+    def _find(self, key: ChunkKey, *, ahead: bool = False) -> torch.Tensor | Presence | None:
+        """See `find`. The file system is asked without the lock: it may be slow, and copies and reads go on meanwhile.
+
+        ahead  nobody asks for it yet
+        """
+        for has_file in (False, True):
+            with self._lock:
+                if ahead and key in self._fresh:
+                    return COMING
+                content = self._held(key)
+                if content is not None:
+                    self.counts.hits += not ahead
+                    return content
+                if self._disk is None or key in self._dropping or key in self._absent:
+                    return None
+                if has_file or key in self._coming:
+                    if not ahead:
+                        self._wanted.add(key)
+                    if key in self._coming:
+                        return COMING
+                    self._coming.add(key)
+                    self._reads.put(partial(self._read, key, ahead=ahead))
+                    return COMING
+            if key not in self._disk:
+                return None
+        return None
 
     def _put_copy(self, priority: int, job: CopyJob | None) -> None:
         """Queue a copy: those to the device go first."""
@@ -358,27 +383,32 @@ class CacheTiers:
         self._num_open -= 1
         self._lock.notify_all()
 
-    def _read(self, key: ChunkKey) -> None:
+    def _read(self, key: ChunkKey, *, ahead: bool) -> None:
         content = None
         try:
-            content = None if self._disk is None else self._disk.read(key, self._reserve)
+            reserve = partial(self._reserve_ahead, key) if ahead else self._reserve
+            content = None if self._disk is None else self._disk.read(key, reserve)
         finally:
-            self._came(key, content)
+            self._came(key, content, ahead=ahead)
 
-    def _came(self, key: ChunkKey, content: torch.Tensor | None) -> None:
-        """Note a content that was read; None: it is not there, or could not be read."""
+    def _came(self, key: ChunkKey, content: torch.Tensor | None, *, ahead: bool) -> None:
+        """Note a content that was read; None: it is not there, or could not be read. Who asks for it reads again what
+        could not be read ahead."""
         with self._lock:
             self._coming.discard(key)
+            self._ahead.pop(key, None)
+            if content is None or key in self._misread:
+                self._wanted.discard(key)
             if key in self._misread:
                 self._misread.discard(key)
                 self.counts.misses += 1
-            elif content is None:
+            elif content is not None:
+                self.counts.read += 1
+                self._fresh[key] = content
+            elif not ahead:
                 self.counts.misses += 1
                 if key not in self._host:  # else it was saved meanwhile, and has a file, or will have one
                     self._absent.add(key)
-            else:
-                self.counts.read += 1
-                self._fresh[key] = content
             while len(self._fresh) > 2 * READ_AHEAD:  # of requests that were cancelled meanwhile
                 self._take_fresh(next(iter(self._fresh)))
             if not self._coming or time.monotonic() - self._told >= TELL_S:
@@ -386,8 +416,30 @@ class CacheTiers:
             self._lock.notify_all()
 
     def _reserve(self, size: int) -> torch.Tensor | None:
+        """Memory for a content that a request waits for: until copies to the device and reads ahead have ended, and a
+        moment longer, there may be more."""
+        until = 0.0
         with self._lock:
-            return self._host.reserve(size)
+            while (memory := self._take_memory(size, keeps=self._wanted)) is None and size <= self._host.most_bytes:
+                now = time.monotonic()
+                if self._num_loads or self._ahead or not until:
+                    until = now + GRACE_S
+                if now >= until:
+                    break
+                self._lock.wait(GRACE_S / 10)
+            return memory
+
+    def _reserve_ahead(self, key: ChunkKey, size: int) -> torch.Tensor | None:
+        """Memory for a content that nobody has asked for yet."""
+        with self._lock:
+            held = sum(self._ahead.values()) + sum(content.numel() for content in self._fresh.values())
+            fits = held + size <= AHEAD_SHARE * self._host.capacity
+            memory = self._host.reserve(size) if fits else None
+            if memory is None:
+                self._is_ahead_full = True
+            else:
+                self._ahead[key] = size
+            return memory
 
     def _reserve_for(self, key: ChunkKey, size: int, *, spare: bool = False) -> torch.Tensor | None:
         """Memory for a content from the device; what goes to a file passes through it in any case."""
@@ -395,7 +447,21 @@ class CacheTiers:
             if spare and not self._host.has_space(size):
                 return None
             before = self._asked.get(key.digest, (0, None))[1]
-            return self._host.reserve(size, before if self._disk is None else None)
+            return self._take_memory(size, before if self._disk is None else None)
+
+    def _take_memory(
+        self, size: int, before: int | None = None, keeps: Collection[ChunkKey] = ()
+    ) -> torch.Tensor | None:
+        """Memory of the tier; what was read, and nobody has taken since, goes as others do where none is left.
+
+        keeps  but for these
+        """
+        while (memory := self._host.reserve(size, before)) is None:
+            key = next((each for each in reversed(self._fresh) if each not in keeps), None)
+            if key is None:
+                break
+            self._take_fresh(key)
+        return memory
 
     def _copy_in(self, loads: Sequence[Load], mark: Mark) -> Job:
         num_bytes = sum(load.content.numel() for load in loads)

@@ -370,6 +370,7 @@ class CaseRun:
 
         scheduler = self._runtime.scheduler
         if scheduler.num_active:
+            self._runtime.executor.synchronize()  # a step that is under way may choose another length
             bucket = scheduler.choose_bucket(self._runtime.num_speculative_tokens)
             if is_choice(bucket):
                 bucket = bodies_of(bucket)[int(self._runtime.executor.state["draft_length_choice"])]

@@ -105,7 +105,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens_per_s             of all requests together
     effective_accept_length  tokens that a step brings an active slot, steps without drafts included
     bytes_per_step           that a step must read: weights, chosen experts' among them, keys and values
-    distinct_experts         that a layer's rows choose, mean; None without an MoE layer
+    distinct_experts         that a layer's rows choose, mean, a shared one included; None without an MoE layer
     wall_gb_per_s            the GPU's bandwidth for reading, measured in the same run; None without a GPU
     floor_ms                 those bytes at that bandwidth
     share_of_wall            the floor over the median step

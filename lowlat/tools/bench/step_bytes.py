@@ -39,11 +39,11 @@ LIMITS = ("first", "window", "keep_first")  # of the positions that attention re
 def step_bytes(runtime: Runtime, bucket: Bucket, lengths: Sequence[float], distinct_experts: float | None) -> int:
     """Bytes of one step of active requests with so many tokens each, of several GPUs those of the first.
 
-    distinct_experts  a layer, of an MoE layer
+    distinct_experts  a layer, of an MoE layer, a shared one included
     """
-    config, speculator = runtime.model_config, runtime.speculator
+    config, speculator, experts = runtime.model_config, runtime.speculator, runtime.model_config.experts
     sizes = weight_sizes(config, speculator, runtime.rank_config)
-    share = 1.0 if config.experts is None else config.experts.share_read(distinct_experts or 0.0)
+    share = 1.0 if experts is None else experts.share_read(max(0.0, (distinct_experts or 0.0) - experts.shared))
     return program_bytes(runtime.executor.program(bucket), sizes, lengths, share, runtime.geometry.partial)
 
 

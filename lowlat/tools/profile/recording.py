@@ -262,7 +262,8 @@ def own_kernels(events: Sequence[Any], index: int) -> list[KernelEvent]:
 
 
 def chosen_experts(runtime: Runtime, bucket: Bucket) -> float:
-    """Distinct experts that the rows of the last step chose, a layer, mean; 0.0 for a model without any.
+    """Distinct experts that the rows of the last step chose, a layer, mean, a shared one included; 0.0 for a model
+    without any.
 
     It waits for all steps under way.
     """

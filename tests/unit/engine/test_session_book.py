@@ -195,6 +195,22 @@ def test_pinned_chunks_are_counted_as_they_come_and_go() -> None:
         assert list(index.problems()) == []
 
 
+def test_a_chunk_that_left_the_index_makes_no_other_of_its_digest_newer_than_what_leads_there() -> None:
+    """A copy held it until then; meanwhile it was dropped, and the same text was read again."""
+    index, (above, below) = PrefixIndex(), [bytes([number]) * 32 for number in range(2)]
+    root = index.add(above, None, (1,))
+    before = index.add(below, root, (2,))
+    assert index.drop(before) == [before] and before.num_users
+    now = index.add(below, root, (3,))
+    for chunk in (now, root):
+        index.retire(chunk)
+    assert index.retire(before) == (2,)
+    index.touch_chain(before)
+    assert list(index.problems()) == [] and index.oldest_first() == [now, root]
+    index.touch_chain(now)
+    assert index.oldest_first() == [now, root]
+
+
 def test_many_pins_make_their_count_no_slower() -> None:
     def of_a_count(num_chains: int) -> int:
         index = PrefixIndex()

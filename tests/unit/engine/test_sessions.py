@@ -332,6 +332,31 @@ def test_a_session_of_files_that_were_changed_since_the_load_is_not_saved(
         runtime.kvcache.invariants()
 
 
+@pytest.mark.parametrize(("family", "method"), [("gpt_oss", "ngram"), later("qwen3_5_text", "mtp")])
+def test_a_file_whose_contents_come_by_several_batches_goes_on_from_all_of_them(
+    models: dict[tuple[str, str], tuple[Path, SpeculativeConfig]],
+    family: str,
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A window's chunks among them: what rows see of it is several contents, each of which may be large."""
+    target, speculative = models[(family, method)]
+    options = {**OPTIONS, "max_context": 500, "kv_blocks": 220}
+    with Runtime.load(target, speculative, **options) as runtime:
+        session = runtime.session("agent")
+        begun = prompt_of(20 * CHUNK + 3) + answer(runtime, prompt_of(20 * CHUNK + 3), session=session)
+        session.save(tmp_path / "agent")
+        expected = answer(runtime, [*begun, 1], session=session)
+        assert found(runtime) == 20 * CHUNK
+    monkeypatch.setattr("lowlat.engine.sessions.files.BATCH_BYTES", 1)
+    with Runtime.load(target, speculative, **options) as runtime:
+        session = runtime.load_session(tmp_path / "agent")
+        assert answer(runtime, [*begun, 1], session=session) == expected
+        assert found(runtime) == 20 * CHUNK
+        runtime.kvcache.invariants()
+
+
 def test_a_session_in_files_of_the_cache_is_saved_whole(target: Path, tmp_path: Path) -> None:
     """Contents below the device's memory come back to it, while the caller waits."""
     small = {**OPTIONS, "max_batch": 1, "kv_blocks": 36, "cache_dir": tmp_path / "cache"}

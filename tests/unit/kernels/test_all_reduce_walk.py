@@ -122,6 +122,33 @@ def test_a_wait_for_a_rank_that_never_comes_ends(by_host: bool) -> None:
     assert int(ranks.abort[0]) == 0
 
 
+@pytest.mark.parametrize("by_host", [True, False])
+def test_shares_of_ranks_that_never_come_are_missing_on_all_that_wait(by_host: bool) -> None:
+    """Rank 1 of 3 gives up: all rows are NaN there, in its next launch as well, and its own are at its peers."""
+    count, rows, width, abort = 3, 5, 40, torch.zeros(1, dtype=torch.int64)
+    areas = tuple(torch.zeros(row_shares.share_words(count, rows, width), dtype=torch.int64) for _ in range(count))
+    abort[0], weight = HOST_GAVE_UP if by_host else 0, weights(width)
+    with walkable(walker := Walker(), *NAMES, "collectives.shares") as modules:
+        words: Any = modules[0]
+        kernels: Any = modules[-1]
+        words.ABORT_TURNS = words.PEER_SPIN_LIMIT = 4
+        shares = kernels.RowShares(1, areas, rows, width, abort)
+        for turn in range(2):
+            a, total, out = torch.randn(rows, width).bfloat16(), poison(rows, width), poison(rows, width)
+            part: Any = Ranks(count, rows, width).inputs(rows)[1]
+            named: Any = {"shares": shares, "total": total, "out": out, "eps": EPS}
+            walker.run(*kernels.share_add_norm(part, a, weight, None, **named))
+            assert bool(total.isnan().all()) and bool(out.isnan().all())
+            if not turn:
+                reason, abort[0] = int(abort[0]), 0
+    assert reason == HOST_GAVE_UP if by_host else awaited_code(reason)[0] == 1
+    sums_at = row_shares._sums_at(count, rows, width) // 2
+    for peer in (0, 2):
+        sums = areas[peer].view(torch.bfloat16)[sums_at:].view(rows, width)
+        assert bool(sums[1::count].isnan().all()) and not bool(sums[0::count].any())
+    assert int(abort[0]) == 0
+
+
 def test_what_does_not_fit_is_refused() -> None:
     ranks = Ranks(2, 2, 64)
     channel = ranks.channels()[0]
