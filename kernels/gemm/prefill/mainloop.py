@@ -287,7 +287,10 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline, finish: Ca
 
 
 def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Any:
-    """A device function of a warp that stores a unit's sums, scaled, with bias, in original order; a segment's plain."""
+    """A device function of a warp that stores a unit's sums.
+
+    They are scaled and stored with the bias, in original columns; a segment's are stored as they are.
+    """
     weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
     pitch, plain, x_rows, scaled = 4 * weight_rows, plan.apart, plan.rows, cut.weights.row_scales and not plan.apart
     load_numbers, store0, store1 = _make_stores(plan, pitch, is_scaled=scaled, by_codes=cut.weights.by_codes)
