@@ -24,7 +24,7 @@ def make_sum_rows(width: int, top_k: int, warps: int, gpus: int = 1) -> Any:
     It takes addresses of partials [M, k, N], residual and total [M, N], how many rows there are, and the number of the
     thread among those of these warps. Partials are awaited, as `sentinels` has it.
 
-    GPUs  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
+    gpus  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
     """
     add_experts, chunks = _make_add_experts(width, top_k, gpus), width // 8
     parts = -(-chunks // 32)  # of a row
