@@ -117,7 +117,7 @@ def attention(
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
     softcap           c: scores s become c tanh(s / c), in a kernel of its own; None: they stay
-    GPU, plan         the GPU, and the launch's plan; None: from the GPU's tuning table, or a derived plan
+    gpu, plan         the GPU, and the launch's plan; None: from the GPU's tuning table, or a derived plan
     num_blocks        blocks of the grid; None: the plan's number on every SM
     With a short window there is one launch and no workspace. The window and `keep_first` have the reference's meaning.
     Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.

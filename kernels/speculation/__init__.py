@@ -1,1 +1,1 @@
-"""Kernels of speculation: acceptance, draft rows, drafts from text, draft lengths, and dynamic trees."""
+"""Kernels of speculation: acceptance and commit, draft rows, dynamic trees, drafts from text, draft lengths."""

@@ -1,4 +1,1 @@
-"""Kernels of a step outside of models: its start (commands, active slots, rows), and its publication.
-
-It knows tokens and lengths, and neither logits nor models.
-"""
+"""Kernels of a step's bookkeeping on the device: its start, its checks, and its publication."""

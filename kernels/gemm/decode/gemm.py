@@ -139,7 +139,7 @@ def decode_gemm(
     shares       whether more than 32 rows take launches of 128 whose warps share copied rows, if `shares_rows`; no bit
                  changes
     rotation     the GEMM computes queries, keys and values of `head_dim`, in the order of `rope_permutation`
-    GPU, plan    the GPU, and the plan; None: from the GPU's tuning table, or `plan_decode_gemm`'s
+    gpu, plan    the GPU, and the plan; None: from the GPU's tuning table, or `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     count, depth = x.shape
