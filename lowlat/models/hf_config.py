@@ -142,7 +142,7 @@ def layer_windows(
 
 
 def sliding_kinds(fields: Fields, count: int) -> tuple[str, ...]:
-    """The entries of layer_types, each FULL or SLIDING; none without the key."""
+    """Read the entries of layer_types, each FULL or SLIDING; () without the key. Raises ConfigError."""
     kinds = fields.optional_strings("layer_types", max_count=4096) or ()
     for kind in kinds:
         if kind not in (FULL, SLIDING):
@@ -159,24 +159,24 @@ def layer_kinds(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
 
 
 def is_quantised(fields: Fields, directory: Path) -> bool:
-    """Whether a config, or ModelOpt's file next to it, says that weights are quantised."""
+    """Whether a config, or ModelOpt's file in its directory, states that weights are quantised."""
     named = any(fields.values.get(key) for key in ("quantization_config", "compression_config"))
     return named or (directory / QUANTISATION_FILE).exists()
 
 
 def stored_dtype(fields: Fields, checkpoint: Path) -> tuple[str, str]:
-    """The dtype that the config names, else that of the largest stored tensor, and where it was seen."""
+    """Return the dtype that the config names, else that of the largest stored tensor, and the source for messages."""
     named = fields.optional_string("dtype") or fields.optional_string("torch_dtype")
     name, source = Checkpoint.open(checkpoint).main_dtype() if named is None else (named, fields.label)
     return name.removeprefix("torch."), source
 
 
 def resolve_dtype(fields: Fields, requested: str, checkpoint: Path) -> ComputeDtype:
-    """The compute dtype: the one asked for, else the one the config names, else that of the stored weights.
+    """Choose the compute dtype: the requested one, else the config's, else that of the stored weights.
 
-    Quantised weights are what their numbers say in any dtype: what is float16 next to them runs in bfloat16. Raises
-    ConfigError for plain float16 weights, which bfloat16 would round, and for other dtypes that lowlat does not compute
-    in, naming the dtype option.
+    If a float16 model is quantised, it runs in bfloat16, since quantised weights do not depend on the compute dtype.
+    Raises ConfigError, which names the dtype option, for plain float16 weights, which bfloat16 would round, and for
+    other dtypes in which lowlat does not compute.
     """
     if requested not in DTYPES:
         raise ConfigError(f"dtype must be 'auto', 'bfloat16' or 'float32', got {requested!r}")
@@ -193,7 +193,7 @@ def resolve_dtype(fields: Fields, requested: str, checkpoint: Path) -> ComputeDt
 
 
 def dtype_error(name: str, source: str) -> ConfigError:
-    """The error for a dtype in which lowlat does not compute."""
+    """Make the error for a dtype in which lowlat does not compute."""
     return ConfigError(
         f"{source}: the model is stored in {name!r}, in which lowlat does not compute; choose one with "
         '--dtype bfloat16 or --dtype float32 (dtype="bfloat16", dtype="float32")'
@@ -201,7 +201,7 @@ def dtype_error(name: str, source: str) -> ConfigError:
 
 
 def special_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """End-of-sequence ids and the beginning id: generation_config.json's, else config.json's."""
+    """Read the end-of-sequence ids and the beginning id from generation_config.json, else from config.json."""
     sources = [fields]
     path = directory / "generation_config.json"
     if path.exists():

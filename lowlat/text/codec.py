@@ -196,12 +196,12 @@ class TextCodec:
     ) -> list[int]:
         """Return a text's token ids.
 
-        add_special_tokens  what tokenizer.json puts around a text, corrected by add_bos_token and
-                            add_eos_token
-        allow_special       special tokens spelled out in it become those tokens; otherwise they stay text
-        max_context         refuse what is more with max_tokens for the answer; a text that must be more by its
-                            length alone is refused at once
-        Raises RequestError for what is not text, not Unicode, longer than 16 Mi characters, or too many tokens.
+        add_special_tokens  whether to put tokenizer.json's special tokens around the text, corrected by add_bos_token
+                            and add_eos_token
+        allow_special       whether special tokens that the text spells become those tokens; else they stay text
+        max_context         the limit of the text's tokens and max_tokens together; a text whose length alone shows that
+                            it exceeds the limit is refused before it is tokenized
+        Raises RequestError for other types, invalid Unicode, more than 16 Mi characters, or too many tokens.
         """
         self._check_text(text, max_context, max_tokens)
         if not allow_special:
@@ -220,12 +220,12 @@ class TextCodec:
         max_tokens: int = 1,
         **variables: Any,
     ) -> list[int]:
-        """Return the token ids of messages as the model's chat template writes them.
+        """Return the token ids of messages as the model's chat template renders them.
 
-        messages       as in `apply_chat_template`, and so is `variables`
-        allow_special  special tokens that messages and variables spell become those tokens; otherwise they stay text,
-                       and only the template's own, one of which no part is a message's, are tokens
-        max_context, max_tokens   as in `encode`
+        messages, variables      as in `apply_chat_template`
+        allow_special            whether special tokens that messages and variables spell become those tokens. Else they
+                                 stay text, and only special tokens that the template itself writes whole are tokens
+        max_context, max_tokens  as in `encode`
         Raises what `apply_chat_template` and `encode` raise.
         """
         limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
@@ -240,7 +240,7 @@ class TextCodec:
         max_tokens: int = 1,
         **variables: Any,
     ) -> str:
-        """Write messages for `chat_ids`: the template's own special tokens are told from those that messages spell.
+        """Render messages for `chat_ids`, so that it distinguishes the template's special tokens from messages' text.
 
         Arguments and errors are those of `encode_chat`.
         """
@@ -257,15 +257,15 @@ class TextCodec:
     def chat_ids(
         self, text: str, *, allow_special: bool = False, max_context: int | None = None, max_tokens: int = 1
     ) -> list[int]:
-        """Return the token ids of a chat's text, or of a part of it, as `chat_text` gives it."""
+        """Return the token ids of a chat's text, or of a part of it, from `chat_text`."""
         return self._ids(text, False, allow_special, max_context, max_tokens)
 
     def check_length(self, text: str, max_context: int, max_tokens: int) -> None:
-        """Refuse a text that is more than a context by its length alone. Raises RequestError, as `encode` does."""
+        """Raise RequestError for a text whose length alone shows that it exceeds a context, as `encode` does."""
         self._check_text(text, max_context, max_tokens)
 
     def _with_edges(self, ids: list[int], bare: Callable[[], list[int]]) -> list[int]:
-        """Correct what tokenizer.json puts around a text; bare gives its token ids without that."""
+        """Correct the special tokens that tokenizer.json puts around a text; `bare` encodes the text without them."""
         if self._add_bos is not None:
             wanted, token = self._add_bos
             found = ids[:1] == [token]
@@ -273,7 +273,7 @@ class TextCodec:
                 ids = [token, *ids]
             elif found and not wanted:
                 inner = bare()
-                if ids[1 : 1 + len(inner)] == inner:  # not one that the text spells
+                if ids[1 : 1 + len(inner)] == inner:  # the text itself does not begin with that token
                     ids = ids[1:]
         if self._add_eos is not None:
             wanted, token = self._add_eos
@@ -310,7 +310,7 @@ class TextCodec:
             else:
                 encoding = self._literal.encode(text, add_special_tokens=add_special_tokens)
         if max_context is not None and len(encoding) + max_tokens > max_context:
-            # before they become numbers, which takes the GIL
+            # checked before the ids become Python numbers, which holds the GIL
             raise _too_long(f"prompt of {len(encoding)} tokens", max_context, max_tokens)
         return encoding.ids if allow_special else self._literal.ids(encoding)
 
@@ -341,19 +341,19 @@ class TextCodec:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Write messages as the model's chat template does; `encode_chat` gives its token ids.
+        """Render messages by the model's chat template; `encode_chat` returns their token ids.
 
         messages   mappings such as {"role": "user", "content": "..."}; JSON values only. A field that is None is left
-                   out. An assistant's message may lack its content: it is absent for the template, or "" where the
-                   template cannot do without. Where the template takes no tools, they and their calls and results
-                   are written as text (`generic_tools`)
-        variables  what else the template may use (tools, documents, enable_thinking, ...), and `chat_template`: the
-                   name of one of several templates, "tool_use" where there are tools, else "default"
-        continue_final_message  the last message, an assistant's, is left open: the answer continues its text
-        add_generation_prompt   the beginning of an answer is written after the messages; None: unless the last one is
-                                continued
-        The template runs in a process of its own, with limits. Raises RequestError without a template, or
-        when it refuses the messages; ConfigError when the template is at fault.
+                   out. An assistant's message may lack its content: it is absent for the template, or "" if the
+                   template needs it. If the template takes no tools, lowlat writes them and their calls and results
+                   as text (`generic_tools`)
+        variables  further variables of the template (tools, documents, enable_thinking, ...), and `chat_template`: the
+                   name of one of several templates, by default "tool_use" if there are tools, else "default"
+        continue_final_message  whether the last message, an assistant's, is left open: the answer continues its text
+        add_generation_prompt   whether the beginning of an answer follows the messages; None: it does, unless the last
+                                message is continued
+        The template runs in a separate process, with limits. Raises RequestError without a template, or when it refuses
+        the messages; ConfigError when the template is at fault.
         """
         if self._chat is None or self._probes is None:
             raise RequestError("the model has no chat template (chat_template.jinja or chat_template)")
