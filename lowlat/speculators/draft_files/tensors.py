@@ -48,8 +48,7 @@ class DraftTensors:
         return {stored for name, stored in self.stored.items() if IGNORED.fullmatch(name)}
 
     def check_layers(self, num_layers: int, hidden_size: int, label: str) -> None:
-        """Raise ConfigError for tensors of more layers than the config states, and for later layers that also read the
-        embedding."""
+        """Raise ConfigError for tensors of more layers than stated, and for later layers that read the embedding."""
         for name, stored in self.stored.items():
             layer = LAYER.match(name)
             if layer is not None and int(layer[1]) >= num_layers:

@@ -28,8 +28,8 @@ WIDE_DEPTH, WIDE_FACTOR = MAX_DEPTH, 4.0
 class SuffixSpeculator(Speculator):
     """Drafts continuations of matching endings of up to max_depth tokens.
 
-    max_spec_factor  drafts for each token of the ending
-    min_token_prob   drafts end below this probability
+    max_spec_factor  the most drafts for each token of the ending
+    min_token_prob   the least share of the ending's places that must have all drafts up to the last one
     most_rows        the most rows of a slot in wide steps; 0: there are no wide steps
     text_tokens      the most tokens of texts that a request may name
     """
