@@ -1,4 +1,4 @@
-"""A change guard refuses a runtime after a change of its state that an exception interrupted."""
+"""A change guard refuses further use of a runtime after an exception has interrupted a change of its state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,9 @@ __all__ = ["ChangeGuard"]
 
 
 class ChangeGuard:
-    """The context of one change. It remembers an exception that leaves it, and `check` raises from then on.
+    """The context of one change. After an exception has left it, `check` raises.
 
-    A step that Ctrl-C ends may have committed tokens that its caller never gets, or have moved a part of the KV cache.
+    A step that Ctrl-C interrupts may have committed tokens that its caller never gets, or moved a part of the KV cache.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ChangeGuard:
 
     @contextmanager
     def repeatable_wait(self) -> Iterator[None]:
-        """A wait within a change. Ctrl-C here is harmless: the next call waits again and goes on with the change."""
+        """Enclose a wait within a change. Ctrl-C here is harmless: the next call waits again, and goes on."""
         try:
             yield
         except LowlatError:
@@ -42,7 +42,7 @@ class ChangeGuard:
 
     @contextmanager
     def unless_refused(self) -> Iterator[None]:
-        """A change that may be refused, by RequestError or CapacityError, before it has changed anything."""
+        """Enclose a change that RequestError or CapacityError may refuse before it has changed anything."""
         refused: LowlatError | None = None
         with self:
             try:

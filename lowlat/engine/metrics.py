@@ -1,6 +1,6 @@
 """This module has the metrics of decoding and speculation: counters, their summaries, and the book that keeps them.
 
-The names are the field's own (EAGLE and the serving engines); accepted totals exclude the bonus token.
+Names are those of EAGLE and the serving engines; accepted totals exclude the bonus token.
 """
 
 from collections import OrderedDict
@@ -38,8 +38,8 @@ class SpeculativeDecodingStats:
     drafted_by_position        drafts that verified a token at depth 1, 2, ... (index 0 is depth 1)
     accepted_by_position       of those, drafts that accepted it
     by_source                  drafts, draft tokens and accepted tokens, by the name of their source: a method, the text
-                               next to a draft model (suffix), a request's grammar, which forced them
-    simulated                  acceptance was imposed for a benchmark; the text means nothing
+                               (suffix) beside a draft model, or the grammar that forced them
+    simulated                  whether acceptance was simulated for a benchmark; the text means nothing then
 
     Every ratio is 0.0 while there is nothing to divide by.
     """
@@ -59,13 +59,13 @@ class SpeculativeDecodingStats:
     def record(
         self, drafted: int, accepted: int, *, drafted_depth: int | None = None, source: str | None = None
     ) -> None:
-        """Add one slot's step; one that verified nothing changes nothing.
+        """Add one slot's step; a step without verified drafts changes nothing.
 
-        drafted        draft tokens verified, the root excluded; of a tree all nodes
+        drafted        draft tokens verified, the root excluded; for a tree all nodes
         accepted       tokens of the accepted path, root and bonus excluded
         drafted_depth  depth of the tree's deepest verified node; None: a chain, whose depth is `drafted`
-        source         that the drafts are from; None: it is not told
-        Raises ValueError for counts that no step can have; then nothing was added.
+        source         the drafts' source; None: it is not counted by source
+        Raises ValueError for counts that no step can have; nothing is added then.
         """
         depth = drafted if drafted_depth is None else drafted_depth
         if not 0 <= accepted <= depth <= drafted or (drafted > 0 and depth == 0):
@@ -93,7 +93,7 @@ class SpeculativeDecodingStats:
         self.by_source[source] = [a + b for a, b in zip(known, counts, strict=True)]
 
     def merge(self, other: "SpeculativeDecodingStats") -> None:
-        """Add another's counts, as a total over requests does."""
+        """Add another object's counts, for totals over requests."""
         for item in fields(self):
             mine, theirs = getattr(self, item.name), getattr(other, item.name)
             if isinstance(mine, list):
@@ -131,7 +131,7 @@ class SpeculativeDecodingStats:
     def to_dict(self, num_steps: int | None = None) -> dict[str, Any]:
         """Return counts and ratios as JSON values: the block `eagle_speculation`.
 
-        num_steps  of which the others had no drafts, and are told as `none` among the sources; None: they are not
+        num_steps  all steps: those without drafts are reported as source `none`; None: they are not reported
         """
         sources = {name: dict(zip(SOURCE_COUNTS, counts, strict=True)) for name, counts in self.by_source.items()}
         if num_steps is not None and num_steps > self.num_drafts:
@@ -143,11 +143,11 @@ class SpeculativeDecodingStats:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """One request's figures, as they stood when asked for; times not reached yet are None.
+    """One request's metrics at the time of the call; times not reached yet are None.
 
     prompt_tokens          tokens of the prompt
     completion_tokens      tokens generated
-    reasoning_tokens       of these, tokens of reasoning, those that mark it included, where the answer is parsed
+    reasoning_tokens       of these, tokens of reasoning and its markers, if the answer is parsed
     cached_prompt_tokens   of the prompt, tokens whose KV was reused from an earlier request
     queued_s               from submission to a slot
     prefill_s              from the slot to the first token, which comes out of prefill
@@ -158,8 +158,8 @@ class RequestMetrics:
     finish_reason          None while it runs
     seed                   the seed that reproduces it
     speculation            None when no draft token was verified
-    num_partial_steps      of the steps those that attended to a part of the KV cache (SpecPV): its tokens are lossy
-    failed_checks          checks of its steps that failed, by kind, where such are made
+    num_partial_steps      of the steps, those that attended to a part of the KV cache (SpecPV): their tokens are lossy
+    failed_checks          failed checks of its steps, by kind, if checks are made
     """
 
     request_id: str
@@ -191,7 +191,7 @@ class RequestMetrics:
                 f"cached_prompt_tokens {self.cached_prompt_tokens} exceed prompt_tokens {self.prompt_tokens}"
             )
         stats = self.speculation
-        # frozen: what the caller goes on recording must not show here
+        # a copy, since the caller goes on recording into its own
         object.__setattr__(self, "speculation", stats.snapshot() if stats and stats.num_drafts else None)
 
     @property
@@ -201,12 +201,15 @@ class RequestMetrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated a second of decoding."""
+        """Tokens generated for each second of decoding."""
         return self.decoded_tokens / self.decode_s if self.decode_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; `eagle_speculation` is absent when speculation did not run, `specpv` where all steps were
-        exact, `failed_checks` where there were none."""
+        """Return JSON values.
+
+        `eagle_speculation` is absent if speculation did not run, `specpv` if all steps were exact, and `failed_checks`
+        if there were none.
+        """
         blocks = ("speculation", "num_partial_steps", "failed_checks")
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in blocks}
         values["tokens_per_s"] = self.tokens_per_s
@@ -219,11 +222,11 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RuntimeMetrics:
-    """RuntimeMetrics totals what a Runtime did: over every request ended, and those still live.
+    """RuntimeMetrics has a Runtime's totals over all requests, ended and live.
 
-    num_requests           requests ended, however
+    num_requests           requests ended, for any reason
     num_live               requests queued or running
-    finish_reasons         finish reason -> requests ended so
+    finish_reasons         finish reason -> requests that ended with it
     prompt_tokens, completion_tokens, cached_prompt_tokens, num_steps, decode_s
                            sums over requests ended and live
     decoded_tokens         of the completions, the tokens after each one's first
@@ -289,7 +292,7 @@ class MetricsBook:
         self._sums = _Sums()
 
     def update(self, metrics: RequestMetrics) -> None:
-        """Put a live request's newest figures in the book; a finish reason ends it.
+        """Record a live request's newest metrics; a finish reason ends it.
 
         Raises ValueError for a request that has ended already.
         """
@@ -312,7 +315,7 @@ class MetricsBook:
         return request_id in self._ended
 
     def get(self, request_id: str) -> RequestMetrics:
-        """Return a request's metrics; RequestError for one that is unknown or ended too long ago."""
+        """Return a request's metrics. Raises RequestError for one that is unknown or ended too long ago."""
         found = self._live.get(request_id) or self._ended.get(request_id)
         if found is None:
             raise RequestError(

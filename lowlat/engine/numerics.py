@@ -1,8 +1,8 @@
-"""`Runtime.numerics` is a digest of all that decides the bits of a runtime's results; it is made here.
+"""This module makes `Runtime.numerics`, a digest of all facts that decide the bits of a runtime's results.
 
-Two runtimes of one model whose digests are equal give equal tokens for equal prompts, seeds and sampling. Weights are
-not in it: which model it is, its name and files say. What changes no bit is not in it either: buckets, the method and
-depth of speculation, fusion, plans of tuning tables, how far prefill runs at once.
+Two runtimes of one model whose digests are equal give equal tokens for equal prompts, seeds and sampling. The digest
+leaves out weights, which the model's name and files identify. It also leaves out what changes no bit: buckets, the
+method and draft length of speculation, fusion, plans of tuning tables, and how many chunks of prefill run at once.
 """
 
 import hashlib
@@ -23,23 +23,23 @@ __all__ = ["digest_of", "numerics_of"]
 DIGITS = 16
 # folders of the package whose code makes, lowers and runs a step, or decides what its weights are
 SOURCES = ("checkpoint", "executors", "kernels", "lowering", "models", "sequence", "step")
-# facts of a target that decide no bit: ends and lengths of texts, and a rank's part, which depends on their number
+# facts of a target that decide no bit: ends and lengths of texts, and a rank's part, which `ranks` stands for
 NOT_OF_NUMERICS = ("eos_token_ids", "bos_token_id", "max_position", "shard")
 
 
 def numerics_of(loaded: Loaded, config: RuntimeConfig) -> dict[str, Any]:
-    """All that decides the bits of a runtime's results, by name.
+    """All facts that decide the bits of a runtime's results, by name.
 
-    code        digest of the sources in SOURCES; versions of torch and, where kernels run, of their compilers
+    code        digest of the sources in SOURCES; versions of torch and, if kernels run, of their compilers
     executor    "reference", or "kernels": eager, captured and looping steps have the same bits
     device      its class: the CUDA capability, or the CPU's vector instructions; not its name
     target      the target's geometry: sizes, layers, the compute dtype, weight formats and KV format with its scales
     chunk       positions of a chunk of prefill
-    splits      positions of a split of attention, which kernels choose by the sizes that a runtime is loaded with
+    splits      positions of a split of attention, which depends on the sizes that a runtime is loaded with
     k_parts     parts in which K is summed, whatever the number of ranks; None: each rank sums its own columns
-    ranks       their number; None where it decides nothing
-    inexact     options that change results beyond rounding: SpecPV's sizes where it is lossy, imposed acceptance,
-                sharing of what decoding wrote
+    ranks       their number; None if it changes no bit
+    inexact     options that change results beyond rounding: sizes of lossy SpecPV, simulated acceptance, and sharing
+                of KV that decoding wrote
     """
     geometry, choice = loaded.geometry, loaded.choice
     partial = geometry.partial
@@ -65,7 +65,7 @@ def numerics_of(loaded: Loaded, config: RuntimeConfig) -> dict[str, Any]:
 
 
 def digest_of(facts: Mapping[str, Any]) -> str:
-    """A digest of such facts, 16 hexadecimal digits; it is the same in every process and version of Python."""
+    """Digest facts to 16 hexadecimal digits, the same in every process and version of Python."""
     return hashlib.sha256(repr(_plain(facts)).encode()).hexdigest()[:DIGITS]
 
 
@@ -113,7 +113,7 @@ def _fields_of(record: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as tuples of names and numbers, in an order of its own."""
+    """Turn a value into tuples of names and plain values, in a canonical order."""
     if is_dataclass(value) and not isinstance(value, type):
         return type(value).__name__, _plain(_fields_of(value))
     if isinstance(value, Mapping):

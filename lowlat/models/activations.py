@@ -1,8 +1,8 @@
-"""This module says which matrices are multiplied by FP8 codes of a prompt's rows.
+"""This module chooses the matrices that prefill multiplies by FP8 codes of its rows.
 
-FP8 checkpoints of dynamic activations mean that a row of a linear layer's input is rounded to e4m3 by a scale of its
-own. Prefill does so here where it is asked for. Steps multiply rows as they are, whatever they verify: so speculation
-changes no token.
+In FP8 checkpoints with dynamic activations, each row of a linear layer's input is rounded to e4m3 by its own scale.
+Here only prefill does so, if the options ask for it. Steps multiply unrounded rows, with drafts and without, so
+speculation changes no token.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ LAYERS = "layers."
 
 
 def code_activations(config: ModelConfig, label: str) -> ModelConfig:
-    """The geometry of a model whose prompts' rows are coded for every matrix of its layers that FP8 holds by row.
+    """Set a geometry to FP8-coded prompt rows for every matrix of its layers that is in FP8 with a scale a row.
 
-    label  what errors call the model
-    An LM head, experts, and matrices in other formats are multiplied by rows as they are. Raises ConfigError for a
-    model without such a matrix.
+    label  the model's name in errors
+    LM head, experts, and matrices in other formats are multiplied by unrounded rows. Raises ConfigError for a model
+    without such a matrix.
     """
     coded = codable_matrices(config)
     if not coded:
@@ -38,14 +38,14 @@ def code_activations(config: ModelConfig, label: str) -> ModelConfig:
 
 
 def codable_matrices(config: ModelConfig) -> tuple[str, ...]:
-    """The matrices of a model's layers that can be multiplied by codes of rows, by name in order."""
+    """The names of the matrices of a model's layers that can be multiplied by codes of rows, in order."""
     plan = weight_plan(config)
     held = _formats(plan)
     return tuple(sorted(name for name in held if held[name] == FP8.name and _is_layer(name, plan)))
 
 
 def _formats(plan: WeightPlan) -> Mapping[str, str]:
-    """The format of each matrix that is quantised."""
+    """The format of each quantised matrix, by name."""
     names = dict.fromkeys(name for name in map(matrix_name, plan) if name is not None)
     return {name: matrix_format(_held(name, plan)).name for name in names}
 
@@ -56,5 +56,5 @@ def _held(name: str, plan: WeightPlan) -> Mapping[str, torch.Tensor]:
 
 
 def _is_layer(name: str, plan: WeightPlan) -> bool:
-    """Whether a matrix is a layer's, and not one of several experts'."""
+    """Whether a matrix belongs to a layer, and not to its experts."""
     return name.startswith(LAYERS) and len(FP8.shape(_held(name, plan))) == 2

@@ -1,7 +1,7 @@
-"""This module reads the sampling that a model's authors advise, from generation_config.json.
+"""This module reads the sampling parameters that a model's authors recommend, from generation_config.json.
 
-It is a default of the server and the command line, and never of SamplingParams that a program gives. One that wants it
-asks: `SamplingParams(**read_advice(runtime.directory), max_tokens=64)`.
+They are defaults of the server and the command line, but never of SamplingParams that a program gives. A program can
+use them explicitly: `SamplingParams(**read_advice(runtime.directory), max_tokens=64)`.
 """
 
 import logging
@@ -22,10 +22,10 @@ GENERATION_FILE = "generation_config.json"
 
 
 def read_advice(directory: Path) -> Mapping[str, int | float]:
-    """The advised fields of a model's sampling; empty where it has no advice.
+    """Read the recommended fields of a model's sampling; {} if there are none.
 
-    `do_sample` false means greedy, true a temperature of 1 where none is named. What changes nothing is left out, and
-    with a warning a value that SamplingParams does not take. Raises ConfigError for a file that is no JSON object.
+    `do_sample` false means greedy; true means a temperature of 1 if none is named. Default values are left out. A value
+    that SamplingParams does not take is left out with a warning. Raises ConfigError for a file that is no JSON object.
     """
     path = directory / GENERATION_FILE
     if not path.exists():
@@ -44,7 +44,7 @@ def read_advice(directory: Path) -> Mapping[str, int | float]:
             continue
         if name == "temperature" or value != getattr(SamplingParams, name):
             advice[name] = value
-    if samples is False:  # nothing is drawn: what narrows the choice has no effect, penalties have
+    if samples is False:  # greedy: top-k, top-p and the like have no effect, but penalties have
         kept = {name: advice[name] for name in ("repetition_penalty",) if name in advice}
         return MappingProxyType({"temperature": 0.0, **kept})
     if samples:
@@ -53,14 +53,14 @@ def read_advice(directory: Path) -> Mapping[str, int | float]:
 
 
 def sampling_defaults(directory: Path, choice: str | None, *, strict: bool = False) -> Mapping[str, int | float]:
-    """The fields that requests take where they leave sampling open, next to lowlat's own defaults.
+    """The sampling fields that requests get by default, over lowlat's own defaults.
 
-    choice  the option sampling_defaults: "model", which None stands for, or "lowlat"
-    strict  whether perf_mode is strict, in which requests are greedy
+    choice  the option sampling_defaults: "model" (also None) or "lowlat"
+    strict  whether perf_mode is strict, so that requests are greedy
     """
     return MappingProxyType({}) if strict or choice == "lowlat" else read_advice(directory)
 
 
 def advice_line(advice: Mapping[str, int | float]) -> str:
-    """The advice in one line: "temperature 0.7, top_p 0.8"."""
+    """Format recommended fields in one line: "temperature 0.7, top_p 0.8"."""
     return ", ".join(f"{name} {value:g}" for name, value in advice.items())

@@ -1,6 +1,6 @@
-"""Common parts of all families' config.json: RoPE in both spellings, windows, dtype, special tokens.
+"""This module reads the common parts of all families' config.json: RoPE, windows, dtype, special tokens.
 
-It knows transformers' conventions as of versions 4 and 5 and no family's own keys.
+It follows the conventions of transformers 4 and 5. Each family reads its own keys.
 """
 
 import math
@@ -56,13 +56,13 @@ WRAPPERS = (
 )  # vision-language models whose text runs here
 OUTER_KEYS = ("model_type", "architectures", "tie_word_embeddings")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-LONGROPE = ("longrope", "su")  # the second as Phi-3's first files had it
-IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # how positions of images turn: those of text are all alike
+LONGROPE = ("longrope", "su")  # the second name is that of Phi-3's first files
+IMAGE_POSITIONS = ("mrope_section", "mrope_interleaved")  # keys about positions of images, without effect on text
 DTYPES = ("auto", "bfloat16", "float32")
 
 
 def read_config(directory: Path) -> Fields:
-    """The directory's config.json. Raises ConfigError when the directory or the file is missing or malformed."""
+    """Read a directory's config.json. Raises ConfigError when the directory or the file is missing or malformed."""
     if directory.is_file() and (why := foreign_files([directory.name])) is not None:
         raise ConfigError(f"{directory}: {why}")
     if directory.is_file():
@@ -76,13 +76,16 @@ def read_config(directory: Path) -> Fields:
     path = directory / "config.json"
     if not path.exists() and (why := foreign_directory(directory)) is not None:
         raise ConfigError(f"{directory}: no config.json: {why}")
-    # other families' configs hold Infinity, which must not hide their model_type; numbers are checked as they are read
+    # unsupported families' configs may hold Infinity, and errors must still name their model_type; each read checks
+    # its number
     return Fields(_of_text(read_object(path, take_infinity=True)), str(path))
 
 
 def _of_text(values: dict[str, Any]) -> dict[str, Any]:
-    """The config of a vision-language model's text, where its keys stand in `text_config`: what is next to it holds,
-    too, where that has no such key; of model_type and tie_word_embeddings the outer ones hold."""
+    """Merge a vision-language model's `text_config` into the outer config; other configs stay as they are.
+
+    The inner value of a key takes precedence, except for OUTER_KEYS such as model_type.
+    """
     inner = values.get("text_config")
     if values.get("model_type") not in WRAPPERS or not isinstance(inner, dict):
         return values
@@ -91,7 +94,7 @@ def _of_text(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_architecture(fields: Fields, allowed: tuple[str, ...]) -> None:
-    """Refuse every architecture that is not implemented, and code that the directory brings along."""
+    """Raise ConfigError for an architecture that is not implemented."""
     names = fields.optional_strings("architectures", max_count=16) or ()
     for name in names:
         if name not in allowed:
@@ -101,7 +104,7 @@ def check_architecture(fields: Fields, allowed: tuple[str, ...]) -> None:
 
 
 def check_head_counts(fields: Fields, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Refuse head counts that do not divide, and head sizes that RoPE cannot halve."""
+    """Raise ConfigError for head counts that do not divide, and for head sizes that RoPE cannot halve."""
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{fields.label}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
@@ -113,12 +116,12 @@ def check_head_counts(fields: Fields, num_heads: int, num_kv_heads: int, head_di
 def layer_windows(
     fields: Fields, *, off_by_default: bool = False, default: int | None = None, default_first: int | None = None
 ) -> tuple[int | None, ...]:
-    """The sliding window of each layer, its own row included; None: it sees everything before it.
+    """Read the sliding window of each layer, its own row included; None: full attention.
 
-    off_by_default  without use_sliding_window the size alone asks for nothing (Qwen2, Qwen3)
-    default         the window that a config without the key has (Mistral)
-    default_first   the first layer with a window where max_window_layers is missing; None: that key means nothing
-    layer_types says which layers have one where it names any. Raises ConfigError.
+    off_by_default  whether a size without use_sliding_window has no effect (Qwen2, Qwen3)
+    default         the window of a config without the key (Mistral)
+    default_first   the first layer with a window if max_window_layers is missing; None: that key has no effect
+    If layer_types names sliding layers, it decides which layers have a window. Raises ConfigError.
     """
     uses, count = fields.optional_boolean("use_sliding_window"), fields.integer("num_hidden_layers", 1, 1 << 20)
     window = fields.optional_integer("sliding_window", 0, 1 << 30)
@@ -139,7 +142,7 @@ def layer_windows(
 
 
 def sliding_kinds(fields: Fields, count: int) -> tuple[str, ...]:
-    """The entries of layer_types, each FULL or SLIDING; none without the key."""
+    """Read the entries of layer_types, each FULL or SLIDING; () without the key. Raises ConfigError."""
     kinds = fields.optional_strings("layer_types", max_count=4096) or ()
     for kind in kinds:
         if kind not in (FULL, SLIDING):
@@ -156,24 +159,24 @@ def layer_kinds(fields: Fields, count: int, interval: int) -> tuple[str, ...]:
 
 
 def is_quantised(fields: Fields, directory: Path) -> bool:
-    """Whether a config, or ModelOpt's file next to it, says that weights are quantised."""
+    """Whether a config, or ModelOpt's file in its directory, states that weights are quantised."""
     named = any(fields.values.get(key) for key in ("quantization_config", "compression_config"))
     return named or (directory / QUANTISATION_FILE).exists()
 
 
 def stored_dtype(fields: Fields, checkpoint: Path) -> tuple[str, str]:
-    """The dtype that the config names, else that of the largest stored tensor, and where it was seen."""
+    """Return the dtype that the config names, else that of the largest stored tensor, and the source for messages."""
     named = fields.optional_string("dtype") or fields.optional_string("torch_dtype")
     name, source = Checkpoint.open(checkpoint).main_dtype() if named is None else (named, fields.label)
     return name.removeprefix("torch."), source
 
 
 def resolve_dtype(fields: Fields, requested: str, checkpoint: Path) -> ComputeDtype:
-    """The compute dtype: the one asked for, else the one the config names, else that of the stored weights.
+    """Choose the compute dtype: the requested one, else the config's, else that of the stored weights.
 
-    Quantised weights are what their numbers say in any dtype: what is float16 next to them runs in bfloat16. Raises
-    ConfigError for plain float16 weights, which bfloat16 would round, and for other dtypes that lowlat does not compute
-    in, naming the dtype option.
+    If a float16 model is quantised, it runs in bfloat16, since quantised weights do not depend on the compute dtype.
+    Raises ConfigError, which names the dtype option, for plain float16 weights, which bfloat16 would round, and for
+    other dtypes in which lowlat does not compute.
     """
     if requested not in DTYPES:
         raise ConfigError(f"dtype must be 'auto', 'bfloat16' or 'float32', got {requested!r}")
@@ -190,7 +193,7 @@ def resolve_dtype(fields: Fields, requested: str, checkpoint: Path) -> ComputeDt
 
 
 def dtype_error(name: str, source: str) -> ConfigError:
-    """The error for a dtype in which lowlat does not compute."""
+    """Make the error for a dtype in which lowlat does not compute."""
     return ConfigError(
         f"{source}: the model is stored in {name!r}, in which lowlat does not compute; choose one with "
         '--dtype bfloat16 or --dtype float32 (dtype="bfloat16", dtype="float32")'
@@ -198,7 +201,7 @@ def dtype_error(name: str, source: str) -> ConfigError:
 
 
 def special_tokens(directory: Path, fields: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None]:
-    """End-of-sequence ids and the beginning id: generation_config.json's, else config.json's."""
+    """Read the end-of-sequence ids and the beginning id from generation_config.json, else from config.json."""
     sources = [fields]
     path = directory / "generation_config.json"
     if path.exists():
@@ -240,13 +243,15 @@ def parse_rope(
     known: Collection[str] = (),
     head_dim: int | None = None,
 ) -> RopeConfig:
-    """RoPE from either spelling: rope_theta with rope_scaling, or rope_parameters.
+    """Read RoPE from either spelling: rope_theta with rope_scaling, or rope_parameters.
 
-    absent is what a config without either means; partial: heads may turn in part, see `partial_rotary_dims`; known:
-    keys of rope_parameters that the family has read; head_dim: dimensions of a head, of targets that may have
-    longrope or dynamic scaling, which begins where the model's positions end, and is plain up to there. A base inside
-    rope_parameters wins over one next to it, as in transformers. Raises ConfigError for kinds and keys that are not
-    implemented.
+    absent    the parameters of a config without either
+    partial   whether heads may be rotated in part, see `partial_rotary_dims`
+    known     keys of rope_parameters that the family has read
+    head_dim  of targets that may have longrope or dynamic scaling; None: others. Dynamic scaling begins beyond the
+              model's positions, so up to there it is plain RoPE
+    A base inside rope_parameters overrides one outside, as in transformers. Raises ConfigError for kinds and keys that
+    are not implemented.
     Source: transformers modeling_rope_utils; YaRN, arXiv 2309.00071; Llama 3.1.
     """
     rope = _rope_fields(fields, absent or {})
@@ -288,7 +293,7 @@ def parse_rope(
 
 
 def parse_ropes(fields: Fields, max_position: int, absent: Mapping[str, dict[str, Any]]) -> dict[str, RopeConfig]:
-    """RoPE of layers of each kind, by rope_parameters. absent: what a config says that has none, by kind."""
+    """Read the RoPE of each kind of layers from rope_parameters. absent: the default parameters, by kind."""
     given = fields.optional_object("rope_parameters")
     if given is None or not given.values:
         given = Fields(dict(absent), f"{fields.label}: rope_parameters")
@@ -316,7 +321,7 @@ def _rope_of_kind(rope: Fields, max_position: int) -> RopeConfig:
 
 
 def partial_rotary_dims(fields: Fields, head_dim: int, *, default: float) -> int:
-    """The dimensions of a head that turn, by partial_rotary_factor in either place. Raises ConfigError."""
+    """The dimensions of a head that RoPE rotates, by partial_rotary_factor in either object. Raises ConfigError."""
     outer = fields.number("partial_rotary_factor", 0.0, 1.0, default=default)
     rope = _rope_fields(fields, {})
     dims = int(head_dim * rope.number("partial_rotary_factor", 0.0, 1.0, default=outer))
@@ -344,7 +349,7 @@ def _llama3(rope: Fields, theta: float, trained: int) -> RopeConfig:
 
 
 def _trained_positions(fields: Fields, rope: Fields, max_position: int) -> int:
-    """The positions that a model was trained for before RoPE was scaled: Phi-3's configs have them next to its keys."""
+    """Read the positions of the training before RoPE was scaled; Phi-3's configs have them outside of RoPE's keys."""
     key = "original_max_position_embeddings"
     outer = fields.optional_integer(key, 1, 1 << 30)
     trained = rope.integer(key, 1, 1 << 30, default=outer or max_position)
@@ -354,9 +359,9 @@ def _trained_positions(fields: Fields, rope: Fields, max_position: int) -> int:
 
 
 def _longrope(fields: Fields, rope: Fields, theta: float, max_position: int, pairs: int) -> RopeConfig:
-    """A factor for each pair of a head's dimensions that turns, of contexts up to the trained one and of longer ones.
+    """Read a factor for each rotated pair of a head's dimensions, for contexts up to the trained one, and longer ones.
 
-    The factor of cos and sin is of the model's positions over the trained ones, in both.
+    The factor of cos and sin depends on the ratio of the model's positions to the trained ones, in both cases.
     """
     trained = _trained_positions(fields, rope, max_position)
     factor = rope.number("factor", 1e-3, 1e6, default=max_position / trained)
@@ -376,9 +381,9 @@ def _longrope(fields: Fields, rope: Fields, theta: float, max_position: int, pai
 
 
 def max_positions(rope: RopeConfig, stated: int) -> int:
-    """The positions that a model has: those that its config states, or what YaRN stretches the trained ones to.
+    """The positions of a model: those of its config, or the trained ones times YaRN's factor, if these are more.
 
-    The recipe for long contexts adds YaRN to a config, and leaves max_position_embeddings as it was.
+    The usual recipe for long contexts adds YaRN to a config without changing max_position_embeddings.
     """
     return max(stated, int(rope.original_max_position * rope.factor)) if rope.kind == "yarn" else stated
 
@@ -390,7 +395,7 @@ def _mscale(factor: float, scale: float) -> float:
 def _yarn(rope: Fields, theta: float, trained: int) -> RopeConfig:
     factor = rope.number("factor", 1e-3, 1e6)
     attention_factor = rope.optional_number("attention_factor", 1e-3, 1e3)
-    further = rope.optional_number("attn_factor", 1e-3, 1e3)  # vLLM's, next to the factor that follows from YaRN's
+    further = rope.optional_number("attn_factor", 1e-3, 1e3)  # vLLM's, multiplied with the one that YaRN's factor gives
     if attention_factor is not None and further is not None:
         raise ConfigError(f"{rope.label}: attention_factor and attn_factor are both given; one of them says the factor")
     mscale = rope.optional_number("mscale", 0.0, 1e3)

@@ -1,15 +1,16 @@
-"""This module sizes SpecPV: the part of a KV cache that layers without windows attend to.
+"""This module computes SpecPV's sizes: the part of a KV cache that layers without windows attend to.
 
 A slot in the partial state has, for each such layer and key-value head, a list of blocks: the text's first ones
 (sinks), those that the last queries scored best, and all from the last ones (the window) on, to which steps append.
-Position p of the window's part stands `shift` positions before p in the list. What steps write is made from a part of
-the cache and so inexact; a refresh recomputes it over all of the cache, and chooses the blocks from it. SpecPV is
-lossy: what was accepted between two refreshes is not verified again. Where it is lossless the tokens of partial steps
-are proposals: a step over all of the cache verifies them as drafts, and recomputes their keys and values.
+Position p of the window is at position p - `shift` in the list. Partial steps attend to a part of the cache, so the
+keys and values that they write are inexact. A refresh recomputes these over the whole cache, and chooses the blocks
+anew. By default SpecPV is lossy: tokens accepted between two refreshes are not verified again. Lossless SpecPV treats
+the tokens of partial steps as proposals: a step over the whole cache verifies them as drafts, and recomputes their keys
+and values.
 
-Source: SpecPV, arXiv 2512.02337, and its authors' TanZhendong/SpecPV, specpv/kv/kv_cache.py. They copy the part, take
-its window to the position, score by the root and its drafts; here blocks stay where they are, the window begins with a
-block, and the last tokens before a step score, which are certain.
+Source: SpecPV, arXiv 2512.02337, and its authors' TanZhendong/SpecPV, specpv/kv/kv_cache.py. They copy the part, end
+the window at the position, and score by the root and its drafts. Here blocks stay in place, the window begins with a
+block, and the scores come from the last tokens before a step, which are certain.
 """
 
 from dataclasses import dataclass, replace
@@ -24,17 +25,17 @@ from lowlat.options.speculative import SpeculativeConfig
 
 __all__ = ["LOSSY_FROM", "PartialKV", "StepBytes", "cycle_gain", "lossless_gain", "partial_kv"]
 
-AGREEMENT = 0.97  # of a partial step's tokens, the share that a step over all of the cache gives, too: assumed
-GRAIN = 1024  # positions: lossless SpecPV begins at a multiple
+AGREEMENT = 0.97  # assumed share of a partial step's tokens that a step over the whole cache gives, too
+GRAIN = 1024  # positions: lossless SpecPV begins at a multiple of it
 # tokens: with Llama-3.1-8B's shape lossy SpecPV gained there and lost at 16384 (bench/notes/long-contexts.md)
 LOSSY_FROM = 32768
-LOSSLESS_FROM = 4096  # tokens: where lossless SpecPV pays is looked for from here on
-# what steps take next to a reading of all bytes, on an H200: bench/notes/long-contexts.md
-QUERY_ROWS = 32  # of a key-value head, that share a reading of keys and values
-KV_COST = 1.25  # of a byte of keys and values, where one of weights costs 1
-FREE_ROWS, ROWS_A_READING = 16, 35  # so many rows of a step cost no more, so many others as much as all weights
-CYCLE_COST = 1.13  # of a cycle: the host reads what was proposed before it is verified
-BUFFERS = (11, 15, 23, MAX_FORCED)  # proposals of a cycle that are weighed where none are asked for
+LOSSLESS_FROM = 4096  # tokens: the search for the length from which lossless SpecPV pays begins here
+# costs of steps beyond reading all bytes once, on an H200: bench/notes/long-contexts.md
+QUERY_ROWS = 32  # rows of a key-value head that share a reading of keys and values
+KV_COST = 1.25  # of a byte of keys and values, relative to a byte of weights
+FREE_ROWS, ROWS_A_READING = 16, 35  # the first rows of a step cost nothing more; then so many cost as all weights
+CYCLE_COST = 1.13  # factor of a cycle's time, since the host reads the proposals before they are verified
+BUFFERS = (11, 15, 23, MAX_FORCED)  # numbers of proposals that are compared if the options name none
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,12 @@ class PartialKV:
     block              positions of a block of a list
     num_sinks          blocks at the start
     num_retrieved      blocks that each head chooses
-    num_window         whole blocks before the last position, at least
-    num_queries        last rows of a refresh that score blocks, at most
+    num_window         the least number of whole blocks before the last position
+    num_queries        the most last rows of a refresh that score blocks
     buffer             positions that partial steps may write between two refreshes
-    threshold          positions from which a slot is in the partial state, and more than a list has at the start
-    num_refresh_steps  partial steps between two refreshes, at most; where it is lossless to the end of a cycle
-    lossless           what partial steps write is proposed, and verified before the buffer is full
+    threshold          positions from which a slot is in the partial state; more than a list has at the start
+    num_refresh_steps  the most partial steps between two refreshes; lossless SpecPV finishes the cycle first
+    lossless           whether partial steps' tokens are proposals, which are verified before the buffer is full
     """
 
     block: int
@@ -63,7 +64,7 @@ class PartialKV:
     lossless: bool = False
 
     def shift(self, num_positions: int) -> int:
-        """Positions that lists leave out when chosen after so many exact ones; above 0 from the threshold on."""
+        """Positions that lists leave out if chosen after `num_positions` exact ones; above 0 from the threshold on."""
         first_of_window = num_positions // self.block - self.num_window
         return (first_of_window - self.num_sinks - self.num_retrieved) * self.block
 
@@ -72,11 +73,11 @@ class PartialKV:
 class StepBytes:
     """The bytes that a runtime's steps read.
 
-    weights   bytes of the target's, which every step reads
+    weights   bytes of the target's weights, which every step reads
     drafts    bytes that the draft model reads for a step's drafts
-    position  bytes of keys and values of a slot's position, of layers without windows
-    slots     that decode
-    group     query heads of a key-value head, at most
+    position  bytes of keys and values for one position of a slot, in layers without windows
+    slots     the number of decoding slots
+    group     the most query heads of a key-value head
     """
 
     weights: float
@@ -86,9 +87,9 @@ class StepBytes:
     group: int
 
     def step(self, positions: float, rows: int, readings: int = 1) -> float:
-        """The cost of a step with so many rows and positions a slot, in bytes of weights.
+        """The cost of a step with `rows` rows and `positions` positions a slot, in bytes of weights.
 
-        readings  of all keys and values
+        readings  how often it reads all keys and values
         """
         cost = 1 + max(0, self.slots * rows - FREE_ROWS) / ROWS_A_READING
         return cost * self.weights + self.drafts + readings * self.slots * positions * self.position * KV_COST
@@ -104,12 +105,13 @@ def cycle_gain(
     refresh: float,
     full: float,
 ) -> float:
-    """By what factor cycles of partial steps and a verification are faster than steps over all of the cache.
+    """The factor by which cycles of partial steps and a verification are faster than steps over the whole cache.
 
-    agreement      the chance that a proposal after right ones is right; the verification brings one token more
-    tokens_a_step  that a step brings, of either kind
-    partial, verification, refresh, full  what a partial step, a verification, the refreshes of all slots and a step
-                   over all of the cache take, in one unit
+    agreement      the probability that a proposal after accepted ones is accepted; the verification brings one more
+                   token
+    tokens_a_step  tokens that a step of either kind brings
+    partial, verification, refresh, full  times, in one unit, of a partial step, a verification, the refreshes of all
+                   slots, and a step over the whole cache
     """
     held = sum(agreement**place for place in range(sizes.buffer + 1))
     steps = sizes.buffer / tokens_a_step
@@ -119,10 +121,11 @@ def cycle_gain(
 
 
 def lossless_gain(sizes: PartialKV, positions: int, reads: StepBytes) -> float:
-    """By what factor lossless SpecPV should be faster than steps over all of the cache, by bytes, at a context.
+    """The factor by which lossless SpecPV should be faster than steps over the whole cache, estimated by bytes.
 
-    A step is taken to bring a token and half of its drafts, n proposals to be right with chance AGREEMENT ** n, and
-    attention to read keys and values once for so many rows of queries as share a reading.
+    positions  the context's length
+    Assumptions: a step brings one token and half of its drafts; n proposals are all accepted with probability
+    AGREEMENT ** n; attention reads keys and values once for every QUERY_ROWS rows of queries.
     """
     listed = min(positions, (sizes.num_sinks + sizes.num_retrieved + sizes.num_window) * sizes.block)
     rows, verified = sizes.num_queries, sizes.buffer + 1
@@ -140,7 +143,7 @@ def lossless_gain(sizes: PartialKV, positions: int, reads: StepBytes) -> float:
 
 
 def _begin_lossless(sizes: PartialKV, options: RuntimeConfig, reads: StepBytes) -> PartialKV:
-    """The sizes with the threshold from which lossless SpecPV pays by bytes, with all slots decoding."""
+    """Set the threshold from which lossless SpecPV pays by bytes, with all slots decoding. Raises ConfigError."""
     for positions in range(-(-sizes.threshold // GRAIN) * GRAIN, options.max_context, GRAIN):
         if lossless_gain(sizes, positions, reads) > 1:
             return replace(sizes, threshold=positions)
@@ -159,13 +162,14 @@ def partial_kv(
     weight_bytes: float = 0.0,
     draft_bytes: float = 0.0,
 ) -> PartialKV | None:
-    """SpecPV's sizes for a runtime; None where it is off.
+    """Compute SpecPV's sizes for a runtime; None if it is off.
 
     max_rows      rows that a step may write for a slot
-    weight_bytes  of the target: lossless SpecPV begins where it pays, unless a threshold is given; lossy SpecPV
-                  begins at LOSSY_FROM
-    draft_bytes   of the draft model, each of whose passes reads all
-    Raises ConfigError for options that cannot be combined with it, or that never let a partial step run.
+    weight_bytes  of the target
+    draft_bytes   of the draft model, each of whose passes reads all of them
+    Unless the options give a threshold, lossless SpecPV begins at the length from which it pays by these bytes, and
+    lossy SpecPV at LOSSY_FROM. Raises ConfigError for options that cannot be combined with it, or with which no partial
+    step would run.
     """
     if not speculative.enable_specpv:
         return None

@@ -1,6 +1,6 @@
 """This module lists published models by name: the shapes of their config.json, and public draft models for them.
 
-A shape has the keys that say a geometry, as the model's own file spells them; weights and tokenizers are elsewhere.
+A shape has the keys that decide a geometry, as the model's own file spells them, without weights and tokenizers.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ class Published:
     name    ORG/NAME of its repository
     family  the model_type of its config.json
     shape   hidden, inner, layers, query heads, KV heads, vocabulary, positions
-    keys    the config's others
+    keys    the config's other keys
     drafts  draft models by ORG/NAME; "mtp": a layer in its own files
-    inside  whether these keys stand in `text_config`, and the type that this one names
+    inside  the model_type in `text_config`, which has these keys; "": they are at the top level
     """
 
     name: str
@@ -71,7 +71,7 @@ FP8 = {
     "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
 }
 MINISTRAL = {"head_dim": 128, "rope_parameters": MINISTRAL_ROPE, "sliding_window": None, "quantization_config": FP8}
-LONGROPE = ("short_factor", "long_factor")  # their numbers are left out: they change no size
+LONGROPE = ("short_factor", "long_factor")  # the files' numbers are left out, since they change no size
 QWEN3 = {"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
 QWEN3_MOE = {**QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768} | {
     "norm_topk_prob": True

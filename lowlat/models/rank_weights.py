@@ -1,6 +1,6 @@
-"""This module cuts canonical weights for ranks as they are streamed: each rank gets its own part of each tensor.
+"""This module cuts canonical weights for ranks as they are streamed: each rank gets its part of each tensor.
 
-It knows names and extents, and neither files nor devices. What no rule names is whole on every rank.
+Names and shapes decide the cuts, independent of files and devices. A weight that no rule names is whole on every rank.
 """
 
 import re
@@ -22,7 +22,7 @@ LAYER = re.compile(
     r"|delta_(in|ba|conv|a|dt|out))(\.(?P<part>\w+))?"
 )
 LM_HEADS = ("lm_head.", "draft_model.lm_head.")  # the target's and the draft model's
-PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a: as values' of a delta net
+PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b and a go by a delta net's value heads
     **{letters: letters for letters in ("qkv", "qk", "q", "kv", "k")},
     "gate": "q",
     "delta_in": "qkvz",
@@ -31,15 +31,15 @@ PROJECTIONS = {  # letters of the heads whose rows a weight has, in order; z, b 
     "delta_a": "a",
     "delta_dt": "a",
 }
-OUTPUTS = ("o", "delta_out")  # projections that read heads
-CONTEXT = "context."  # projections of keys, and of values, of a draft model's layers, one layer's after the other's
-BLOCKS = "blocks"  # MXFP4's, whose numbers take two dimensions
+OUTPUTS = ("o", "delta_out")  # projections whose inputs are heads
+CONTEXT = "context."  # key and value projections of all layers of a draft model, one layer after another
+BLOCKS = "blocks"  # of MXFP4, whose numbers take two dimensions
 Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class RankCuts:
-    """The parts of canonical weights that a rank has.
+    """Cuts canonical weights to the parts of one rank.
 
     config  the rank's geometry, with the draft model's cuts in `shard.draft`
     """
@@ -47,9 +47,9 @@ class RankCuts:
     config: ModelConfig
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A weight's part, contiguous; the tensor itself where the rank has all of it, None where it has nothing.
+        """Cut a weight to the rank's part, contiguous; the tensor itself if the rank has all of it, None if nothing.
 
-        Raises ConfigError where numbers that are held together would be torn apart.
+        Raises ConfigError if the cut would split numbers that the format stores together.
         """
         match = LAYER.fullmatch(name)
         shard = self.config.shard
@@ -85,7 +85,7 @@ class RankCuts:
 
 
 def _head_rows(made: Iterable[tuple[LayerShard, str]]) -> list[Span]:
-    """The rows of queries, keys and values that ranks have, of a product of layers' heads in this order."""
+    """The rank's rows of a fused projection: for each layer and letter in this order, its heads' rows."""
     spans, first = [], 0
     for own, letter in made:
         start, stop = own.heads if letter == "q" else own.kv_heads
@@ -95,7 +95,7 @@ def _head_rows(made: Iterable[tuple[LayerShard, str]]) -> list[Span]:
 
 
 def _delta_rows(made: Iterable[tuple[LayerShard, str]]) -> list[Span]:
-    """The same of a delta net: queries and keys by key heads, values and gates z by value heads, b and a one a head."""
+    """The same for a delta net: q and k have key heads, v and the gate z value heads, b and a one row a value head."""
     spans, first = [], 0
     for own, letter in made:
         is_key = letter in "qk"
@@ -111,15 +111,15 @@ def _rows(tensor: torch.Tensor, spans: Sequence[Span], axis: int) -> torch.Tenso
 
 
 def _columns(name: str, tensor: torch.Tensor, span: Span, depth: int, from_end: int) -> torch.Tensor:
-    """Columns of K of a part of a matrix.
+    """Cut the columns of K of a matrix part.
 
-    depth     K, of which an entry of the part holds one number or several; one entry of all: the rank has it, too
+    depth     K. An entry of the part stands for one number or several; an entry for all of K goes to every rank
     from_end  the dimension of K, counted from the last
     """
     count = tensor.shape[-from_end]
     if count == 1:
         return tensor
-    held = 1 << (-(-depth // count) - 1).bit_length()  # what formats hold together is a power of two
+    held = 1 << (-(-depth // count) - 1).bit_length()  # formats store a power of two numbers together
     if span[0] % held or (span[1] % held and span[1] != depth):
         raise ConfigError(f"{name} holds {held} numbers of a row together, and tensor_parallel_size would cut it at "
                           f"{span[0]} and {span[1]} of {depth}")  # fmt: skip
@@ -130,10 +130,10 @@ def _columns(name: str, tensor: torch.Tensor, span: Span, depth: int, from_end: 
 def cut_stream(
     stream: Iterable[Named], configs: Sequence[ModelConfig]
 ) -> Generator[tuple[tuple[str, ...], tuple[torch.Tensor | None, ...]], None, None]:
-    """Every tensor of a stream once, with each rank's part, None for a rank that has nothing of it.
+    """Yield every tensor of a stream once, as its names and each rank's part; None for a rank that has none of it.
 
-    Names of one tensor stay together where they are cut alike. Parts that are the whole tensor are the stream's own,
-    others have memory of their own. Raises ConfigError as `RankCuts.cut` does.
+    Names of one tensor stay together if they are cut alike. A part that is the whole tensor is the stream's tensor;
+    other parts have their own memory. Raises ConfigError as `RankCuts.cut` does.
     """
     cuts = [RankCuts(config) for config in configs]
     for names, tensor in stream:
@@ -145,7 +145,7 @@ def cut_stream(
 
 
 def rank_weights(weights: Mapping[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
-    """A rank's part of weights in memory, or of tensors without content; names of one whole tensor stay one."""
+    """Cut weights in memory, or tensors without content, to a rank's part; names of one whole tensor still share it."""
     cuts = RankCuts(config)
     made = {name: cuts.cut(name, tensor) for name, tensor in weights.items()}
     return {name: tensor for name, tensor in made.items() if tensor is not None}

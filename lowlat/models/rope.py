@@ -1,4 +1,4 @@
-"""This module computes RoPE tables operation by operation as transformers does, so that bits agree.
+"""This module computes RoPE tables with the same operations as transformers, so that the bits agree.
 
 Source: transformers modeling_rope_utils; RoFormer, arXiv 2104.09864; YaRN, arXiv 2309.00071; Llama 3.1 (frequencies by
 wavelength).
@@ -16,7 +16,7 @@ __all__ = ["RopeTables", "inverse_frequencies", "rope_tables"]
 
 
 def _llama3(rope: RopeConfig, base: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths divided by the factor, short ones kept, those between blended."""
+    """Scale Llama 3.1's frequencies: those of long wavelengths by the factor, short ones not, others blended."""
     context, low, high = rope.original_max_position, rope.low_freq_factor, rope.high_freq_factor
     wavelengths = 2 * math.pi / base
     scaled = torch.where(wavelengths > context / low, base / rope.factor, base)
@@ -27,7 +27,7 @@ def _llama3(rope: RopeConfig, base: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Dimensions that turn often keep their frequency, slow ones are interpolated, a ramp between."""
+    """Compute YaRN's frequencies: fast dimensions keep theirs, slow ones are interpolated, with a ramp between."""
 
     def dimension(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)
@@ -38,7 +38,7 @@ def _yarn(rope: RopeConfig, head_dim: int) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # as the source: a ramp of no width would divide by zero
+        high += 0.001  # as in the source: a ramp of zero width would divide by zero
     powers = rope.theta ** (torch.arange(0, head_dim, 2).to(torch.float) / head_dim)
     ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     kept = 1 - ramp
@@ -87,9 +87,9 @@ def rope_tables(rope: RopeConfig, head_dim: int, num_positions: int) -> tuple[to
 
 
 class RopeTables:
-    """The tables of `rope_tables`, made when one is first read; their shape is known before.
+    """Computes the tables of `rope_tables` at the first read; `shape` is known before.
 
-    Raises ConfigError as `rope_tables` does, at once.
+    The constructor raises ConfigError as `rope_tables` does.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, num_positions: int) -> None:

@@ -1,8 +1,8 @@
-"""A shard is the part of a target that one of several ranks runs: its geometry, and its pieces of weights.
+"""A shard is the part of a target that one of several ranks runs; this module computes its extents from the geometry.
 
 Attention is cut by heads, delta nets by value heads, FFNs and experts by their inner width, the LM head by the
-vocabulary. Embedding, norms and routers are whole on every rank. A draft model is cut alike, or whole on every rank.
-It reads no weight.
+vocabulary. Embedding, norms and routers are whole on every rank. A draft model is cut the same way, or whole on every
+rank.
 """
 
 import math
@@ -34,11 +34,11 @@ __all__ = [
     "span",
 ]
 
-PARTS = 8  # that K is summed in with tp_invariant, on however many ranks
-WIDTH = 8  # numbers of a row that kernels read at once: widths are multiples
-STEP = 64  # columns of K that kernels take at once: of parts that are summed one by one they have whole steps
+PARTS = 8  # parts in which K is summed with tp_invariant, on any number of ranks
+WIDTH = 8  # numbers of a row that kernels read at once: widths are multiples of it
+STEP = 64  # columns of K that kernels take at once: parts that are summed one by one have whole steps
 VOCABULARY_UNIT = 8  # ids that stay together
-ROW = 1 << 12  # a width that every block divides
+ROW = 1 << 12  # a multiple of every format's block
 OPTION = "tensor_parallel_size"
 
 
@@ -48,7 +48,7 @@ class Place:
 
     rank       from 0
     size       ranks: 1, 2, 4 or 8
-    invariant  whether what a rank sums over its part of K is cut as for PARTS ranks: bits are then those of any size
+    invariant  whether a rank sums its part of K in the parts of PARTS ranks, so that any size gives the same bits
     """
 
     rank: int
@@ -65,13 +65,13 @@ class Place:
 class LayerShard(Place):
     """The part of one layer that a rank has, by the sizes of the whole layer.
 
-    unit         columns of the inner width that stay together: a format's block, at least; with `invariant` whole
-                 steps of the kernels, if it has some for each part
-    output_unit  the same of the output projection's inputs, which are cut by heads
-    num_heads, num_kv_heads, head_dim, inner_size  of the whole layer; of a delta net value heads, key heads, and the
-                 size of a value head
-    key_dim      the size of a delta net's key heads; of attention 0: it is head_dim
-    shared_size  the inner width of an FFN next to experts: a dense one, or a shared expert's own; 0: there is none
+    unit         columns of the inner width that stay together: at least a format's block; with `invariant` whole steps
+                 of the kernels, if the width has enough for each part
+    output_unit  the same for the output projection's inputs, which are cut by heads
+    num_heads, num_kv_heads, head_dim, inner_size  of the whole layer; for a delta net its value heads, key heads, and
+                 the size of a value head
+    key_dim      the size of a delta net's key heads; 0 for attention, where it is head_dim
+    shared_size  the inner width of an FFN besides experts: a dense one, or a shared expert's own; 0: there is none
     """
 
     unit: int
@@ -85,7 +85,7 @@ class LayerShard(Place):
 
     @property
     def group(self) -> int:
-        """Query heads of a key-value head."""
+        """The number of query heads for each key-value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -95,18 +95,18 @@ class LayerShard(Place):
 
     @property
     def kv_heads(self) -> tuple[int, int]:
-        """The key-value heads that its query heads attend to; several ranks may have the same."""
+        """The key-value heads of this rank's query heads; several ranks may have the same ones."""
         first, last = self.heads
         return first // self.group, -(-last // self.group)
 
     @property
     def inner(self) -> tuple[int, int]:
-        """Its columns of the FFN's, or of each expert's, inner width."""
+        """This rank's columns of the inner width of the FFN, or of each expert."""
         return span(self.inner_size, self.size, self.rank, self.unit)
 
     @property
     def shared_inner(self) -> tuple[int, int]:
-        """Its columns of the inner width of the FFN next to experts."""
+        """This rank's columns of the inner width of the FFN besides experts."""
         return span(self.shared_size, self.size, self.rank, self.unit)
 
 
@@ -114,15 +114,15 @@ class LayerShard(Place):
 class Shard(Place):
     """The part of a whole model that a rank has.
 
-    layers  of each layer, [L]
-    draft   the same of a target's draft model; None: there is none, or it is whole on every rank
+    layers  its part of each layer, [L]
+    draft   its part of the target's draft model; None: there is none, or it is whole on every rank
     """
 
     layers: tuple[LayerShard, ...]
     draft: "Shard | None" = None
 
     def vocabulary(self, vocab_size: int, rank: int | None = None) -> tuple[int, int]:
-        """Its rows, or another rank's, of an LM head."""
+        """The rows of an LM head that this rank has, or another one."""
         return span(vocab_size, self.size, self.rank if rank is None else rank, VOCABULARY_UNIT)
 
 
@@ -133,9 +133,10 @@ def span(total: int, size: int, rank: int, unit: int = 1) -> tuple[int, int]:
 
 
 def head_unit(num_heads: int, num_kv_heads: int) -> int:
-    """Query heads that stay together: an eighth of all, if these are whole groups or parts of one; else a group.
+    """The number of query heads that stay together.
 
-    Heads of the only group need not stay together.
+    It is an eighth of all, if these are whole groups or parts of one group. Else it is a group, or 1 if there is only
+    one group.
     """
     if num_heads % PARTS == 0 and num_kv_heads & (num_kv_heads - 1) == 0:
         return num_heads // PARTS
@@ -143,9 +144,9 @@ def head_unit(num_heads: int, num_kv_heads: int) -> int:
 
 
 def rank_configs(config: "ModelConfig", size: int, *, invariant: bool = False) -> tuple["ModelConfig", ...]:
-    """The geometry of each rank's part of a target; of one rank that sums K at once, the whole target's, unchanged.
+    """Cut a target's geometry for each rank; for one rank without `invariant` it stays unchanged.
 
-    Raises ConfigError for a target that cannot be cut so.
+    Raises ConfigError for a target that cannot be cut this way.
     """
     if size == 1 and not invariant:
         return (config,)
@@ -156,7 +157,7 @@ def rank_configs(config: "ModelConfig", size: int, *, invariant: bool = False) -
 def rank_drafts(
     targets: Sequence["ModelConfig"], draft: "DraftConfig"
 ) -> tuple[tuple["ModelConfig", "DraftConfig"], ...]:
-    """The parts of a target with those of its draft model, cut for as many ranks. Raises ConfigError as above."""
+    """Cut a draft model for the ranks of its cut target; returns both parts of each. Raises ConfigError as above."""
     shard = targets[0].shard
     if shard is None:
         raise ValueError("the target is whole")
@@ -196,7 +197,7 @@ def _layer_shard(config: "Decoder", layer: LayerSpec, place: dict[str, Any]) -> 
 
 
 def _layer_part(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
-    """A layer with the heads and the inner width of a rank."""
+    """Give a layer the heads and the inner width of a rank."""
     count, groups = (stop - start for start, stop in (shard.heads, shard.kv_heads))
     mixer = layer.mixer.with_heads(count, groups)
     own, other = (stop - start for start, stop in (shard.inner, shard.shared_inner))
@@ -210,7 +211,7 @@ def _layer_part(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
 
 
 def _coded_part(part: "ModelConfig") -> "ModelConfig":
-    """A rank's part with the scales of its own key-value heads, where the cache holds codes."""
+    """Cut the KV cache's scales, if it holds codes, to the rank's key-value heads."""
     if part.coded_kv is None or part.shard is None:
         return part
     spans = [part.shard.layers[number].kv_heads for number in part.caching]
@@ -222,7 +223,7 @@ def _coded_part(part: "ModelConfig") -> "ModelConfig":
 
 
 def _check(config: "Decoder", size: int, owner: str, vocab_size: int, invariant: bool) -> None:
-    """Refuse what cannot be cut, with the sizes and the option."""
+    """Raise ConfigError for a model that cannot be cut, with the sizes and the option."""
     problem = None
     for layer in dict.fromkeys(config.layers):
         problem = problem or _layer_problem(config, layer, size, invariant)
@@ -233,7 +234,7 @@ def _check(config: "Decoder", size: int, owner: str, vocab_size: int, invariant:
 
 
 def _layer_problem(config: "Decoder", layer: LayerSpec, size: int, invariant: bool) -> str | None:
-    """Why a layer cannot be cut; None where it can."""
+    """Say why a layer cannot be cut; None if it can."""
     heads, (unit, output_unit) = layer.mixer.heads, _units(config, layer, invariant)
     most = heads.count // head_unit(heads.count, heads.groups)
     least = heads.count // size * heads.dim if most == PARTS else output_unit
@@ -250,10 +251,10 @@ def _layer_problem(config: "Decoder", layer: LayerSpec, size: int, invariant: bo
 
 
 def _units(config: "Decoder", layer: LayerSpec, invariant: bool) -> tuple[int, int]:
-    """Inputs of a layer that is cut, which stay together: of the inner width, and of heads' outputs.
+    """The numbers of inputs that stay together in a cut layer: of the inner width, and of heads' outputs.
 
-    The inner width stays together in whole steps where parts are summed one by one, if it has some for all of them.
-    The latter are a multiple of what formats hold together where so many ranks are allowed, see `_check`.
+    If parts are summed one by one, the former is in whole steps, provided the inner width has enough for all parts.
+    `_check` makes sure that the latter is a multiple of the numbers that formats store together.
     """
     experts = 1 if layer.experts is None else FORMATS[layer.experts.weight_format].block
     heads = layer.mixer.heads
@@ -272,7 +273,7 @@ def _dense_block(config: "Decoder") -> int:
 
 
 def _together(weight_format: MatrixFormat) -> int:
-    """Numbers of a row that share a scale, 1 where all or none do."""
+    """The numbers of a row that share a scale; the format's block if all or none do."""
     specs = weight_format.specs(1, ROW, torch.bfloat16)
     scales = [shape[1] for part, (shape, _) in specs.items() if part.endswith("scales")]
     return max((ROW // count for count in scales if count > 1), default=weight_format.block)

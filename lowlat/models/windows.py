@@ -1,8 +1,8 @@
-"""Layers of a sliding window have tables of blocks whose names have its size; this module names them."""
+"""This module names the block tables of layers with a sliding window: the names end with the window's size."""
 
 __all__ = ["window_suffix"]
 
 
 def window_suffix(window: int) -> str:
-    """The ending of the names of a window's tables; those of layers that see everything have none."""
+    """The suffix of the names of a window's tables; tables of layers with full attention have none."""
     return f".w{window}"

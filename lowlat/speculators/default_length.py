@@ -1,7 +1,7 @@
-"""This module chooses the draft length where no one asks for one, by what gates have shown of such targets.
+"""This module chooses the draft length if the options name none, by gates' results for such targets.
 
-Rows of a step of a target with experts read other experts, so that a fixed number of drafts may lose where chosen ones
-gain. `default_lengths.json` says which the gates' results decide for: a number, or auto.
+In a target with experts each row of a step may read other experts. So a fixed number of drafts may cost more than it
+gains, where a chosen number gains. `default_lengths.json` has the gates' decision: a number, or auto.
 """
 
 import json
@@ -18,7 +18,7 @@ from lowlat.speculators.base import Speculator
 __all__ = ["default_lengths", "with_default_length", "with_plain_length"]
 
 FILE = Path(__file__).with_name("default_lengths.json")
-# options that say what is verified, or how much of it is accepted
+# options that decide what is verified, or how much of it is accepted
 OWN_LENGTHS = (
     *("tree", "dynamic_tree_max_topk", "enable_specpv", "wide_rows", "max_block_drafts"),
     *("max_path_len", "max_decoding_tokens", "simulated_acceptance", "simulated_accept_length"),
@@ -27,7 +27,7 @@ OWN_LENGTHS = (
 
 @cache
 def default_lengths() -> dict[str, int | str]:
-    """The default draft lengths by kind of target: numbers, or "auto"."""
+    """Read the default draft lengths by kind of target: numbers, or "auto"."""
     found: dict[str, int | str] = json.loads(FILE.read_text(encoding="utf-8"))
     return found
 
@@ -35,10 +35,10 @@ def default_lengths() -> dict[str, int | str]:
 def with_default_length(
     options: SpeculativeConfig, target: ModelConfig, speculator: Speculator, max_batch: int, *, may_choose: bool
 ) -> SpeculativeConfig:
-    """The options with the draft length of the target's kind, where none is asked for and its drafts can be chosen.
+    """Set the default draft length of the target's kind, if the options name none and lengths can be chosen.
 
-    max_batch   slots, which bound the drafts that a step verifies
-    may_choose  whether steps may choose their length, next to the runtime's other options
+    max_batch   the number of slots, which bounds the drafts that a step verifies
+    may_choose  whether the runtime's other options allow steps to choose their length
     """
     asked = not isinstance(options.num_speculative_tokens, DefaultLength) or any(
         getattr(options, name) != getattr(type(options), name) for name in OWN_LENGTHS
@@ -54,7 +54,7 @@ def with_default_length(
 
 
 def with_plain_length(options: SpeculativeConfig | None) -> SpeculativeConfig | None:
-    """The options with a plain number for their draft length, as encoders want one: it is settled."""
+    """Replace a default draft length, once it is settled, by a plain number, which encoders need."""
     if options is None or not isinstance(options.num_speculative_tokens, DefaultLength):
         return options
     return replace(options, num_speculative_tokens=int(options.num_speculative_tokens))

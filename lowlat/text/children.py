@@ -8,10 +8,10 @@ GRACE_S = 0.2
 
 
 def end_child(process: "subprocess.Popen[bytes]") -> None:
-    """End a process whose input was closed, and wait for it, so that nothing of it stays after.
+    """End a process whose input was closed, and wait until it is gone.
 
-    One that ended by itself (the kernel took its processor time away) keeps its own exit status: the end of its
-    output comes before the kernel reaps it, hence the short wait.
+    A process that has ended by itself, as at its limit of processor time, keeps its own exit status. Its output closes
+    before the kernel lets it be reaped, hence the short wait.
     """
     try:
         process.wait(timeout=GRACE_S)

@@ -1,4 +1,4 @@
-"""A text codec has one model's tokenizer and chat template, loaded from its directory; it encodes and decodes text."""
+"""A text codec encodes and decodes text with one model's tokenizer and chat template, loaded from its directory."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ __all__ = ["TextCodec"]
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest in the field are near 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 256 << 10  # the largest in the field are near 30 kB
-ADDITIONAL_TEMPLATES = "additional_chat_templates"  # as transformers names the folder
+ADDITIONAL_TEMPLATES = "additional_chat_templates"  # transformers' name of the folder
 MAX_TEMPLATES = 64
 MAX_TEXT_CHARACTERS = 16 << 20
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -52,7 +52,7 @@ class TextCodec:
         add_eos: bool | None = None,
         templates: Mapping[str, str] | ChatTemplates | None = None,
     ) -> None:
-        tokenizer.no_truncation()  # a file may ask for it, and prompts would lose their end in silence
+        tokenizer.no_truncation()  # a file may ask for it, and prompts would silently lose their end
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._streams = Streams(tokenizer)
@@ -70,12 +70,12 @@ class TextCodec:
 
     @classmethod
     def load(cls, directory: str | Path) -> "TextCodec | None":
-        """Load tokenizer.json and what stands next to it; None without that file.
+        """Load tokenizer.json and the files that belong to it; returns None without that file.
 
-        Read as well: tokenizer_config.json (special tokens, add_bos_token, add_eos_token, chat_template),
-        special_tokens_map.json, chat_template.jinja (before tokenizer_config.json's templates), and
+        The others are tokenizer_config.json (special tokens, add_bos_token, add_eos_token, chat_template),
+        special_tokens_map.json, chat_template.jinja (takes precedence over tokenizer_config.json's templates), and
         additional_chat_templates/NAME.jinja.
-        Raises ConfigError naming the file that is damaged, too large or unfit.
+        Raises ConfigError, which names the file, if one is damaged, too large or unsuitable.
         """
         directory = Path(directory)
         path = directory / "tokenizer.json"
@@ -102,13 +102,13 @@ class TextCodec:
 
     @property
     def cuts(self) -> Cuts:
-        """Where texts that are still being written may be cut; made at its first use."""
+        """Finds where growing texts may be cut; made at its first use."""
         if self._cuts is None:
             self._cuts = Cuts(self._tokenizer)
         return self._cuts
 
     def _edge(self, name: str, wanted: bool | None) -> tuple[bool, int] | None:
-        """Return whether a token must or must not stand at a prompt's end, and its id; None: as encoded."""
+        """Return whether a prompt must or must not begin, or end, with a token, and its id; None: as encoded."""
         text = self.special_tokens.get(name)
         token = None if text is None else self._tokenizer.token_to_id(text)
         if wanted and token is None:
@@ -122,14 +122,14 @@ class TextCodec:
 
     @property
     def ordinary_tokens(self) -> dict[str, int]:
-        """The ids of tokens by text, as the tokenizer writes them; added ones are left out."""
+        """The ids of tokens by the tokenizer's spelling, without added ones."""
         added = self._tokenizer.get_added_tokens_decoder()
         tokens = self._tokenizer.get_vocab(with_added_tokens=False)
         return {token: place for token, place in tokens.items() if place not in added}
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the end token that the tokenizer's files name, which may be another than the config's."""
+        """The id of the end token that the tokenizer's files name; it may differ from the config's."""
         text = self.special_tokens.get("eos_token")
         return None if text is None else self._tokenizer.token_to_id(text)
 
@@ -140,14 +140,14 @@ class TextCodec:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether the chat template that is used with tools writes them; others get them in a prompt of lowlat's."""
+        """Whether the chat template for tools renders them; for others lowlat writes them into the prompt."""
         names = () if self._chat is None else self._chat.names
         name = "tool_use" if "tool_use" in names else "default"
         return self._probes is not None and name in names and self._probes.takes_tools(name)
 
     @cached_property
     def tokens_beside(self) -> Mapping[int, str]:
-        """Ids of the tokens that stand next to the tokenizer's model, special or not, and their text."""
+        """Ids of all added tokens, special or not, and their text."""
         return {number: token.content for number, token in self._tokenizer.get_added_tokens_decoder().items()}
 
     def added_tokens(self) -> dict[int, str]:
@@ -166,7 +166,7 @@ class TextCodec:
         )
 
     def spells(self, text: str) -> bool:
-        """Whether the vocabulary has the text as a token, or a chat template writes it."""
+        """Whether the vocabulary has the text as a token, or a chat template contains it."""
         return self._tokenizer.token_to_id(text) is not None or self.template_has(text)
 
     def has_token(self, text: str) -> bool:
@@ -174,11 +174,11 @@ class TextCodec:
         return self._tokenizer.token_to_id(text) is not None
 
     def template_has(self, text: str) -> bool:
-        """Whether a chat template writes, or asks for, this text."""
+        """Whether a chat template's source contains this text."""
         return self._chat is not None and any(text in source for source in self._chat.sources)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, alone and within a text; those of an incomplete character, too."""
+        """The bytes of a token within a text, which may be those of an incomplete character."""
         return self._streams.bytes_within(token_id)
 
     def token_id(self, token: str) -> int | None:
@@ -196,12 +196,12 @@ class TextCodec:
     ) -> list[int]:
         """Return a text's token ids.
 
-        add_special_tokens  what tokenizer.json puts around a text, corrected by add_bos_token and
-                            add_eos_token
-        allow_special       special tokens spelled out in it become those tokens; otherwise they stay text
-        max_context         refuse what is more with max_tokens for the answer; a text that must be more by its
-                            length alone is refused at once
-        Raises RequestError for what is not text, not Unicode, longer than 16 Mi characters, or too many tokens.
+        add_special_tokens  whether to put tokenizer.json's special tokens around the text, corrected by add_bos_token
+                            and add_eos_token
+        allow_special       whether special tokens that the text spells become those tokens; else they stay text
+        max_context         the limit of the text's tokens and max_tokens together; a text whose length alone shows that
+                            it exceeds the limit is refused before it is tokenized
+        Raises RequestError for other types, invalid Unicode, more than 16 Mi characters, or too many tokens.
         """
         self._check_text(text, max_context, max_tokens)
         if not allow_special:
@@ -220,12 +220,12 @@ class TextCodec:
         max_tokens: int = 1,
         **variables: Any,
     ) -> list[int]:
-        """Return the token ids of messages as the model's chat template writes them.
+        """Return the token ids of messages as the model's chat template renders them.
 
-        messages       as in `apply_chat_template`, and so is `variables`
-        allow_special  special tokens that messages and variables spell become those tokens; otherwise they stay text,
-                       and only the template's own, one of which no part is a message's, are tokens
-        max_context, max_tokens   as in `encode`
+        messages, variables      as in `apply_chat_template`
+        allow_special            whether special tokens that messages and variables spell become those tokens. Else they
+                                 stay text, and only special tokens that the template itself writes whole are tokens
+        max_context, max_tokens  as in `encode`
         Raises what `apply_chat_template` and `encode` raise.
         """
         limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
@@ -240,7 +240,7 @@ class TextCodec:
         max_tokens: int = 1,
         **variables: Any,
     ) -> str:
-        """Write messages for `chat_ids`: the template's own special tokens are told from those that messages spell.
+        """Render messages for `chat_ids`, so that it distinguishes the template's special tokens from messages' text.
 
         Arguments and errors are those of `encode_chat`.
         """
@@ -257,15 +257,15 @@ class TextCodec:
     def chat_ids(
         self, text: str, *, allow_special: bool = False, max_context: int | None = None, max_tokens: int = 1
     ) -> list[int]:
-        """Return the token ids of a chat's text, or of a part of it, as `chat_text` gives it."""
+        """Return the token ids of a chat's text, or of a part of it, from `chat_text`."""
         return self._ids(text, False, allow_special, max_context, max_tokens)
 
     def check_length(self, text: str, max_context: int, max_tokens: int) -> None:
-        """Refuse a text that is more than a context by its length alone. Raises RequestError, as `encode` does."""
+        """Raise RequestError for a text whose length alone shows that it exceeds a context, as `encode` does."""
         self._check_text(text, max_context, max_tokens)
 
     def _with_edges(self, ids: list[int], bare: Callable[[], list[int]]) -> list[int]:
-        """Correct what tokenizer.json puts around a text; bare gives its token ids without that."""
+        """Correct the special tokens that tokenizer.json puts around a text; `bare` encodes the text without them."""
         if self._add_bos is not None:
             wanted, token = self._add_bos
             found = ids[:1] == [token]
@@ -273,7 +273,7 @@ class TextCodec:
                 ids = [token, *ids]
             elif found and not wanted:
                 inner = bare()
-                if ids[1 : 1 + len(inner)] == inner:  # not one that the text spells
+                if ids[1 : 1 + len(inner)] == inner:  # the text itself does not begin with that token
                     ids = ids[1:]
         if self._add_eos is not None:
             wanted, token = self._add_eos
@@ -310,15 +310,15 @@ class TextCodec:
             else:
                 encoding = self._literal.encode(text, add_special_tokens=add_special_tokens)
         if max_context is not None and len(encoding) + max_tokens > max_context:
-            # before they become numbers, which takes the GIL
+            # checked before the ids become Python numbers, which holds the GIL
             raise _too_long(f"prompt of {len(encoding)} tokens", max_context, max_tokens)
         return encoding.ids if allow_special else self._literal.ids(encoding)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids outside the vocabulary have none.
 
-        Spaces are not cleaned up afterwards (`clean_up_tokenization_spaces` would change what the model
-        said). Raises RequestError for what is no id.
+        Spaces are not cleaned up: `clean_up_tokenization_spaces` would change the model's text. Raises RequestError for
+        anything that is no id.
         """
         with library_failures("decode these ids"):
             try:
@@ -330,7 +330,7 @@ class TextCodec:
                 raise RequestError(f"token ids must be integers from 0 to {(1 << 32) - 1}") from error
 
     def open_stream(self, *, skip_special_tokens: bool = True) -> TokenStream:
-        """Start decoding one request's ids as they come; `IncrementalDetokenizer` is the way to use it."""
+        """Start decoding one request's ids as they come; `IncrementalDetokenizer` uses it."""
         return self._streams.open(skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
@@ -341,19 +341,19 @@ class TextCodec:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Write messages as the model's chat template does; `encode_chat` gives its token ids.
+        """Render messages by the model's chat template; `encode_chat` returns their token ids.
 
         messages   mappings such as {"role": "user", "content": "..."}; JSON values only. A field that is None is left
-                   out. An assistant's message may lack its content: it is absent for the template, or "" where the
-                   template cannot do without. Where the template takes no tools, they and their calls and results
-                   are written as text (`generic_tools`)
-        variables  what else the template may use (tools, documents, enable_thinking, ...), and `chat_template`: the
-                   name of one of several templates, "tool_use" where there are tools, else "default"
-        continue_final_message  the last message, an assistant's, is left open: the answer continues its text
-        add_generation_prompt   the beginning of an answer is written after the messages; None: unless the last one is
-                                continued
-        The template runs in a process of its own, with limits. Raises RequestError without a template, or
-        when it refuses the messages; ConfigError when the template is at fault.
+                   out. An assistant's message may lack its content: it is absent for the template, or "" if the
+                   template needs it. If the template takes no tools, lowlat writes them and their calls and results
+                   as text (`generic_tools`)
+        variables  further variables of the template (tools, documents, enable_thinking, ...), and `chat_template`: the
+                   name of one of several templates, by default "tool_use" if there are tools, else "default"
+        continue_final_message  whether the last message, an assistant's, is left open: the answer continues its text
+        add_generation_prompt   whether the beginning of an answer follows the messages; None: it does, unless the last
+                                message is continued
+        The template runs in a separate process, with limits. Raises RequestError without a template, or when it refuses
+        the messages; ConfigError when the template is at fault.
         """
         if self._chat is None or self._probes is None:
             raise RequestError("the model has no chat template (chat_template.jinja or chat_template)")
@@ -379,7 +379,7 @@ class TextCodec:
         return text if continued is None else continued.cut(text)
 
     def _render(self, chat: ChatTemplates, name: str, values: Mapping[str, Any]) -> str:
-        """A chat as a template writes it; where that refuses the messages, as most templates take them."""
+        """Render a chat; if the template refuses the messages, try again in a form that most templates take."""
         try:
             return chat.render(name, values)
         except RequestError:
@@ -390,7 +390,7 @@ class TextCodec:
         return chat.render(name, {**values, "messages": filled})
 
     def _template_name(self, wanted: object, with_tools: bool) -> str:
-        """The template that writes a chat. Raises RequestError for one that the model does not have."""
+        """Choose the template that renders a chat. Raises RequestError for one that the model does not have."""
         names = () if self._chat is None else self._chat.names
         if wanted is not None:
             if not isinstance(wanted, str) or wanted not in names:
@@ -421,10 +421,10 @@ def _checked_messages(messages: object) -> Sequence[Mapping[str, Any]]:
 
 
 def _as_most_take_it(message: dict[str, Any], absent: str | None) -> dict[str, Any]:
-    """A message as templates take it that are particular about what an assistant said next to its calls.
+    """Change an assistant's message for templates that restrict the content beside tool calls.
 
-    Some write content whether there is any or not, or look for calls where it is none; gpt-oss's has no place for
-    content next to thinking, before a call.
+    Some write content even if it is absent, or look for calls only if it is none. gpt-oss's template has no place for
+    both thinking and content before a call.
     """
     if message["role"] != "assistant":
         return message
@@ -437,7 +437,7 @@ def _as_most_take_it(message: dict[str, Any], absent: str | None) -> dict[str, A
 
 
 def _find_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, an empty one where there is no file. Raises ConfigError for anything else."""
+    """Read the JSON object in a file; {} if there is no file. Raises ConfigError for anything else."""
     text = find_text(path, MAX_CONFIG_BYTES)
     if text is None:
         return {}
@@ -492,7 +492,7 @@ def _flag(path: Path, config: Mapping[str, Any], name: str) -> bool | None:
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the chat templates by name: files of their own, and tokenizer_config.json's where there is no default."""
+    """Return the chat templates by name: separate files, and tokenizer_config.json's without chat_template.jinja."""
     source = find_text(directory / "chat_template.jinja", MAX_TEMPLATE_BYTES)
     if source is not None:
         named = {"default": source}
@@ -510,7 +510,7 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _template_file(directory: Path) -> Path:
-    """Return the file that the chat templates are in, or the folder of several."""
+    """Return the file with the chat templates, or the directory if there are several files."""
     if (directory / ADDITIONAL_TEMPLATES).is_dir():
         return directory
     file = directory / "chat_template.jinja"

@@ -1,6 +1,6 @@
-"""This module counts how often tokens occur in a file, in a part to choose by and in a part held out.
+"""This module counts how often tokens occur in a file, separately in a part to choose by and in a held-out part.
 
-Every tenth piece of the file is held out, so that both parts have all that is in it.
+Every tenth piece of the file is held out, so that both parts are samples of the whole file.
 """
 
 import re
@@ -31,7 +31,7 @@ class TokenCounts:
     held_out: torch.Tensor
 
     def coverage(self, ids: torch.Tensor) -> float | None:
-        """The share of the held-out tokens that are among the ids; None where nothing was held out."""
+        """The share of the held-out tokens that are among the ids; None if nothing was held out."""
         total = int(self.held_out.sum())
         return int(self.held_out[ids].sum()) / total if total else None
 
@@ -48,18 +48,19 @@ def count_text(path: str | Path, codec: TextCodec, vocab_size: int) -> TokenCoun
 
 
 def count_token_ids(path: str | Path, vocab_size: int) -> TokenCounts:
-    """Count the ids in a file: .json, a list of ids or of such lists; else numbers with blanks or commas between.
+    """Count the ids in a file: .json has a list of ids or of such lists; others have numbers between blanks or commas.
 
-    Raises ConfigError for what is no id of the vocabulary.
+    Raises ConfigError for anything that is no id of the vocabulary.
     """
     path = Path(path)
     return _count(path, _json_pieces(path) if path.suffix == ".json" else _number_pieces(path), vocab_size)
 
 
 def most_frequent(counts: torch.Tensor, size: int, keep: Sequence[int] = ()) -> torch.Tensor:
-    """The places of the `size` largest counts, ascending [size] int64; ties go to the lower place.
+    """Return the indices of the `size` largest counts, ascending, [size] int64; of ties the lower index wins.
 
-    counts  [N] int64; keep: places that are among them whatever their count
+    counts  [N] int64
+    keep    indices that are included whatever their counts
     """
     weight = counts.clone()
     weight[list(keep)] = torch.iinfo(torch.int64).max
@@ -108,7 +109,7 @@ def _json_pieces(path: Path) -> Iterator[list[int]]:
 
 
 def _blocks(path: Path, ids: list[int]) -> Iterator[list[int]]:
-    """A list in blocks, so that a file of one line has a held-out part as well."""
+    """Yield a list in blocks, so that a file of one line has a held-out part, too."""
     size = min(max(len(ids) // PIECES, 1), 1024)
     for start in range(0, len(ids), size):
         yield ids[start : start + size]

@@ -1,6 +1,6 @@
-"""A detokenizer makes one request's text step by step: certain text goes out at once, stop strings end it.
+"""A detokenizer decodes one request's text step by step: it outputs certain text at once, and ends at stop strings.
 
-It knows the tokenizer only through `TextCodec.open_stream`, and nothing of requests or steps.
+It uses the tokenizer only through `TextCodec.open_stream`, and does not depend on requests or steps.
 """
 
 from collections import deque
@@ -15,18 +15,18 @@ __all__ = ["IncrementalDetokenizer", "Marker", "TextDelta"]
 
 
 class Marker(str):
-    """The spelling of a token that stands between pieces of text and is no part of it."""
+    """The spelling of a token between pieces of text; it is not part of the text."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """The text that one push made certain.
+    """The text that became certain in one push.
 
-    text             to be output; joined over all pushes and `finish`, the decoding of all ids used
+    text             to be output; joined over all pushes and `finish`, it is the decoding of all ids used
     stopped          the stop string that ended the text, or None
-    num_tokens_used  of the ids pushed: all, or up to and with the one that completed the stop string
+    num_tokens_used  how many of the pushed ids: all, or up to and including the one that completed the stop string
     """
 
     text: str
@@ -37,17 +37,17 @@ class TextDelta:
 class IncrementalDetokenizer:
     """Decodes a request's token ids as they come, however many at a time.
 
-    The joined text equals `codec.decode` of all ids at once. Held back are an incomplete character (U+FFFD
-    only at `finish`), a run of byte-fallback tokens until another token ends it, and text that could begin a
-    stop string. The stop string completed first wins, the longest of those completed by the same character;
-    the text is cut before it.
+    The joined text equals `codec.decode` of all ids at once. It holds back an incomplete character (U+FFFD only at
+    `finish`), a run of byte-fallback tokens until another token ends it, and text that could begin a stop string. The
+    stop string completed first wins, and the longest of those completed by the same character; the text is cut before
+    it.
 
-    prefix_ids          tokens before the first one, such as the prompt: then a leading space that the
-                        tokenizer strips at the start of a text is kept. Text that the prefix already made
-                        certain is not output; a character that it left incomplete is
-    stop_enabled_after  tokens before which no stop string may match: a match lies wholly in the text that
-                        later tokens make certain
-    markers             token ids to be told of by `take_pieces`, and their spellings
+    prefix_ids          tokens before the first one, such as the prompt. With them a leading space is kept, which the
+                        tokenizer strips at the start of a text. Text that the prefix already made certain is not
+                        output; a character that it left incomplete is
+    stop_enabled_after  no stop string matches before so many tokens: a match lies wholly in the text that later tokens
+                        make certain
+    markers             token ids that `take_pieces` reports, and their spellings
     Time: amortised O(1) a token and a character of text. Raises RequestError for an empty stop string.
     """
 
@@ -95,7 +95,7 @@ class IncrementalDetokenizer:
         return TextDelta("".join(pieces), None, len(token_ids))
 
     def finish(self) -> str:
-        """Return what was held back; no token follows. `stopped` names a stop string found only here."""
+        """Return the held text; no token follows. `stopped` names a stop string found only here."""
         if self._finished or self.stopped is not None:
             self._finished = True
             return ""
@@ -108,20 +108,20 @@ class IncrementalDetokenizer:
         return text
 
     def _match(self, text: str) -> str:
-        """Pass text through the stop strings, if they may match already."""
+        """Search text for stop strings, once they may match."""
         if self._matcher is not None and self._num_tokens > self._stop_enabled_after:
             text, self.stopped = self._matcher.feed(text)
         self._num_certain += len(text)
         return text
 
     def take_pieces(self, text: str) -> list[str]:
-        """Cut text, which the last `push` or `finish` returned, where markers stood; they are among the pieces."""
+        """Cut the text of the last `push` or `finish` at its markers; these are among the pieces."""
         pieces: list[str] = []
         start = self._num_certain - len(text)
         done = 0
         while self._marks and (self._finished or self._marks[0][0] <= self._num_certain):
             place, marker = self._marks.popleft()
-            place = min(place, self._num_certain)  # bytes held before it and others after it can make one character
+            place = min(place, self._num_certain)  # bytes before and after a marker can form one character
             if place - start > done:
                 pieces.append(text[done : place - start])
                 done = place - start

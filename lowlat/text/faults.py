@@ -1,7 +1,7 @@
-"""This module turns the tokenizer library's own failures into errors of the request whose text it failed on.
+"""This module turns failures of the tokenizer library into errors of the request whose text caused them.
 
-The library is written in Rust, and a part of a model's tokenizer.json, such as an expression that matches nothing but a
-place, can make it panic on some texts. A panic is no `Exception`: what it passes through unnoticed is a thread's end.
+The library is written in Rust. A part of a model's tokenizer.json, such as an expression with only empty matches, can
+make it panic on some texts. A panic is no `Exception`: uncaught, it would end the thread.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ __all__ = ["library_failures"]
 def library_failures(doing: str) -> Iterator[None]:
     """Raise RequestError, "the model's tokenizer failed to ...", for whatever the library raises or panics with.
 
-    The library's own text is left out, for it may hold the caller's.
+    The library's message is left out, since it may contain the caller's text.
     """
     try:
         yield

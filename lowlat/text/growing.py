@@ -1,10 +1,10 @@
 """This module finds the tokens of a growing text that no later text can change.
 
-Text is cut where no token spans, whatever follows: before a space between a word and a letter, and, where a
-pre-tokenizer separates words from punctuation, before a full stop or comma of Chinese or Japanese between letters. What
-is after the last cut is held back. A part is encoded after a letter, whose tokens are taken off again: so the
-tokenizer treats it as what it is, the middle of a text. Of tokenizers that are no byte-level BPE, and no BPE of whole
-texts in which no token goes on past a space, all text is held back until its end.
+Text is cut only where no token can span the cut, whatever follows: before a space between a word and a letter and, if
+a pre-tokenizer separates words from punctuation, before a Chinese or Japanese full stop or comma between letters. The
+text after the last cut is held back. A part is encoded after an anchor letter, whose tokens are removed again, so that
+the tokenizer treats the part as the middle of a text. Cuts are possible for byte-level BPE, and for BPE of whole texts
+in which no token continues after a space. For other tokenizers all text is held back until its end.
 """
 
 import json
@@ -27,14 +27,14 @@ SPACE = "\u2581"
 AT_SPACE = re.compile(r"(?:(?<=[^\W_])|(?<=[.,;:!?)]))(?= [^\W\d_])")
 MARKS = "。，、！？；："
 AT_MARKS = re.compile(rf"(?<=[^\W\d_])(?=[{MARKS}][^\W\d_])")
-BEFORE = f" {MARKS}"  # what may follow a cut
+BEFORE = f" {MARKS}"  # characters that may follow a cut
 WIDEST = 2  # characters after a cut that decide it
-LONG = 1 << 16  # characters that are held back, from which on they are looked at: nothing else bounds them
+LONG = 1 << 16  # held characters above which the length is checked, since nothing else bounds them
 CUTTING = frozenset({"ByteLevel", "Digits", "Split", "Metaspace"})
 
 
 class Cuts:
-    """Where texts of one tokenizer may be cut."""
+    """Finds the places where texts of one tokenizer may be cut."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         model = tokenizer.model
@@ -46,7 +46,7 @@ class Cuts:
                 self.patterns = AT_SPACE, AT_MARKS
             elif "ByteLevel" not in kinds and normal <= {"Replace", "Prepend"} and not _joins(_state(model)):
                 self.patterns = (AT_SPACE,)
-        # no cut lies within an added token, nor after one that takes the space that follows
+        # no cut may lie within an added token, nor after one that absorbs the space after it
         self._added = []
         for token in tokenizer.get_added_tokens_decoder().values():
             content = token.content
@@ -69,10 +69,10 @@ class Cuts:
 
 
 class GrowingText:
-    """One text: `append` more of it, and `rest` is what its end would add now.
+    """Encodes one text as it grows: `append` takes more of it, `rest` returns the ids that its end would add.
 
-    encode    a text's token ids, alone or with what the tokenizer puts around a text. Raises RequestError
-    is_start  the text begins its prompt: what the tokenizer puts around a text is put around it
+    encode    encodes a text, with or without the special tokens that the tokenizer puts around one. Raises RequestError
+    is_start  whether the text begins its prompt, so that these special tokens are put around it
     """
 
     def __init__(self, cuts: Cuts, encode: Callable[[str, bool], Sequence[int]], *, is_start: bool) -> None:
@@ -92,7 +92,7 @@ class GrowingText:
         return len(self._held)
 
     def append(self, text: str) -> list[int]:
-        """Add text; the token ids that are certain now, after those that were before. Raises RequestError."""
+        """Add text; returns the token ids that became certain, which follow the earlier ones. Raises RequestError."""
         start = max(0, len(self._held) - WIDEST)
         held = self._held + text
         place = self._cuts.last(held, start)
@@ -101,18 +101,18 @@ class GrowingText:
             return []
         found = self._part(held[:place], ends=False)
         after = self._after(held[place:])
-        if self._is_first and self._bare(held) != self._bare(held[:place]) + after:  # a tokenizer that cuts otherwise
+        if self._is_first and self._bare(held) != self._bare(held[:place]) + after:  # a token spans the cut
             self._held = held
             return []
         self._held, self._is_first = held[place:], False
         return found
 
     def rest(self) -> list[int]:
-        """The token ids of what is held back, if the text ends here; more may be appended all the same."""
+        """Return the token ids of the held text, as if the text ended here; more may still be appended."""
         return self.rest_as(self._held)
 
     def rest_as(self, text: str) -> list[int]:
-        """The same of a text that ends otherwise: with this in place of what is held back."""
+        """Do as `rest`, with `text` instead of the held text."""
         return self._part(text, ends=True) if text or (self._is_first and self._is_start) else []
 
     def _part(self, text: str, *, ends: bool) -> list[int]:
@@ -125,7 +125,7 @@ class GrowingText:
         return [*(before if self._is_first else ()), *bare, *(after if ends else ())]
 
     def _around(self, text: str) -> tuple[list[int], list[int]]:
-        """The special tokens that the tokenizer puts around a text."""
+        """Find the special tokens that the tokenizer puts before and after a text."""
         whole, bare = list(self._encode(text, True)), self._bare(text)
         for place in range(len(whole) - len(bare) + 1):
             if whole[place : place + len(bare)] == bare:
@@ -136,7 +136,7 @@ class GrowingText:
         return list(self._encode(text, False))
 
     def _after(self, text: str) -> list[int]:
-        """Token ids of a text that goes on after a word."""
+        """Encode a text as the continuation of a word."""
         known = [self._anchor] if self._anchor is not None else []
         for anchor, own in [*known, *((each, self._bare(each)) for each in ANCHORS)]:
             ids = self._bare(anchor + text)
@@ -147,11 +147,11 @@ class GrowingText:
 
 
 class GrowingPrompt:
-    """The token ids of a prompt's pieces: `append` gives those that are certain now, `rest` those that an end adds.
+    """Encodes a prompt's pieces: `append` returns the ids that became certain, `rest` those that the end adds.
 
-    Pieces of text that follow each other have the tokens of their whole. Token ids between them are the caller's own
-    borders: text before and after them is encoded by itself. What the tokenizer puts around a text stands there where
-    the prompt is text alone, unless add_special_tokens says no.
+    Consecutive pieces of text are encoded as one text. Token ids between them are borders that the caller chooses: text
+    before and after them is encoded separately. If the prompt is only text, the tokenizer's special tokens are put
+    around it, unless add_special_tokens is false.
     codec  None: there is no tokenizer, and text is refused
     """
 
@@ -170,7 +170,7 @@ class GrowingPrompt:
         self._is_start = add_special_tokens
 
     def append(self, piece: Sequence[int] | str) -> list[int]:
-        """Take text, or token ids of the vocabulary. Raises RequestError for a text that cannot be encoded."""
+        """Take text, or token ids; returns the ids that became certain. Raises RequestError for an invalid text."""
         if isinstance(piece, str):
             if self._text is None:
                 self._text = self._open()
@@ -183,7 +183,7 @@ class GrowingPrompt:
         return [*found, *piece]
 
     def rest(self) -> list[int]:
-        """The token ids of what is held back, if the prompt ends here."""
+        """Return the token ids of the held text, as if the prompt ended here."""
         return [] if self._text is None else self._text.rest()
 
     def _open(self) -> GrowingText:
@@ -204,7 +204,7 @@ class GrowingPrompt:
 
 
 def _state(component: Any) -> Any:
-    """A part of a tokenizer as tokenizer.json has it; None for one that it lacks. Parts take less time than all."""
+    """Read a part of a tokenizer as JSON; None if it is missing. Single parts take less time than the whole."""
     return None if component is None else json.loads(component.__getstate__())
 
 
@@ -217,6 +217,6 @@ def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
 
 
 def _joins(model: dict[str, Any]) -> bool:
-    """Whether a merge makes a token that goes on past a space."""
+    """Whether a merge makes a token that continues after a space."""
     pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
     return any(re.search(f"[^{SPACE}]{SPACE}", "".join(pair)) for pair in pairs)

@@ -1,7 +1,8 @@
-"""This module finds the tokens of a chat that nothing later can change, while its last message is being written.
+"""This module finds the tokens of a chat that no later text can change, while its last message is being written.
 
-The template writes the chat with a mark at the message's end: what comes before the mark is certain as text is, and
-the message's further text follows it. At the end it writes the whole chat, which must begin with what was certain.
+The template renders the chat with a mark at the message's end. The text before the mark is certain, as far as a growing
+text is, and the message's further text follows it. At the end the template renders the whole chat, which must begin
+with the certain text.
 """
 
 import secrets
@@ -14,13 +15,13 @@ __all__ = ["GrowingChat"]
 
 
 class GrowingChat:
-    """The token ids of a chat, of whose last message the content comes in pieces.
+    """Encodes a chat whose last message comes in pieces.
 
     cuts    where texts of the tokenizer may be cut
-    write   the text of the chat with this content of its last message. Raises RequestError
-    encode  token ids of a part of that text. Raises RequestError
-    check   refuses a text that is too long by its length alone. Raises RequestError
-    Where a template does not write the end of a message once, all of it is held back until it has ended.
+    write   renders the chat with this content of its last message. Raises RequestError
+    encode  encodes a part of that text. Raises RequestError
+    check   raises RequestError for a text that is too long by its length alone
+    If the template does not render the message's end exactly once, the whole message is held back until it has ended.
     """
 
     def __init__(
@@ -32,19 +33,19 @@ class GrowingChat:
     ) -> None:
         self._cuts, self._write, self._encode, self._check = cuts, write, encode, check
         self._content = ""
-        self._given = ""  # the chat's text as far as it is known
+        self._given = ""  # the rendered chat up to the message's end so far
         self._text: GrowingText | None = None
         self._is_odd = False
 
     def append(self, piece: Sequence[int] | str) -> list[int]:
-        """Take more of the message; the token ids that are certain now. Raises RequestError for token ids."""
+        """Take more of the message; returns the token ids that became certain. Raises RequestError for token ids."""
         if not isinstance(piece, str):
             raise RequestError("a message of a chat is text, and its pieces are: token ids go with a plain prompt")
         self._content += piece
         if len(self._content) > LONG:
             self._check(self._content)
         if self._text is None:
-            if self._is_odd or not self._content.strip():  # a template may leave spaces at the front out
+            if self._is_odd or not self._content.strip():  # a template may drop leading spaces
                 return []
             before = self._before_end()
             if before is None:
@@ -56,9 +57,9 @@ class GrowingChat:
         return self._text.append(piece)
 
     def rest(self) -> list[int]:
-        """The token ids after those that are certain, if the message ends here; it may go on all the same.
+        """Return the token ids after the certain ones, as if the message ended here; more may still be appended.
 
-        Raises RequestError for a template that writes a message's beginning by its end.
+        Raises RequestError if the template renders the message's beginning differently depending on its end.
         """
         whole = self._write(self._content)
         if self._text is None:
@@ -69,7 +70,7 @@ class GrowingChat:
         return self._text.rest_as(whole[num_certain:])
 
     def _before_end(self) -> str | None:
-        """The chat's text up to the end of what there is of the message; None where that has no place."""
+        """Render the chat up to the end of the message so far; None if the mark is not rendered exactly once."""
         mark = f"qz{secrets.token_hex(8)}"
         parts = self._write(self._content + mark).split(mark)
         return parts[0] if len(parts) == 2 else None

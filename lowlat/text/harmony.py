@@ -1,10 +1,10 @@
-"""This module takes an answer of gpt-oss apart into channels as it comes: analysis, commentary, final.
+"""This module parses an answer of gpt-oss into channels as it comes: analysis, commentary, final.
 
 The format is Harmony's: `<|start|>role<|channel|>name<|message|>text`, then `<|end|>`, `<|return|>` or `<|call|>`. The
-markers are tokens of their own, so text that merely spells one changes nothing. Any stream of tokens is taken, for a
-model may write anything: what is not in the format is handed on as text without a channel. A header is never text, not
-even one that is cut off, or has its parts in another order, or twice. No package is used:
-openai_harmony brings a vocabulary of its own, which it fetches from the network, and refuses what is ill-formed.
+markers are separate tokens, so text that merely spells one has no effect. The parser accepts any stream of tokens,
+since a model may write anything: text outside of the format is returned without a channel. A header is never text, even
+if it is cut off, or has its parts in another order or twice. The package openai_harmony is not used: it fetches its own
+vocabulary from the network, and refuses ill-formed answers.
 """
 
 from collections.abc import Sequence
@@ -27,17 +27,17 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 NEEDED = (START, CHANNEL, MESSAGE, ENDS[0])
 ORDER = (START, CHANNEL, CONSTRAIN, MESSAGE)
-MAX_HEADER_CHARACTERS = 256  # a longer one is none: what follows is text, and can be shown as it comes
+MAX_HEADER_CHARACTERS = 256  # anything longer is no header: the rest is text, which can be shown as it comes
 MAX_TOKEN_ID = (1 << 32) - 1
 
 
 @dataclass(frozen=True)
 class ChannelText:
-    """One message, or text in no message.
+    """One message, or text outside of messages.
 
-    channel       "analysis", "commentary", "final" or another; None for text that is in no channel
-    recipient     to whom it is, such as "functions.weather", or None
-    content_type  what `<|constrain|>` names, such as "json", or None
+    channel       "analysis", "commentary", "final" or another; None for text without a channel
+    recipient     the receiver, such as "functions.weather", or None
+    content_type  the name after `<|constrain|>`, such as "json", or None
     complete      whether its end marker came
     """
 
@@ -61,9 +61,10 @@ class ChannelDelta:
 
 @dataclass
 class _Open:
-    """A message that is still being written; its header, as markers each with the text after it, until `in_text`.
+    """A message that is still being written.
 
-    marked  a marker has shown that what comes is a header
+    header  until `in_text`: its markers, each with the text after it
+    marked  whether a marker has shown that the text belongs to a header
     """
 
     header: list[list[str]] = field(default_factory=lambda: [[START, ""]])
@@ -79,15 +80,15 @@ class _Open:
 
     @property
     def is_header(self) -> bool:
-        """Whether what came belongs to a header: a marker says so, or it goes on where the prompt named a role."""
+        """Whether the text so far is a header: a marker shows it, or it continues the role that the prompt named."""
         words = "".join(text for _, text in self.header).split()
         return self.marked or all(word == "assistant" or "to=".startswith(word[:3]) for word in words)
 
 
 class HarmonyReader:
-    """Takes one answer's text apart, in which the markers stand as pieces of their own.
+    """Parses one answer's text, in which the markers are separate pieces.
 
-    role  the role that the prompt's end has named already, with whose channel or text the answer goes on
+    role  the role at the prompt's end; the answer continues with its channel or text
     """
 
     def __init__(self, *, role: str | None = "assistant") -> None:
@@ -97,17 +98,17 @@ class HarmonyReader:
 
     @property
     def messages(self) -> list[ChannelText]:
-        """The messages that have ended; all of them after `finish`."""
+        """The messages that have ended; after `finish` all of them."""
         return list(self._messages)
 
     @property
     def current(self) -> tuple[str | None, str | None]:
-        """Channel and recipient of the message whose text comes next; None and None between messages' texts."""
+        """Channel and recipient of the message whose text comes next; (None, None) between messages' texts."""
         message = self._open
         return (message.channel, message.recipient) if message.in_text else (None, None)
 
     def push(self, pieces: Sequence[str]) -> list[ChannelDelta]:
-        """Take more of the answer; returns what is certain."""
+        """Take more of the answer; returns the text that became certain."""
         deltas: list[ChannelDelta] = []
         for piece in pieces:
             if not isinstance(piece, Marker):
@@ -120,7 +121,7 @@ class HarmonyReader:
         return deltas
 
     def finish(self) -> list[ChannelDelta]:
-        """Return what was held back; nothing follows."""
+        """Return the held text; nothing follows."""
         deltas: list[ChannelDelta] = []
         self._close(deltas, complete=False)
         return deltas
@@ -140,10 +141,10 @@ class HarmonyReader:
                 self._as_text(deltas)
 
     def _mark(self, marker: str, deltas: list[ChannelDelta]) -> None:
-        """A marker of a header; in a message's text, or where it begins one, it begins another message."""
+        """Take a marker of a header; inside a message's text it begins another message, as START always does."""
         message = self._open
         if marker == CONSTRAIN and message.in_text:
-            return  # no text, and no header without a channel before it
+            return  # it is no text, and begins no header
         if (message.in_text or marker == START) and message.begun:
             self._close(deltas, complete=False)
         message = self._open
@@ -168,7 +169,7 @@ class HarmonyReader:
                 message.content_type = plain[0]
 
     def _as_text(self, deltas: list[ChannelDelta]) -> None:
-        """Show what was no header as text in no channel."""
+        """Show text that turned out to be no header, without a channel."""
         message = self._open
         message.in_text = True
         self._show("".join(text for _, text in message.header), deltas)
@@ -204,9 +205,9 @@ class HarmonyReader:
 
 
 class HarmonyParser:
-    """Takes one answer's tokens apart. Nothing that a model writes raises; a token is not held back needlessly.
+    """Parses one answer's tokens. No answer raises an error, and no token is held back without need.
 
-    role  as HarmonyReader says
+    role  see HarmonyReader
     """
 
     def __init__(self, codec: TextCodec, *, role: str | None = "assistant") -> None:
@@ -225,14 +226,14 @@ class HarmonyParser:
         return self._reader.messages
 
     def push(self, token_ids: Sequence[int]) -> list[ChannelDelta]:
-        """Take new tokens; those after `finish` are ignored. Returns what they made certain."""
+        """Take new tokens; returns the text that became certain. Tokens after `finish` are ignored."""
         if self._finished:
             return []
         known = [token for token in token_ids if 0 <= token <= MAX_TOKEN_ID]
         return self._reader.push(self._text.take_pieces(self._text.push(known).text))
 
     def finish(self) -> list[ChannelDelta]:
-        """Return what was held back; no token follows."""
+        """Return the held text; no token follows."""
         if self._finished:
             return []
         self._finished = True
@@ -246,10 +247,10 @@ def harmony_markers(codec: TextCodec) -> dict[int, str]:
 
 
 def open_header(codec: TextCodec, prompt: Sequence[int]) -> list[str]:
-    """The header of the message that a prompt leaves open, its markers as pieces of their own.
+    """Return the header of the message that a prompt leaves open, with its markers as separate pieces.
 
-    It is empty where there is none, or no more of it than a role. Time: that of a look at the tokens from its last
-    message on, which are all of a prompt that is no chat.
+    It is empty if there is no open message, or only its role. Time: linear in the tokens from the last message on; in a
+    prompt that is no chat these are all tokens.
     """
     markers = harmony_markers(codec)
     begun: list[int] = []
@@ -275,7 +276,7 @@ def _text_of(codec: TextCodec, token: int) -> str:
 def parse_channels(
     codec: TextCodec | None, answer: Sequence[int] | str, *, role: str | None = "assistant"
 ) -> list[ChannelText] | None:
-    """An answer's messages in order; None where the model does not speak Harmony.
+    """Parse an answer's messages, in order; returns None if the model does not speak Harmony.
 
     answer  token ids, or text in which the markers are spelled out
     Raises RequestError for text that cannot be encoded.

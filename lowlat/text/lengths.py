@@ -1,4 +1,4 @@
-"""This module bounds a text's tokens from below without tokenizing it, for tokenizers that lose no bytes."""
+"""This module computes a lower bound of a text's tokens without tokenizing it, for tokenizers that lose no bytes."""
 
 import json
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from lowlat.text.streams import byte_alphabet
 
 __all__ = ["LengthBound"]
 
-# Canonical composition makes at most this of a byte: U+0390 has 2, U+1FBE U+0308 U+0301, which become it, have 7.
+# Canonical composition shrinks bytes by at most this factor: U+1FBE U+0308 U+0301, 7 bytes, become U+0390, 2 bytes.
 MAX_COMPOSITION = 4
-KEEPING = frozenset({"ByteLevel", "Digits"})  # pre-tokenizers that only cut, whatever their settings
+KEEPING = frozenset({"ByteLevel", "Digits"})  # pre-tokenizers that only cut, with any settings
 
 
 class LengthBound:
-    """A lower bound of a text's tokens, by the bytes that the longest token stands for.
+    """Bounds the number of a text's tokens from below, by the most bytes that a token stands for.
 
-    max_token_bytes   None where a token may stand for any number of bytes: then there is no bound
+    max_token_bytes   None if a token may stand for any number of bytes: then there is no bound
 
-    Bounded are byte-level BPE (GPT-2, Llama 3, Qwen, gpt-oss) and BPE with a token for each byte (Llama 2, Mistral),
-    as long as nothing before them deletes text and no added token swallows spaces.
+    There is a bound for byte-level BPE (GPT-2, Llama 3, Qwen, gpt-oss) and for BPE with a token for each byte (Llama 2,
+    Mistral), unless an earlier part deletes text or an added token absorbs spaces.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -52,7 +52,7 @@ class LengthBound:
             self.max_token_bytes = max([longest, *(len(token.content.encode("utf-8")) for token in added)])
 
     def least_tokens(self, text: str, num_bytes: int) -> int:
-        """The fewest tokens that a text can be; 0 where nothing is known.
+        """The fewest tokens that a text can have; 0 without a bound.
 
         num_bytes   of the text in UTF-8
         """
@@ -66,7 +66,7 @@ def _all_bytes(text: str, num_bytes: int) -> int:
 
 
 def _composed_bytes(text: str, num_bytes: int) -> int:
-    """The fewest bytes that canonical composition leaves: an ASCII character goes only into one that is not."""
+    """The fewest bytes after canonical composition: an ASCII character is composed only with one that is not ASCII."""
     if text.isascii():
         return num_bytes
     num_ascii = len(text.encode("ascii", "ignore"))
@@ -75,7 +75,7 @@ def _composed_bytes(text: str, num_bytes: int) -> int:
 
 
 def _parts(component: Any, name: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as a flat list of its parts, as tokenizer.json describes them."""
+    """Flatten a normalizer or pre-tokenizer to the list of its parts, as in tokenizer.json."""
     if component is None:
         return []
     stack: list[Any] = [json.loads(component.__getstate__())]
@@ -90,7 +90,7 @@ def _parts(component: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _keeps(part: dict[str, Any]) -> bool:
-    """Whether a pre-tokenizer leaves every byte in."""
+    """Whether a pre-tokenizer keeps every byte."""
     return part["type"] in KEEPING or (part["type"] == "Split" and part["behavior"] != "Removed")
 
 

@@ -1,8 +1,8 @@
-"""A text may spell special tokens: in a caller's strings they stay text, in a template's they are the tokens.
+"""This module encodes texts that spell special tokens: in callers' strings these stay text, in templates not.
 
-It shares the model's tokenizer but for the added tokens: in a second one, made of the same parts, special tokens are
-spelled by placeholders that nobody can guess. So no text of a caller becomes one, and normalizer, pre-tokenizer and
-merges see it as they see any text.
+A second tokenizer shares all parts of the model's except the added tokens. In it special tokens are spelled by
+placeholders that nobody can guess. So no caller's text becomes a special token, and normalizer, pre-tokenizer and
+merges treat it like any text.
 """
 
 import re
@@ -18,13 +18,13 @@ from lowlat.text.faults import library_failures
 __all__ = ["LiteralTokenizer"]
 
 MAX_FILLERS = 1 << 20  # ids without a token that a vocabulary may have
-MARKS = "\ufdd0-\ufdef"  # of no meaning in any text, by the Unicode standard
+MARKS = "\ufdd0-\ufdef"  # noncharacters: without meaning in any text, by the Unicode standard
 
 
 class LiteralTokenizer:
     """Encodes text in which a special token's spelling is text.
 
-    tokenizer   the model's; the two share its model, normalizer, pre-tokenizer and post-processor
+    tokenizer   the model's; this one shares its model, normalizer, pre-tokenizer and post-processor
     Raises ConfigError for a vocabulary whose ids have too many holes.
     """
 
@@ -41,7 +41,7 @@ class LiteralTokenizer:
         num_fillers = self._first - self._tokenizer.get_vocab_size(with_added_tokens=False)
         if num_fillers > MAX_FILLERS:
             raise ConfigError(f"its vocabulary has {num_fillers} ids without a token; at most {MAX_FILLERS}")
-        # With ids of its own for every added token, an id says without doubt where it comes from.
+        # Added tokens get new ids above the vocabulary, so that an id shows whether an added token made it.
         self._tokenizer.add_tokens([AddedToken(f"{key}{place}", normalized=False) for place in range(num_fillers)])
         contents = {number: self._placeholders.get(token.content, token.content) for number, token in added.items()}
         self._tokenizer.add_tokens([_like(token, contents[number]) for number, token in added.items()])
@@ -53,13 +53,13 @@ class LiteralTokenizer:
         self._unspeakable = self._find_unspeakable(tokenizer)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoding:
-        """Encode a text; its token ids are what `ids` makes of it. The GIL is free meanwhile."""
+        """Encode a text without holding the GIL; `ids` returns the encoding's token ids."""
         # not `encode`, which keeps the GIL: other threads would wait 50 ms for 100,000 characters
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding
 
     def ids(self, encoding: Encoding) -> list[int]:
-        """Token ids of an encoded text, as the model's tokenizer numbers them."""
+        """Return the token ids of an encoded text, by the numbers of the model's tokenizer."""
         ids: list[int] = encoding.ids
         if ids and max(ids) >= self._first:
             ids = [self._ids.get(number, number) for number in ids]
@@ -75,9 +75,9 @@ class LiteralTokenizer:
                 )
 
     def marked(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Mark every special token that the strings of JSON values spell; the values, and the mark, "" for none.
+        """Mark every special token that the strings of JSON values spell; returns the values, and the mark or "".
 
-        Raises RequestError where all characters that could be marks are in use, or values are nested too deep.
+        Raises RequestError if all characters that could be marks are in use, or values are nested too deep.
         """
         strings: list[str] = []
         try:
@@ -93,21 +93,21 @@ class LiteralTokenizer:
             raise RequestError("messages and template variables are nested too deep") from None
 
     def template_tokens(self, text: str, mark: str) -> tuple[str, str]:
-        """A rendered text without marks, and the same with placeholders for the special tokens that have no mark."""
+        """Return a rendered text without marks, and the same with placeholders for the unmarked special tokens."""
 
         def replaced(match: re.Match[str]) -> str:
             before, spelled = match[1], match[2]
             return spelled if mark and before == mark else before + self._placeholders[spelled]
 
         with_placeholders = self._perhaps_marked.sub(replaced, text)
-        if mark:  # one that stands before no special token any more, where the template has cut the text
+        if mark:  # marks without a special token after them remain if the template has cut the text
             return text.replace(mark, ""), with_placeholders.replace(mark, "")
         return text, with_placeholders
 
     def _find_unspeakable(self, tokenizer: Tokenizer) -> tuple[str, ...]:
-        """Special tokens that the model makes of their letters (as models of whole words do), but the unknown one.
+        """Find special tokens that the model produces even from their plain spelling, as models of whole words do.
 
-        Those on whose letters the library fails are among them.
+        The unknown token is left out. Tokens on whose spelling the library fails are included.
         """
         unknown = getattr(tokenizer.model, "unk_token", None)
         found = []
@@ -123,7 +123,7 @@ class LiteralTokenizer:
 
 
 def _shared(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer of the same parts, which are not copied, without added tokens."""
+    """Make a tokenizer of the same parts, without copies, and without added tokens."""
     made = Tokenizer(tokenizer.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor"):
         value = getattr(tokenizer, part)

@@ -1,7 +1,6 @@
-"""This module finds the first stop string in a text that arrives in pieces, and holds back what could begin one.
+"""This module finds the first stop string in a text that arrives in pieces, and holds back text that could begin one.
 
-Nothing is built before the text comes: a request with many long stop strings starts as soon as
-one without.
+Nothing is built before the text comes: a request with many long stop strings starts as fast as one without.
 """
 
 from collections.abc import Sequence
@@ -12,10 +11,10 @@ __all__ = ["StopMatcher"]
 class StopMatcher:
     """Searches one stream of text for stop strings.
 
-    The match that is completed first, reading character by character, wins; of several that end at the same
-    character the longest. So the answer does not depend on how the text was cut into pieces, and a complete
-    match never waits for a longer one. Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J.
-    Comput. 6(2), 1977, for each string by itself; their failure function is made only as far as a string has matched.
+    The match that ends first wins; of several that end at the same character the longest wins. So the answer does not
+    depend on the pieces of the text, and a complete match never waits for a longer one. Each string is searched for by
+    the algorithm of Knuth, Morris and Pratt, "Fast pattern matching in strings", SIAM J. Comput. 6(2), 1977. The
+    failure function is computed only as far as a string has matched.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -23,20 +22,20 @@ class StopMatcher:
         self._beginning: dict[str, list[int]] = {}  # by its first character
         for place, stop in enumerate(self._stops):
             self._beginning.setdefault(stop[0], []).append(place)
-        self._borders = [[0, 0] for _ in self._stops]  # by length matched: the longest that is both start and end
-        self._matched: dict[int, int] = {}  # characters of a string that end the text, where there are any
+        self._borders = [[0, 0] for _ in self._stops]  # by matched length: the longest border, both start and end
+        self._matched: dict[int, int] = {}  # by string: how many of its first characters end the text, if any
         self._held = ""
 
     @property
     def num_held(self) -> int:
-        """Characters taken that are not certain yet."""
+        """The number of characters held back."""
         return len(self._held)
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Take more text; return what of it is certain to be output, and the stop string found in it.
+        """Take more text; return the text that is certain to be output, and the stop string that was found, or None.
 
-        After a match the text returned ends before the stop string, and what follows is dropped.
-        Time: amortised O(1) a character for each string that has begun to match, and one for all others.
+        After a match the returned text ends before the stop string, and the text after it is dropped.
+        Time a character: amortised O(1) for each string that has begun to match, and O(1) for all others together.
         """
         matched, beginning, stops = self._matched, self._beginning, self._stops
         if not matched and beginning.keys().isdisjoint(text):
@@ -60,12 +59,12 @@ class StopMatcher:
         return whole[:certain], None
 
     def finish(self) -> str:
-        """Give back what was held: no more text follows, so it begins no stop string."""
+        """Return the held text: nothing follows, so it begins no stop string."""
         held, self._held, self._matched = self._held, "", {}
         return held
 
     def _go_on(self, character: str) -> int:
-        """Take a character to all strings that have begun to match; the longest that it completes, -1 for none."""
+        """Extend all begun matches by a character; returns the longest string that it completes, -1 for none."""
         found = -1
         for place, length in list(self._matched.items()):
             stop = self._stops[place]
@@ -82,7 +81,7 @@ class StopMatcher:
         return found
 
     def _border(self, place: int, length: int) -> int:
-        """The longest proper start of a string that also ends its first `length` characters."""
+        """The length of the longest proper prefix of a string that also ends its first `length` characters."""
         stop, borders = self._stops[place], self._borders[place]
         while len(borders) <= length:
             border, last = borders[-1], stop[len(borders) - 1]

@@ -1,14 +1,14 @@
-"""A token stream makes text of token ids one by one: each token brings the text that it makes certain.
+"""A token stream decodes token ids one by one: each token yields the text that is certain after it.
 
-The joined text equals decoding all ids at once, because a stream cuts the ids only where the tokenizer's
-decoder provably does not look across the cut. Two kinds of decoder allow that:
+The joined text equals decoding all ids at once, because a stream cuts the ids only where the tokenizer's decoder
+provably does not look across the cut. Two kinds of decoder allow that:
 
-- `ByteLevel` (GPT-2, Llama 3, Qwen, gpt-oss): every token is a string of bytes, whatever stands next to it.
-- chains of decoders that work token by token (`Replace`, `Metaspace`, `WordPiece`, `Strip`), `ByteFallback`,
-  which joins runs of byte tokens, and a last `Fuse` and `Strip` at the left (Llama 2, Gemma, Mistral, BERT).
+- `ByteLevel` (GPT-2, Llama 3, Qwen, gpt-oss): every token is a string of bytes, whatever its neighbours.
+- chains of decoders that work token by token (`Replace`, `Metaspace`, `WordPiece`, `Strip`), `ByteFallback`, which
+  joins runs of byte tokens, and a last `Fuse` and `Strip` at the left (Llama 2, Gemma, Mistral, BERT).
 
-`tokenizers`' own DecodeStream does not keep that: it gives out a byte-fallback character before the run of bytes that
-may yet turn it into U+FFFD has ended, and raises where the run then does.
+`tokenizers`' own DecodeStream does not guarantee that. It outputs a byte-fallback character before the run of bytes has
+ended, although a later byte may turn it into U+FFFD; if that happens, it raises.
 
 Other decoders (`BPEDecoder`, `CTC`) change the text of a token when the next one arrives; they are refused at
 load.
@@ -29,7 +29,7 @@ __all__ = ["ByteStream", "ChainStream", "Streams", "TokenStream", "byte_alphabet
 
 LOCAL_DECODERS = frozenset({"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"})
 BYTE_TOKEN = re.compile(r"<0x..>", re.DOTALL)
-FIRST_TOKENS = 16  # of a prefix, to learn whether it has any text; tokens without text are rare
+FIRST_TOKENS = 16  # of a prefix, decoded first to see whether it has any text; tokens without text are rare
 
 
 class TokenStream(Protocol):
@@ -37,20 +37,20 @@ class TokenStream(Protocol):
 
     @property
     def num_held(self) -> int:
-        """Characters of the text still held back, were nothing to follow."""
+        """The number of characters held back, if no token followed."""
 
     def prime(self, prefix_ids: Sequence[int]) -> None:
-        """Take the tokens that stand before the first one; their text is not output."""
+        """Take the tokens before the first one; their text is not output."""
 
     def push(self, token_id: int) -> str:
-        """Take one token; return the text that it makes certain."""
+        """Take one token; return the text that is certain after it."""
 
     def finish(self) -> str:
         """Return the text still held back."""
 
 
 class Streams:
-    """The part that all streams of one tokenizer share: how its decoder works and its tokens' spellings.
+    """Has what all streams of one tokenizer share: the kind of its decoder, and its tokens' spellings.
 
     Raises ConfigError when the decoder cannot be streamed.
     """
@@ -119,18 +119,18 @@ class Streams:
             return spelling.encode("utf-8")
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids of which none is to be left out. Raises RequestError where the library fails on them."""
+        """Decode ids, special ones included. Raises RequestError if the library fails on them."""
         with library_failures("decode an answer"):
             return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     def decode_inner(self, ids: list[int]) -> str:
-        """Decode ids as they read after other text: the anchor stands before them and is cut off."""
+        """Decode ids as the continuation of a text: the anchor is decoded before them, and cut off."""
         if self.anchor is None:
             return self.decode(ids)
         return self.decode([self.anchor, *ids])[len(self.anchor_text) :]
 
     def _find_anchor(self) -> None:
-        """Choose a plain token whose text is the same whatever follows, to stand for all that came before."""
+        """Choose a plain token whose text does not depend on what follows; it replaces all earlier tokens."""
         letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
         candidates = [self.tokenizer.token_to_id(letter) for letter in letters]
         vocabulary = self.tokenizer.get_vocab(with_added_tokens=False)
@@ -146,7 +146,7 @@ class Streams:
 
 
 class ByteStream:
-    """A byte-level tokenizer's stream: each token's bytes through an incremental UTF-8 decoder."""
+    """The stream of a byte-level tokenizer: each token's bytes go through an incremental UTF-8 decoder."""
 
     def __init__(self, streams: Streams, skip_special_tokens: bool) -> None:
         self._streams = streams
@@ -179,9 +179,9 @@ class ByteStream:
 class ChainStream:
     """The stream of decoders that work token by token.
 
-    A run of byte tokens is held until a token of another kind ends it: an invalid byte anywhere in the run
-    turns all of it into U+FFFD, so no part of it is certain before. The first tokens are decoded together
-    until they give text, since the start of the text is stripped; later ones after the anchor.
+    A run of byte tokens is held until a token of another kind ends it: an invalid byte anywhere in the run turns all of
+    it into U+FFFD, so no part of it is certain before. The first tokens are decoded together until they give text,
+    since the start of the text is stripped. Later tokens are decoded after the anchor.
     """
 
     def __init__(self, streams: Streams, skip_special_tokens: bool) -> None:
@@ -196,7 +196,7 @@ class ChainStream:
         return len(self._pending_text())
 
     def prime(self, prefix_ids: Sequence[int]) -> None:
-        """Learn whether text stands before, and keep the run of byte tokens that the prefix ends with."""
+        """Check whether the prefix has text, and keep the run of byte tokens at its end."""
         streams = self._streams
         kept = [token for token in prefix_ids if streams.spelling(token, self._skip) is not None]
         end = len(kept)
@@ -206,7 +206,7 @@ class ChainStream:
         self._pending = kept if self._first else kept[end:]
 
     def push(self, token_id: int) -> str:
-        """Return the text of the token and of the bytes held before it; nothing while bytes go on."""
+        """Return the text of the held bytes and of the token; "" while the run of bytes goes on."""
         if self._streams.spelling(token_id, self._skip) is None:
             return ""
         self._pending.append(token_id)
@@ -251,7 +251,7 @@ def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _check_chain(steps: list[dict[str, Any]], kinds: list[str]) -> None:
-    """Refuse a decoder of which a part looks at more than one token, except where a stream knows how."""
+    """Raise ConfigError for a decoder with a part that looks at several tokens, except those that streams handle."""
     name = " + ".join(kinds)
     fused = False
     for step, kind in zip(steps, kinds, strict=True):

@@ -1,1 +1,1 @@
-"""This package answers calls in the runtime's own process: a thread steps it, and callers read streams or answers."""
+"""This package answers calls in the runtime's own process: one thread runs the steps, and callers read the outputs."""

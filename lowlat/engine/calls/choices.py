@@ -1,4 +1,4 @@
-"""This module makes several answers to one prompt, whose chunks are read once for all of them."""
+"""This module makes several answers to one prompt; the prompt is prefilled once for all of them."""
 
 import secrets
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ def answer_choices(
     own = dict(options)
     seed, session = own.get("seed", None if params is None else params.seed), own.get("session")
     if seed is None and session is not None:
-        seed = secrets.randbits(63)  # the session goes on with that of its answer
+        seed = secrets.randbits(63)  # the session must record the seed of the answer that it continues
     if count > n and own.get("logprobs", None if params is None else params.logprobs) is None:
         own["logprobs"] = 0
     streams = []
@@ -64,6 +64,6 @@ def answer_choices(
 
 
 def mean_logprob(answer: Answer) -> float:
-    """The mean logprob of an answer's tokens; of an empty one the least."""
+    """The mean logprob of an answer's tokens; -inf for an empty answer."""
     logprobs = [each.logprob for each in answer.logprobs or ()]
     return sum(logprobs) / len(logprobs) if logprobs else float("-inf")

@@ -1,7 +1,7 @@
 """A driver is the thread that owns a runtime once it answers calls: it takes requests, steps, and delivers outputs.
 
-Callers put jobs in its inbox and never wait for a step to do so; it runs them between two steps. What a step brings
-goes into the mailbox of each request, and a loop of asyncio is told once a step, however many of its tasks wait.
+Callers put jobs in the driver's inbox without waiting for a step; it runs them between two steps. After a step it puts
+each request's output into that request's mailbox. It wakes an event loop once a step, however many of its tasks wait.
 """
 
 import threading
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Driver", "Ticket", "owned"]
 
-JOIN_S = 5.0  # of a process that ends while a step runs
+JOIN_S = 5.0  # how long the end of the process, or of the runtime, waits for a running step
 
 T = TypeVar("T")
 Arguments = ParamSpec("Arguments")
@@ -35,7 +35,7 @@ OwnedRuntime = TypeVar("OwnedRuntime", bound="SteppedRuntime")
 def owned(
     method: "Callable[Concatenate[OwnedRuntime, Arguments], T]",
 ) -> "Callable[Concatenate[OwnedRuntime, Arguments], T]":
-    """Have a runtime's method run by whoever owns it: between two steps of its driver, where it has one."""
+    """Decorate a runtime's method: if the runtime has a driver, the driver runs the method between two steps."""
 
     @wraps(method)
     def by_owner(runtime: OwnedRuntime, *args: Arguments.args, **kwargs: Arguments.kwargs) -> T:
@@ -50,10 +50,10 @@ def owned(
 class Ticket:
     """One caller's request, from the call to its end.
 
-    prepared    what is submitted; its grammar stays compiled while it is held here
-    mailbox     where its caller waits for what comes of it
-    request_id  its name in the runtime; "" before it was submitted
-    over        nothing more comes of it, or its caller wants nothing more
+    prepared    the request to submit; its grammar stays compiled while it is held here
+    mailbox     where the caller waits for outputs
+    request_id  its id in the runtime; "" before it was submitted
+    over        whether it has ended, or its caller has left
     """
 
     __slots__ = ("mailbox", "over", "prepared", "request_id")
@@ -68,7 +68,7 @@ class Ticket:
 class _Job:
     """A job for the driver's thread, between two steps.
 
-    abandon  called, with the reason, where the thread ends and has not done it; None: nobody waits for it
+    abandon  called with the reason if the thread ends before it has run the job; None: nobody waits for the job
     """
 
     run: Callable[["SteppedRuntime"], object]
@@ -76,22 +76,22 @@ class _Job:
 
 
 class Driver:
-    """Steps a runtime in a thread of its own, from the first job to `stop` or the runtime's end.
+    """Steps a runtime in a thread of its own, from construction to `stop` or the runtime's end.
 
-    The runtime is held weakly while nothing is to be done: one that its program lets go of ends the thread.
+    An idle thread holds the runtime only weakly: when the program drops the runtime, the thread ends.
     """
 
     def __init__(self, runtime: "SteppedRuntime") -> None:
         self._runtime = weakref.ref(runtime)
         self._inbox: Inbox[_Job] = Inbox()
-        self._lock = threading.RLock()  # re-entered where memory is collected amid a put
+        self._lock = threading.RLock()  # re-entered if garbage collection runs a finalizer during a put
         self._ended: Callable[[], LowlatError] | None = None
         self._stopping = False
         self._tickets: dict[str, Ticket] = {}
         self._waiting: deque[Ticket] = deque()  # while the runtime's queue is full
         self._thread = threading.Thread(target=self._run, name="lowlat-runtime", daemon=True)
         self._thread.start()
-        weakref.finalize(runtime, self._stop, JOIN_S)  # it is gone, or the process ends
+        weakref.finalize(runtime, self._stop, JOIN_S)  # when the runtime is collected, or the process ends
 
     @property
     def is_current(self) -> bool:
@@ -100,26 +100,29 @@ class Driver:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread steps no more: what it owned is anybody's then."""
+        """Whether the thread has stopped stepping; any thread may use the runtime then."""
         return self._ended is not None
 
     def submit(self, ticket: Ticket) -> None:
-        """Queue a request. Raises LowlatError after the end, and in a fork of the process."""
+        """Queue a request. Raises LowlatError after the thread's end, and in a forked process."""
         if not self._put(_Job(partial(self._open, ticket), partial(self._abandon, ticket))):
             raise LowlatError("the runtime is closed") if self._ended is None else self._ended()
 
     def cancel(self, ticket: Ticket, *, drop: bool) -> None:
-        """End a request; drop: nothing that it has brought is wanted, otherwise its last output still comes."""
+        """Cancel a request; drop: its caller reads no more outputs, otherwise the last output still comes."""
         self._put(_Job(partial(self._cancel, ticket, drop)))
 
     def call(self, what: Callable[[], T]) -> T:
-        """Have something done by the runtime's owner, between two steps, and return what that returns."""
+        """Run a function in the driver's thread, between two steps, and return its result.
+
+        Once the thread has ended, the calling thread runs it.
+        """
         done: Future[T] = Future()
 
         def run(_: "SteppedRuntime") -> None:
             try:
                 done.set_result(what())
-            except Exception as error:  # the caller's, who gets it
+            except Exception as error:  # the caller gets it
                 done.set_exception(error)
                 if isinstance(error, DeviceError):
                     raise
@@ -128,11 +131,11 @@ class Driver:
             try:
                 return done.result()
             except CancelledError:
-                pass  # the thread ended before it came to it
+                pass  # the thread ended before it ran the job
         return what()
 
     def stop(self) -> None:
-        """End the thread after the step under way; callers that wait get an error."""
+        """End the thread after the running step; waiting callers get an error."""
         self._stop(None)
 
     def _stop(self, patience_s: float | None) -> None:
@@ -144,8 +147,8 @@ class Driver:
             self._thread.join(patience_s)
 
     def _put(self, job: _Job) -> bool:
-        """Queue a job; False where there is no thread that would run it."""
-        if not self._thread.is_alive():  # it has ended, or stayed behind at a fork
+        """Queue a job; returns False if no thread is left to run it."""
+        if not self._thread.is_alive():  # it has ended, or this is a forked process
             return False
         with self._lock:
             if self._ended is not None:
@@ -164,7 +167,7 @@ class Driver:
             while not self._stopping:
                 self._run_jobs(self._inbox.take() if self._is_ready() else self._inbox.wait(self._patience_s()))
                 self._step()
-        except BaseException as error:  # whatever it is, nobody steps from here on
+        except BaseException as error:  # whatever it is, the thread steps no more
             failure = error
             why = lambda: _failed(failure)  # noqa: E731
         self._finish(why)
@@ -176,7 +179,7 @@ class Driver:
         return runtime.ready or (bool(self._waiting) and not runtime.scheduler.is_full)
 
     def _patience_s(self) -> float | None:
-        """Seconds until a request has waited for its caller for too long; None: there is none."""
+        """Seconds until the runtime has work without a new job (`SteppedRuntime.deadline`); None: never."""
         runtime = self._runtime()
         deadline = None if runtime is None else runtime.deadline
         return None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -200,7 +203,7 @@ class Driver:
             self._deliver(runtime, runtime.step())
 
     def _open(self, ticket: Ticket, runtime: "SteppedRuntime") -> None:
-        """Hand a request to the runtime, or let it wait; an error is its caller's alone."""
+        """Submit a request, or queue it while the runtime is full; an error goes to its caller alone."""
         if ticket.over:
             return
         if runtime.scheduler.is_full:
@@ -212,7 +215,7 @@ class Driver:
                 asked.prompt, asked.params, cache_salt=asked.cache_salt, session=asked.session
             )
         except DeviceError:
-            self._tickets[""] = ticket  # it is among those whom the failure reaches
+            self._tickets[""] = ticket  # so that `_finish` reports the failure to this caller, too
             raise
         except CapacityError:
             self._waiting.append(ticket)
@@ -234,14 +237,14 @@ class Driver:
         try:
             runtime.cancel(ticket.request_id)
         except RequestError:
-            return  # it was refused, or has ended meanwhile
+            return  # it was refused, or has already ended
 
     def _deliver(self, runtime: "SteppedRuntime", outputs: Sequence[StepOutput]) -> None:
         wakers: dict[LoopWaker, list[Ticket]] = {}
         for output in outputs:
             ticket = self._tickets.get(output.request_id)
             if ticket is None:
-                continue  # nobody wants it
+                continue  # its caller has left
             ended = output.finish_reason is not None
             mailbox = ticket.mailbox
             mailbox.put(Brought(output, runtime.metrics(output.request_id) if ended else None), last=ended)
@@ -252,18 +255,18 @@ class Driver:
                 wakers.setdefault(mailbox.waker, []).append(ticket)
         for waker, tickets in wakers.items():
             if not _wake(waker, tickets):
-                for ticket in tickets:  # its loop has ended, and with it whoever waited
+                for ticket in tickets:  # the event loop has ended, so nobody waits for these
                     self._cancel(ticket, True, runtime)
 
     def _end(self, ticket: Ticket, item: Brought | Exception) -> None:
-        """Give a caller the last that it gets."""
+        """Deliver the last item to a caller."""
         ticket.over = True
         ticket.mailbox.put(item, last=True)
         if isinstance(ticket.mailbox, LoopMailbox):
             _wake(ticket.mailbox.waker, [ticket])
 
     def _finish(self, why: Callable[[], LowlatError]) -> None:
-        """Let nobody wait for ever: callers get the reason, jobs that nobody ran are abandoned."""
+        """Release all who wait: callers get the reason, and jobs that have not run are abandoned."""
         with self._lock:
             self._ended = why
             left = []
@@ -280,13 +283,13 @@ class Driver:
         self._waiting.clear()
 
     def _abandon(self, ticket: Ticket, why: Callable[[], LowlatError]) -> None:
-        """A request that was never submitted."""
+        """Give the reason to the caller of a request that was never submitted."""
         if not ticket.over:
             self._end(ticket, why())
 
 
 def _wake(waker: LoopWaker, tickets: Sequence[Ticket]) -> bool:
-    """Wake the tasks that wait for these; False where their loop has ended."""
+    """Wake the tasks that wait for these tickets; returns False if their event loop has ended."""
     mailboxes = [ticket.mailbox for ticket in tickets if isinstance(ticket.mailbox, LoopMailbox)]
     for mailbox in mailboxes:
         mailbox.due = False
@@ -298,7 +301,7 @@ def _closed() -> LowlatError:
 
 
 def _failed(error: BaseException) -> LowlatError:
-    """Make the failure of a step, one for each caller: a traceback belongs to one thread."""
+    """Make a step's failure as a new exception for each caller, since threads must not share a traceback."""
     words = (
         str(error) if isinstance(error, LowlatError) else f"a step was broken off by {type(error).__name__}: {error}"
     )

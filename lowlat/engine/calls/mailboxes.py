@@ -1,4 +1,4 @@
-"""A mailbox takes what the driver brings for one request; its caller waits for it in a thread or an event loop."""
+"""A mailbox receives one request's outputs from the driver; its caller waits for them in a thread or an event loop."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ __all__ = ["Brought", "LoopMailbox", "LoopWaker", "ThreadMailbox"]
 
 
 class Brought(NamedTuple):
-    """One step's output of a request, and its figures where that ended it."""
+    """One step's output of a request, and the request's metrics with the last output."""
 
     output: StepOutput
     metrics: RequestMetrics | None
@@ -28,9 +28,9 @@ Item = Brought | Exception
 
 
 class ThreadMailbox:
-    """For a caller that waits in a thread.
+    """The mailbox of a caller that waits in a thread.
 
-    each  the caller is woken for each item; otherwise for the last alone
+    each  whether each item wakes the caller; else only the last one does
     """
 
     def __init__(self, *, each: bool) -> None:
@@ -38,12 +38,12 @@ class ThreadMailbox:
         self._inbox: Inbox[Item] = Inbox()
 
     def __del__(self) -> None:
-        # here, and not when the caller is done: the driver may be about to wake it, and holds the mailbox meanwhile
+        # not closed when the caller is done: the driver may still be about to wake it, and holds the mailbox until then
         if hasattr(self, "_inbox"):
             self._inbox.close()
 
     def put(self, item: Item, *, last: bool) -> None:
-        """Append, and wake the caller where it waits for this."""
+        """Append an item, and wake the caller if it waits for this one."""
         if self._each or last:
             self._inbox.put(item)
         else:
@@ -54,16 +54,16 @@ class ThreadMailbox:
         return self._inbox.take()
 
     def wait(self, deadline: float | None) -> Item | None:
-        """The next item; None when the deadline, on the monotonic clock, has passed."""
+        """Wait for the next item; returns None once the deadline, on the monotonic clock, has passed."""
         return self._inbox.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
 class LoopWaker:
-    """Wakes the tasks of an event loop, once a step: those that wait go on within the loop's callback.
+    """Wakes the tasks of an event loop once a step; waiting tasks resume inside the loop's callback.
 
-    It is a descriptor that the loop watches. `call_soon_threadsafe` would write to a socket, which the loop empties
-    with two calls, and a future's waiter would run in the loop's next round: 85 us to a task in place of 55, at the
-    median of 1200 (two shared cores, where a thread that waits hears after 23).
+    The loop watches an eventfd. With `call_soon_threadsafe` the driver would write to a socket, the loop would need
+    two calls to empty it, and a future's waiter would run only in the loop's next round. That takes 85 us to a task
+    instead of 55 (median of 1200, two shared cores; a waiting thread is woken after 23).
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -78,7 +78,7 @@ class LoopWaker:
 
     @classmethod
     def of(cls, loop: asyncio.AbstractEventLoop) -> "LoopWaker":
-        """The waker of a loop, made by the loop's own thread with its first mailbox."""
+        """The waker of a loop; the loop's own thread makes it with its first mailbox."""
         with _making:
             waker = _wakers.get(loop)
             if waker is None:
@@ -86,7 +86,7 @@ class LoopWaker:
             return waker
 
     def wake(self, mailboxes: "Iterable[LoopMailbox]") -> bool:
-        """Wake the tasks that wait for these, from any thread; False where the loop has ended."""
+        """Wake the tasks that wait for these mailboxes, from any thread; returns False if the loop has ended."""
         loop = self._loop()
         if loop is None or loop.is_closed():
             return False
@@ -95,10 +95,10 @@ class LoopWaker:
         return True
 
     def _wake_tasks(self) -> None:
-        """In the loop: let those go on who wait."""
+        """Resume the waiting tasks; the loop calls this."""
         try:
             os.eventfd_read(self._descriptor)
-        except BlockingIOError:  # an earlier read has taken this one
+        except BlockingIOError:  # an earlier call has read this wake-up
             return
         while self._waiting:
             self._waiting.popleft().wake()
@@ -109,17 +109,17 @@ _wakers: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker]" = wea
 
 
 class _ImmediateFuture(asyncio.Future[None]):
-    """A future whose one waiter goes on as soon as it is resolved, not in the loop's next round."""
+    """A future that runs its one waiter when it is resolved, not in the loop's next round."""
 
     _waiter: Callable[[Any], object] | None = None
     _context: Context | None = None
 
     def add_done_callback(self, fn: Callable[[Any], object], *, context: Context | None = None) -> None:
-        """Take the task's own way on; there is no other."""
+        """Keep the callback by which the waiting task resumes; a future here has no other."""
         self._waiter, self._context = fn, context
 
     def resolve(self) -> None:
-        """In the loop, between two callbacks: let the task go on now."""
+        """Resume the task at once; only the loop's thread calls this, outside of any task."""
         if not self.done():
             self.set_result(None)
             if self._waiter is not None:
@@ -127,7 +127,7 @@ class _ImmediateFuture(asyncio.Future[None]):
                 run(self._waiter, self)
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Cancel the wait; the task hears of it in the loop's next round, as ever."""
+        """Cancel the wait; the task resumes in the loop's next round, as with any future."""
         if not super().cancel(msg):
             return False
         if self._waiter is not None:
@@ -136,7 +136,7 @@ class _ImmediateFuture(asyncio.Future[None]):
 
 
 class LoopMailbox:
-    """For a task of an event loop; `due` says whether its task is to be woken.
+    """The mailbox of a task in an event loop; `due` says whether to wake the task.
 
     each  as in ThreadMailbox
     """
@@ -150,12 +150,12 @@ class LoopMailbox:
         self._future: _ImmediateFuture | None = None
 
     def put(self, item: Item, *, last: bool) -> None:
-        """Append; the loop is told later, once for all of its mailboxes."""
+        """Append an item; the driver wakes the loop later, once for all of its mailboxes."""
         self._items.append(item)
         self.due = self.due or self._each or last
 
     def wake(self) -> None:
-        """In the loop: let the task go on that waits."""
+        """Resume the waiting task, if there is one; the loop's thread calls this."""
         if self._future is not None:
             self._future.resolve()
 
@@ -164,7 +164,7 @@ class LoopMailbox:
         return self._items.popleft() if self._items else None
 
     async def wait(self) -> Item:
-        """The next item."""
+        """Wait for the next item."""
         while (item := self.take()) is None:
             self._future = _ImmediateFuture(loop=self._loop)
             try:

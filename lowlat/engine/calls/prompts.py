@@ -29,8 +29,8 @@ OF_CHATS = ("tool_choice", "template_options")
 class Prepared:
     """A request that can be submitted.
 
-    grammar  its compiled grammar, which stays compiled while it is held
-    session  that it belongs to, or its name
+    grammar  its compiled grammar, held here so that it stays compiled
+    session  the session that it belongs to, or its name
     """
 
     prompt: Sequence[int]
@@ -46,7 +46,7 @@ def is_chat(prompt: object) -> bool:
 
 
 def as_chat(messages: Prompt) -> Prompt:
-    """Messages, of which a text alone is the only one. Raises RequestError for a prompt that is no chat."""
+    """Return a chat's messages; a text becomes one user message. Raises RequestError for any other prompt."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if not is_chat(messages):
@@ -55,7 +55,7 @@ def as_chat(messages: Prompt) -> Prompt:
 
 
 def is_quick(prompt: Prompt, params: SamplingParams | None, options: CallOptions) -> bool:
-    """Whether `prepare` takes no longer than an event loop may be held up."""
+    """Whether `prepare` is fast enough to run in an event loop."""
     if is_chat(prompt) or any(name in options for name in (*GRAMMAR_OPTIONS, "draft_texts")):
         return False
     slow = params is not None and any(getattr(params, name, None) for name in ("grammar_option", "draft_texts"))
@@ -93,13 +93,13 @@ def prepare(runtime: "Runtime", prompt: Prompt, params: SamplingParams | None, o
 
 
 def check_timeout(timeout_s: Any) -> None:
-    """Raise RequestError for what is no time to wait."""
+    """Raise RequestError for an invalid timeout; None is valid."""
     if timeout_s is not None:
         check_number("timeout_s", timeout_s, 0.0, MAX_TIMEOUT_S, RequestError, above=True)
 
 
 def _fitted(runtime: "Runtime", ids: Any, settled: SamplingParams) -> SamplingParams:
-    """The usual max_tokens, or what a prompt leaves of the context where that is less."""
+    """Reduce max_tokens to the positions that the prompt leaves in the context, if those are fewer."""
     if not isinstance(ids, Sized):
         return settled
     available = min(runtime.checks.max_context, runtime.checks.max_total_tokens) - len(ids)
@@ -109,7 +109,7 @@ def _fitted(runtime: "Runtime", ids: Any, settled: SamplingParams) -> SamplingPa
 
 
 def _with(params: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
-    """Parameters with options in place of their own."""
+    """Replace fields of the parameters by options. Raises RequestError for an unknown option."""
     if params is None or not options:
         return SamplingParams.from_options(options) if params is None else params
     SamplingParams.from_options({name: options[name] for name in options if name not in params.__dataclass_fields__})
@@ -124,7 +124,10 @@ def _chat(
     how: Mapping[str, Any],
     allow_special: bool,
 ) -> tuple[Sequence[int], SamplingParams]:
-    """Token ids of a chat and its parameters: parsed, and as long as the context allows, where nothing is said."""
+    """Encode a chat, and settle its parameters.
+
+    By default its answer is parsed, and may be as long as the context allows. Raises RequestError.
+    """
     codec = runtime.codec
     if codec is None:
         raise RequestError("a chat needs tokenizer.json in the model directory; give token ids")
@@ -155,7 +158,7 @@ def _chat(
 
 
 def _chosen(offered: Any, choice: Any) -> tuple[list[dict[str, Any]], bool, bool]:
-    """The tools that may be called, whether one must be, and whether several may. Raises RequestError."""
+    """Return the callable tools, whether a call is required, and whether several are allowed. Raises RequestError."""
     if isinstance(offered, str):
         try:
             offered = json.loads(offered)
@@ -180,7 +183,7 @@ def _bound(
     params: SamplingParams | None,
     given: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The options that bind an answer which may call these tools, its text's format among them."""
+    """Make the options that constrain an answer to calls of these tools, or to the requested format of its text."""
     names = [name for name in GRAMMAR_OPTIONS if name != "tool_calls"]
     own = {name: getattr(params, name) for name in names} if params is not None else {}
     formats = {name: value for name, value in {**own, **given}.items() if name in names}

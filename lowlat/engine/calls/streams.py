@@ -22,7 +22,7 @@ LATE = "timeout_s has passed"
 
 
 class _Reading(Generic[Box]):
-    """The common part of both kinds of streams: the ticket, what has come of it, and the way out."""
+    """Does what both kinds of streams share: it submits a request, turns its outputs into chunks, and cancels it."""
 
     def __init__(self, driver: Driver, mailbox: Box) -> None:
         self._driver = driver
@@ -51,7 +51,7 @@ class _Reading(Generic[Box]):
         return f"{type(self).__name__}({self.request_id!r}, {len(self._parts.received)} tokens, {state})"
 
     def cancel(self) -> None:
-        """End the request; what it brought until then still comes, the last chunk "cancelled"."""
+        """Cancel the request. Chunks made before that still come; the last one has finish_reason "cancelled"."""
         if self._ticket is not None:
             self._driver.cancel(self._ticket, drop=False)
 
@@ -66,13 +66,13 @@ class _Reading(Generic[Box]):
             raise
 
     def _leave(self) -> None:
-        """Read no more of it, and cancel it where it has not ended."""
+        """Stop reading, and cancel the request if it has not ended."""
         self._done = self._left = True
         if self._ticket is not None and not self._ticket.over:
             self._driver.cancel(self._ticket, drop=True)
 
     def _read(self, item: Brought | Exception) -> Chunk:
-        """An item as the caller's chunk. Raises what it says in place of one."""
+        """Turn an item into the caller's chunk. Raises the item if it is an error, and StreamError for a failure."""
         if isinstance(item, Exception):
             self._done = True
             raise self._parts.received.broken(str(item), item.code) if isinstance(item, StreamError) else item
@@ -90,8 +90,8 @@ class Stream(_Reading[ThreadMailbox]):
     """Stream yields the chunks of one request as they come; the last one has a finish_reason and metrics.
 
     Leaving it before its end (break, `close`, the end of a `with`, or dropping it) cancels the request. One thread
-    reads it. Raises StreamError, with the tokens that came before, where the request fails or the runtime is closed
-    meanwhile; DeviceError where the device has failed.
+    reads it. Raises StreamError, with the tokens that came before, if the request fails or the runtime is closed
+    meanwhile; DeviceError if the device has failed.
     """
 
     def __init__(self, driver: Driver, prepared: Prepared, timeout_s: float | None, *, each: bool = True) -> None:
@@ -116,13 +116,13 @@ class Stream(_Reading[ThreadMailbox]):
             raise
 
     def answer(self) -> Answer:
-        """Read to the end, and return the whole, what was read before included."""
+        """Read to the end, and return the whole answer, chunks that were already read included."""
         for _ in self:
             pass
         return self._parts.answer()
 
     def close(self) -> None:
-        """Cancel the request if it has not ended, and read no more of it."""
+        """Cancel the request if it has not ended, and stop reading."""
         if not self._done:
             self._leave()
 
@@ -137,9 +137,9 @@ class AsyncStream(_Reading[LoopMailbox]):
     """AsyncStream yields the chunks of one request as they come, for one task; see Stream.
 
     Leaving it (break, `aclose`, the end of an `async with`, cancelling the task that waits, dropping it) cancels the
-    request. What cannot be served raises RequestError with the first chunk.
+    request. For an invalid request the constructor raises RequestError if `quick`, else the first chunk does.
 
-    prepare  makes the request; called in a thread where it is not quick
+    prepare  makes the request; unless it is quick, a thread calls it
     """
 
     def __init__(
@@ -190,13 +190,13 @@ class AsyncStream(_Reading[LoopMailbox]):
         return await self._mailbox.wait()
 
     async def answer(self) -> Answer:
-        """Read to the end, and return the whole, what was read before included."""
+        """Read to the end, and return the whole answer, chunks that were already read included."""
         async for _ in self:
             pass
         return self._parts.answer()
 
     async def aclose(self) -> None:
-        """Cancel the request if it has not ended, and read no more of it."""
+        """Cancel the request if it has not ended, and stop reading."""
         if not self._done:
             self._leave()
 
@@ -207,7 +207,7 @@ class AsyncStream(_Reading[LoopMailbox]):
         await self.aclose()
 
     def _begin(self, prepared: Prepared) -> None:
-        """Submit what a thread has prepared; an error waits for the reader."""
+        """Submit the request that a thread has prepared; an error goes to the reader through the mailbox."""
         try:
             self._submit(prepared)
         except LowlatError as error:

@@ -1,8 +1,8 @@
-"""This module prices draft lengths by the experts that their rows are expected to choose, learnt from steps.
+"""This module estimates the costs of draft lengths from the number of experts that their rows choose in past steps.
 
-Now and then the choices of one MoE layer, another each time, are copied after a step that was launched, and counted
-when they are there: no step waits for it. Where drafts are not made, rows of steps that follow one another stand for
-those of a longer step. What is learnt changes no token.
+At intervals the engine copies the expert ids of one MoE layer, a different one each time, after a launched step. It
+counts them when the copy has arrived, so no step waits. While no drafts are made, the rows of consecutive steps stand
+for the rows of one longer step. The estimates change no token.
 """
 
 from collections import deque
@@ -20,9 +20,9 @@ from lowlat.step.variants import bodies_of, is_choice
 
 __all__ = ["ExpertPrices"]
 
-DRAFTED_INTERVAL = 32  # steps from one look to the next, while drafts are made
-IDLE_INTERVAL, LOOKS = 128, 8  # while none are, to the next looks at so many steps in a row
-LEAST_CHANGE = 0.01  # of a cost: smaller ones are not told to the device
+DRAFTED_INTERVAL = 32  # while drafts are made: one step is examined in every DRAFTED_INTERVAL
+IDLE_INTERVAL, LOOKS = 128, 8  # while none are made: LOOKS consecutive steps are examined in every IDLE_INTERVAL
+LEAST_CHANGE = 0.01  # relative change of a cost below which the device is not updated
 
 Rows = list[list[int]]
 Chain = tuple[int, list[int], Rows]
@@ -31,9 +31,9 @@ Look = Callable[[], Sequence[torch.Tensor] | None]
 
 
 class ExpertPrices:
-    """Looks at steps whose draft length the device chooses, and tells it other costs where rows choose other experts.
+    """Examines steps whose draft length the device chooses, and updates the device's costs when they change.
 
-    costs        as they were set, of all buckets, with the experts of their steps
+    costs        the initial costs of all buckets, with the numbers of experts that they assume
     num_waiting  see `cost_table`
     """
 
@@ -43,15 +43,15 @@ class ExpertPrices:
         self._counts = ExpertCounts({bucket.batch: each.by_rows() for bucket, each in costs.items()})
         self._looks: deque[tuple[int, Bucket, Look]] = deque()
         self._num_launched = self._layer = 0
-        self._drafts = False  # whether the last step that was looked at had some
-        self._chain = NO_CHAIN  # the last step without drafts, its slots, their rows so far
+        self._drafts = False  # whether the last examined step had drafts
+        self._chain = NO_CHAIN  # the number of the last step without drafts, its slots, their consecutive rows so far
 
     def launched(self, bucket: Bucket, *, loops: bool) -> None:
-        """Know that a step of a bucket was launched, or steps of a loop; no step waits for it."""
+        """Record the launch of a step, or of a loop of steps, and examine it if that is due; no step waits for this."""
         if not is_choice(bucket):
             return
         if loops:
-            self._chain = NO_CHAIN  # the last steps of two loops do not follow one another
+            self._chain = NO_CHAIN  # the last steps of two loops are not consecutive
             wanted, self._layer = not self._looks, self._layer + 1
         else:
             interval, looks = (DRAFTED_INTERVAL, 1) if self._drafts else (IDLE_INTERVAL, LOOKS)
@@ -64,7 +64,7 @@ class ExpertPrices:
             self._take()
 
     def report(self) -> dict[str, Any]:
-        """Return a block `experts_by_rows` of the experts that were seen, by slots and rows a slot, as JSON."""
+        """Return a block `experts_by_rows` of the counted experts, by slots and rows a slot, as JSON."""
         found = self._counts.to_dict()
         return {"experts_by_rows": found} if found else {}
 
@@ -79,7 +79,7 @@ class ExpertPrices:
         self._looks.append((self._num_launched, bucket, executor.peek(wanted)))
 
     def _take(self) -> None:
-        """Count what looks have found, and tell the device what follows once they have all come."""
+        """Count the experts of the copies that have arrived; once all have, update the device's costs."""
         while self._looks:
             number, bucket, look = self._looks[0]
             found = look()
@@ -93,7 +93,7 @@ class ExpertPrices:
         self._tell()
 
     def _in_a_row(self, number: int, slots: list[int], rows: Rows) -> Rows:
-        """A step's rows; where each slot has one, then those of the steps before that it follows, the last first."""
+        """Return a step's rows; if each slot has one row, append the rows of the steps just before, newest first."""
         if any(len(each) != 1 for each in rows):
             return rows
         last, before, chain = self._chain

@@ -1,4 +1,4 @@
-"""This module chooses what proposes a runtime's drafts, and what learns from its steps."""
+"""This module chooses a runtime's proposer, and the learner that prices its draft lengths."""
 
 from lowlat.engine.drafting.expert_prices import ExpertPrices
 from lowlat.engine.drafting.forced_steps import ForcedSteps
@@ -13,7 +13,7 @@ __all__ = ["make_learner", "make_proposer"]
 
 
 def make_proposer(loaded: Loaded, parts: StepParts) -> Proposer:
-    """The source of proposals of a runtime's wide steps, or of none; and of longer blocks of drafts."""
+    """Make a runtime's proposer, for the kinds of steps it has: refreshes, wide steps, longer drafts, forced text."""
     partial, speculator, used = loaded.geometry.partial, loaded.geometry.speculator, loaded.speculation.used
     if partial is not None:
         return Refreshes(parts, partial)
@@ -26,7 +26,7 @@ def make_proposer(loaded: Loaded, parts: StepParts) -> Proposer:
 
 
 def make_learner(loaded: Loaded) -> ExpertPrices | None:
-    """The learner that prices draft lengths by the steps that a runtime has run; None where nothing is learnt."""
+    """Make the learner that prices draft lengths from a runtime's past steps; None if no cost depends on experts."""
     if loaded.costs is None or not any(each.per_expert for each in loaded.costs.values()):
         return None
     return ExpertPrices(loaded.executor, loaded.costs, loaded.geometry.most_waiting)

@@ -1,7 +1,7 @@
-"""This module is SpecPV's proposer: it says when a slot is refreshed, and what partial steps have proposed.
+"""This module is SpecPV's proposer: it refreshes slots, and holds back the tokens that partial steps propose.
 
-A refresh runs a slot's last tokens over all of its cache. When it is due `lowlat.sequence.partial` says. Lossy SpecPV
-proposes nothing: tokens of its partial steps are final.
+A refresh runs a slot's last tokens over its whole cache. `lowlat.sequence.partial` decides when it is due. Lossy SpecPV
+proposes nothing: its partial steps' tokens are final.
 """
 
 from typing import Any
@@ -20,25 +20,27 @@ __all__ = ["Refreshes"]
 
 
 class Refreshes(Proposer):
-    """Refreshes of one runtime's slots, by SpecPV's sizes; `slots` is the schedule."""
+    """Refreshes one runtime's slots, by SpecPV's sizes; `slots` is the schedule."""
 
     def __init__(self, parts: StepParts, sizes: PartialKV) -> None:
         super().__init__(parts)
         geometry = parts.geometry
         self.slots = PartialSlots(sizes, geometry.max_batch, geometry.max_rows)
         self._is_lossless = sizes.lossless
-        self._verifying: set[int] = set()  # slots whose proposals the step that was launched last verifies
+        self._verifying: set[int] = set()  # slots whose proposals the last launched step verifies
         self._geometry, self._scheduler = geometry, parts.scheduler
         self._mailbox, self._launches, self._requests = parts.mailbox, parts.launches, parts.slots
 
     def prefill(self, request: Request, start: int, count: int) -> None:
-        """Write the span of new keys, and what the lists of all slots leave out: this slot's nothing."""
+        """Write the span of new keys, and the shifts of all slots' lists; this slot's list leaves nothing out yet."""
         self.slots.join(request.slot, len(request.prompt))
         self._mailbox.prefill.write_partial((start, start + count), self.slots.shifts, start)
 
     def _run(self, depth: int) -> int | None:
-        """Refresh the slots for which that is due; nothing may be under way. Returns `num_certain`, which is then 1 at
-        the least. Raises DeviceError."""
+        """Refresh the slots for which it is due; no launch may be in flight.
+
+        Returns `num_certain`, which is then at least 1. Raises DeviceError.
+        """
         for slot, length in self._lengths().items():
             if self.slots.is_due(slot, length):
                 request, found = self._requests[slot], self.slots.refresh(slot, length)
@@ -50,14 +52,14 @@ class Refreshes(Proposer):
         return self.num_certain(depth)
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
-        """Steps that may be launched now before a refresh, or a verification, can be due."""
+        """The number of steps that may be launched before a refresh or a verification can be due."""
         if self._verifying:
             return 0
         num_more = num_unread + self._launches.in_flight.num_steps
         return self.slots.num_certain(self._lengths(), self._most(depth), num_more)
 
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
-        """Verify all slots' proposals where one's must be; elsewhere the slots for which that is due are refreshed.
+        """If one slot's proposals must be verified, verify all slots'; else refresh the slots for which it is due.
 
         Raises DeviceError when the device has failed.
         """
@@ -67,7 +69,7 @@ class Refreshes(Proposer):
         return self._scheduler.choose_bucket(depth), self._run(depth)
 
     def _most(self, depth: int) -> int:
-        """Tokens that a step of a depth brings a slot, at most."""
+        """The most tokens that a step of a draft length brings a slot."""
         return self._scheduler.ladder.rows_of.get(depth, self._geometry.max_rows)
 
     def _verify(self, most: int) -> bool:
@@ -77,14 +79,14 @@ class Refreshes(Proposer):
         for slot, tokens in self.slots.proposals().items():
             if slot in lengths:
                 if self._requests[slot].params.max_draft_tokens is not None:
-                    self._mailbox.set_draft_limit(slot, None)  # its own is of drafts, and not of what is proposed
+                    self._mailbox.set_draft_limit(slot, None)  # the request's limit is for drafts, not for proposals
                 self._mailbox.rewind(slot, lengths[slot])
                 self._mailbox.grammars.force_drafts(slot, tokens, NEVER)
                 self._verifying.add(slot)
         return True
 
     def committed(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
-        """Count a step, keep its tokens back where they are proposals, and record what a verification has accepted."""
+        """Count a step, hold its tokens back if they are proposals, and record what a verification has accepted."""
         slot = request.slot
         if not request.has_begun:
             return publication
@@ -103,12 +105,12 @@ class Refreshes(Proposer):
         return None if is_proposed else publication
 
     def leave(self, request: Request) -> object:
-        """A slot's schedule, with what it proposes."""
+        """Take out and return the slot's schedule and proposals."""
         self._verifying.discard(request.slot)
         return self.slots.take_out(request.slot)
 
     def enter(self, request: Request, kept: object) -> None:
-        """Go on by the schedule that another slot had."""
+        """Give the new slot the schedule of the request's earlier slot."""
         self.slots.put_in(request.slot, kept)
 
     def report(self) -> dict[str, Any]:
@@ -116,6 +118,6 @@ class Refreshes(Proposer):
         return self.slots.report()
 
     def _lengths(self) -> dict[int, int]:
-        """Tokens of the requests that decode, by slot."""
+        """The number of committed tokens of each decoding request, by slot."""
         phase, requests = self._scheduler.phase, self._requests.items()
         return {slot: len(each.committed) for slot, each in requests if phase(each.request_id) is Phase.DECODING}

@@ -1,10 +1,9 @@
-"""This module proposes wide steps of a speculator's own proposals, by what was accepted of them so far.
+"""This module chooses wide steps for a speculator's own proposals, by how many of its drafts were accepted.
 
-Drafts of a cheap source that were all right, step after step, say that what comes next is right as well, further than a
-step of the usual draft length reaches. A wide step makes its proposals when it opens, verifies them, and leaves out the
-draft model's drafts; that model's keys and values go on. Which step is next depends on what the last one gave: while
-drafts are all right nothing is launched ahead of that. A wide step publishes before its draft model's part, so the host
-has launched the next one when it ends.
+If all drafts of a cheap source are accepted step after step, longer proposals of it are likely to be accepted, too. A
+wide step makes its proposals at its start, and verifies them. It makes no drafts with the draft model, but extends that
+model's KV. While all drafts are accepted, the last step's outcome decides the next bucket, so no step is launched
+ahead. A wide step publishes before its draft model's part, so the host launches the next step before it ends.
 """
 
 from collections.abc import Sequence
@@ -20,31 +19,31 @@ from lowlat.step.variants import PROPOSED
 
 __all__ = ["WideSteps"]
 
-# Edits, quotations and JSON of this repository, replayed: 13.2 tokens a step inside copies with 16 rows, 21.5 with 32,
-# and 7.4 at draft length 7. With 32 only after twice or four times as many tokens it were 20.6 and 19.7.
-BEGIN = 8  # tokens that steps in a row brought, all of whose drafts were right: from there on a wide step should pay
-SHARE = 0.5  # of a wide step's proposals, that must be right for another one to follow
+# Measured on replayed edits, quotations and JSON of this repository: tokens a step inside copies are 13.2 with 16 rows,
+# 21.5 with 32, and 7.4 at draft length 7. With BEGIN twice or four times as large for 32 rows they are 20.6 and 19.7.
+BEGIN = 8  # a wide step should pay once consecutive steps with all drafts accepted have brought a slot so many tokens
+SHARE = 0.5  # least accepted share of a wide step's proposals for another wide step to follow
 
 
 class WideSteps(Proposer):
-    """The choice of wide steps for one runtime's slots.
+    """Chooses wide steps for one runtime's slots.
 
     rows    rows a slot of wide steps, ascending
-    source  of the drafts that say by being right that such a step pays, by its number in `verified_source`
+    source  number in `verified_source` of the drafts whose acceptance counts towards a wide step
     """
 
     def __init__(self, parts: StepParts, rows: Sequence[int], source: int) -> None:
         super().__init__(parts)
         self._rows, self._source = tuple(rows), source
-        self._held: dict[int, int] = {}  # by slot: tokens of the last steps, of which all drafts were right
+        self._held: dict[int, int] = {}  # by slot: tokens of its last consecutive steps with all drafts accepted
         self._wide_steps = self._wide_tokens = self._wide_slots = 0
 
     def prefill(self, request: Request, start: int, count: int) -> None:
-        """A request begins in a slot, of which nothing is known."""
+        """See `Proposer`; forget the slot's earlier request."""
         self._held.pop(request.slot, None)
 
     def observe(self, entry: Entry) -> None:
-        """Learn from what a step accepted, of the slots whose requests it was about."""
+        """Update each slot's count of tokens by what its step accepted."""
         bucket = self.parts.launches.in_flight.bucket
         is_wide = bucket is not None and bucket.variant == PROPOSED
         self._wide_steps += is_wide
@@ -54,7 +53,7 @@ class WideSteps(Proposer):
             self._wide_tokens += (accepted + 1) * is_wide
             enough = verified if not is_wide or bucket is None else min(verified, SHARE * (bucket.rows - 1))
             if record[VERIFIED_SOURCE] == FORCED_DRAFTS and accepted >= enough and not record[FINISH]:
-                continue  # which says nothing of a copy
+                continue  # forced text says nothing about copies
             goes_on = verified > 0 and record[VERIFIED_SOURCE] == self._source and accepted >= enough
             if goes_on and not record[FINISH]:
                 self._held[slot] = self._held.get(slot, 0) + accepted + 1
@@ -62,7 +61,7 @@ class WideSteps(Proposer):
                 self._held.pop(slot, None)
 
     def bucket(self, depth: int, num_active: int) -> Bucket:
-        """The widest for so many slots, where half of them copy, at the least; else the usual one."""
+        """The widest bucket for this number of slots if at least half of them copy; else the usual one."""
         num_copying = sum(held >= BEGIN for held in self._held.values())
         if depth and num_copying and 2 * num_copying >= num_active:
             wide = self.parts.scheduler.ladder.choose_proposed(num_active, self._rows[-1])
@@ -71,26 +70,26 @@ class WideSteps(Proposer):
         return super().bucket(depth, num_active)
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
-        """None: any number; while drafts are all right no step, until the last one's outcome was seen."""
+        """0 while a slot's drafts are all accepted and the last step's outcome is unknown; else None: any number."""
         in_flight = self.parts.launches.in_flight
         waits = in_flight.under_way and (self._held or (in_flight.bucket is not None and _is_wide(in_flight.bucket)))
         return 0 if depth and waits else None
 
     def leave(self, request: Request) -> object:
-        """The tokens of its last steps."""
+        """Take out and return the slot's count of tokens."""
         return self._held.pop(request.slot, 0)
 
     def enter(self, request: Request, kept: object) -> None:
-        """Go on where the other slot was."""
+        """Set the new slot's count to that of the request's earlier slot."""
         if isinstance(kept, int) and kept:
             self._held[request.slot] = kept
 
     def end(self, request: Request) -> None:
-        """Nothing that it copied speaks for steps of others."""
+        """Forget the slot."""
         self._held.pop(request.slot, None)
 
     def report(self) -> dict[str, Any]:
-        """A block `wide_verification`, as JSON: steps, and their slots and tokens; empty before there was one."""
+        """A block `wide_verification`, as JSON: wide steps, their slots and tokens; {} before the first wide step."""
         if not self._wide_steps:
             return {}
         found = {"steps": self._wide_steps, "slot_steps": self._wide_slots, "tokens": self._wide_tokens}

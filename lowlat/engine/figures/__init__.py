@@ -1,1 +1,1 @@
-"""This package has the figures of steps: counters, strict mode's checks, attention's tiles, traces, the summary."""
+"""This package counts and reports on steps: counters, strict mode's checks, attention tiles, traces, the summary."""

@@ -22,10 +22,10 @@ class PerfCounters:
     library_calls     calls of torch's operations in these programs; with the reference executor all operations are
     fallback_calls    of these, calls in place of a kernel of ours
     synchronisations  waits for all of the device's work since the load
-    copies            between host and device since the load, prompts' excepted
-    undrafted_steps   a slot's steps without drafts where the runtime speculates, by reason: `max_draft_tokens` (the
+    copies            between host and device since the load, without those of prompts
+    undrafted_steps   slots' steps without drafts while the runtime speculates, by reason: `max_draft_tokens` (the
                       request wants none), `last_token` (one token is to come), `no_drafts` (the speculator had
-                      none, or the step before was asked for without), `chosen_width` (the step chose none)
+                      none, or the previous step was requested without drafting), `chosen_width` (the step chose none)
     """
 
     launches: int = 0
@@ -39,7 +39,7 @@ class PerfCounters:
 
     @classmethod
     def of(cls, counts: LaunchCounts, mailbox_copies: int, undrafted: Mapping[str, int]) -> "PerfCounters":
-        """The counters as they stand now."""
+        """Make the counters' current values."""
         return cls(
             launches=counts.launches,
             planned_launches=counts.planned,
@@ -78,7 +78,7 @@ class PerfCounters:
 def steps_by_width(
     ladder: StepLadder, undrafted: Mapping[str, int], stats: SpeculativeDecodingStats | None
 ) -> dict[str, list[int]]:
-    """Steps of slots that verified 0, 1, 2, ... drafts, under their name; nothing where lengths are not chosen."""
+    """A block `steps_by_width`: slots' steps that verified 0, 1, 2, ... drafts; {} if draft lengths are not chosen."""
     if not ladder.adaptive:
         return {}
     most = max(ladder.rows_of)

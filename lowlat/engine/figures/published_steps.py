@@ -15,19 +15,19 @@ REQUEST_LIMIT, LAST_TOKEN, NO_DRAFTS, CHOSEN = "max_draft_tokens", "last_token",
 class StepChecks:
     """Checks what a step publishes for a slot, in strict mode.
 
-    max_drafts   draft tokens that a step can verify, at most
+    max_drafts   the most draft tokens that a step can verify
     vocab_size   token ids are below it
-    must_draft   every step has drafts, but a slot's last: of a draft model, not of text alone
+    must_draft   whether every step but a slot's last must have drafts, as with a draft model
     """
 
     def __init__(self, max_drafts: int, vocab_size: int, *, must_draft: bool) -> None:
         self._max_drafts, self._vocab_size, self._must_draft = max_drafts, vocab_size, must_draft
 
     def check(self, publication: SlotPublication, num_committed: int, *, first: bool, num_remaining: int) -> None:
-        """Raise DeviceError where it does not add up, or has no drafts though more than one token was to come.
+        """Raise DeviceError if a publication is inconsistent, or lacks drafts though several tokens were to come.
 
         num_committed  tokens of prompt and completion before the step
-        first          it is a prompt's first token, which verifies nothing
+        first          whether it is a prompt's first token, which verifies nothing
         num_remaining  tokens that the request may still get
         """
         tokens, p = publication.token_ids, publication
@@ -50,14 +50,14 @@ class StepChecks:
 
 
 class ActiveSlots:
-    """Counts the slots that decode steps brought tokens: the fewest, the mean and the most of a step."""
+    """Counts the slots that got tokens in each decode step: the minimum, mean and maximum."""
 
     def __init__(self) -> None:
         self.num_steps = self.total = self.most = 0
         self.fewest: int | None = None
 
     def count(self, active: int) -> None:
-        """Count a step of so many active slots, one at least."""
+        """Count a step with `active` slots, at least one."""
         self.num_steps += 1
         self.total += active
         if active > self.most:
@@ -66,7 +66,7 @@ class ActiveSlots:
             self.fewest = active
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; nothing but the number of steps where there was none."""
+        """Return JSON values; before the first step only the number of steps."""
         if not self.num_steps:
             return {"steps": 0}
         mean = round(self.total / self.num_steps, 4)
@@ -74,11 +74,11 @@ class ActiveSlots:
 
 
 class PublishedSteps:
-    """Looks at every publication of a slot: `undrafted` counts those without drafts, by reason; `active` the slots.
+    """Counts and checks slots' publications: `undrafted` has those without drafts, by reason; `active` the slots.
 
-    checks       of strict mode; None: none are made
-    adaptive     steps choose their draft length
-    speculating  whether drafts are expected: it may change between requests
+    checks       of strict mode; None: there are none
+    adaptive     whether steps choose their draft length
+    speculating  whether drafts are expected; it may change between requests
     """
 
     def __init__(self, checks: StepChecks | None, *, adaptive: bool = False, speculating: bool = False) -> None:
@@ -89,7 +89,7 @@ class PublishedSteps:
         self._checks = checks
 
     def describe(self) -> str:
-        """Return the active slots, and why speculation was off, as a line for a log."""
+        """Return a line for a log: the active slots, and the reasons of steps without drafts."""
         active = self.active
         slots = f"{active.fewest} active slot{'' if active.fewest == 1 else 's'} each"
         if active.fewest != active.most:
@@ -99,7 +99,7 @@ class PublishedSteps:
         return f"{line}; slots without drafts: {reasons}" if reasons else line
 
     def report(self) -> dict[str, Any]:
-        """Return, as JSON, the active slots of a step, and the steps of slots whose speculation was off, by reason."""
+        """Return, as JSON, the active slots of steps, and the slots' steps without drafts by reason."""
         disabled = {"disabled_slots": dict(self.undrafted)} if self.speculating else {}
         return {"active_slots": self.active.to_dict(), **disabled}
 
@@ -118,7 +118,7 @@ class PublishedSteps:
 
 
 def _reason_for_no_drafts(max_draft_tokens: int | None, num_remaining: int, *, adaptive: bool) -> str:
-    """Why a step verified no draft: the request's limit, or no token to come but the step's own."""
+    """Say why a step verified no draft; see `PerfCounters.undrafted_steps`."""
     if max_draft_tokens == 0:
         return REQUEST_LIMIT
     if num_remaining <= 1:

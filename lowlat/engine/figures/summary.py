@@ -1,4 +1,4 @@
-"""This module makes blocks of `Runtime.summary`: what the KV cache holds, what paused requests take, and who waits."""
+"""This module makes blocks of `Runtime.summary`: the KV cache, paused requests, and a queue that is held up."""
 
 from dataclasses import asdict
 from typing import Any
@@ -14,8 +14,8 @@ __all__ = ["held_up_summary", "kv_summary", "paused_summary"]
 def kv_summary(
     scheduler: Scheduler, sessions: SessionBook, tiers: CacheTiers | None, geometry: StepGeometry
 ) -> dict[str, Any]:
-    """Count blocks of the KV cache by state; those of other pools apart, by kind, where there are any."""
-    counted = sessions.stats()  # first: those whose time has passed pin nothing
+    """Count blocks of the KV cache by state; blocks of other pools are counted separately, by kind."""
+    counted = sessions.stats()  # called first: it ends expired sessions, which frees their pinned chunks
     kvcache = scheduler.kvcache
     found: dict[str, Any] = {
         **asdict(kvcache.stats()),
@@ -29,14 +29,13 @@ def kv_summary(
 
 
 def paused_summary(scheduler: Scheduler) -> dict[str, int]:
-    """Count requests that are paused, those that have decoded and have no slot, and the host memory that these take."""
+    """Count the paused requests, those that have decoded and have no slot, and the host memory of the latter."""
     space = scheduler.space
     kept = {"num_without_slot": len(space.held), "host_bytes": space.num_bytes, "max_host_bytes": space.max_bytes}
     return {"num_paused": scheduler.num_paused, **kept}
 
 
 def held_up_summary(scheduler: Scheduler) -> dict[str, Any]:
-    """The block of a queue whose head waits for what paused requests and open prompts hold; nothing while it may go
-    on."""
+    """A block `held_up` if the queue's head waits for memory that paused requests and open prompts hold; else {}."""
     found = scheduler.held_up()
     return {} if found is None else {"held_up": {**asdict(found), "text": str(found)}}

@@ -1,7 +1,7 @@
 """This module counts, on the host, the tiles that the target's attention walks in the decode steps of a run.
 
 A tile is 64 positions of a slot's keys and values for a block's query rows, see `lowlat.kernels.attention.tile_counts`.
-What a step walks follows from its slots' lengths and what they verified, which is published.
+The slots' lengths and verified rows decide which tiles a step walks; the step publishes both.
 """
 
 from collections import Counter
@@ -27,10 +27,10 @@ __all__ = ["TileCounter", "VerifiedRows"]
 class VerifiedRows(NamedTuple):
     """The rows that a step verified of one slot.
 
-    dense   positions that all rows see: the committed tokens but the last
-    drafts  live drafted nodes
+    dense          positions that all rows attend to: the committed tokens but the last
+    drafts         live drafted nodes
     num_remaining  tokens that the request might still get
-    forced  the drafts are a chain that a grammar forced
+    forced         whether the drafts are a chain that a grammar forced
     """
 
     dense: int
@@ -40,13 +40,13 @@ class VerifiedRows(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, publication: SlotPublication) -> "VerifiedRows":
-        """Those of a publication, before its request takes it."""
+        """Read the rows of a publication, before its request takes it."""
         forced = publication.verified_source == FORCED_DRAFTS
         return cls(len(request.committed) - 1, publication.verified, request.num_remaining, forced)
 
 
 class _Heads(NamedTuple):
-    """The sizes that tell the walks of two layers apart."""
+    """The sizes on which a layer's tiles depend."""
 
     window: int | None
     num_heads: int
@@ -55,7 +55,7 @@ class _Heads(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of layer by which tiles are told."""
+        """The kind of layer by which tiles are counted."""
         return "full" if self.window is None else f"window_{self.window}"
 
 
@@ -74,9 +74,9 @@ class TileCounter:
         self._counts: dict[str, Counter[str]] = {heads.kind: Counter() for heads in self._layers}
 
     def record(self, depth: int, published: Sequence[tuple[Request, SlotPublication]]) -> None:
-        """Count a decode step at a depth, before its requests take what was published of it.
+        """Count a decode step at a draft length, before its requests take their publications.
 
-        First tokens come of no such step, and slots that were dropped tell nothing.
+        First tokens come from prefill, and slots with a failed check were dropped: neither is counted.
         """
         taken = [(request, each) for request, each in published if request.has_begun and each.failed is None]
         slots = [VerifiedRows.of(request, each) for request, each in taken]
@@ -101,7 +101,7 @@ class TileCounter:
         }
 
     def _masks_of(self, depth: int, slot: VerifiedRows, rows: int) -> list[int]:
-        """The masks of a slot's rows, 0 for dead ones: of its nodes those that may still be committed, in order."""
+        """The masks of a slot's rows, 0 for dead ones; live are the nodes that may still be committed, in order."""
         known = self._masks.get(depth, ()) if not slot.forced else ()
         chain = [(2 << row) - 1 for row in range(rows)]
         every = list(known[:rows]) if len(known) >= rows else chain
@@ -112,7 +112,7 @@ class TileCounter:
     def _walked(
         self, heads: _Heads, batch: int, rows: int, slots: Sequence[VerifiedRows], masks: Sequence[Sequence[int]]
     ) -> dict[str, int]:
-        """The tiles of one layer: all, those that are multiplied whole or under a mask, and those that no row sees."""
+        """Count one layer's tiles: all, those multiplied whole, those under a mask, those that no row attends to."""
         work = _work_of(self._geometry, heads, batch, rows)
         plan, _ = choose_attention_plan(work, self._gpu)
         counts = count_tiles(

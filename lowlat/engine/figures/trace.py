@@ -1,4 +1,4 @@
-"""This module logs steps, acceptance, KV and trees on the logger `lowlat.trace`, where a user asks for it."""
+"""This module logs steps, acceptance, KV and trees on the logger `lowlat.trace`, if a user asks for it."""
 
 import logging
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ logger = logging.getLogger("lowlat.trace")
 
 
 class Tracer:
-    """Logs what one step did, for the parts that are switched on."""
+    """Logs each step, for the parts that are switched on."""
 
     def __init__(self, config: TraceConfig) -> None:
         self._config = config
@@ -29,7 +29,7 @@ class Tracer:
     def step(
         self, bucket: Bucket, publications: Sequence[SlotPublication], executor: Executor, kvcache: KVCache
     ) -> None:
-        """Log one step; state of the device is read after all work that was started."""
+        """Log one step; if KV or trees are traced, wait for all started work first."""
         self._steps += 1
         if self._config.kv or self._config.tree:
             executor.synchronize()

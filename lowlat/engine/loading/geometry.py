@@ -1,4 +1,4 @@
-"""This module settles the shapes of a runtime's programs, of all ranks, and refuses options that do not fit."""
+"""This module computes the shapes of a runtime's programs, for all ranks, and refuses options that do not fit."""
 
 import logging
 from collections.abc import Mapping
@@ -33,9 +33,9 @@ def make_geometry(
     options: RuntimeConfig,
     speculative: SpeculativeConfig | None,
 ) -> StepGeometry:
-    """The shapes of all programs; the pool defaults to max_batch requests of the largest size.
+    """Compute the shapes of all programs; the pool defaults to max_batch requests of the largest size.
 
-    A kv_cache_gib of all that is free is one such request here: `lowlat.engine.loading.pool_size.fill_devices` knows.
+    With kv_cache_gib 'free' it holds one such request here; `lowlat.engine.loading.pool_size.fill_devices` grows it.
     Raises ConfigError for a tree that asks for more tokens after one than the draft model has, and for a kv_cache_gib
     below one request of the largest size.
     """
@@ -92,7 +92,7 @@ def _num_bytes(plan: WeightPlan) -> float:
 
 
 def _log_partial(partial: PartialKV) -> None:
-    """Log what SpecPV does to tokens, as a warning where they may differ from the target's."""
+    """Log from which length SpecPV applies; warn if tokens may differ from the target's."""
     if partial.lossless:
         logger.info("SpecPV is lossless: from %d tokens on steps over a part of the KV cache propose, and steps over "
                     "all of it verify", partial.threshold)  # fmt: skip
@@ -104,7 +104,7 @@ def _log_partial(partial: PartialKV) -> None:
 def _check_layers(
     config: ModelConfig, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> None:
-    """Raise ConfigError for trees, and for steps over a part of a text, where a target's layers take chains alone."""
+    """Raise ConfigError for trees and for SpecPV if the target has layers that work with chains only."""
     layers = next((layer.mixer.chains_only for layer in config.layers if layer.mixer.chains_only), None)
     if layers is None:
         return
@@ -120,7 +120,7 @@ def _check_layers(
 
 
 def _forced_rows(options: RuntimeConfig, used: SpeculativeConfig | None) -> tuple[int, ...]:
-    """The rows of steps that verify what grammars force. Raises ConfigError next to options that have none."""
+    """The rows of steps that verify forced text. Raises ConfigError together with options that exclude such steps."""
     if not options.forced_rows:
         return ()
     refused = {} if used is None else {
@@ -135,7 +135,7 @@ def _forced_rows(options: RuntimeConfig, used: SpeculativeConfig | None) -> tupl
 
 
 def _check_paths(options: RuntimeConfig, topologies: Mapping[int, Topology], path_width: int) -> None:
-    """Raise ConfigError for a tree of so many paths that a step cannot lay them out as long as forced text is."""
+    """Raise ConfigError for a tree with more paths than a step can lay out at the length of forced text."""
     num_paths = max(topology.num_paths for topology in topologies.values())
     most = MAX_PATH_NODES // (num_paths * path_width)
     if options.max_batch > most:
@@ -146,7 +146,7 @@ def _check_paths(options: RuntimeConfig, topologies: Mapping[int, Topology], pat
 
 
 def _checks(options: RuntimeConfig, *, has_partial: bool) -> CheckedKinds | None:
-    """The checks of each step. Raises ConfigError for a fallback that steps over a part of the cache do not have."""
+    """The checks of each step. Raises ConfigError for a fallback that SpecPV's steps do not have."""
     kinds, falls_back = options.checked_kinds, options.on_failed_check == "single"
     if falls_back and has_partial:
         raise ConfigError("on_failed_check 'single' is not implemented for enable_specpv; take 'end'")
@@ -164,7 +164,7 @@ def _check_choices(speculator: Speculator | None, topologies: Mapping[int, Topol
 
 
 def chunks_of_context(config: ModelConfig, options: RuntimeConfig) -> int:
-    """Chunks of a prompt that run at once, no more than it can have; one where all positions leave their logits."""
+    """The most chunks of a prompt that run at once, at most those of max_context; 1 with prompt_logits."""
     if options.prompt_logits:
         return 1
     most = most_prefill_chunks(config, options.prefill_chunk, options.max_prefill_chunks)
@@ -172,7 +172,7 @@ def chunks_of_context(config: ModelConfig, options: RuntimeConfig) -> int:
 
 
 def _max_draft_length(speculator: Speculator | None, speculative: SpeculativeConfig | None) -> int | None:
-    """The greatest draft length, where the device chooses each step's. Raises ConfigError where it cannot."""
+    """The largest draft length if the device chooses each step's; else None. Raises ConfigError if it cannot."""
     if speculator is None or speculative is None or not speculative.adaptive_width:
         return None
     if speculator.waiting_boundaries is None:
@@ -186,9 +186,9 @@ def _max_draft_length(speculator: Speculator | None, speculative: SpeculativeCon
 def rank_geometries(
     geometry: StepGeometry, options: RuntimeConfig, speculative: SpeculativeConfig | None
 ) -> list[StepGeometry]:
-    """The shapes of each rank's programs. Raises ConfigError for a target, or options, that do not allow them.
+    """Compute the shapes of each rank's programs. Raises ConfigError for a target or options that forbid the cut.
 
-    A draft model that cannot be cut is whole on every rank, unless it was asked for.
+    A draft model that cannot be cut is whole on every rank, unless the options ask for the cut.
     """
     ranks, problem = _cut(geometry, options, speculative)
     if problem is not None:
@@ -199,9 +199,9 @@ def rank_geometries(
 def _cut(
     geometry: StepGeometry, options: RuntimeConfig, speculative: SpeculativeConfig | None
 ) -> tuple[list[StepGeometry], ConfigError | None]:
-    """The shapes of each rank's programs, and why a draft model is not cut that may be; None: it is, or there is none.
+    """Compute the shapes of each rank's programs, and why the draft model could not be cut; None: no problem.
 
-    Raises what `rank_geometries` does.
+    Raises ConfigError as `rank_geometries` does.
     """
     size = options.tensor_parallel_size
     if geometry.partial is not None and size > 1:
@@ -223,8 +223,8 @@ def _cut(
 
 
 def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) -> None:
-    """Raise ConfigError where what a step walks does not follow from what it publishes, or no kernel of ours walks."""
-    from lowlat.kernels.attention.launch_plan import TILE_BYTES  # of machines that run kernels
+    """Raise ConfigError if a step's attention tiles cannot be counted from what it publishes."""
+    from lowlat.kernels.attention.launch_plan import TILE_BYTES  # imported only on machines that run kernels
 
     problem = None
     if any(isinstance(topology, DynamicTree) for topology in topologies.values()):
@@ -241,7 +241,7 @@ def check_countable(geometry: StepGeometry, topologies: Mapping[int, Topology]) 
 
 
 def _verifying_more(geometry: StepGeometry) -> str:
-    """The option with which a step verifies more than the drafts asked for; "" where there is none."""
+    """The option with which a step verifies more rows than the draft length asks for; "" if there is none."""
     own = geometry.speculator
     if own is not None and (own.wide_rows or own.longer_draft_length):
         return "wide_rows" if own.wide_rows else "max_block_drafts"

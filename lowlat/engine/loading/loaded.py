@@ -22,10 +22,10 @@ __all__ = ["Loaded", "gpu_of"]
 class Loaded:
     """Everything that a Runtime drives.
 
-    codec        the tokenizer; None where the directory has none
-    rank_config  the geometry of the first rank's part; the target's own where there is one rank
+    codec        the tokenizer; None if the directory has none
+    rank_config  the geometry of rank 0's part; with one rank the target's own
     memory       of each device
-    costs        by which the device chooses draft lengths; None: it chooses none
+    costs        by which the device chooses draft lengths; None: it does not choose them
     """
 
     target: OpenedTarget
@@ -41,12 +41,12 @@ class Loaded:
 
     @property
     def gpu(self) -> Gpu:
-        """The properties by which launches are cut; an H200's where no kernel runs."""
+        """The GPU properties by which launches are sized; an H200's if no kernels run."""
         return gpu_of(self.executor)
 
     @property
     def takes_grammars(self) -> bool:
-        """Whether steps draw under masks of the host; those of lossless SpecPV, which are verified later, do not."""
+        """Whether steps draw under grammar masks; those of lossless SpecPV, whose tokens are verified later, do not."""
         partial = self.geometry.partial
         return "grammar_masks" in self.executor.state and not (partial is not None and partial.lossless)
 
@@ -61,7 +61,7 @@ class Loaded:
 
     @property
     def speculation_limits(self) -> dict[str, Any]:
-        """The sizes of speculation, by option; empty where there is none."""
+        """The sizes of speculation, by option; {} without speculation."""
         used = self.speculation.used
         if used is None:
             return {}
@@ -78,6 +78,6 @@ class Loaded:
 
 
 def gpu_of(executor: Executor) -> Gpu:
-    """The properties by which an executor's launches are cut; an H200's where no kernel runs."""
+    """The GPU properties by which an executor's launches are sized; an H200's if no kernels run."""
     launcher = getattr(executor, "launcher", None)
     return H200 if launcher is None else launcher.gpu

@@ -1,7 +1,8 @@
-"""This module sizes the pools of KV blocks: by what max_batch needs, by blocks or GiB, or by what GPUs have left.
+"""This module sizes the pools of KV blocks: for max_batch requests, by blocks or GiB, or by the GPUs' free memory.
 
-The first pool has a number of blocks; those of windows, and snapshots of recurrent states, follow from how many of the
-largest requests that holds. Ranks have the same numbers of blocks, whatever a block takes on each.
+The first pool's number of blocks is chosen. The number of the largest requests that it holds decides the sizes of
+windows' pools, and the number of snapshots of recurrent states. All ranks have the same numbers of blocks, whatever the
+bytes of a block on each.
 """
 
 import math
@@ -20,18 +21,18 @@ from lowlat.step.state import StepGeometry, state_specs
 __all__ = ["check_free", "fill_devices", "kv_bytes", "settle_pools", "takes_all_free"]
 
 GIB = 1 << 30
-MAX_SNAPSHOTS = 32  # a request of the largest size: more are seldom found again
+MAX_SNAPSHOTS = 32  # for each request of the largest size: more are seldom reused
 MARGIN_BYTES = 1 << 30  # for graphs, code and libraries' memory, which no plan counts
-MARGIN_SHARE = 50  # and one in so many bytes of what is free, by which plans may be wrong
+MARGIN_SHARE = 50  # one in so many free bytes is added to the margin, for errors of plans
 
 Cut = Callable[[StepGeometry], Sequence[StepGeometry]]
 
 
 def settle_pools(geometry: StepGeometry, options: RuntimeConfig, cut: Cut) -> StepGeometry:
-    """The geometry with the pools that the options ask for, those of all that is free for one request at first.
+    """Give a geometry the pools that the options ask for; with kv_cache_gib 'free' they hold one request for now.
 
-    cut  makes the shapes of each rank of a whole geometry's
-    Raises ConfigError for a kv_cache_gib that one request of the largest size does not fit in.
+    cut  makes each rank's geometry from the whole one
+    Raises ConfigError for a kv_cache_gib that is too small for one request of the largest size.
     """
     size, most = options.kv_cache_gib, geometry.table_width
     if takes_all_free(options):
@@ -55,14 +56,14 @@ def settle_pools(geometry: StepGeometry, options: RuntimeConfig, cut: Cut) -> St
 
 
 def takes_all_free(options: RuntimeConfig) -> bool:
-    """Whether the KV cache takes all that its GPUs have left."""
+    """Whether the KV cache takes all free memory of its GPUs."""
     return options.kv_cache_gib == "free"
 
 
 def check_free(options: RuntimeConfig, device: torch.device, *, shares: bool = False) -> None:
-    """Raise ConfigError for a cache of all that is free where that has no meaning.
+    """Raise ConfigError if the KV cache is to take all free memory, but that amount has no meaning.
 
-    shares  others wait for memory of these devices, or make way for this runtime
+    shares  whether other runtimes wait for memory of these devices, or make way for this one
     """
     if not takes_all_free(options):
         return
@@ -85,11 +86,12 @@ def fill_devices(
     needs: Sequence[MemoryNeed],
     devices: Sequence[torch.device],
 ) -> tuple[StepGeometry, list[StepGeometry]]:
-    """The whole geometry and those of its ranks with pools that take what the GPUs have left, the smallest deciding.
+    """Size the pools of the whole geometry and of its ranks by the GPUs' remaining memory.
 
     needs, devices  of each rank, in order, as `ranks` are sized
-    Left is what is free but weights, states, scratch and a margin: of MARGIN_BYTES, and one byte in MARGIN_SHARE.
-    Raises ConfigError where that does not hold one request of the largest size.
+    A GPU's remaining memory is its free memory without weights, states, scratch and a margin of MARGIN_BYTES and one
+    byte in MARGIN_SHARE. The GPU with the least decides. Raises ConfigError if one request of the largest size does not
+    fit.
     """
     free = {device: _free_bytes(device) for device in dict.fromkeys(devices)}
     margins = {device: MARGIN_BYTES + size // MARGIN_SHARE for device, size in free.items()}
@@ -100,7 +102,7 @@ def fill_devices(
         found = {device: margins[device] - size for device, size in free.items()}
         for before, after, need, device in zip(ranks, _alike(ranks, whole), needs, devices, strict=True):
             growth = _state_bytes(after) - _state_bytes(before)
-            found[device] += need.total_bytes + max(0, growth - need.loading_bytes)  # packing is in unused caches
+            found[device] += need.total_bytes + max(0, growth - need.loading_bytes)  # packing uses the caches' memory
         return found
 
     num_blocks = _most_blocks(geometry, lambda count: max(lacking(count).values()), 0)
@@ -117,7 +119,7 @@ def fill_devices(
 
 
 def kv_bytes(geometry: StepGeometry) -> int:
-    """Bytes of what lies by blocks in all pools: keys and values, and what is kept of each block."""
+    """Bytes of all paged buffers in all pools: keys and values, and the data kept for each block."""
     paged = (Paging.POSITIONS, Paging.BLOCKS)
     return sum(spec.num_bytes for spec in state_specs(geometry) if spec.paging in paged)
 
@@ -128,7 +130,7 @@ def _state_bytes(geometry: StepGeometry) -> int:
 
 
 def _with_blocks(geometry: StepGeometry, options: RuntimeConfig, num_blocks: int) -> StepGeometry:
-    """The geometry with so many blocks in the first pool, and what follows from them in others."""
+    """Give a geometry `num_blocks` blocks in the first pool, and the sizes of other pools that follow from it."""
     geometry = replace(geometry, num_blocks=num_blocks, window_blocks=(), num_snapshots=0)
     worst, per_chunk = geometry.table_width, options.prefill_chunk // options.block_size
     num_requests = max(options.max_batch, num_blocks // worst)
@@ -140,13 +142,13 @@ def _with_blocks(geometry: StepGeometry, options: RuntimeConfig, num_blocks: int
 
 
 def _alike(ranks: Sequence[StepGeometry], whole: StepGeometry) -> list[StepGeometry]:
-    """The ranks with as many blocks and snapshots as the whole."""
+    """Give the ranks as many blocks and snapshots as the whole geometry has."""
     blocks, windows, snapshots = whole.num_blocks, whole.window_blocks, whole.num_snapshots
     return [replace(rank, num_blocks=blocks, window_blocks=windows, num_snapshots=snapshots) for rank in ranks]
 
 
 def _most_blocks(geometry: StepGeometry, taken: Callable[[int], int], limit: int) -> int | None:
-    """The most blocks of the first pool that take no more than a limit; None where those of one request do."""
+    """The most blocks of the first pool that take no more than a limit; None if one request's blocks take more."""
     least = geometry.table_width + 1
     count = bisect_right(range(least, MAX_KV_BLOCKS + 1), limit, key=taken)
     return least + count - 1 if count else None
@@ -160,12 +162,12 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def _one_request(geometry: StepGeometry) -> str:
-    """The contents of the smallest cache, in words."""
+    """Describe the contents of the smallest cache."""
     windows = f", and the windows' layers of max_batch {geometry.max_batch}" if geometry.windows else ""
     return f"one request of max_context {geometry.max_context}{windows}"
 
 
 def _rounded_up(num_bytes: int) -> str:
-    """GiB that are no less."""
+    """Format bytes in GiB, rounded up."""
     digits = 3 if num_bytes >= GIB // 10 else 6
     return f"{math.ceil(num_bytes / GIB * 10**digits) / 10**digits:.{digits}f}"

@@ -17,14 +17,14 @@ __all__ = ["bucket_batches", "build_program", "build_rank", "make_ladder"]
 
 
 def bucket_batches(max_batch: int) -> list[int]:
-    """Powers of two up to the largest, which is always there."""
+    """The batch sizes of buckets: powers of two below `max_batch`, and `max_batch` itself."""
     return sorted({1 << power for power in range(max_batch.bit_length()) if 1 << power < max_batch} | {max_batch})
 
 
 def make_ladder(
     geometry: StepGeometry, topologies: Mapping[int, Topology], speculative: SpeculativeConfig | None
 ) -> StepLadder:
-    """The buckets of a runtime."""
+    """Make the buckets of a runtime."""
     longer = 0 if geometry.speculator is None else geometry.speculator.longer_draft_length
     rows_of = {depth: topology.num_nodes for depth, topology in topologies.items() if depth != longer or not depth}
     adaptive, speculator, partial = geometry.max_draft_length is not None, geometry.speculator, geometry.partial
@@ -38,13 +38,13 @@ def make_ladder(
 
 
 def build_rank(geometry: StepGeometry, ladder: StepLadder, topologies: Mapping[int, Topology]) -> Rank:
-    """The programs of a rank."""
+    """Build the programs of a rank."""
     programs = {bucket: build_program(geometry, bucket, topologies) for bucket in ladder.programs}
     return Rank(geometry.config, programs, build_prefills(geometry))
 
 
 def build_program(geometry: StepGeometry, bucket: Bucket, topologies: Mapping[int, Topology]) -> Program:
-    """The program of one bucket."""
+    """Build the program of one bucket."""
     if geometry.max_draft_length is not None:
         return build_adaptive(geometry, bucket)
     return build_step(geometry, bucket, topologies[bucket.num_speculative_tokens])

@@ -1,4 +1,4 @@
-"""This module loads and checks the speculator of a target, and settles what it drafts by draft length."""
+"""This module loads and checks the speculator of a target, and decides its topology for each draft length."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -25,12 +25,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Speculation:
-    """The speculation of a runtime: what was asked for, and what came of it.
+    """The speculation of a runtime: the requested options, and the loaded speculator.
 
-    asked       the options, their method and their draft length settled; None: there are none
+    asked       the options, with method and draft length settled; None: there are none
     loaded      the speculator with its weights; None: there is none
-    topologies  what is drafted, by draft length
-    error       why speculation that was asked for is not in use; None: it is, or was not asked for
+    topologies  the chain or tree of drafts, by draft length
+    error       why requested speculation is not in use; None: it is in use, or was not requested
     """
 
     asked: SpeculativeConfig | None
@@ -40,12 +40,12 @@ class Speculation:
 
     @property
     def used(self) -> SpeculativeConfig | None:
-        """The options of the speculator; None where there is none."""
+        """The options of the speculator; None without one."""
         return None if self.loaded is None else self.asked
 
     @property
     def speculator(self) -> Speculator | None:
-        """The speculator; None where there is none."""
+        """The speculator; None without one."""
         return None if self.loaded is None else self.loaded.speculator
 
     @property
@@ -60,9 +60,9 @@ def load_speculation(
     options: RuntimeConfig,
     downloaded: Progress | None = None,
 ) -> Speculation:
-    """Load a target's speculator, and settle what it drafts.
+    """Load a target's speculator, and decide its topologies.
 
-    Raises ConfigError for one that cannot be used if `speculative.strict` or perf_mode is strict.
+    Raises ConfigError for a speculator that cannot be used if `speculative.strict` or perf_mode is strict.
     """
     asked, max_batch = fit_slots(speculative, options.max_batch), options.max_batch
     baseline: dict[int, Topology] = {0: TreeTopology.chain(0)}
@@ -116,7 +116,7 @@ def make_topologies(speculative: SpeculativeConfig, max_batch: int = 1) -> dict[
 
 
 def _warn_of_positions(speculator: Speculator, max_context: int) -> None:
-    """Warn of a draft model that attends to more positions than it has: tokens stay right, and drafts are wrong."""
+    """Warn if max_context exceeds the draft model's positions: tokens stay right, but few drafts are accepted."""
     draft = speculator.draft_config
     if draft is not None and speculator.attends_everything and max_context > draft.max_position:
         logger.warning(

@@ -1,15 +1,15 @@
-"""This module has the checks by which `perf_mode="strict"` refuses a device and launches, and says which are elsewhere.
+"""This module has the checks by which `perf_mode="strict"` refuses devices and launches; other modules have the rest.
 
-Strict mode refuses, each in its place: debugging (`RuntimeConfig`), a draft model that cannot be used (`load`), torch's
-operations in place of kernels and plans that no tuning table has (`check_device`, `check_launches`),
-sampling and requests without drafts (`RequestChecks`), a step at another depth (`Runtime.step`), a step's result that
-does not add up and drafts that fail to come (`StepChecks`).
+Strict mode refuses debugging (`RuntimeConfig`), a draft model that cannot be used (`load`), torch's operations in
+place of kernels and launches without an entry in a tuning table (`check_device`, `check_launches`), sampling and
+requests without drafts (`RequestChecks`), a step at another draft length (`Runtime.step`), and a step whose result is
+inconsistent or has no drafts (`StepChecks`).
 
-Two things need no check: a step's shapes are those of its bucket, and a size without a bucket is refused in every mode.
-A captured step holds kernels alone, as the audit of its capture says, and the host reads its publications from pinned
-memory; the counters of waits and copies are of what is done between steps. A loop on the device begins with a fill of
-its budget, eight bytes, which neither waits nor copies and is not counted. Masks are made on the device, from a tree
-that was checked when it was read. A library's attention in prefill, where no kernel of ours takes it, is never refused.
+The following needs no check. A step's shapes are those of its bucket, and every mode refuses a size without a bucket. A
+captured step holds only kernels, which the audit of its capture proves, and the host reads its publications from pinned
+memory; the counters of waits and copies count the work between steps. A loop on the device begins with a fill of its
+budget, eight bytes, which neither waits nor copies and is not counted. Masks are made on the device, from a tree that
+was checked when it was read. If no kernel of ours takes prefill's attention, a library's is used, and never refused.
 """
 
 from dataclasses import replace
@@ -28,18 +28,18 @@ from lowlat.options.speculative import SpeculativeConfig
 
 __all__ = ["check_device", "check_launches", "tune_command"]
 
-# options that say which launches there are; other sizes `lowlat tune` has all by itself
+# options that decide which launches there are; `lowlat tune` covers all other sizes without options
 TUNED_BY = (
     *("quantize", "quantize_lm_head", "kv_cache_dtype", "tensor_parallel_size", "tp_invariant", "prefill_chunk"),
     *("max_prefill_chunks", "activations", "forced_rows"),
 )
 DRAFTS_TUNED_BY = ("draft_quantize", "draft_tensor_parallel_size")
-TUNED_SLOTS = frozenset(bucket_batches(FEW_SLOTS))  # which `lowlat tune` has by itself
+TUNED_SLOTS = frozenset(bucket_batches(FEW_SLOTS))  # batches that `lowlat tune` covers without --batch
 MOST_NAMED = 3  # launches in a message
 
 
 def check_device(config: RuntimeConfig, choice: DeviceChoice) -> None:
-    """Raise ConfigError where strict mode would run torch's operations that nobody has asked for by name."""
+    """Raise ConfigError if strict mode would run torch's operations without executor 'reference' in the options."""
     if config.is_strict and not choice.has_kernels and config.executor != "reference":
         raise ConfigError(
             f"perf_mode 'strict' runs kernels, and this runtime would run torch's operations ({choice.reason}); "
@@ -48,9 +48,9 @@ def check_device(config: RuntimeConfig, choice: DeviceChoice) -> None:
 
 
 def tune_command(config: RuntimeConfig, target: ModelConfig, speculative: SpeculativeConfig | None = None) -> str:
-    """The command that measures the plans which a runtime of these options lacks.
+    """The `lowlat tune` command that measures the missing plans of a runtime with these options.
 
-    target       whole; it says how many chunks run at once by default
+    target       whole; it decides how many chunks run at once by default
     speculative  None: there is no draft model
     """
     words = ["lowlat tune all --model DIR"]
@@ -68,7 +68,7 @@ def tune_command(config: RuntimeConfig, target: ModelConfig, speculative: Specul
 
 
 def _flags(record: RuntimeConfig | SpeculativeConfig, names: tuple[str, ...]) -> list[str]:
-    """The flags of options that are not as they are by default."""
+    """The flags of options whose values differ from the defaults."""
     found, options = list[str](), type(record)
     for option in options_of(options):  # type: ignore[arg-type]
         value = getattr(record, option.name)
@@ -80,9 +80,9 @@ def _flags(record: RuntimeConfig | SpeculativeConfig, names: tuple[str, ...]) ->
 def check_launches(
     config: RuntimeConfig, counts: LaunchCounts, target: ModelConfig, speculative: SpeculativeConfig | None = None
 ) -> None:
-    """Raise ConfigError where strict mode would launch what was not tuned, or a library in place of a kernel.
+    """Raise ConfigError if strict mode would launch untuned kernels, or torch in place of a kernel.
 
-    counts       of all ranks: each one's launches need entries, as parts of a target need not be alike
+    counts       of all ranks: the launches of each need entries, since ranks' parts may have different shapes
     target       whole
     speculative  None: there is no draft model
     """
@@ -104,7 +104,7 @@ def check_launches(
 
 
 def _named(untuned: tuple[tuple[str, str], ...]) -> str:
-    """The first launches without an entry, and how many more there are."""
+    """Name the first launches without an entry, and the number of others."""
     shown = [f"{kind} {key}" for kind, key in untuned[:MOST_NAMED]]
     more = len(untuned) - len(shown)
     return ", ".join([*shown, *([f"{more} more"] if more else [])])

@@ -1,4 +1,4 @@
-"""This module opens the target that the options ask for, with weights, activations and KV in their formats."""
+"""This module opens the target, with weights, activations and KV in the formats that the options ask for."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 def load_target(
     model: str | Path | OpenedTarget, options: RuntimeConfig, progress: Progress | None, downloaded: Progress | None
 ) -> OpenedTarget:
-    """The target, its config for the context of the options; of its weights only headers are read.
+    """Open the target, with its config for the options' max_context; only the headers of its weights are read.
 
     model, progress, downloaded  see `lowlat.engine.loading.loading.load`
     Raises ConfigError.
@@ -46,7 +46,7 @@ def load_target(
 
 
 def _say_factors(config: ModelConfig, max_context: int) -> None:
-    """Warn that RoPE's long factors hold in short texts, too, where the context is longer than the trained one."""
+    """Warn if max_context makes RoPE's long factors apply to short texts, too."""
     for rotation in config.rotations:
         trained = rotation.rope.original_max_position
         if rotation.rope.has_long_factors and max_context > trained:

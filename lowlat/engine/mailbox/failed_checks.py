@@ -1,6 +1,6 @@
-"""This module says what each check of a step means that failed on the device, and counts them.
+"""This module describes and counts the checks of steps that failed on the device.
 
-A device tells a code and numbers; the texts stand here. It knows requests by their names alone.
+The device publishes a code and numbers; their texts are here.
 """
 
 import logging
@@ -15,7 +15,7 @@ __all__ = ["FailedCheck", "FailedChecks"]
 
 logger = logging.getLogger("lowlat.engine.checks")
 
-# code -> kind, and what is said of the place, the value and what was expected
+# code -> kind, and a text of the place, the value and the expected value
 TEXTS = {
     checks.MAX_LENGTH_BOUNDS: ("lengths", "its longest length is {value}, outside 1 to {expected}"),
     checks.LENGTH_BOUNDS: ("lengths", "its committed length is {value}, outside 1 to {expected}"),
@@ -44,9 +44,9 @@ TEXTS = {
 
 
 class FailedCheck(NamedTuple):
-    """A check that failed in a step: the slot, -1 for an entry that had none, and the numbers that the device told.
+    """A check that failed in a step: the slot, -1 for an entry without one, and the device's numbers.
 
-    ends  its request ends; else it goes on without drafts
+    ends  whether its request ends; else it goes on without drafts
     """
 
     slot: int
@@ -58,7 +58,7 @@ class FailedCheck(NamedTuple):
 
     @classmethod
     def of(cls, slot: int, row: Sequence[int]) -> "FailedCheck":
-        """A failure as a device tells it, by `lowlat.kernels.reference.step.checks`."""
+        """Read a failure from the row that a device published; see `lowlat.kernels.reference.step.checks`."""
         code, place, value, expected = (
             row[column] for column in (checks.CODE, checks.PLACE, checks.VALUE, checks.EXPECTED)
         )
@@ -70,14 +70,14 @@ class FailedCheck(NamedTuple):
         return TEXTS[self.code][0]
 
     def describe(self) -> str:
-        """Say where it failed, by which value, and what was expected."""
+        """Describe the place, the value and the expected value."""
         masks = self.kind == "masks"
         value, expected = (each & (1 << 64) - 1 if masks else each for each in (self.value, self.expected))
         return TEXTS[self.code][1].format(place=self.place, value=value, expected=expected)
 
 
 class FailedChecks:
-    """Counts and logs the failed checks of a runtime that makes such of some kinds; of none it reports nothing."""
+    """Counts and logs a runtime's failed checks of the given kinds; without kinds its report is empty."""
 
     def __init__(self, kinds: Collection[str]) -> None:
         self._kinds = [kind for kind in CHECK_KINDS if kind in kinds]
@@ -85,7 +85,7 @@ class FailedChecks:
         self._num_ended = self._num_single = 0
 
     def record(self, failure: FailedCheck, request_id: str | None) -> str:
-        """Count and log a failure, and return its text; `request_id` is None where no request is hurt."""
+        """Count and log a failure, and return its text; `request_id` is None if it concerns no request."""
         self._failed[failure.kind] += 1
         hurt = "an entry without a request" if request_id is None else f"request {request_id!r} in slot {failure.slot}"
         text = f"check of {failure.kind} failed for {hurt}: {failure.describe()}"
@@ -101,7 +101,7 @@ class FailedChecks:
         return text
 
     def report(self) -> dict[str, Any]:
-        """Return a block `checks` of counts, as JSON; empty where no checks are made."""
+        """Return a block `checks` of counts, as JSON; {} if no checks are made."""
         if not self._kinds:
             return {}
         failed = {kind: self._failed[kind] for kind in self._kinds}

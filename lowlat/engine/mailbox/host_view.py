@@ -1,4 +1,4 @@
-"""A host view shows memory that host and device share as numpy arrays, whose scalars cost a tenth of torch's."""
+"""A host view accesses the buffers of a state as numpy arrays: a scalar costs a tenth of torch's."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,25 +10,24 @@ __all__ = ["HostView", "fill"]
 
 
 class HostView:
-    """Named buffers of a state as numpy arrays: views of host memory, copies of what lies on a device.
+    """Has named buffers of a state as numpy arrays: views of buffers in host memory, copies of those on a device.
 
-    A copy goes to the device by `send`, and comes from there by `fetch`; both wait for it, and `num_copies` counts
-    them.
+    `send` writes copies to the device, `fetch` reads them from there. Both wait, and `num_copies` counts the copies.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
-        held = {name: (state[name], state[name].cpu()) for name in names}  # `cpu` is itself where it lies there
+        held = {name: (state[name], state[name].cpu()) for name in names}  # `cpu` returns a host tensor itself
         self.arrays: dict[str, np.ndarray[Any, Any]] = {name: here.numpy() for name, (_, here) in held.items()}
         self._copied = {name: pair for name, pair in held.items() if pair[0] is not pair[1]}
         self.num_copies = 0
 
     def send(self, *names: str) -> None:
-        """Bring what was written to the device."""
+        """Copy what the host has written to the device."""
         for there, here in self._pairs(names):
             there.copy_(here)
 
     def fetch(self, *names: str) -> None:
-        """Bring what the device has written."""
+        """Copy what the device has written to the host."""
         for there, here in self._pairs(names):
             here.copy_(there)
 

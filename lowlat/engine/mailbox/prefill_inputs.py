@@ -1,4 +1,4 @@
-"""This module writes what prefill reads, and reads the logprobs of prompts that its passes leave."""
+"""This module writes the inputs of prefill, and reads the prompt logprobs that its passes compute."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ ANSWERED = ("prompt_logprob_values", "prompt_logprob_ids", "prompt_ranks")
 
 
 class PrefillInputs:
-    """Writes what prefill reads, into an executor's state; `view` counts copies."""
+    """Writes the inputs of prefill into an executor's state; `view` counts copies."""
 
     def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
         self._partial = tuple(name for name in PARTIAL if name in state)
@@ -34,16 +34,19 @@ class PrefillInputs:
         self._arrays = self.view.arrays
 
     def write_partial(self, span: tuple[int, int], shifts: Sequence[int], start: int) -> None:
-        """Write what SpecPV adds to a chunk from position `start` on: positions of new keys, and what the lists of all
-        slots leave out; nothing without it."""
+        """Write SpecPV's inputs for a chunk from position `start` on; without SpecPV write nothing.
+
+        span    the new keys' first position, and the one after their last
+        shifts  for each slot the positions that its list leaves out
+        """
         for name, values in zip(self._partial, (span, shifts, start), strict=False):
             self._arrays[name][:] = values
         self._host.send(*self._partial)
 
     def write_chunk(self, slot: int, tokens: Sequence[int], start: int, commands: Mapping[str, Sequence[int]]) -> None:
-        """Write what prefill reads: `tokens` from position `start` on, all of which are live rows.
+        """Write the inputs of a chunk: `tokens` from position `start` on, all of them live rows.
 
-        commands  what the books of the slot's states say of it, by buffer; steps of the slot go on with the tables
+        commands  values for the slot from the books of its states, by buffer; the slot's steps use the tables, too
         """
         arrays, count = self._arrays, len(tokens)
         for name in self._commands:
@@ -74,8 +77,10 @@ class PrefillInputs:
         return -(-count // min(PASS_ROWS, len(targets)))
 
     def read_prompt(self, prompt: Sequence[int], start: int, count: int, num_top: int | None) -> PromptLogprobs | int:
-        """The logprobs of the tokens after the positions, by these passes; where logits were not finite, the first such
-        position, from `start` on."""
+        """Read the logprobs of the tokens after these positions.
+
+        If logits were not finite, returns the first such position instead, counted from `start`.
+        """
         self._host.fetch(*ANSWERED)
         count, top = min(count, len(prompt) - start - 1), slice(1, 1 + (num_top or 0))
         values, ids, ranks = (self._arrays[name][:count] for name in ANSWERED)

@@ -1,4 +1,4 @@
-"""A publication is what a step tells the host: an entry of the ring, with the outcome for each slot."""
+"""A step publishes one entry of the ring, with its outcome for each slot; this module has their types."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,7 +16,7 @@ FINISH_REASONS: dict[int, FinishReason] = {FINISH_STOP: "stop", FINISH_LENGTH: "
 class SlotPublication(NamedTuple):
     """The outcome of one step for one slot; `accepted` counts committed drafts, `length` committed tokens after it.
 
-    failed  a check of the step that failed at the slot, of which the step then gives nothing else
+    failed  a check that failed for the slot; the step then has no other outcome for it
     """
 
     slot: int
@@ -33,11 +33,11 @@ class SlotPublication(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One step's entry of the ring, of which only the records have been read.
+    """One step's entry of the ring; only its records have been read.
 
     number   steps published before it
-    records  one a row of the entry; SLOT is -1 where no slot took part
-    failed   the checks of the step that failed
+    records  one for each row of the entry; SLOT is -1 if no slot took part
+    failed   the failed checks of the step
     """
 
     number: int

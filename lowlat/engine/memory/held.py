@@ -1,6 +1,6 @@
-"""This module says what memory a runtime holds, by device: its ranks' planned parts, and what is free after a load.
+"""This module reports the memory that a runtime holds, by device: its ranks' planned parts, and the free memory.
 
-Nothing is allocated once a runtime is loaded, so one look is enough.
+A loaded runtime allocates nothing more, so it is measured once, after the load.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ PARTS = ("weights_bytes", "kv_bytes", "state_bytes", "scratch_bytes", "prefill_b
 class HeldMemory:
     """The memory held on one device.
 
-    ranks        that run there
-    need         of these, as `memory_need` counts it
-    free_bytes   of the device when all was loaded, others' use taken off; None where it cannot be told
+    ranks        the ranks that run there
+    need         their need together, as `memory_need` counts it
+    free_bytes   the device's free memory after the load, other processes' use counted; None if it is unknown
     total_bytes  of the device; None for a CPU
     """
 
@@ -45,7 +45,7 @@ class HeldMemory:
 
 
 def held_memory(needs: Sequence[MemoryNeed], devices: Sequence[torch.device]) -> tuple[HeldMemory, ...]:
-    """The memory of ranks that are loaded, by device.
+    """Measure the memory of loaded ranks, by device.
 
     needs, devices  of each rank, in order
     """

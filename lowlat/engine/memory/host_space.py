@@ -12,17 +12,17 @@ __all__ = ["REFUSED_S", "HostSpace"]
 
 logger = logging.getLogger("lowlat.engine.host_space")
 
-REFUSED_S = 10.0  # a host that has refused memory is asked again after so long
+REFUSED_S = 10.0  # after a refusal the host is not asked for memory for this long
 
 
 @dataclass
 class HostSpace:
-    """The space of one runtime, in bytes of all its ranks together.
+    """Counts one runtime's host memory for requests that have left their slot, in bytes of all ranks together.
 
-    max_bytes    for all requests
-    slot_bytes   of a slot's rows, which every request takes that has left its slot
-    block_bytes  of a block, or row, by pool: of those that a request takes whose blocks have left the device, too
-    obtain       has the host give the memory of a slot's rows, or of so many blocks by pool. Raises CapacityError
+    max_bytes    the limit for all requests
+    slot_bytes   of a slot's rows: each request without a slot takes as many
+    block_bytes  of a block, or row, by pool: a request takes as many for each of its blocks that has left the device
+    obtain       allocates host memory for a slot's rows (None), or for numbers of blocks by pool. Raises CapacityError
     """
 
     max_bytes: int
@@ -39,27 +39,27 @@ class HostSpace:
         return sum(self.held.values())
 
     def has_slot(self) -> bool:
-        """Whether a slot's rows fit, as far as is known."""
+        """Whether a slot's rows fit; the host may still refuse the memory."""
         return self.slot_bytes <= self.num_free
 
     @property
     def num_free(self) -> int:
-        """Bytes that requests may still take, as far as is known: none for a while after the host has refused some."""
+        """Bytes that requests may still take: 0 for a while after the host has refused memory."""
         return 0 if time.monotonic() < self._refused_until else self.max_bytes - self.num_bytes
 
     @property
     def refused_until(self) -> float | None:
-        """The time of the monotonic clock until which the host is not asked, as it has refused memory; None: it is."""
+        """The monotonic time until which a host that has refused memory is not asked; None: it may be asked."""
         return self._refused_until if time.monotonic() < self._refused_until else None
 
     def bytes_of(self, counts: Mapping[str, int]) -> int:
-        """Bytes of so many blocks, by pool."""
+        """The bytes of these numbers of blocks, by pool."""
         return sum(count * self.block_bytes.get(pool, 0) for pool, count in counts.items())
 
     def take_slot(self, request_id: str) -> None:
         """Take the bytes of a slot's rows for a request.
 
-        Raises CapacityError where they do not fit, or the host refuses memory.
+        Raises CapacityError if they do not fit, or the host refuses memory.
         """
         if self.num_bytes + self.slot_bytes > self.max_bytes:
             raise CapacityError(
@@ -71,11 +71,11 @@ class HostSpace:
         self.held[request_id] = self.held.get(request_id, 0) + self.slot_bytes
 
     def has_blocks(self, counts: Mapping[str, int]) -> bool:
-        """Whether so many more blocks, by pool, fit, and the host has given their memory."""
+        """Whether these numbers of further blocks, by pool, fit, and the host has given their memory."""
         return self.bytes_of(counts) <= self.num_free and self._obtains(counts)
 
     def take_blocks(self, request_id: str, moved: MovedOut) -> None:
-        """Take the bytes of a request's blocks, after `has_blocks` of as many."""
+        """Take the bytes of a request's blocks; call it after `has_blocks` for the same numbers of blocks."""
         num_bytes = self.bytes_of({pool: len(places) for pool, places in moved.places.items()})
         self.held[request_id] = self.held.get(request_id, 0) + num_bytes
 

@@ -1,6 +1,6 @@
 """This module keeps the states of requests that have left their slot in host memory, bit for bit.
 
-All ranks' states are read. Which blocks, and whether they fit, `lowlat.engine.scheduling` says.
+It reads the states of all ranks. `lowlat.engine.scheduling` decides which blocks leave, and whether they fit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,20 +16,21 @@ from lowlat.sequence.book import InvariantError, MovedIn, MovedOut
 __all__ = ["KeptStates", "host_space"]
 
 GIB = 1 << 30
-Content = Callable[[], torch.Tensor]  # waits until it has been read
+Content = Callable[[], torch.Tensor]  # waits until the content has been read, and returns it
 
 
 def host_space(executor: Executor, pause_gib: float, per_part: int) -> HostSpace:
-    """The host memory for requests without a slot, and what they take there, of all ranks together.
+    """Set up the host memory for requests without a slot, for all ranks together.
 
-    per_part  blocks that are copied at once
+    pause_gib  its limit
+    per_part   blocks that are copied at once
     """
     movers = executor.movers
     pools = {spec.pool for spec in executor.state.specs.values() if spec.paging is not None}
     blocks = {pool: sum(mover.block_bytes(pool) for mover in movers) for pool in pools}
 
     def obtain(counts: Mapping[str, int] | None) -> None:
-        """Hold all that is to be read at once: what is given back then stays with torch's cache of pinned memory."""
+        """Allocate all memory of one request, and free it into torch's cache of pinned memory, where reads find it."""
         held = []
         for mover in movers:
             sizes = [mover.slot_bytes] if counts is None else []
@@ -53,11 +54,11 @@ class Part(NamedTuple):
 class _Kept:
     rows: tuple[Content, ...]
     parts: list[Part] = field(default_factory=list)
-    table: tuple[int, ...] = ()  # the blocks that it had
+    table: tuple[int, ...] = ()  # the blocks that the request had on the device
 
 
 class KeptStates:
-    """The states of one runtime's requests without a slot, by id.
+    """Keeps the states of one runtime's requests without a slot, by request id.
 
     per_part  blocks that are copied at once
     """
@@ -70,11 +71,11 @@ class KeptStates:
         return request_id in self._kept
 
     def read_slot(self, request_id: str, slot: int) -> None:
-        """Read a slot's rows as they are after what was launched. Raises DeviceError when the device has failed."""
+        """Read a slot's rows as the launches so far leave them. Raises DeviceError when the device has failed."""
         self._kept[request_id] = _Kept(tuple(mover.read_slot(slot) for mover in self._executor.movers))
 
     def read_blocks(self, request_id: str, moved: MovedOut) -> None:
-        """Read the blocks of a request, before anything else is written to them."""
+        """Read the blocks of a request, before anything overwrites them."""
         parts, self._kept[request_id].table = self._kept[request_id].parts, moved.table
         for pool, places in moved.places.items():
             for first in range(0, len(places), self._per_part):
@@ -83,9 +84,10 @@ class KeptStates:
                 parts.append(Part(pool, len(some), contents))
 
     def write(self, request_id: str, slot: int, tables: Mapping[str, Sequence[int]], moved_in: MovedIn | None) -> None:
-        """Write a request's rows to a slot, with these tables in place of theirs, and its blocks to where they are now.
+        """Write a request's rows to a slot, with these tables, and its blocks to their new places; then forget it.
 
-        It is forgotten then. Raises DeviceError when the device has failed.
+        moved_in  the new places; None: the blocks have stayed on the device
+        Raises DeviceError when the device has failed.
         """
         kept = self._kept.pop(request_id)
         moved = {} if moved_in is None else dict(zip(kept.table, moved_in.table, strict=True))
@@ -105,5 +107,5 @@ class KeptStates:
                     mover.write(pool, places, content())
 
     def forget(self, request_id: str) -> None:
-        """Drop what is kept of a request, if anything is."""
+        """Drop the kept state of a request, if there is one."""
         self._kept.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""This module plans a runtime's memory by part, and refuses at start what does not fit, with the options to change."""
+"""This module plans a runtime's memory by part. If it does not fit, the error at start names the options to change."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,11 +31,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes on the device by part, the weights as the executor keeps them; and of the host's memory while loading.
+    """Bytes needed on the device, by part, and on the host while loading.
 
-    prefill_bytes    what torch's operations take while a chunk of prefill runs, in a pool of their own; 0 where none do
-    loading_bytes    what packing the largest matrix takes beyond all that is allocated once weights are in place
-    host_load_bytes  host memory that reading weights takes, Python and its libraries left out; on a CPU it comes on top
+    weights_bytes    of the weights as the executor keeps them
+    prefill_bytes    of the pool that torch's operations use while a prefill chunk runs; 0 if there are none
+    loading_bytes    that packing the largest matrix takes beyond the parts allocated after the weights
+    host_load_bytes  that reading weights takes on the host, without Python and its libraries; on a CPU in addition to
+                     the other parts
     """
 
     weights_bytes: int
@@ -48,7 +50,7 @@ class MemoryNeed:
 
     @property
     def total_bytes(self) -> int:
-        """All parts on the device."""
+        """The sum of all parts on the device."""
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
@@ -57,14 +59,14 @@ class MemoryNeed:
 
 
 class RankPlan(NamedTuple):
-    """The memory that a rank needs, and the workspaces of its kernels therein; None where none run."""
+    """The memory that a rank needs, and its kernels' workspaces, which are part of it; None if it runs no kernels."""
 
     need: MemoryNeed
     workspaces: PlannedWorkspaces | None
 
 
 class DeviceNeed(NamedTuple):
-    """Bytes that are needed of a device, and those that are free there; None where that cannot be told."""
+    """The bytes needed on a device, and its free bytes; None if these are unknown."""
 
     device: str
     num_bytes: int
@@ -82,8 +84,9 @@ def memory_need(
     """Add up the buffers of all programs and the weights as the executor keeps them.
 
     weights     canonical weights, or tensors without content in their place
-    workspaces  of kernels that run these programs, one at a time in the memory of the largest one's scratch: they lie
-                next to it, as does the memory of all-reduces among ranks, and matrices are packed. None: none run
+    workspaces  of the kernels that run these programs; None: no kernels run. Kernels run one program at a time, so the
+                scratch of all takes the memory of the largest one's. Workspaces and the memory of all-reduces are
+                counted with it, and matrices are packed
     """
     kv: dict[str, int] = {}
     state: dict[str, int] = {}
@@ -125,9 +128,9 @@ def plan_rank(
     rank: tuple[int, int] = (0, 1),
     fuse: bool = True,
 ) -> RankPlan:
-    """The plan of a rank's programs and its part of the weights.
+    """Plan the memory of a rank's programs and of its part of the weights.
 
-    gpu         for which kernels are lowered; None: none run
+    gpu         the GPU for which kernels are lowered; None: no kernels run
     rank, fuse  see `planned_workspaces`
     """
     workspaces = None
@@ -140,13 +143,13 @@ def plan_rank(
 
 
 def on_one_device(needs: Sequence[MemoryNeed]) -> MemoryNeed:
-    """The need of several ranks on one device; their weights are read once."""
+    """Add up the needs of several ranks on one device; the host reads their weights only once."""
     parts = {name: sum(need.parts()[name] for need in needs) for name in needs[0].parts()}
     return MemoryNeed(**parts, host_load_bytes=max(need.host_load_bytes for need in needs))
 
 
 def _packing_bytes(names: Mapping[str, str], weights: Mapping[str, torch.Tensor]) -> int:
-    """Bytes on the device next to a packed matrix while it is made: its own, of plain ones in the packed order, too."""
+    """Bytes on the device, besides the packed matrix, while one is packed: its source, for plain ones twice."""
     own = sum(weights[name].numel() * weights[name].element_size() for name in names.values() if name in weights)
     return 2 * own if "weight" in names else own + PANEL_BYTES
 
@@ -157,11 +160,11 @@ def _weight_bytes(
     expanded: Iterable[Mapping[str, str]],
     device: torch.device,
 ) -> int:
-    """Bytes that an executor keeps of the weights, each tensor once.
+    """Bytes of the weights as an executor keeps them; each tensor counts once.
 
-    products  by part the weights of every matrix that kernels multiply by: these are packed, as their format counts;
-              without any, on a CPU, floating-point weights are kept in float32
-    expanded  by part the quantised matrices that are kept in float32 on every device
+    products  names of the weights of each matrix that kernels multiply by, by part. These are packed, and their format
+              counts the bytes. Without any, a CPU keeps floating-point weights in float32
+    expanded  names of the weights of each quantised matrix that is kept in float32 on every device, by part
     """
     left = {id(tensor): tensor for tensor in weights.values()}
     total, packed = 0, False
@@ -186,9 +189,9 @@ def _weight_bytes(
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Free memory of the device, what only torch's cache holds included; None where it cannot be told."""
+    """Free memory of the device, torch's unused cache included; None if it is unknown."""
     if device.type == "cuda":
-        release_cached_memory(device)  # not merely counted: memory of one stream's cache is of no use to another
+        release_cached_memory(device)  # counting it is not enough: other streams cannot use a stream's cached memory
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -200,7 +203,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(need: MemoryNeed, device: torch.device) -> None:
-    """Raise ConfigError where more is needed than is free, on the device or on the host while loading."""
+    """Raise ConfigError if more is needed than is free, on the device or on the host while loading."""
     host = torch.device("cpu")
     on_host = need.host_load_bytes + (need.total_bytes if device.type == "cpu" else 0)
     for place, total, during in ((device, need.total_bytes, ""), (host, on_host, ", loading included")):
@@ -225,7 +228,7 @@ def plan_ranks(
     *,
     fuse: bool = True,
 ) -> list[RankPlan]:
-    """The plan of each rank, on its device."""
+    """Plan the memory of each rank, on its device."""
     shapes, gpus = weights.shapes(), planned_gpus(choice, devices)
     return [
         plan_rank(
@@ -246,7 +249,7 @@ def check_ranks(
     devices: Sequence[torch.device],
     reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
 ) -> None:
-    """Raise ConfigError where the ranks of a device together do not fit there, naming it.
+    """Raise ConfigError, which names the device, if the ranks of a device together do not fit there.
 
     reserve  see `Runtime.load`
     """

@@ -1,7 +1,7 @@
 """This module checks the calls of a runtime: types, and limits of the loaded model.
 
-Those of a request any thread may ask, for its limits do not change. The scheduler makes the checks that depend on the
-moment: a full queue, an id in use.
+Any thread may call the checks of a request, since the limits do not change. The scheduler makes the checks that depend
+on its state: a full queue, an id in use.
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -17,7 +17,7 @@ __all__ = ["RequestChecks", "check_call", "check_depth", "check_name", "encode_p
 
 
 def check_call(params: object, request_id: object, allow_special: object, cache_salt: object) -> None:
-    """Refuse arguments of `Runtime.submit` that are of another type than it takes. Raises RequestError naming them."""
+    """Refuse arguments of `Runtime.submit` of a wrong type. Raises RequestError, which names them."""
     if not isinstance(params, SamplingParams):
         found = type(params).__name__
         raise RequestError(f"params must be SamplingParams, got {found} (SamplingParams.from_options takes a dict)")
@@ -30,14 +30,14 @@ def check_call(params: object, request_id: object, allow_special: object, cache_
 
 
 def check_depth(depth: object, ladder: StepLadder) -> None:
-    """Raise ConfigError for a depth of speculation that is no integer, or has no bucket."""
+    """Raise ConfigError for a draft length that is no integer, or has no bucket."""
     if isinstance(depth, bool) or not isinstance(depth, int):
         raise ConfigError(f"num_speculative_tokens must be an integer, got {shown(depth)}")
     ladder.choose(1, depth)
 
 
 def check_name(request_id: object) -> str:
-    """A request's id. Raises RequestError for what is none, whatever was submitted."""
+    """Return a request's id if it is valid. Raises RequestError if not, whether or not such a request exists."""
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(f"a request's id (request_id) must be text, and not empty, got {shown(request_id)}")
     return request_id
@@ -46,7 +46,7 @@ def check_name(request_id: object) -> str:
 def encode_prompt(
     codec: TextCodec | None, prompt: Sequence[int] | str, allow_special: bool, max_context: int, max_tokens: int
 ) -> Sequence[int]:
-    """The token ids of a text; others as they are. Raises RequestError for a text where there is no tokenizer."""
+    """Encode a text; return token ids as they are. Raises RequestError for a text if there is no tokenizer."""
     if not isinstance(prompt, str):
         return prompt
     if codec is None:
@@ -55,7 +55,7 @@ def encode_prompt(
 
 
 def encode_texts(codec: TextCodec | None, params: SamplingParams) -> SamplingParams:
-    """The same parameters with named texts as token ids; they stay as they are where there is no tokenizer."""
+    """Encode the parameters' draft_texts to token ids; without a tokenizer, return the parameters as they are."""
     if codec is None or not any(isinstance(text, str) for text in params.draft_texts):
         return params
     ids = [
@@ -69,18 +69,18 @@ def encode_texts(codec: TextCodec | None, params: SamplingParams) -> SamplingPar
 class RequestChecks:
     """The limits of a loaded model.
 
-    max_context       tokens of prompt and completion, at most
+    max_context       the most tokens of prompt and completion
     vocab_size        token ids are below it
     eos_token_ids     the model's own end tokens
-    has_text          there is a tokenizer, which stop strings need
+    has_text          whether there is a tokenizer, which stop strings need
     max_stop_ids      stop tokens of a request that the device can hold, the model's own included
-    max_total_tokens  prompt and max_tokens for which the whole KV pool has room
+    max_total_tokens  the most tokens of prompt and max_tokens for which the whole KV pool has capacity
     block_size        positions of a KV block, for the message
-    greedy_only       sampling is refused: perf_mode is strict
-    must_draft        so are requests without drafts: perf_mode is strict, and there is a speculator
-    has_prompts       prompts may be asked for their logprobs; else requests that ask are refused
-    has_masks         steps draw under the masks of grammars; else requests that have one are refused
-    num_text_tokens   tokens of texts that a request may name to draft from, an end after each included; 0: none may be
+    greedy_only       whether sampling is refused: perf_mode is strict
+    must_draft        whether requests without drafts are refused: perf_mode is strict, and there is a speculator
+    has_prompts       whether requests may ask for logprobs of their prompts
+    has_masks         whether steps draw under the masks of grammars; else requests with a grammar are refused
+    num_text_tokens   the most tokens of draft_texts in a request, with an end after each; 0: draft_texts are refused
     """
 
     max_context: int
@@ -140,7 +140,7 @@ class RequestChecks:
         return prompt_ids
 
     def check_texts(self, params: SamplingParams) -> None:
-        """Raise RequestError for named texts where none may be, or that are too long as far as they are token ids."""
+        """Raise RequestError for draft_texts that the runtime does not take, or whose token ids are too many."""
         if not params.draft_texts:
             return
         if not self.num_text_tokens:
@@ -160,18 +160,18 @@ class RequestChecks:
             raise RequestError(f"draft_texts: {largest} is not a token id; the vocabulary has {self.vocab_size}")
 
     def check_drafts(self, max_draft_tokens: int | None) -> None:
-        """Raise RequestError for a request that would not speculate where all must."""
+        """Raise RequestError for a request without drafts if all requests must speculate."""
         if self.must_draft and max_draft_tokens == 0:
             raise RequestError("perf_mode 'strict' speculates in every step: max_draft_tokens must be 1 or more, got 0")
 
     def prompt_ids(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """The prompt's ids as ints of the vocabulary. Raises RequestError naming the first that is none."""
+        """Return the prompt as ints of the vocabulary. Raises RequestError, which names the first invalid id."""
         refused = (str, bytes, bytearray, memoryview, Mapping, Set)
         ids = plain(prompt)
         if isinstance(ids, refused) or not isinstance(ids, Iterable):
             raise RequestError(f"the prompt must be text or a sequence of token ids, got {type(prompt).__name__}")
         ids = tuple(ids)
-        # all at once first: a long prompt is checked while others wait for their tokens
+        # all ids are checked at once first: other requests wait for their tokens during the check of a long prompt
         if not ids or (set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size):
             return ids
         ids = tuple(map(plain, ids))

@@ -1,4 +1,4 @@
-"""An open prompt is read while it is still being written: text or token ids come, and `finish` ends it."""
+"""An open prompt is prefilled while it is still being written: `append` adds text or token ids, `finish` ends it."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,14 +23,14 @@ class OpenPrompt:
             max_tokens=max_tokens,
             allow_special=allow_special,
         )
-        self._refusal = ""  # of a piece: the prompt lacks it, and is of no more use
+        self._refusal = ""  # why a piece was refused: the prompt lacks it, and cannot be used
         self.request_id = request_id
 
     def append(self, piece: Sequence[int] | str) -> None:
-        """Add text or token ids, of which whole chunks are read at once.
+        """Add text or token ids; complete chunks are prefilled immediately.
 
-        After a speculative `finish` it withdraws what was begun: reading goes on from the chunks that are certain.
-        Raises RequestError for what is neither, a prompt too long for the context with max_tokens, and after `finish`.
+        After a speculative `finish` it withdraws the answer, and prefill goes on after the last certain chunk.
+        Raises RequestError for other types, a prompt too long for the context with max_tokens, and after `finish`.
         """
         self._check()
         ids = self._pieces.append(piece if isinstance(piece, str) else self._runtime.checks.prompt_ids(piece))
@@ -43,8 +43,8 @@ class OpenPrompt:
     def finish(self, *, speculative: bool = False) -> None:
         """End the prompt: the answer begins.
 
-        speculative  it may go on: the answer's outputs are kept back until `finish` is called without it, and are
-                     dropped by the next `append`
+        speculative  whether the prompt may go on: the answer's outputs are held back until `finish` is called without
+                     it; the next `append` drops them
         Raises RequestError for an empty prompt, and after `finish`.
         """
         self._check()
@@ -55,5 +55,5 @@ class OpenPrompt:
             raise RequestError(f"a part of the prompt was refused: {self._refusal}")
 
     def cancel(self) -> None:
-        """End the request; its last output says "cancelled". Raises RequestError where it has ended."""
+        """End the request; its last output says "cancelled". Raises RequestError if it has ended."""
         self._runtime.cancel(self.request_id)

@@ -7,7 +7,7 @@ __all__ = ["PromptLogprobsSoFar"]
 
 
 class PromptLogprobsSoFar:
-    """The logprobs of one prompt's tokens as far as they were read.
+    """Collects the logprobs of one prompt's tokens.
 
     codec  gives the tokens' texts; None: they have none
     """
@@ -18,7 +18,7 @@ class PromptLogprobsSoFar:
         self._texts: dict[int, bytes] = {}
 
     def add(self, part: PromptLogprobs, first_token: int) -> None:
-        """Add those of the next tokens. The prompt's first token has none of its own."""
+        """Add the next tokens' logprobs. The prompt's first token has no logprob."""
         if not self._parts:
             self._parts.append(PromptLogprobs.first(first_token, part.num_top))
         self._parts.append(part)
@@ -27,10 +27,10 @@ class PromptLogprobsSoFar:
             self._texts.update((token, self._codec.token_bytes(token)) for token in new)
 
     def clear(self) -> None:
-        """Forget them: the prompt is read again."""
+        """Drop them, since the prompt is prefilled again."""
         self._parts.clear()
 
     def take(self) -> PromptLogprobs | None:
-        """All of them, once; None where there are none."""
+        """Take all of them; None if there are none."""
         parts, self._parts = self._parts, []
         return PromptLogprobs.joined(parts, None if self._codec is None else self._texts) if parts else None

@@ -1,4 +1,4 @@
-"""This module has the requests of one runtime: those that are live, their outputs and their figures."""
+"""This module keeps the requests of one runtime: the live ones, their outputs and their metrics."""
 
 import itertools
 import secrets
@@ -25,15 +25,15 @@ __all__ = ["Requests"]
 
 
 class Requests(Mapping[str, Request]):
-    """The live requests by id; those that have ended leave their figures.
+    """Maps ids to live requests; the metrics of ended ones are kept.
 
-    slots     the live requests that have a slot, by slot, those that prefill among them
-    outputs   what the next step returns first: ends that came between steps
-    has_confirmed  there are outputs that were kept back: the next step returns at once
-    checks    refuses requests, and may be asked by any thread
-    grammars  compiles those of requests, for any thread
-    sessions  those that live
-    deadlines of those that wait for their caller
+    slots          the live requests that have a slot, by slot, prefilling ones included
+    outputs        what the next step returns first, such as ends between steps
+    has_confirmed  whether outputs that were held back have been released: the next step returns at once
+    checks         refuses requests; any thread may use it
+    grammars       compiles requests' grammars; any thread may use it
+    sessions       the live sessions
+    deadlines      of requests that wait for their caller
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig, scheduler: Scheduler, *, speculates: bool) -> None:
@@ -75,7 +75,7 @@ class Requests(Mapping[str, Request]):
         return len(self._live)
 
     def find(self, request_id: str) -> Request:
-        """A live request. Raises RequestError for one that is unknown or has ended."""
+        """Find a live request. Raises RequestError for one that is unknown or has ended."""
         request = self._live.get(check_name(request_id))
         if request is None:
             raise RequestError(f"request {request_id!r} is unknown or has ended")
@@ -107,15 +107,18 @@ class Requests(Mapping[str, Request]):
     def _settled(
         self, params: SamplingParams | None, request_id: str | None, allow_special: bool, cache_salt: str
     ) -> SamplingParams:
-        """The parameters of a call that was checked, with texts to draft from as token ids."""
+        """Check a call; returns its parameters, with texts to draft from as token ids. Raises RequestError."""
         params = SamplingParams() if params is None else params
         check_call(params, request_id, allow_special, cache_salt)
         self.checks.check_texts(params)
         return encode_texts(self._codec, params)
 
     def _joined(self, params: SamplingParams, prompt: Sequence[int], session: SessionRecord | None) -> tuple[int, ...]:
-        """The texts that a request drafts from next to its own, -1 after each: those that it names, and earlier answers
-        of its session, the ends of them for which there is capacity."""
+        """Join the texts that a request drafts from besides its own, with -1 after each.
+
+        They are the texts that it names, then earlier answers of its session. A text that exceeds the remaining
+        capacity keeps its end.
+        """
         found: list[int] = []
         answers = () if session is None or not self.checks.num_text_tokens else session.answers_beside(prompt)
         for text in (*params.draft_texts, *answers):
@@ -133,7 +136,7 @@ class Requests(Mapping[str, Request]):
         max_prompt_tokens: int | None,
         session: SessionRecord | None = None,
     ) -> tuple[Request, ScheduledRequest]:
-        """The same of a request whose prompt is still to come. See `Runtime.open_prompt`."""
+        """Do as `open` for a request whose prompt is still to come. See `Runtime.open_prompt`."""
         params = self._settled(params, request_id, allow_special, cache_salt)
         most = min(self._max_context, self.checks.max_total_tokens) - params.max_tokens
         if max_prompt_tokens is not None:
@@ -155,7 +158,7 @@ class Requests(Mapping[str, Request]):
         session: SessionRecord | None,
         seed: int | None = None,
     ) -> Request:
-        """A request; its seed is the one given, its parameters', or a new one."""
+        """Make a request; its seed is the given one, or its parameters', or a new one."""
         seed = params.seed if seed is None else seed
         seed = secrets.randbits(63) if seed is None else seed
         stop_ids = self.checks.stop_ids(params)
@@ -164,7 +167,7 @@ class Requests(Mapping[str, Request]):
         return made
 
     def begin(self, request: Request, *, speculative: bool) -> Request:
-        """The request of a prompt that is whole, in place of the open one: its figures begin here.
+        """Replace an open request by one with its complete prompt, whose metrics begin here.
 
         Raises RequestError for a grammar that cannot begin.
         """
@@ -177,7 +180,7 @@ class Requests(Mapping[str, Request]):
         return begun
 
     def reopen(self, request: Request, opening: Opening, ids: list[int]) -> ScheduledRequest:
-        """Let a prompt go on after it was finished on trial; nothing of the answer is left."""
+        """Reopen a prompt that was finished speculatively; nothing of the answer is left."""
         again = self._made(request.request_id, ids, request.params, request.session, request.seed)
         scheduled = replace(opening.scheduled, prompt_token_ids=ids)
         again.opening, again.committed = Opening(opening.arrival, scheduled, opening.max_prompt, len(ids)), ids
@@ -191,14 +194,14 @@ class Requests(Mapping[str, Request]):
             self.slots[request.slot] = request
 
     def deliver(self, request: Request, output: StepOutput) -> None:
-        """Add an output, or keep it back while the request's prompt may still go on."""
+        """Add an output, or hold it back while the request's prompt may still go on."""
         if request.opening is not None and request.opening.is_speculative:
             request.withheld.append(output)
         else:
             self.outputs.append(output)
 
     def confirm(self, request: Request) -> None:
-        """The prompt of a request that was finished on trial is whole: give what was kept back."""
+        """Release the outputs of a request that was finished speculatively: its prompt is complete."""
         request.opening = None
         self.has_confirmed = bool(request.withheld)
         self.outputs.extend(request.withheld)
@@ -226,23 +229,23 @@ class Requests(Mapping[str, Request]):
         self.slots[admission.slot] = request
 
     def displace(self, request: Request, *, decoded: bool) -> None:
-        """Record that a request has left its slot, and will come back."""
+        """Record that a request has left its slot, and will get one again."""
         del self.slots[request.slot]
         request.displace(decoded=decoded)
 
     def is_live(self, slot: int, entry: int) -> bool:
-        """Whether an entry is about the request in a slot: not about one before it, nor about one that has ended."""
+        """Whether an entry is about the live request in a slot, not about an earlier or ended one."""
         request = self.slots.get(slot)
         return request is not None and entry >= request.first_entry
 
     def num_remaining_after(self, num_steps: int, depth: int) -> list[int]:
-        """Tokens that each request in a slot may still get, after so many steps that bring it the most they can."""
+        """Tokens that each request in a slot may still get after `num_steps` steps that bring the most they can."""
         return [request.num_remaining_after(num_steps, depth) for request in self.slots.values()]
 
     def end(self, request: Request) -> None:
-        """Let a request that has left its slot be live no more; its figures stay.
+        """Remove a request that has left its slot from the live ones; its metrics stay.
 
-        One whose prompt may still go on stays live until that is settled.
+        A request whose prompt may still go on stays live until the prompt is confirmed or grows.
         """
         request.has_left = True
         if request.opening is not None and request.opening.is_speculative:
@@ -255,12 +258,12 @@ class Requests(Mapping[str, Request]):
             self.sessions.finish(request.session, tokens, request.seed, len(request.prompt))
 
     def metrics(self, request_id: str) -> RequestMetrics:
-        """Figures of a live request or of one of the last thousand ended. Raises RequestError for others."""
+        """Metrics of a live request or of one of the last thousand ended. Raises RequestError for others."""
         request = self._live.get(check_name(request_id))
         return self._book.get(request_id) if request is None else request.metrics()
 
     def totals(self) -> RuntimeMetrics:
-        """Figures of all requests since the load."""
+        """Metrics of all requests since the load."""
         for request in self._live.values():
             self._book.update(request.metrics())
         return self._book.totals()
@@ -277,7 +280,7 @@ class Requests(Mapping[str, Request]):
         return any(each.request_id == request_id and each.finish_reason is not None for each in self.outputs)
 
     def take_outputs(self) -> list[StepOutput]:
-        """The outputs that requests have gained since this was called last."""
+        """Take the outputs added since the last call."""
         outputs, self.outputs = self.outputs, []
         self.has_confirmed = False
         return outputs
@@ -289,7 +292,7 @@ class Requests(Mapping[str, Request]):
         return [request.describe(phase) for (request, _), phase in zip(names, phases, strict=True)]
 
     def close(self) -> None:
-        """Drop every live request; figures of those that have ended stay."""
+        """Drop all live requests; the metrics of ended ones stay."""
         self._live.clear()
         self.slots.clear()
         self.grammars.close()
@@ -306,7 +309,7 @@ class Requests(Mapping[str, Request]):
 
 
 def _scheduled(request: Request, num_prompt: int, cache_salt: str) -> ScheduledRequest:
-    """The record of a request, with a prompt of so many tokens at most, for the scheduler."""
+    """Make the scheduler's record of a request; its prompt has at most `num_prompt` tokens."""
     params, session = request.params, request.session
     return ScheduledRequest(
         request.request_id, request.prompt, num_prompt + params.max_tokens, cache_salt,

@@ -1,4 +1,4 @@
-"""This module keeps the moments of a request, and tells the durations between them."""
+"""This module keeps the times of a request's events, and computes the durations between them."""
 
 import time
 from dataclasses import dataclass, field
@@ -8,13 +8,13 @@ __all__ = ["RequestTimes"]
 
 @dataclass
 class RequestTimes:
-    """The moments of a request in seconds of the monotonic clock; None: it has not come to one.
+    """The times of a request's events, in seconds of the monotonic clock; None: an event has not happened.
 
     submitted    its caller submitted it
     placed       it got its slot
     prefilled    its first token came out of prefill
-    first_token  its caller's first token came: a token that a stop string drops is none
-    last_token   the last one so far
+    first_token  the caller's first token came; tokens that a stop string drops do not count
+    last_token   the caller's last token so far came
     """
 
     submitted: float = field(default_factory=time.monotonic)
@@ -30,7 +30,7 @@ class RequestTimes:
             self.first_token = now
 
     def durations(self) -> dict[str, float | None]:
-        """The durations of `RequestMetrics` by name; None: one that has not ended."""
+        """The durations of `RequestMetrics` by name; None for one that has not ended."""
         return {
             "queued_s": _between(self.submitted, self.placed),
             "prefill_s": _between(self.placed, self.prefilled),

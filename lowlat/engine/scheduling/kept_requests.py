@@ -1,4 +1,4 @@
-"""This module lists requests that decoded and have no slot, and says whether their KV has left the device."""
+"""This module lists requests that have decoded and have no slot, and records whether their KV has left the device."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ __all__ = ["Kept", "KeptRequests"]
 
 @dataclass(eq=False, slots=True)
 class Kept:
-    """A request that decoded and has no slot; its blocks are its own still, or `moved` says what they were."""
+    """A request that has decoded and has no slot; `moved` describes its former blocks, None while it still has them."""
 
     slot: Slot
     moved: MovedOut | None = None
@@ -26,9 +26,9 @@ class Kept:
 class KeptRequests(Mapping[str, Kept]):
     """Keeps the slots of such requests, by id, and counts the host memory that they take.
 
-    space  of host memory
-    queue  their priorities and arrivals
-    generation  a number that grows with every request that is kept: its blocks may be had, too
+    space       the host memory
+    queue       has their priorities and arrivals
+    generation  grows with every kept request, since another one may then get its blocks
     """
 
     def __init__(self, kvcache: "KVCache", space: HostSpace, queue: RequestQueue) -> None:
@@ -46,20 +46,21 @@ class KeptRequests(Mapping[str, Kept]):
         return len(self._kept)
 
     def keep(self, slot: Slot) -> None:
-        """Keep a request that leaves its slot. Raises CapacityError where that does not fit in host memory."""
+        """Keep a request that leaves its slot. Raises CapacityError if its rows do not fit in host memory."""
         self._space.take_slot(slot.request.request_id)
         self._kept[slot.request.request_id] = Kept(slot)
         self.generation += 1
 
     def forget(self, request_id: str) -> bool:
-        """Keep nothing of a request any more; whether anything was."""
+        """Drop a request; returns whether it was kept."""
         self._space.release(request_id)
         return self._kept.pop(request_id, None) is not None
 
     def move_out(self, head_id: str, num_written: Callable[[str], int]) -> tuple[str, MovedOut] | None:
-        """Free the blocks of one, of the lowest priority that fits in host memory, but for the queue's head.
+        """Free the blocks of one kept request: of those that fit in host memory, the one that `here` lists first.
 
-        num_written  positions of a request that may be written, by its id
+        head_id      the queue's head, which keeps its blocks
+        num_written  returns the number of positions that a request may have written, from its id
         """
         for name, kept in self.here(head_id):
             moved = self._kvcache.move_out(name, num_written(name), self._space.has_blocks)
@@ -70,6 +71,6 @@ class KeptRequests(Mapping[str, Kept]):
         return None
 
     def here(self, head_id: str) -> list[tuple[str, Kept]]:
-        """Those whose blocks are their own still, but for the queue's head, the first to leave first."""
+        """The kept requests that still have their blocks, without the queue's head; the lowest priority comes first."""
         here = [(name, kept) for name, kept in self._kept.items() if kept.moved is None and name != head_id]
         return sorted(here, key=lambda each: self._queue.place(each[1].slot.request), reverse=True)

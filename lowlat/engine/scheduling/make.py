@@ -21,8 +21,10 @@ def make_scheduler(
     tiers: CacheTiers | None = None,
     space: HostSpace | None = None,
 ) -> Scheduler:
-    """The scheduler of a runtime, with its KV blocks, the tiers below them, and space for requests without a slot.
+    """Make a runtime's scheduler.
 
+    tiers  the cache's tiers below the KV blocks
+    space  the host memory for requests without a slot
     Raises ConfigError for sizes that do not fit each other.
     """
     sizes = geometry.num_blocks, geometry.block_size, geometry.prefill_chunk

@@ -12,7 +12,7 @@ from lowlat.engine.scheduling.records import Admission, Departure, Phase, Schedu
 from lowlat.errors import CapacityError
 from lowlat.sequence.book import MovedIn, MovedOut
 
-if TYPE_CHECKING:  # which loads torch, of which this module needs nothing
+if TYPE_CHECKING:  # it loads torch, which this module does not need
     from lowlat.sequence.kvcache import KVCache
 
 __all__ = ["Placement"]
@@ -21,13 +21,14 @@ __all__ = ["Placement"]
 class Placement:
     """Moves requests between the queue and the slots of one scheduler.
 
-    slots, requests    by number, None where one is free; by id, None for a request without a slot
+    slots              by number; None is a free slot
+    requests           the slot of each request, by id; None for a request without a slot
     space              host memory for requests that have left their slot
     num_overprovision  positions that a step may write past a request's total
-    num_written        positions of a decoding request that may be written, by its id
-    kept               requests that decoded and have no slot
-    retry_at           the time of the monotonic clock at which the host is asked again for memory that the head of the
-                       queue waits for; None: it waits for none
+    num_written        returns the number of positions that a decoding request may have written, from its id
+    kept               requests that have decoded and have no slot
+    retry_at           monotonic time at which the host is asked again for memory that the queue's head waits for;
+                       None: it waits for none
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Placement:
         self._moved_out: list[tuple[str, MovedOut]] = []
         self._num_admitted = 0
         self._refused: tuple[ScheduledRequest, int] | None = None  # the head, and the cache it did not fit into
-        self._passed = 0  # the generation of `kept` that had nothing for it either
+        self._passed = 0  # the generation of `kept` in which no kept request could make way for it
         self.retry_at: float | None = None
 
     def may_admit(self) -> bool:
@@ -65,26 +66,29 @@ class Placement:
         return bool(self.kept) and any(map(self._has_blocks, self._queue.queued))
 
     def take_moves(self) -> tuple[tuple[Departure, ...], tuple[tuple[str, MovedOut], ...]]:
-        """Requests that gave their slots to others, and those whose blocks are others', since this was called last."""
+        """The requests that lost their slots, and those that lost their blocks, since the last call."""
         moves = tuple(self._departed), tuple(self._moved_out)
         self._departed, self._moved_out = [], []
         return moves
 
     def forget(self, request_id: str) -> None:
-        """A request has a slot again, or has ended: nothing is kept for it."""
+        """Drop what is kept for a request that has a slot again, or has ended."""
         if self.kept.forget(request_id):
             self._refused = None
 
     def admit(self) -> list[Admission]:
-        """Give slots to the queue's first, as far as blocks suffice. Time: slots, and what the book's `admit` takes."""
+        """Give slots to the first requests of the queue, as far as blocks suffice.
+
+        Its time grows with the number of slots, and with the time of the cache's `admit`.
+        """
         admitted = []
         self.retry_at, refused_until = None, self._space.refused_until
-        place = 0  # of the first that may be admitted
+        place = 0  # of the first request that may be admitted
         while place < len(self._queue.queued):
             request = self._queue.queued[place]
             is_free = None in self._slots
             if (is_free or self._victim(request)) and self._is_coming(request):
-                place += 1  # what it would prefill is being prefilled for another
+                place += 1  # another request is prefilling the same prefix
                 continue
             admission = self._place(request) if is_free else None
             if admission is not None:
@@ -97,9 +101,9 @@ class Placement:
         return admitted
 
     def _take_back(self) -> list[Admission]:
-        """Give free slots to requests that have their blocks still, which no other place can be found for.
+        """Give free slots to queued requests that still have their blocks.
 
-        The head of the queue waits for blocks, and these come free when such requests have ended.
+        The queue's head waits for blocks. These requests free theirs only by going on to their end.
         """
         admitted = []
         for request in [each for each in self._queue.queued if self._has_blocks(each)]:
@@ -109,7 +113,7 @@ class Placement:
         return admitted
 
     def _has_blocks(self, request: ScheduledRequest) -> bool:
-        """Whether a request without a slot decodes on without any more blocks."""
+        """Whether a request without a slot still has the blocks with which it can go on."""
         kept = self.kept.get(request.request_id)
         return kept is not None and kept.moved is None
 
@@ -119,14 +123,14 @@ class Placement:
         return self._kvcache.is_coming(request.prompt_token_ids, request.cache_salt)
 
     def _place(self, request: ScheduledRequest) -> Admission | None:
-        """Give a request of the queue a free slot, where its blocks fit.
+        """Give a queued request a free slot if the blocks that it needs are free.
 
-        The cache is not asked again before something changed there: asking digests the prefix.
+        After a refusal the cache is asked again only once it has changed, since asking digests the prefix.
         """
         name = request.request_id
         if self._refused is not None and self._refused == (request, self._kvcache.generation):
             return None
-        generation = self._kvcache.generation  # before it is asked: what comes meanwhile is worth another try
+        generation = self._kvcache.generation  # read before asking: a change meanwhile is worth another try
         number, kept = self._slots.index(None), self.kept.get(name)
         slot = self._begin(request, number) if kept is None else self._come_back(kept, number)
         self._refused = (request, generation) if slot is None else None
@@ -160,9 +164,9 @@ class Placement:
         return None if moved_in is None else (replace(kept.slot, number=number, table=moved_in.table), moved_in)
 
     def _make_way(self, head: ScheduledRequest) -> bool:
-        """Take blocks, or a slot, from another request for the head of the queue; False where nothing is to be had.
+        """Take blocks, or a slot, from another request for the queue's head; returns False if none can be taken.
 
-        Blocks of requests without a slot go first.
+        Blocks of requests without a slot are taken first.
         """
         if None in self._slots and (moved := self.kept.move_out(head.request_id, self._num_written)) is not None:
             self._moved_out.append(moved)
@@ -172,24 +176,26 @@ class Placement:
             return False
         try:
             self._departed.append(self.depart(victim))
-        except CapacityError:  # the host refuses memory: whoever has a slot keeps it
+        except CapacityError:  # the host refuses memory, so the request keeps its slot
             return False
         self._queue.put(victim.request)
         return True
 
     def _victim(self, head: ScheduledRequest) -> Slot | None:
-        """The slot that is taken from a request of lower priority: the lowest's, of equals the last that came."""
+        """The slot that `head` may take: the lowest priority below its own, of equals the latest arrival; or None."""
         may_leave = self._space.has_slot()
         return next((slot for slot in self._lower(head) if may_leave or slot.phase is Phase.PREFILLING), None)
 
     def _lower(self, head: ScheduledRequest) -> list[Slot]:
-        """The slots of requests of lower priority, the first to be taken first."""
+        """The slots of requests of lower priority; the first one is to be taken first."""
         lower = [slot for slot in self._slots if slot is not None and slot.request.priority < head.priority]
         return sorted(lower, key=lambda slot: self._queue.place(slot.request), reverse=True)
 
     def _may_fit(self, head: ScheduledRequest) -> bool:
-        """Whether blocks can suffice for the head of the queue when those of lower priority have left, as far as host
-        memory has space for them."""
+        """Whether blocks can suffice for the queue's head once requests of lower priority have left.
+
+        Only those count that fit in host memory.
+        """
         if self._has_blocks(head):
             return True
         num_free, leaving = self._space.num_free, set[str]()
@@ -213,7 +219,7 @@ class Placement:
         return needed <= self._kvcache.num_free_without(leaving)
 
     def depart(self, slot: Slot) -> Departure:
-        """Take a request out of its slot. Raises CapacityError where what it keeps does not fit in host memory."""
+        """Take a request out of its slot. Raises CapacityError if the rows to keep do not fit in host memory."""
         request_id, decoded = slot.request.request_id, slot.phase is Phase.DECODING
         if decoded:
             self.kept.keep(slot)

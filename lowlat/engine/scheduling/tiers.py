@@ -1,4 +1,4 @@
-"""This module makes the tiers of a runtime's prefix cache: their sizes, and who may read what they keep."""
+"""This module makes the tiers of a runtime's prefix cache, and the digests that decide who may read their contents."""
 
 import hashlib
 import os
@@ -25,17 +25,17 @@ from lowlat.sequence.tiers.tiers import CacheTiers
 __all__ = ["ContentFacts", "content_facts", "file_stamps", "make_tiers"]
 
 GIB = 1 << 30
-LEAST_HOST_GIB = 1.0  # next to files: what was read waits there for its request
+LEAST_HOST_GIB = 1.0  # if there is a disk tier: contents read from files wait in host memory for their request
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each file, wherever its tensors lie
 EDGE_BYTES = 2048  # of each tensor, its first and its last
 
 
 def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTiers | None:
-    """The tiers that the options ask for; None: there are none.
+    """Make the tiers that the options ask for; None if they ask for none.
 
     numerics  the digest of all that decides the runtime's bits
 
-    Raises ConfigError for what has none, and for a directory that cannot be used.
+    Raises ConfigError for options that tiers do not work with, and for a directory that cannot be used.
     """
     if not config.host_cache_gib and config.cache_dir is None:
         return None
@@ -66,10 +66,10 @@ def make_tiers(loaded: Loaded, config: RuntimeConfig, numerics: str) -> CacheTie
 
 @dataclass(frozen=True)
 class ContentFacts:
-    """The facts that decide what the contents of a runtime's chunks are, next to its numerics.
+    """The facts that decide, together with its numerics, the contents of a runtime's chunks.
 
     model       digest of names, sizes and samples of the files, and tensors, of the model and the draft model
-    layout      digest of how a content is laid out
+    layout      digest of the layout of contents
     model_name  for messages
     """
 
@@ -79,7 +79,7 @@ class ContentFacts:
 
 
 def content_facts(target: Path, draft: Path | None, states: Sequence[BufferSet]) -> ContentFacts:
-    """The facts of a model's and a draft model's directories, and of the buffers of each rank's state."""
+    """Digest the directories of a model and its draft model, and the layouts of each rank's state."""
     layouts = []
     for state in states:
         pools = sorted({spec.pool for spec in state.specs.values() if spec.paging is not None})
@@ -90,7 +90,7 @@ def content_facts(target: Path, draft: Path | None, states: Sequence[BufferSet])
 
 
 def file_stamps(target: Path, draft: Path | None) -> tuple[tuple[str, int, int], ...]:
-    """Names, sizes and times of change of a model's and a draft model's files, by which changed ones are noticed."""
+    """Names, sizes and modification times of a model's and a draft model's files, to notice changes."""
     found = []
     for path in (*_model_files(target), *_model_files(draft)):
         facts = path.stat()
@@ -105,7 +105,7 @@ def _model_files(directory: Path | None) -> list[Path]:
 
 
 def _files(directory: Path | None) -> tuple[tuple[str, int, str], ...]:
-    """Names, sizes and samples of a model's files: two models, or versions of one, differ in some."""
+    """Names, sizes and digests of samples of a model's files; two models, or versions of one, differ in some."""
     found = []
     for path in _model_files(directory):
         size = path.stat().st_size
@@ -114,12 +114,12 @@ def _files(directory: Path | None) -> tuple[tuple[str, int, str], ...]:
 
 
 def _sampled(path: Path, size: int) -> str:
-    """A digest of places all over a file, and of both ends of each tensor: an edit of one changes all of it."""
+    """Digest samples all over a file, and both ends of each tensor: an edit of a tensor changes all of it."""
     digest = hashlib.sha256()
     places = [(size * number // SAMPLES, SAMPLE_BYTES) for number in range(SAMPLES)]
     if path.suffix == ".safetensors":
-        # tensors lie end to end: what is read around the beginning of one is the last of the one before
-        with suppress(ConfigError):  # a file that lies there and is not loaded may be anything
+        # tensors lie end to end: a sample around the start of one also has the end of the one before
+        with suppress(ConfigError):  # a file in the directory that is not loaded may be anything
             starts = sorted(entry.offset for entry in read_header(path).values())
             places += [(max(0, start - EDGE_BYTES), 2 * EDGE_BYTES) for start in [*starts, size]]
     with path.open("rb", buffering=0) as file:

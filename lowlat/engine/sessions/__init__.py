@@ -1,1 +1,1 @@
-"""A session is a conversation whose prefix stays while it lives, and outlives the process in a file."""
+"""A session is a conversation whose prefix stays cached while it lives; a file can keep it beyond the process."""

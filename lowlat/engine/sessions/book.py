@@ -1,4 +1,4 @@
-"""This book has the sessions of one runtime: what each has said, how long it lives, and the chunks that it pins."""
+"""This module records the sessions of one runtime: the tokens, the lifetime and the pinned chunks of each."""
 
 import heapq
 import itertools
@@ -16,12 +16,12 @@ __all__ = ["MAX_NAME", "SessionBook", "SessionKey", "SessionRecord", "check_sess
 
 MAX_NAME = 128
 MAX_SESSIONS = 4096
-MAX_ANSWERS = 8  # of a session that are kept to draft from
-MIN_STALE = 64  # entries of the heap that are left where they are
+MAX_ANSWERS = 8  # answers that a session keeps to draft from
+MIN_STALE = 64  # the heap is not rebuilt for this many stale entries or fewer
 
 
 class SessionKey(NamedTuple):
-    """The name of a session, within what shares cached prefixes."""
+    """A session's name, with the salt whose requests share cached prefixes."""
 
     cache_salt: str
     session_id: str
@@ -31,13 +31,13 @@ class SessionRecord:
     """One session.
 
     token_ids    prompt and answer of the request that ended last
-    seed         of that request: with it, more tokens are those that would have come
-    data         its owner's own, as JSON values: the messages of a chat, say
-    ttl_s        how long it lives after its last request
-    num_running  requests of it under way: it does not end before they do
-    answers      of the requests that ended last, the last one first; of a session from a file all of its text
-    deadline     when it ends, where no request of it is under way
-    entry        its place in the book's heap, at its deadline or before; None: it has none
+    seed         of that request; with it, an answer that is continued gets the tokens that would have come next
+    data         JSON values of the session's owner, such as the messages of a chat
+    ttl_s        seconds that it lives after its last request
+    num_running  its running requests; it does not end before they do
+    answers      of the requests that ended last, newest first; for a session from a file one answer, all of its text
+    deadline     the clock's time at which it ends if none of its requests runs
+    entry        its entry in the book's heap, at its deadline or before; None: it has none
     """
 
     def __init__(self, key: SessionKey, ttl_s: float) -> None:
@@ -52,23 +52,23 @@ class SessionRecord:
         self.num_requests = 0
 
     def answers_beside(self, prompt: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """The earlier answers that a prompt does not hold."""
+        """The earlier answers that the prompt does not contain."""
         whole = array("i", prompt).tobytes()
         return tuple(answer for answer in self.answers if not _stands_in(answer, whole))
 
 
-_Entry = tuple[float, int, SessionRecord]  # a time, a number of its own, and who may have to end then
+_Entry = tuple[float, int, SessionRecord]  # a time, a unique number, and the session that may end at that time
 
 
 class SessionBook(Mapping[SessionKey, SessionRecord]):
-    """The sessions that live. A session that has ended pins nothing; its record may be opened again.
+    """Maps keys to the live sessions. A session that has ended pins nothing; its record may be opened again.
 
-    A heap finds those that end first, for every request that names a session asks for them. A deadline that moves on
-    leaves its entry where it is until the heap comes to it.
+    Every request that names a session first ends the expired ones, so a heap orders sessions by deadline. When a
+    deadline moves later, its entry stays in place, and is corrected when it reaches the top.
 
-    kvcache  pins their chunks
-    ttl_s    how long a session lives after its last request, where it says nothing else
-    num_files  sessions that are being written to files: the device's memory must stay as it is
+    kvcache    pins the sessions' chunks
+    ttl_s      seconds that a session lives after its last request by default
+    num_files  sessions that are being written to files: the device's memory must not change meanwhile
     """
 
     def __init__(self, kvcache: KVCache, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -76,7 +76,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         self._live: dict[SessionKey, SessionRecord] = {}
         self._heap: list[_Entry] = []
         self._numbers = itertools.count()
-        self._num_stale = 0  # entries that are no session's any more
+        self._num_stale = 0  # entries that no session refers to
         self._num_ended = 0
         self.num_files = 0
 
@@ -90,7 +90,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         return len(self._live)
 
     def open(self, key: SessionKey, ttl_s: float | None = None) -> SessionRecord:
-        """A session that lives, or a new one. Raises RequestError for a name that is none."""
+        """Find a live session, or open a new one. Raises RequestError for an invalid name."""
         self.expire()
         record = self._live.get(key)
         if record is None:
@@ -102,7 +102,11 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         return record
 
     def revive(self, record: SessionRecord) -> None:
-        """Have a session live from now on, as long as it says."""
+        """Restart a session's lifetime of `ttl_s`.
+
+        If it has to be added and the book is full, the session that would end first is ended. Raises RequestError if
+        all of them have running requests.
+        """
         before = self._live.get(record.key)
         if before is None and len(self._live) >= MAX_SESSIONS:
             first = self._first_to_end()
@@ -115,7 +119,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         self._touch(record)
 
     def begin(self, record: SessionRecord) -> None:
-        """A request of it was submitted."""
+        """Record that a request of the session was submitted."""
         self.revive(record)
         record.num_running += 1
         record.num_requests += 1
@@ -123,8 +127,9 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
     def finish(
         self, record: SessionRecord, token_ids: tuple[int, ...] | None, seed: int | None, num_prompt: int = 0
     ) -> None:
-        """A request of it has ended; token_ids None: it failed, or never ran, and leaves nothing.
+        """Record that a request of the session has ended.
 
+        token_ids   its prompt and answer; None: it failed or never ran, and the session keeps its tokens
         num_prompt  tokens of its prompt, after which its answer begins
         """
         record.num_running -= 1
@@ -138,7 +143,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
             self._kvcache.unpin(record.key)  # it was closed while the request ran
 
     def fork(self, record: SessionRecord, session_id: str) -> SessionRecord:
-        """A session that goes on from the same place. Raises RequestError for a name in use."""
+        """Open a session with the same tokens, seed, data and pinned chunks. Raises RequestError for a name in use."""
         key = SessionKey(record.key.cache_salt, check_session_id(session_id))
         if key in self._live:
             raise RequestError(f"there is a session {session_id!r} already; fork under another name, or close it")
@@ -150,7 +155,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         return twin
 
     def end(self, record: SessionRecord) -> None:
-        """Let the chunks of a session go as others do."""
+        """End a session: its chunks may be evicted as all others."""
         if self._live.get(record.key) is record:
             del self._live[record.key]
             self._leave_heap(record)
@@ -167,7 +172,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
             self.end(first)
 
     def stats(self) -> dict[str, int]:
-        """Sessions that live and have ended, as JSON; nothing before there was one."""
+        """Counts of live and ended sessions, as JSON; {} before the first session."""
         self.expire()
         if not self._live and not self._num_ended:
             return {}
@@ -181,7 +186,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
             self._enter_heap(record)
 
     def _first_to_end(self) -> SessionRecord | None:
-        """The session whose deadline comes first, of those that have no request under way; None without one."""
+        """The session without running requests whose deadline comes first; None if there is none."""
         while self._heap:
             entry = at, _, record = self._heap[0]
             if record.entry is entry and at == record.deadline and not record.num_running:
@@ -191,7 +196,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
                 self._num_stale -= 1
                 continue
             record.entry = None
-            if not record.num_running:  # else its end brings it back
+            if not record.num_running:  # else the end of its request enters it again
                 self._enter_heap(record)
         return None
 
@@ -200,7 +205,7 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
         heapq.heappush(self._heap, record.entry)
 
     def _leave_heap(self, record: SessionRecord) -> None:
-        """Leave a session's entry to be passed over; where most are, they are taken out, with what they hold."""
+        """Mark a session's entry as stale; once more than half of the heap is stale, drop all stale entries."""
         if record.entry is None:
             return
         record.entry = None
@@ -212,10 +217,10 @@ class SessionBook(Mapping[SessionKey, SessionRecord]):
 
 
 def _stands_in(answer: tuple[int, ...], whole: bytes) -> bool:
-    """Whether a text, packed, holds all tokens of an answer, one after the other."""
+    """Whether a packed text contains an answer's tokens as one contiguous run."""
     packed = array("i", answer)
     place = whole.find(packed.tobytes())
-    while place % packed.itemsize:  # between two tokens; -1 is no place
+    while place % packed.itemsize:  # not at a token's first byte, or -1: not found
         if place < 0:
             return False
         place = whole.find(packed.tobytes(), place + 1)
@@ -223,7 +228,7 @@ def _stands_in(answer: tuple[int, ...], whole: bytes) -> bool:
 
 
 def check_session_id(session_id: object) -> str:
-    """A session's name. Raises RequestError for what is none."""
+    """Return a session's name if it is valid. Raises RequestError if not."""
     if not isinstance(session_id, str) or not 1 <= len(session_id) <= MAX_NAME or not session_id.isprintable():
         raise RequestError(f"a session's id must have 1 to {MAX_NAME} printable characters, got {shown(session_id)}")
     return session_id

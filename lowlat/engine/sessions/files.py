@@ -1,8 +1,9 @@
-"""This module writes a session to one file: tokens, and the state after them, for one model and its numerics.
+"""This module writes a session to one file, and reads it: tokens, and the state after them, for one model's numerics.
 
-A line of JSON says whose it is and what follows: the tokens as packed int32, then contents of chunks, one for each pool
-(`lowlat.executors.block_moves`), then a digest of all before. A file is read to its digest before anything of it is
-believed. Who can write it decides what the model goes on from, so it must be its owner's alone.
+The first line is JSON: it names the model and session, and describes what follows. Then come the tokens as packed
+int32, the contents of chunks, one for each pool (`lowlat.executors.block_moves`), and a digest of all before. A reader
+checks the digest before it uses any of the file. Whoever can write the file decides what the model continues from, so
+only its owner may have write access.
 """
 
 import hashlib
@@ -35,12 +36,12 @@ DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 64 << 20
 MAX_TOKENS = 1 << 27
 PIECE_BYTES = 4 << 20
-BATCH_BYTES = 128 << 20  # of contents that are brought to the device between two steps, of other pools all of one
+BATCH_BYTES = 128 << 20  # of contents copied to the device between two steps; a named pool's go together at any size
 POLL_S = 0.002
 
 
 class _Content(Struct, array_like=True, forbid_unknown_fields=True):
-    """The content of a chunk, by its number, in a pool."""
+    """The size of one chunk's content in a pool; `chunk` is the chunk's number."""
 
     chunk: Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
     pool: Annotated[str, Meta(max_length=64)]
@@ -51,8 +52,8 @@ class _Header(Struct, forbid_unknown_fields=True):
     """The first line of a file.
 
     model     digest of the model's files, and of the draft model's
-    layout    digest of how contents are laid out
-    numerics  of the runtime that made it
+    layout    digest of the contents' layout
+    numerics  of the runtime that wrote the file
     """
 
     lowlat_session: int
@@ -110,9 +111,10 @@ def write_session(runtime: "SteppedRuntime", record: SessionRecord, path: Path) 
 def _held(
     runtime: "SteppedRuntime", token_ids: tuple[int, ...], salt: str
 ) -> tuple[list[tuple[int, Save]], list[tuple[int, str, Callable[[], torch.Tensor]]]]:
-    """A session's state: chunks whose blocks stay until they are let go of, and contents that were read at once.
+    """Hold a session's state on the device; contents in the cache's tiers are first copied there.
 
-    Contents that lie in the tiers come to the device first.
+    Returns chunks whose blocks are held until `KVCache.let_go`, and contents of the rest, whose read has started. Each
+    has the number of its chunk. Raises RequestError while the runtime sleeps.
     """
 
     def hold(owned: "SteppedRuntime") -> Any:
@@ -160,7 +162,7 @@ def _view(content: torch.Tensor) -> memoryview:
 
 
 def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
-    """Write pieces and their digest, under another name until they are whole. Raises SessionError."""
+    """Write pieces and their digest; the file gets its name once it is complete. Raises SessionError."""
     digest, size = hashlib.blake2b(digest_size=DIGEST_BYTES), DIGEST_BYTES
     try:
         take_out_unfinished(path.parent, f".{path.name}-")
@@ -178,9 +180,9 @@ def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> int:
 
 
 class SessionFile:
-    """A file that `write_session` has written, opened and found whole.
+    """Opens a file of `write_session`, and checks that it is complete.
 
-    Raises SessionError for what is none, is torn or altered, or may have been written by another user.
+    Raises SessionError if it is no session's file, is incomplete or altered, or another user may write it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -211,7 +213,7 @@ class SessionFile:
         self._file.close()
 
     def why_foreign(self, runtime: "SteppedRuntime") -> SessionError | None:
-        """Why its state is of no use to a runtime; None: it is."""
+        """Return the reason why a runtime cannot use the file's state; None: it can."""
         header = self._header
         force = "; load_session(..., force=True) takes its tokens, which are then read again"
         try:
@@ -234,7 +236,7 @@ class SessionFile:
         return None
 
     def restore(self, runtime: "SteppedRuntime", record: SessionRecord) -> None:
-        """Bring its state to the device, a few chunks between two steps, and pin it for the session."""
+        """Copy the file's state to the device, a few chunks between two steps, and pin it for the session."""
         key, offset = record.key, self._start + 4 * self._header.num_tokens
         keys = runtime.owned_call(lambda owned: owned.kvcache.pin_tokens(key, self.token_ids, key.cache_salt))
         batch: dict[ChunkKey, torch.Tensor] = {}
@@ -247,13 +249,13 @@ class SessionFile:
                 raise self._error("was changed while it was read")
             offset, size = offset + each.num_bytes, size + each.num_bytes
             batch[ChunkKey(keys[each.chunk], each.pool)] = content
-            may_part = not each.pool or each.pool != following  # what rows see of a window is of use together alone
+            may_part = not each.pool or each.pool != following  # a window's contents are useful only all together
             if following is None or (size >= BATCH_BYTES and may_part):
                 runtime.owned_call(partial(_adopt, self.token_ids, key.cache_salt, batch))
                 batch, size = {}, 0
 
     def _checked(self) -> tuple[_Header, int]:
-        """The header, and where what follows begins, when all is as it was written."""
+        """Check owner, digest, version and sizes; returns the header, and the offset at which the tokens begin."""
         facts = os.fstat(self._file.fileno())
         if facts.st_uid != os.getuid() or facts.st_mode & 0o022:
             raise self._error("may be written by others than this user: chown it, or chmod 600 it")
@@ -291,7 +293,7 @@ class SessionFile:
 def _adopt(
     token_ids: tuple[int, ...], salt: str, contents: Mapping[ChunkKey, torch.Tensor], owned: "SteppedRuntime"
 ) -> None:
-    """Bring contents of a session's chunks to the device; for the runtime's owner."""
+    """Copy contents of a session's chunks to the device; only the runtime's owner calls this."""
     if owned.asleep:
         raise RequestError("the runtime sleeps (Runtime.sleep): a session is loaded after Runtime.wake")
     owned.kvcache.adopt(token_ids, salt, contents)

@@ -1,4 +1,4 @@
-"""A program holds a session as this object: it forks, is written to a file, and goes on from one."""
+"""This module has the session as programs hold it: an object that can be forked, saved to a file and loaded."""
 
 import itertools
 from pathlib import Path
@@ -19,12 +19,12 @@ MAX_TTL_S = 1e9
 
 
 class Session:
-    """Session is a conversation whose prefix stays on the device, and in the cache's tiers, while others can go.
+    """Session is a conversation whose prefix stays on the device or in the cache's tiers while others are evicted.
 
     `Runtime.session` and `Runtime.load_session` make one; requests name it: `runtime.generate(text, session=session)`.
-    It changes no token. Where a request has no other place the session's chunks go all the same, and are read again.
-    `session_id` and `cache_salt` name it, `ttl_s` says how long it lives after its last request. `data` is its owner's:
-    JSON values that are saved with it, such as the messages of a chat. Any thread may call its methods.
+    It changes no token. If a request finds no other memory, the session's chunks are evicted too, and recomputed later.
+    `session_id` and `cache_salt` name it; `ttl_s` is how many seconds it lives after its last request. `data` belongs
+    to its owner: JSON values that are saved with it, such as a chat's messages. Any thread may call its methods.
     """
 
     def __init__(self, runtime: "SteppedRuntime", record: SessionRecord) -> None:
@@ -38,34 +38,34 @@ class Session:
 
     @property
     def cache_salt(self) -> str:
-        """Only its own requests and others of this salt share its prefix."""
+        """The salt: only requests with the same one share the session's prefix."""
         return self._record.key.cache_salt
 
     @property
     def ttl_s(self) -> float:
-        """How long it lives after its last request, seconds."""
+        """Seconds that it lives after its last request."""
         return self._record.ttl_s
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and answer of the request that ended last; empty before the first.
 
-        `runtime.generate(session.token_ids, seed=session.seed, session=session)` goes on with the answer.
+        `runtime.generate(session.token_ids, seed=session.seed, session=session)` continues the answer.
         """
         return self._record.token_ids
 
     @property
     def seed(self) -> int | None:
-        """The seed of that request; draws are keyed by it and the position, so that more tokens go on with it."""
+        """The seed of that request. Draws are keyed by seed and position, so the same seed continues the answer."""
         return self._record.seed
 
     @property
     def data(self) -> dict[str, Any]:
-        """JSON values of its owner's."""
+        """The owner's JSON values."""
         return self._record.data
 
     def fork(self, session_id: str | None = None) -> "Session":
-        """Open a session that goes on from the same place, by itself; what both have said is kept once.
+        """Open a second session that continues from here independently; the common prefix is kept once.
 
         session_id  its name; None: this one's with a number
         Raises RequestError for a name in use.
@@ -75,20 +75,23 @@ class Session:
         return Session(self._runtime, record)
 
     def save(self, path: str | Path) -> int:
-        """Write it to a file of its owner's alone, whole or not at all; returns the file's bytes.
+        """Write the session to a file, completely or not at all; returns the file's size in bytes.
 
-        The file holds its tokens, its seed and data, and the state after them, as far as it is on the device or in the
-        tiers; `Runtime.load_session` goes on from it. Requests decode meanwhile.
-        Raises RequestError for a session without tokens, SessionError where the file cannot be written.
+        Only this user may access the file. It holds tokens, seed and data, and the state after the tokens as far as the
+        device or the tiers have it. `Runtime.load_session` continues from it. Requests decode meanwhile.
+        Raises RequestError for a session without tokens, SessionError if the file cannot be written.
         """
         return write_session(self._runtime, self._record, Path(path))
 
     def close(self) -> None:
-        """Let its prefix go as others do; harmless when repeated. A request that names it opens it again."""
+        """End the session: its prefix may be evicted as any other. A request that names it opens it again.
+
+        Further calls do nothing.
+        """
         self._runtime.owned_call(lambda runtime: runtime.sessions.end(self._record))
 
     def record_of(self, runtime: "SteppedRuntime") -> SessionRecord:
-        """Return its record, for the runtime that it belongs to. Raises RequestError for another."""
+        """Return its record to the runtime that it belongs to. Raises RequestError for another runtime."""
         if runtime is not self._runtime:
             raise RequestError(f"session {self.session_id!r} belongs to another runtime; save and load it")
         return self._record
@@ -139,7 +142,7 @@ def load_session(
 def record_of(
     runtime: "SteppedRuntime", session: NamedSession | str | None, cache_salt: str
 ) -> tuple[SessionRecord | None, str]:
-    """Find the record of the session that a request names, and the salt that holds. Raises RequestError."""
+    """Find the record of the session that a request names, and the request's salt. Raises RequestError."""
     if session is None:
         return None, cache_salt
     if isinstance(session, Session):

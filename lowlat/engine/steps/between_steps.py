@@ -16,9 +16,9 @@ OVERDUE = "the request waited for its caller for longer than its deadline (deadl
 
 
 class BetweenSteps:
-    """Changes the requests of one runtime; a loop on the device is asked to end where it may have to.
+    """Changes the requests of one runtime; asks a loop on the device to end if the change may need that.
 
-    deadline_s  seconds after which a request that waits for its caller is ended, where the caller names none
+    deadline_s  seconds after which a request that waits for its caller is ended by default
     """
 
     def __init__(self, steps: Steps, scheduler: Scheduler, requests: Requests, deadline_s: float) -> None:
@@ -26,22 +26,22 @@ class BetweenSteps:
         self._deadlines, self._deadline_s = requests.deadlines, deadline_s
 
     def submit(self, request: Request, scheduled: ScheduledRequest) -> None:
-        """Queue a request; one whose prompt is still to come is ended when it gets nothing for too long."""
+        """Queue a request; an open one is ended if its prompt does not grow before its deadline."""
         self._requests.add(request, scheduled)
         if request.opening is not None:
             self._deadlines.set(request.request_id, self._deadline_s)
         self._steps.stop_outdated()
 
     def cancel(self, request: Request) -> None:
-        """End a request; its last output comes with the next step's."""
+        """Cancel a request; its last output comes with the next step's."""
         self._changes.end(request, "cancelled")
         self._steps.stop_outdated()
 
     def pause(self, request: Request, deadline_s: float | None) -> bool:
-        """Take a request out of its slot, with all that it holds there; False where it ended before.
+        """Take a request out of its slot, with its state there; returns False if it has ended before.
 
         deadline_s  seconds after which it is ended
-        What is under way is waited for: its outputs come with the next step's.
+        It waits for the launches in flight; their outputs come with the next step's.
         Raises RequestError and CapacityError as `Scheduler.pause` does, DeviceError when the device has failed.
         """
         if request.opening is not None:
@@ -62,7 +62,7 @@ class BetweenSteps:
         self._steps.stop_outdated()
 
     def grow(self, request: Request, ids: Sequence[int]) -> None:
-        """Add token ids to an open prompt; an answer that was begun on trial is withdrawn.
+        """Add token ids to an open prompt; an answer that was begun speculatively is withdrawn.
 
         Raises RequestError for a prompt that is not open, or would become too long.
         """
@@ -81,7 +81,7 @@ class BetweenSteps:
         self._steps.stop_outdated()
 
     def finish(self, request: Request, ids: Sequence[int], *, speculative: bool) -> None:
-        """End an open prompt with these token ids, on trial or for good.
+        """End an open prompt with these token ids, speculatively or for good.
 
         Raises RequestError for a prompt that is not open, empty, or too long.
         """
@@ -109,7 +109,7 @@ class BetweenSteps:
         self._steps.stop_outdated()
 
     def end_overdue(self) -> None:
-        """End the requests that wait for their caller for too long."""
+        """End the requests whose deadlines have passed."""
         for name in self._deadlines.passed():
             self._changes.end(self._requests[name], "error", error=OVERDUE, code="deadline")
 

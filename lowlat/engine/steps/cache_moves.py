@@ -14,7 +14,7 @@ logger = logging.getLogger("lowlat.engine.steps")
 
 
 class CacheMoves:
-    """Moves contents as the book of one runtime's KV cache says; all of it is queued before the next prefill or step.
+    """Makes the moves that one runtime's KV cache asks for; all are queued before the next prefill or step.
 
     failed_slots  slots of failed requests, whose state is to be zeroed
     """
@@ -25,11 +25,11 @@ class CacheMoves:
         self.failed_slots: list[int] = []
 
     def fill(self) -> None:
-        """Have what prompts were found to have in the tiers of the cache, or sessions in files, written to blocks."""
+        """Write to blocks the contents that prompts found in the cache's tiers, and those of sessions' files."""
         loads = self._kvcache.take_loads()
         if not loads:
             return
-        self.clear()  # some of them may have been a failed request's
+        self.clear()  # zero failed requests' blocks before some of them are written
         mover = self._executor.mover
         apart = [load for load in loads if load.holder is not None]
         if apart and self._kvcache.tiers is not None:
@@ -39,7 +39,7 @@ class CacheMoves:
                 mover.write(load.pool, load.places, load.content)
 
     def keep(self) -> None:
-        """Have what prefill has written copied for the tiers of the cache."""
+        """Copy the blocks that prefill has written to the cache's tiers."""
         tiers = self._kvcache.tiers
         if tiers is None or not (saves := self._kvcache.take_saves()):
             return
@@ -56,18 +56,18 @@ class CacheMoves:
                 tiers.put(save.key, content, spare=save.spare)
 
     def keep_all(self) -> None:
-        """Bring all that may be shared to the tiers of the cache, as far as they have space, and wait for it."""
+        """Copy all shareable contents to the cache's tiers, as far as they have space, and wait for the copies."""
         tiers = self._kvcache.tiers
         if tiers is None:
             return
-        self.fill()  # of a request that was cancelled meanwhile
+        self.fill()  # contents for a request that was cancelled meanwhile
         tiers.flush()
         self._kvcache.note_all()
         self.keep()
         tiers.flush()
 
     def clear(self) -> None:
-        """Zero the blocks of failed requests, and what their slots keep."""
+        """Zero the blocks of failed requests, and the state of their slots."""
         self._launches.clear_blocks(self._kvcache.take_blocks_to_clear())
         for pool, blocks in self._kvcache.take_pool_blocks_to_clear().items():
             self._launches.clear_blocks(blocks, pool)

@@ -1,18 +1,17 @@
 """This module fills the masks of the rows that a step verifies, for requests that have grammars.
 
-The device tells the rows when a step begins, the host fills their masks while the target runs, and the draw of each
-slot waits for its own. A step may be launched before the host has read the one ahead of it. If it verifies drafts, it
-then waits until the host has read that one's tokens and said what the grammar forces after them. A slot's masks and
-rows are safe to overwrite: the next step writes rows after all draws of this one, which needed masks and so had their
-rows read; and the host writes the next masks after it has read this step's tokens, which come after its draws. No loop
-on the device runs while a grammar is active.
+When a step begins, the device writes its rows to host memory. The host fills their masks while the target runs, and
+each slot's draw waits for its masks. A step may be launched before the host has read the previous one. If it verifies
+drafts, it then waits until the host has read the previous step's tokens and written the tokens that the grammar forces
+next. Masks and rows can be overwritten safely. The next step writes rows after all draws of this one, and a draw waits
+for masks, for which the host has read the rows. The host writes the next masks after it has read this step's tokens,
+which come after its draws. No loop on the device runs while a grammar is active.
 
-Several GPUs read the same pinned memory, each at its own pace, and must read the same. So the host writes the next
-step's masks, forced tokens and the words that announce them only when every rank has published all steps that the host
-has seen (`Executor.wait_for_ranks`): a rank publishes after its draws, so no rank still reads for those steps, and none
-reads for the next before the words say so. For a slot that is given up only its words are raised, wherever ranks are in
-a step: masks and tokens stay, so that all ranks read the same.
-
+Several GPUs read the same pinned memory, each at its own pace, and must read the same values. So the host writes the
+next step's masks, forced tokens and the words that announce them only when every rank has published all steps that the
+host has seen (`Executor.wait_for_ranks`). A rank publishes after its draws, so no rank still reads for those steps, and
+none reads for the next one before the words allow it. When a request leaves a slot early, the host raises only the
+slot's words, wherever the ranks are in a step. Masks and tokens do not change, so all ranks read the same.
 """
 
 import time
@@ -41,12 +40,12 @@ class GrammarStats:
     """Figures of the requests that have a grammar, since the load.
 
     num_requests         requests that began to decode
-    num_mask_steps       steps of slots whose masks were filled, first tokens among them
-    num_mask_rows        masks filled
-    mask_s, max_mask_s   seconds of filling masks, in all and at most for one slot's step
-    rows_wait_s          seconds in which the host waited for a launched step to tell its rows
-    num_forced_drafts    tokens handed over to be verified because nothing else may follow
-    num_forced_accepted  of those, tokens committed; some are dropped by limits of a step or of the request
+    num_mask_steps       slots' steps whose masks were filled, first tokens included
+    num_mask_rows        filled masks
+    mask_s, max_mask_s   seconds spent filling masks: the sum, and the largest of one slot's step
+    rows_wait_s          seconds that the host waited for launched steps to write their rows
+    num_forced_drafts    forced tokens that were sent to be verified
+    num_forced_accepted  of those, tokens committed; limits of a step or of the request drop some
     num_draft_tokens     draft tokens verified under a grammar, forced ones among them
     num_accepted_tokens  of those, accepted
     """
@@ -71,14 +70,14 @@ class GrammarStats:
 
 
 class GrammarMasks:
-    """The requests with a grammar that decode, by slot. It is true where there are any. `stats` are its figures."""
+    """Keeps the decoding requests that have a grammar, by slot; true if there are any. `stats` has the figures."""
 
     def __init__(self, mailbox: Mailbox, executor: Executor, vocab_size: int) -> None:
         self._mailbox, self._executor, self._vocab_size = mailbox, executor, vocab_size
         self._words = mailbox.grammars
         self._grammars: dict[int, tuple[Request, GrammarState]] = {}
-        self._complaints: dict[int, str] = {}  # of grammars about committed tokens
-        self._forced: dict[int, Sequence[int]] = {}  # as the mailbox has them
+        self._complaints: dict[int, str] = {}  # by slot: the grammar's error about committed tokens
+        self._forced: dict[int, Sequence[int]] = {}  # by slot: the forced tokens last sent
         self.stats = GrammarStats()
         self._most_forced = min(mailbox.max_draft_tokens, MAX_FORCED)
 
@@ -86,11 +85,11 @@ class GrammarMasks:
         return bool(self._grammars)
 
     def report(self) -> dict[str, Any]:
-        """Its figures as JSON, the block `structured_output`: absent before there was any request with a grammar."""
+        """A block `structured_output` of figures, as JSON; {} before the first request with a grammar."""
         return {"structured_output": asdict(self.stats)} if self.stats.num_requests else {}
 
     def join(self, request: Request) -> str | None:
-        """Fill the mask of a first token, where the request has a grammar; returns why it cannot be filled, if so."""
+        """Fill the first token's mask if the request has a grammar; returns the problem if it cannot be filled."""
         if request.grammar is None:
             return None
         self._executor.wait_for_ranks(self._mailbox.num_seen)
@@ -100,9 +99,9 @@ class GrammarMasks:
         return self._fill(request.slot, (request.prompt[-1],), (-1,))
 
     def enter(self, request: Request) -> None:
-        """A request that has begun goes on in the slot that it has now, with what its grammar forces, if it has one.
+        """Let a request that has begun go on in its new slot; if it has a grammar, send its forced tokens.
 
-        Raises RequestError where the grammar fails.
+        Raises RequestError if the grammar fails.
         """
         if (grammar := request.grammar) is not None:
             self._grammars[request.slot] = request, grammar
@@ -111,18 +110,18 @@ class GrammarMasks:
             self._force(request.slot, forced, len(request.committed))
 
     def leave(self, slot: int) -> None:
-        """A request has left its slot: steps under way wait for its grammar no more."""
+        """Remove a request that has left its slot; launched steps stop waiting for its grammar."""
         if self._grammars.pop(slot, None) is not None:
             self._complaints.pop(slot, None)
             self._words.release(slot)
 
     def release(self) -> None:
-        """Let no step wait any more: the runtime is closed."""
+        """Stop all steps from waiting, since the runtime is closed."""
         for slot in list(self._grammars):
             self.leave(slot)
 
     def advance(self, publications: Iterable[SlotPublication]) -> None:
-        """Advance grammars by the tokens of requests that go on, and let their next steps begin, with forced tokens.
+        """Advance the grammars of requests that go on by their tokens, send forced tokens, and let next steps begin.
 
         Raises DeviceError when a device has failed.
         """
@@ -156,9 +155,9 @@ class GrammarMasks:
         self._forced[slot] = tokens
 
     def with_grammar_end(self, publication: SlotPublication) -> tuple[SlotPublication, str | None]:
-        """A publication with the end that its grammar gives it, and the grammar's error, if there is one.
+        """Set the finish reason that a grammar causes; returns the publication, and the grammar's error or None.
 
-        Where no token may follow a complete grammar, the request ends by a stop, not by an error.
+        If no token may follow because the grammar is complete, the request ends by a stop, not by an error.
         """
         slot = publication.slot
         if slot in self._complaints:
@@ -175,7 +174,7 @@ class GrammarMasks:
             return publication, str(error)
 
     def _dead_end(self, request: Request, grammar: GrammarState, publication: SlotPublication) -> str | None:
-        """Why no token could be drawn; None where some could: then it was the logits."""
+        """Say why the grammar left no token to draw; None if it left some, so the logits were at fault."""
         mask = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
         grammar.fill((request.committed[-1],), (-1,), mask)
         may_follow = np.unpackbits(mask.view(np.uint8), bitorder="little")[: self._vocab_size]
@@ -191,9 +190,10 @@ class GrammarMasks:
         return None
 
     def fill(self, num_rows: int) -> Failures:
-        """Fill what the step that runs still lacks, of so many rows a slot; returns requests whose masks cannot be.
+        """Fill the masks that the running step still lacks; returns the requests whose masks cannot be filled.
 
-        It waits for the device to tell the rows. Raises DeviceError when the device has failed.
+        num_rows  the step's rows a slot
+        It waits for the device to write the rows. Raises DeviceError when the device has failed.
         """
         failures: Failures = []
         for slot, (request, _) in self._grammars.items():
@@ -206,21 +206,21 @@ class GrammarMasks:
         return failures
 
     def _rows(self, slot: int, request: Request, num_rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The tokens of a slot's rows, -1 where dead, and the row above each."""
+        """The tokens of a slot's rows, -1 for dead ones, and the parent of each row, -1 for the root."""
         if num_rows == 1:
             return (request.committed[-1],), (-1,)
         length = len(request.committed)
         start = time.perf_counter()
         self._executor.wait_until(lambda: self._words.rows_told(slot, length) or self._mailbox.has_unseen)
         self.stats.rows_wait_s += time.perf_counter() - start
-        if not self._words.rows_told(slot, length):  # the step has dropped the slot: its next one verifies no draft
+        if not self._words.rows_told(slot, length):  # the step has dropped the slot, whose next step has no drafts
             return (request.committed[-1],), (-1,)
         tokens, paths = self._words.rows(slot, num_rows)
         above = ((path & MASK_BITS & ~(1 << row)).bit_length() - 1 for row, path in enumerate(paths))
         return tuple(tokens), tuple(above)
 
     def _fill(self, slot: int, tokens: tuple[int, ...], parents: tuple[int, ...]) -> str | None:
-        """Fill the masks of a slot's rows and let its draw go on; returns why that cannot be, if so."""
+        """Fill the masks of a slot's rows, and let its draw go on; returns the problem if they cannot be filled."""
         request, grammar = self._grammars[slot]
         masks = self._words.masks(slot)
         live = [row for row, token in enumerate(tokens) if token >= 0]
@@ -228,7 +228,7 @@ class GrammarMasks:
         try:
             if live[-1] == len(live) - 1:
                 grammar.fill(tokens[: len(live)], parents[: len(live)], masks[: len(live)])
-            else:  # a tree whose deepest rows would pass the request's end
+            else:  # a tree with dead rows between live ones: the dead ones lie beyond the request's end
                 place = {row: index for index, row in enumerate(live)} | {-1: -1}
                 filled = np.zeros((len(live), masks.shape[1]), dtype=masks.dtype)
                 grammar.fill([tokens[row] for row in live], [place[parents[row]] for row in live], filled)

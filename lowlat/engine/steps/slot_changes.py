@@ -1,4 +1,4 @@
-"""This module changes a slot's request: one comes, leaves for a while, or ends, and all that follows it is told."""
+"""This module changes the request of a slot when one joins, leaves or ends, and informs all parts that depend on it."""
 
 from lowlat.engine.drafting.proposer import Proposer
 from lowlat.engine.launches.launches import Launches
@@ -19,7 +19,7 @@ __all__ = ["SlotChanges"]
 class SlotChanges:
     """Makes these changes for the slots of one runtime.
 
-    kept  the states of requests without a slot
+    kept  has the states of requests without a slot
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class SlotChanges:
         self._in_flight, self._proposer, self._moves = launches.in_flight, proposer, moves
         self.kept = kept
         self._proposed: dict[str, object] = {}  # what the proposer keeps of requests without a slot
-        self._limited: set[str] = set()  # requests whose limit of drafts was changed since the last launch
+        self._limited: set[str] = set()  # requests whose draft limit has changed since the last launch
 
     def join(self, request: Request) -> None:
-        """Let a request decode in its slot, from its first token on, which prefill is about to bring."""
+        """Let a request decode in its slot; prefill is about to produce its first token."""
         self._mailbox.join(
             request.slot,
             request.prompt,
@@ -56,7 +56,7 @@ class SlotChanges:
         request.first_entry = self._mailbox.num_seen
 
     def depart(self, departure: Departure) -> None:
-        """Keep what a request's slot holds, which others get. Nothing may be under way."""
+        """Keep the state of a request that loses its slot. No launch may be in flight."""
         request = self._requests[departure.request_id]
         if departure.decoded:
             self.kept.read_slot(request.request_id, departure.slot)
@@ -66,7 +66,7 @@ class SlotChanges:
         self._requests.displace(request, decoded=departure.decoded)
 
     def arrive(self, admission: Admission) -> None:
-        """Give a request its slot, and what it kept since it had one before."""
+        """Give a request its slot, and write back the state that was kept from its earlier one."""
         self._requests.place(admission)
         if not admission.resumes:
             self._proposed.pop(admission.request_id, None)
@@ -76,7 +76,7 @@ class SlotChanges:
         tables = {name.replace("prefill", "block"): own for name, own in commands.items() if "prefill_table" in name}
         self._mailbox.take_over(slot, admission.table)
         self._mailbox.name_texts(slot, request.draft_texts)
-        self._moves.clear()  # some of its own may have been a failed request's
+        self._moves.clear()  # zero failed requests' blocks before some of them are written
         self.kept.write(request.request_id, slot, tables, admission.moved_in)
         self._proposer.enter(request, self._proposed.pop(request.request_id, None))
         request.first_entry = self._mailbox.num_seen
@@ -91,7 +91,7 @@ class SlotChanges:
         self._limited.add(request.request_id)
 
     def send_limits(self) -> None:
-        """Tell the device the limits of drafts that were changed; others bring theirs along when they join."""
+        """Send the changed draft limits to the device; requests that have not joined yet send theirs when they do."""
         for name in self._limited & self._requests.keys():
             request = self._requests[name]
             if not request.has_left and self._scheduler.phase(name) is Phase.DECODING:
@@ -103,25 +103,25 @@ class SlotChanges:
     ) -> None:
         """End a request by the host's decision; its last output comes with the next step's."""
         if reason == "cancelled" or code == "deadline":
-            request.opening = None  # nothing that was begun on trial goes on
-        if not request.has_left:  # else its outputs are kept back: none of them is wanted
+            request.opening = None  # a speculative answer ends, too
+        if not request.has_left:  # else it has ended with its outputs held back, and they are dropped
             self.withdraw(request, poisoned=code == "not_finite")
         self._requests.deliver(request, request.output((), reason, error=error, error_code=code))
         self._requests.end(request)
 
     def withdraw(self, request: Request, *, poisoned: bool = False, shares: bool = True) -> None:
-        """Take a request out that the device does not know to have ended; see `leave`."""
+        """Take a request out, and cancel it on the device if it decodes; see `leave`."""
         if self.leave(request, poisoned=poisoned, shares=shares) is Phase.DECODING:
             self._mailbox.cancel(request.slot)
 
     def leave(self, request: Request, *, poisoned: bool = False, shares: bool = True) -> Phase:
         """Take a request out; returns the phase that it was in.
 
-        poisoned  its blocks, and what its slot keeps, are zeroed
-        shares    what it has decoded may be shared, where the cache's options say so
+        poisoned  whether its blocks and its slot's state are zeroed
+        shares    whether its decoded tokens' KV may be shared, if the cache's options allow it
         """
-        # Steps under way may still write to its blocks. Others get them only in a later prefill or step, and all of
-        # these run on one stream, one after the other; what is shared lies before the positions that are written.
+        # Launched steps may still write to its blocks. Other requests use them only in a later prefill or step, and
+        # all of these run in order on one stream. Shared positions lie before the written ones.
         committed, written = request.committed if shares else None, request.num_written
         completed = request.finish_reason in ("stop", "length")
         phase = self._scheduler.cancel(
@@ -136,6 +136,6 @@ class SlotChanges:
         else:
             self.kept.forget(request.request_id)
             self._proposed.pop(request.request_id, None)
-        if not (self._masks and self._in_flight.under_way):  # else the steps do, when what is under way has its masks
+        if not (self._masks and self._in_flight.under_way):  # else `Steps` does, once the launched step has its masks
             self._moves.clear()
         return phase

@@ -1,1 +1,1 @@
-"""This package has several GPUs of one host that reach each other's memory, and a watchdog of a GPU's work."""
+"""This package runs one executor on several GPUs of a host that access each other's memory, and has the watchdog."""

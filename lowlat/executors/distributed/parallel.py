@@ -1,7 +1,7 @@
-"""A parallel executor runs one graph executor a rank, by one thread that starts their graphs back to back.
+"""A parallel executor runs one graph executor for each rank; one thread starts their graphs back to back.
 
-Every rank has a device of its own, its part of the weights, and control state of its own, which is the same on all:
-the host writes and reads the first one's, whose commands the others read as rank 0 forwards them.
+Every rank has its own device, its part of the weights, and its own control state, which is the same on all ranks. The
+host writes and reads the control state of rank 0. Rank 0 forwards the host's commands to the others.
 """
 
 import time
@@ -26,13 +26,16 @@ from lowlat.graphs.program import Program
 
 __all__ = ["ParallelExecutor", "all_reduce_bytes", "exchanged_rows"]
 
-PATIENCE_S = 1.0  # for ranks to end after one has failed
+PATIENCE_S = 1.0  # how long the others may take to end after one rank has failed
 ALL_REDUCE = "gather_ranks"
 Answer = TypeVar("Answer")
 
 
 def exchanged_rows(programs: Iterable[Program], kind: str = ALL_REDUCE) -> dict[int, int]:
-    """The most rows that programs exchange among ranks, by their width; of `sum_ranks`, those that are added up."""
+    """The most rows that the programs' operations of a kind exchange among ranks, by the rows' width.
+
+    kind  "gather_ranks" for all exchanged rows, "sum_ranks" for those that are summed
+    """
     found: dict[int, int] = {}
     for program in programs:
         for op in program.ops:
@@ -43,7 +46,7 @@ def exchanged_rows(programs: Iterable[Program], kind: str = ALL_REDUCE) -> dict[
 
 
 def all_reduce_bytes(programs: Sequence[Program]) -> int:
-    """The most bytes on a rank's device of memory for its programs' exchanges; 0 where they exchange nothing."""
+    """The most bytes that a rank's programs need for all-reduces on its device; 0 if they exchange nothing."""
     outs = [program.buffers[op.writes["out"]] for program in programs for op in program.ops if op.kind == ALL_REDUCE]
     if not outs:
         return 0
@@ -51,11 +54,12 @@ def all_reduce_bytes(programs: Sequence[Program]) -> int:
 
 
 class ParallelExecutor:
-    """Ranks as one executor, see `lowlat.executors.LoopingExecutor`.
+    """Runs all ranks as one executor; see `lowlat.executors.LoopingExecutor`.
 
-    make   makes a rank's executor by its number, given the first one's (None for itself); it may not wait for others
-    peers  the memory by which they exchange
-    A failure of one ends the waits of all, and is a DeviceError that names its device.
+    make   makes the executor of a rank from its number and rank 0's executor (None for rank 0); it must not wait for
+           other ranks
+    peers  the memory through which ranks exchange
+    If one rank fails, all ranks stop waiting, and DeviceError names the failed device.
     """
 
     name = "graph"
@@ -63,7 +67,7 @@ class ParallelExecutor:
 
     def __init__(self, make: Callable[[int, GraphExecutor | None], GraphExecutor], peers: PeerMemory) -> None:
         self.peers = peers
-        peers.give_up()  # what a rank runs while it is made, it runs for itself
+        peers.give_up()  # a rank's launches while it is made must not wait for other ranks
         self.ranks: list[GraphExecutor] = []
         try:
             for number, device in enumerate(peers.devices):
@@ -87,7 +91,7 @@ class ParallelExecutor:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """A failure of one rank ends all."""
+        """End the waits of all ranks if the body fails; raise DeviceError if a rank gave up."""
         try:
             yield
         except DeviceError:
@@ -100,21 +104,21 @@ class ParallelExecutor:
         return f"tensor_parallel_size {len(self.ranks)}: {self.peers.problem()}"
 
     def _look(self) -> None:
-        """Raise DeviceError where ranks have given up, or another one's device has failed."""
+        """Raise DeviceError if ranks have given up, or the device of a rank other than 0 has failed."""
         if self._abort[0]:
             raise DeviceError(self._problem())
         for rank in self.ranks[1:]:
             rank.idle()
 
     def _end_waits(self) -> None:
-        """Let all ranks end; one that does not is never waited for again."""
+        """Let all ranks end within PATIENCE_S; the host never again waits for one that does not."""
         self.peers.give_up()
         patient = time.monotonic() + PATIENCE_S
         for rank in self.ranks:
             rank.settle(patient)
 
     def _ask_each(self, ask: Callable[[GraphExecutor], Answer]) -> list[Answer]:
-        """The answers of all ranks, each asked while its device is the thread's own."""
+        """Call `ask` for each rank with its device current; returns the answers in order of rank."""
         with self._together():
             answers = []
             for rank in self.ranks:
@@ -123,13 +127,13 @@ class ParallelExecutor:
             return answers
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
-        """Start one step on all; see `Executor.step`."""
+        """Start one step on all ranks; see `Executor.step`."""
         self._ask_each(lambda rank: rank.step(bucket))
         if meanwhile is not None:
             meanwhile()
 
     def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
-        """Run a prefill on all, until the host may write the next; see `Executor.prefill`."""
+        """Run a prefill on all ranks, until the host may write the next one's inputs; see `Executor.prefill`."""
         ends = self._ask_each(lambda rank: rank.start_prefill(size, first, passes))
         with self._together():
             for rank, ended in zip(self.ranks, ends, strict=True):
@@ -141,22 +145,22 @@ class ParallelExecutor:
             self._leader.wait_until(seen)
 
     def wait_published(self, count: int) -> None:
-        """See `Executor.wait_published`; a step in which ranks gave up counts as failed, whatever it published."""
+        """See `Executor.wait_published`; if ranks gave up, the step has failed, whatever it published."""
         with self._together():
             self._leader.wait_published(count)
 
     def wait_for_ranks(self, count: int) -> None:
-        """See `Executor.wait_for_ranks`: each rank has a ring of its own, by which it tells how far it is."""
+        """See `Executor.wait_for_ranks`: each rank publishes its progress in its own ring."""
         with self._together():
             for rank in self.ranks[1:]:
                 rank.wait_published(count)
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
-        """Start a loop on all, which leave it at the same step; see `LoopingExecutor.start_loop`."""
+        """Start a loop on all ranks; they leave it at the same step. See `LoopingExecutor.start_loop`."""
         self._ask_each(lambda rank: rank.start_loop(bucket, budget))
 
     def stop_loop(self) -> None:
-        """See `LoopingExecutor.stop_loop`: the first rank tells the others as it begins a step."""
+        """See `LoopingExecutor.stop_loop`: rank 0 forwards the stop to the others when it begins a step."""
         self._leader.stop_loop()
 
     def wait_loop(self, count: int) -> bool:
@@ -166,20 +170,20 @@ class ParallelExecutor:
 
     @cached_property
     def mover(self) -> RankMover:
-        """The copies of blocks of all ranks together."""
+        """The mover that copies blocks of all ranks together."""
         return RankMover(self.movers)
 
     @property
     def movers(self) -> Sequence[BlockMover]:
-        """Of each rank."""
+        """Each rank's mover."""
         return [rank.mover for rank in self.ranks]
 
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
-        """Zero KV blocks of a pool, of every rank."""
+        """Zero KV blocks of a pool on every rank."""
         self._ask_each(lambda rank: rank.clear_blocks(blocks, pool))
 
     def synchronize(self) -> None:
-        """Wait until all that was started is done on all."""
+        """Wait until all started work is done on all ranks."""
         with self._together():
             for rank in self.ranks:
                 rank.synchronize()
@@ -209,20 +213,22 @@ class ParallelExecutor:
         self._ask_each(lambda rank: rank.forget())
 
     def scratch(self, bucket: Bucket) -> BufferSet:
-        """The first rank's."""
+        """The scratch buffers of rank 0."""
         return self._leader.scratch(bucket)
 
     def program(self, bucket: Bucket) -> Program:
-        """The first rank's."""
+        """The program of rank 0."""
         return self._leader.program(bucket)
 
     def set_hook(self, hook: OpHook | None) -> None:
-        """Raises ConfigError for any, as `GraphExecutor` does."""
+        """Raise ConfigError for any hook, as `GraphExecutor` does."""
         self._leader.set_hook(hook)
 
     def close(self) -> None:
-        """Close all ranks, then free the memory of exchanges. Where one has failed, nothing of the others is freed
-        either: torch frees what it keeps on all GPUs at once."""
+        """Close all ranks, then free the peer memory.
+
+        If one rank has failed, nothing is freed on the others either: torch frees its cache on all GPUs at once.
+        """
         failed = any(rank.failed for rank in self.ranks)
         if failed:
             self._end_waits()

@@ -1,6 +1,6 @@
-"""This module takes weights to several GPUs: it reads every tensor once, and sends each GPU its rank's part.
+"""This module copies weights to several GPUs: it reads every tensor once, and sends each GPU its rank's part.
 
-It knows extents by `rank_weights` alone, and packs nothing.
+`lowlat.models.rank_weights` decides the parts. Nothing is packed here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ __all__ = ["place_parts"]
 def place_parts(
     weights: Mapping[str, torch.Tensor], configs: Sequence[ModelConfig], devices: Sequence[torch.device]
 ) -> list[PlacedWeights]:
-    """Each rank's weights on its own device, as the checkpoint has them.
+    """Place each rank's part of the weights on its own device, unpacked.
 
     weights  canonical, whole
     configs  the geometry of each rank
-    The host holds one tensor at a time; an executor that packs a part lets go of it. Raises ConfigError as `cut_stream`
-    does.
+    The host holds one tensor at a time. An executor drops a part once it has packed it. Raises ConfigError as
+    `cut_stream` does.
     """
     found = [PlacedWeights() for _ in configs]
     with streamed(weights, devices[0]) as stream:

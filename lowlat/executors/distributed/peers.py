@@ -1,4 +1,4 @@
-"""This module has the peer memory of ranks: access between GPUs, and the memory of all-reduces on each.
+"""This module enables access between GPUs, and allocates the memory of all-reduces on each.
 
 Ranks may share a GPU, as in tests, or have no GPU at all.
 """
@@ -19,14 +19,14 @@ from lowlat.kernels.step.forward_commands import AREA_SHAPE, COUNTER_SHAPE, NUM_
 
 __all__ = ["PeerMemory", "connect", "peer_problem", "planned_bytes"]
 
-MAX_CHANNEL_ROWS = 256  # of one launch; more rows go by several, so that areas stay small
-MAX_SUMMED_ROWS = 64  # of one launch that makes rows and adds them up
-NUM_KINDS = 2  # of kernels that do so: GEMMs and MoE layers
+MAX_CHANNEL_ROWS = 256  # of one launch; more rows take several launches, so that areas stay small
+MAX_SUMMED_ROWS = 64  # of one launch that computes rows and sums them over ranks
+NUM_KINDS = 2  # kinds of kernels that do so: GEMMs and MoE layers
 HOW_TO_SEE = "`nvidia-smi topo -m` shows how the GPUs are joined, `nvidia-smi topo -p2p r` whether they may"
 
 
 def peer_problem(devices: Sequence[torch.device]) -> str | None:
-    """Why ranks on these devices cannot write to each other's memory, as a sentence; None where they can."""
+    """Say in a sentence why ranks on these devices cannot write to each other's memory; None if they can."""
     gpus = _gpus(devices)
     if not gpus:
         return None
@@ -44,7 +44,7 @@ def peer_problem(devices: Sequence[torch.device]) -> str | None:
 
 
 def connect(devices: Sequence[torch.device]) -> None:
-    """Let every one of these GPUs write to all others. Raises ConfigError where they cannot, naming the two."""
+    """Let every one of these GPUs write to all others. Raises ConfigError, which names two GPUs that cannot."""
     problem = peer_problem(devices)
     if problem is not None:
         raise ConfigError(f"tensor_parallel_size {len(devices)} needs GPUs that reach each other: {problem}")
@@ -60,9 +60,10 @@ def connect(devices: Sequence[torch.device]) -> None:
 
 
 def planned_bytes(size: int, rows: Mapping[int, int], summed: Mapping[int, int]) -> int:
-    """Bytes on each of so many devices that all-reduces take, at most.
+    """The most bytes that all-reduces among `size` ranks need on each device.
 
-    rows, summed  the most rows by width that are exchanged, and of them those that are added up
+    rows    the most rows that are exchanged, by width
+    summed  the most of them that are summed, by width
     """
     words = sum(math.prod(channel_shapes(size, min(most, MAX_CHANNEL_ROWS), width)[0]) for width, most in rows.items())
     for width, most in summed.items():
@@ -72,13 +73,12 @@ def planned_bytes(size: int, rows: Mapping[int, int], summed: Mapping[int, int])
 
 
 class PeerMemory:
-    """Everything through which ranks exchange, by rank; addresses never change.
+    """Holds all memory through which ranks exchange, by rank; addresses never change.
 
     devices    of each rank; ranks that share one take turns there (`shares_gpus`)
     rows       the most rows of an all-reduce by their width
-    stop_flag  [1] int64 in pinned memory: by it the host ends loops, and rank 0 tells the others
-    Channels are made as they are asked for, on all devices at once, before any step runs. Raises ConfigError as
-    `connect` does.
+    stop_flag  [1] int64 in pinned memory: the host sets it to end loops, and rank 0 forwards it
+    A channel is allocated on all devices at its first use, before any step runs. Raises ConfigError as `connect` does.
     """
 
     def __init__(self, devices: Sequence[torch.device], rows: Mapping[int, int]) -> None:
@@ -109,14 +109,14 @@ class PeerMemory:
         return len(self.devices)
 
     def channel(self, rank: int, width: int, whole: bool = False) -> Channel:
-        """A rank's channel for rows of a width. Raises ConfigError for a width that no all-reduce was announced for."""
+        """A rank's channel for rows of a width. Raises ConfigError for a width that is not among the announced rows."""
         key = width, whole
         if key not in self._made:
             self._made[key] = self._make(width, whole)
         return self._made[key][rank]
 
     def rows(self, rank: int, width: int, kind: str) -> PeerRows:
-        """A rank's memory for rows of a width that one kind of kernel adds up. Raises ConfigError as `channel` does."""
+        """A rank's memory for rows of a width that one kind of kernel sums. Raises ConfigError as `channel` does."""
         key = width, kind
         if key not in self._summed:
             shape = area_shape(self.size, min(self._most(width), MAX_SUMMED_ROWS), width)
@@ -125,7 +125,7 @@ class PeerMemory:
         return self._summed[key][rank]
 
     def shares(self, rank: int, width: int) -> RowShares:
-        """A rank's memory for many rows of a width, of which each rank adds up a share. Raises as `channel` does."""
+        """A rank's memory for many rows of a width; each rank sums a share of them. Raises as `channel` does."""
         if width not in self._shares:
             rows = self._most(width)
             words = share_words(self.size, rows, width)
@@ -153,7 +153,7 @@ class PeerMemory:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that a launch of any rank may point into, other ranks' memory included."""
+        """All tensors that a launch of any rank may point to, other ranks' memory included."""
         channels = [channel for made in self._made.values() for channel in made]
         areas = [area for made in self._made.values() for area in made[0].areas]
         areas += [area for summed in self._summed.values() for area in summed[0].areas]
@@ -170,12 +170,12 @@ class PeerMemory:
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def give_up(self) -> None:
-        """End all waits of all ranks, within some milliseconds; what they awaited is NaN from then on."""
+        """End all ranks' waits for each other within some milliseconds; the awaited values are NaN from then on."""
         if not int(self.abort[0]):
             self.abort[0] = HOST_GAVE_UP
 
     def problem(self) -> str | None:
-        """Why ranks have given up waiting for each other; None while none has."""
+        """Say why ranks have given up waiting for each other; None while none has."""
         code = int(self.abort[0])
         if not code:
             return None
@@ -224,7 +224,7 @@ def _device(gpu: int) -> Any:
 
 @contextmanager
 def _current(gpu: int) -> Iterator[None]:
-    """A GPU's primary context, which torch's is, as the thread's own."""
+    """Make a GPU's primary context, which torch uses too, current in this thread."""
     from cuda.bindings import driver
 
     _checked("cuCtxPushCurrent", driver.cuCtxPushCurrent(_checked("", driver.cuDevicePrimaryCtxRetain(_device(gpu)))))
@@ -235,7 +235,7 @@ def _current(gpu: int) -> Iterator[None]:
 
 
 class _Allocation:
-    """Bytes of the driver's own: torch may map its memory in a way that peers cannot reach (expandable segments)."""
+    """Memory from the driver itself: peers may be unable to access torch's own memory (expandable segments)."""
 
     def __init__(self, num_bytes: int, gpu: int) -> None:
         from cuda.bindings import driver

@@ -1,4 +1,4 @@
-"""A place is what an executor has as one rank of several: its peer memory, and the commands that ranks share.
+"""A place connects an executor that is one rank of several to the peer memory and to the forwarded commands.
 
 A runtime of one rank has no place.
 """
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["RankPlace"]
 
-COMMANDS = "apply_commands"  # the operation that takes them
+COMMANDS = "apply_commands"  # the operation that reads commands
 
 
 @dataclass
 class RankPlace:
     """One rank's place.
 
-    leader  the executor of rank 0, whose commands the others read; None: it is this one
+    leader  the executor of rank 0, whose commands the other ranks read; None on rank 0
     """
 
     number: int
@@ -47,12 +47,12 @@ class RankPlace:
 
     @property
     def command_tail(self) -> torch.Tensor:
-        """[1] int64: the commands written so far, as they were forwarded."""
+        """[1] int64: the forwarded count of commands written so far."""
         return self._commands.forwarded[TAIL : TAIL + 1]
 
     @property
     def stop_flag(self) -> torch.Tensor:
-        """[1] int64: whether loops are to end, as it was forwarded."""
+        """[1] int64: the forwarded flag that ends loops."""
         return self._commands.forwarded[STOP : STOP + 1]
 
     def channel(self, width: int, whole: bool) -> Channel:
@@ -60,7 +60,7 @@ class RankPlace:
         return self.peers.channel(self.number, width, whole)
 
     def rows(self, width: int, kind: str) -> PeerRows:
-        """The memory of a kind of kernel for rows of a width, see `PeerMemory.rows`."""
+        """The memory for rows of a width that one kind of kernel sums, see `PeerMemory.rows`."""
         return self.peers.rows(self.number, width, kind)
 
     def shares(self, width: int) -> RowShares:
@@ -68,9 +68,9 @@ class RankPlace:
         return self.peers.shares(self.number, width)
 
     def forwarding(self, groups: Sequence[LoweredGroup], written: torch.Tensor) -> tuple[LoweredGroup, ...]:
-        """A program's groups, with a launch that forwards commands before those that take them.
+        """Put a launch that forwards commands before each group that reads commands.
 
-        written  [1] int64: the commands that the host has written, in pinned memory; rank 0 reads it
+        written  [1] int64: the count of commands that the host has written, in pinned memory; rank 0 reads it
         """
         calls = forward_commands(written, self.peers.stop_flag, channel=self._commands)
         return tuple(

@@ -1,7 +1,7 @@
 """This module copies blocks between the devices of several ranks and host memory, as if they were one device.
 
-A content of some blocks is that of every rank, end to end, in order: each has its own part of the heads. Ranks' copies
-are started in turns, so that all buses work at once.
+Each rank holds its part of the heads. So the content of some blocks is the ranks' contents, concatenated in order of
+rank. The ranks' copies are started in turns, so that all buses work at once.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ __all__ = ["RankMover"]
 
 
 class RankMover:
-    """The movers of all ranks, in order, as one; see `lowlat.executors.block_moves.ContentMover`."""
+    """Runs the movers of all ranks, in order, as one; see `lowlat.executors.block_moves.ContentMover`."""
 
     def __init__(self, movers: Sequence[BlockMover]) -> None:
         self._movers = tuple(movers)
@@ -33,15 +33,15 @@ class RankMover:
         return self._movers[0].allocate(size, knob)
 
     def mark(self) -> Mark:
-        """All that was launched until now, on every rank."""
+        """Mark the work launched so far on every rank."""
         return _Marks([mover.mark() for mover in self._movers])
 
     def content_bytes(self, pool: str, count: int) -> int:
-        """The bytes of a content of so many blocks or rows of a pool, of all ranks together."""
+        """The bytes of `count` blocks or rows of a pool, over all ranks."""
         return sum(mover.content_bytes(pool, count) for mover in self._movers)
 
     def start_in(self, loads: Sequence[Load], mark: Mark) -> Callable[[], None]:
-        """See `BlockMover.start_in`; the function waits for all ranks."""
+        """See `BlockMover.start_in`; the returned function waits for all ranks."""
         contents = [self._parts(load.pool, len(load.places), load.content) for load in loads]
         ranks = [
             [load._replace(content=own[rank]) for load, own in zip(loads, contents, strict=True)]
@@ -52,7 +52,7 @@ class RankMover:
         )
 
     def start_out(self, saves: Sequence[Save], contents: Sequence[torch.Tensor], mark: Mark) -> Callable[[], None]:
-        """See `BlockMover.start_out`; the function waits for all ranks."""
+        """See `BlockMover.start_out`; the returned function waits for all ranks."""
         pairs = zip(saves, contents, strict=True)
         parts = [self._parts(save.key.pool, len(save.places), content) for save, content in pairs]
         return start_together(
@@ -71,7 +71,7 @@ class RankMover:
             mover.write(pool, places, own, content)
 
     def _parts(self, pool: str, count: int, content: torch.Tensor) -> list[torch.Tensor]:
-        """The parts of a content, by rank. Raises ValueError for one of another size."""
+        """Split a content by rank. Raises ValueError for a content of the wrong size."""
         sizes = [mover.content_bytes(pool, count) for mover in self._movers]
         if content.numel() != sum(sizes):
             raise ValueError(f"a content of {content.numel()} bytes for {count} places of {sum(sizes)}")
@@ -91,7 +91,7 @@ class _Marks:
 
 
 def _marks_of(mark: Mark) -> Sequence[Mark]:
-    """Each rank's. Raises ValueError for what `RankMover.mark` has not made."""
+    """The mark of each rank. Raises ValueError for a mark that `RankMover.mark` has not made."""
     if not isinstance(mark, _Marks):
         raise ValueError(f"a mark of another mover: {mark!r:.100}")
     return mark.marks

@@ -1,6 +1,6 @@
-"""A watchdog tells a device's work that hangs from work that is slow, by how long such work took before.
+"""A watchdog distinguishes device work that hangs from slow work, by how long such work took before.
 
-It is not asked, so costs nothing, where work ends within a millisecond.
+Callers ask it only once a wait has lasted a millisecond, so it costs nothing for shorter ones.
 """
 
 import time
@@ -11,15 +11,15 @@ __all__ = ["WATCHDOG", "Watchdog"]
 
 WATCHDOG = (RuntimeConfig.watchdog_factor, RuntimeConfig.watchdog_min_s)  # by default
 MIN_SAMPLES = 16
-COLD_FACTOR = 30.0  # of min_s, while fewer were seen: the first ones load code
-MEMORY = 0.99  # how much of the slowest wait is remembered at each further one
+COLD_FACTOR = 30.0  # times min_s are allowed before MIN_SAMPLES waits: the first launches load code
+MEMORY = 0.99  # the remembered slowest wait shrinks by this factor at each further wait
 
 
 class Watchdog:
     """Judges waits for one kind of work, in seconds of the host's clock.
 
-    factor  a wait of more than so many times the slowest recent one is a hang (`watchdog_factor`)
-    min_s   a shorter wait is never one (`watchdog_min_s`)
+    factor  a wait counts as a hang when it exceeds `factor` times the slowest recent one (`watchdog_factor`)
+    min_s   a shorter wait never counts as a hang (`watchdog_min_s`)
     """
 
     def __init__(self, factor: float = WATCHDOG[0], min_s: float = WATCHDOG[1]) -> None:
@@ -28,11 +28,11 @@ class Watchdog:
 
     @staticmethod
     def begin() -> float:
-        """The time at which a wait is looked at first."""
+        """The start time of a wait, for `end` and `complaint`."""
         return time.monotonic()
 
     def end(self, since: float) -> None:
-        """A wait since `begin` came to its end."""
+        """Record the duration of a wait that began at `since` and has ended."""
         self._usual_s = max(MEMORY * self._usual_s, time.monotonic() - since)
 
     def allowed_s(self, number: int) -> float:
@@ -42,7 +42,7 @@ class Watchdog:
         return max(self._min_s, self._factor * self._usual_s)
 
     def complaint(self, since: float, number: int) -> str | None:
-        """Why a wait since `begin` counts as a hang; None while it does not."""
+        """Say why a wait that began at `since` counts as a hang; None while it does not."""
         age, allowed = time.monotonic() - since, self.allowed_s(number)
         if age <= allowed:
             return None

@@ -1,1 +1,1 @@
-"""This package has memory of an executor that can leave the device and come back: weights, KV, scratch."""
+"""This package gives an executor memory that can leave the device and come back: weights, KV, scratch."""

@@ -13,8 +13,8 @@ __all__ = ["Residence", "ResidenceReport"]
 class ResidenceReport:
     """The bytes of a residence, as JSON by `to_dict`.
 
-    device_bytes  that leave the device
-    host_bytes    of host memory that holds the content meanwhile, and is held from the first time on
+    device_bytes  bytes that leave the device
+    host_bytes    bytes of host memory that hold the kept content from the first `leave` on
     """
 
     device_bytes: int
@@ -26,47 +26,48 @@ class ResidenceReport:
 
 
 class Residence(ABC):
-    """Memory of an executor: tensors that lie in it stay valid while it is away, and may be read when it is back.
+    """Memory of an executor. Tensors in it stay valid while it is away, and may be read once it is back.
 
-    Content that is kept never changes. It is copied to host memory the first time, and stays there: later times copy
-    nothing. Not safe for several threads.
+    Kept content never changes. The first `leave` copies it to host memory, where it stays: later ones copy nothing.
+    Not safe for several threads.
     """
 
     @abstractmethod
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same content that lies here, contiguous; its content comes back."""
+        """Copy a tensor into this memory, contiguous; `come_back` restores its content."""
 
     @abstractmethod
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A zeroed tensor that lies here; its content does not come back: it is zero again."""
+        """Allocate a zeroed tensor in this memory; `come_back` zeroes it again."""
 
     @property
     @abstractmethod
     def needed_host_bytes(self) -> int:
-        """Host memory that the next `leave` takes: that of all kept content the first time, and none later."""
+        """Bytes of host memory that the next `leave` takes: the size of all kept content the first time, then 0."""
 
     @abstractmethod
     def leave(self) -> None:
-        """Give the device's memory back. Nothing may be under way there.
+        """Release the device's memory. Nothing may run there.
 
-        Raises CapacityError where host memory is refused, and nothing has changed then.
+        Raises CapacityError if host memory is refused; nothing has changed then.
         """
 
     @abstractmethod
     def come_back(self) -> None:
-        """Take the device's memory again, with all kept content, which is there when this returns.
+        """Allocate the device's memory again, and restore all kept content before it returns.
 
-        Raises CapacityError where the device has no memory for it: it is away as before, and may try again.
+        Raises CapacityError if the device lacks the memory; the residence is still away then, and a later call may
+        succeed.
         """
 
     @abstractmethod
     def report(self) -> ResidenceReport:
-        """Its bytes."""
+        """Report the bytes of this memory."""
 
     @abstractmethod
     def bytes_by_device(self) -> dict[str, int]:
-        """The bytes that leave each device, by its name."""
+        """The bytes that leave each device, by the device's name."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give all memory back, for good; no tensor that lies here may be read any more."""
+        """Release all memory for good; no tensor in it may be read after that."""

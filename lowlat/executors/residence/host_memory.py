@@ -1,4 +1,4 @@
-"""This module allocates pinned host memory of huge pages, which a device copies from and to at the bus's full speed."""
+"""This module allocates pinned host memory with huge pages, so that a device copies at the bus's full speed."""
 
 import mmap
 from contextlib import suppress
@@ -11,10 +11,10 @@ __all__ = ["HostMemory"]
 
 
 class HostMemory:
-    """Bytes of the host, [n] uint8 in `bytes`; `close` gives them back to the system.
+    """Holds host memory, [n] uint8 in `bytes`; `close` returns it to the system.
 
-    device  that copies from and to them; they are pinned where it is a CUDA one
-    Raises CapacityError where the system refuses them.
+    device  the device that copies from and to it; for a CUDA device the memory is pinned
+    Raises CapacityError if the system refuses it.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -34,13 +34,13 @@ class HostMemory:
         if status:
             num_bytes = self.bytes.numel()
             del self.bytes
-            with suppress(RuntimeError):  # the next launch reports the refusal as if it were its own: this one takes it
+            with suppress(RuntimeError):  # CUDA reports the refusal again at the next launch: this launch consumes it
                 torch.zeros(1, device=device)
             raise _refused(num_bytes, f"it cannot be pinned (error {status}; see ulimit -l)")
         self._is_pinned = True
 
     def close(self) -> None:
-        """Give the memory back; nothing may copy from or to it any more."""
+        """Return the memory to the system; no copy may use it after that."""
         if self._is_pinned:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
         self._is_pinned = False

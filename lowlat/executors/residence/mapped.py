@@ -1,7 +1,7 @@
-"""This module has device memory that keeps its addresses while the memory goes: reserved once, mapped and unmapped.
+"""This module reserves device addresses once, and unmaps and maps the memory under them.
 
-Captured graphs hold addresses. CUDA's virtual memory management gives memory under an address back, and maps other
-memory there later, so that graphs can be replayed as they are.
+Captured graphs hold addresses. CUDA's virtual memory management can release the memory under an address and later map
+other memory there, so the same graphs can be replayed.
 Source: CUDA driver API, Virtual Memory Management.
 """
 
@@ -20,38 +20,38 @@ from lowlat.executors.residence.host_memory import HostMemory
 __all__ = ["AddressSpace", "CudaAddressSpace", "MappedResidence"]
 
 ALIGNMENT = 512  # torch's own: kernels read 16 bytes at a time, TMA wants 128
-GROWTH_BYTES = 32 << 20  # mapped at once while memory is filled
-PIECE_BYTES = 128 << 20  # mapped at once when it comes back: the copy of one runs while the next is mapped
+GROWTH_BYTES = 32 << 20  # mapped at once while tensors are allocated
+PIECE_BYTES = 128 << 20  # mapped at once in `come_back`: one piece is copied while the next is mapped
 
 
 class AddressSpace(ABC):
-    """A range of a device's addresses, parts of which have memory."""
+    """A range of a device's addresses; parts of it have memory mapped."""
 
     granularity: int
     num_bytes: int
 
     @abstractmethod
     def map(self, start: int, size: int) -> None:
-        """Give a part memory; start and size are multiples of the granularity.
+        """Map memory to a part; start and size are multiples of the granularity.
 
-        Raises CapacityError where there is none.
+        Raises CapacityError if the device has none left.
         """
 
     @abstractmethod
     def unmap(self, start: int, size: int) -> None:
-        """Give the memory of a part that was mapped at once back."""
+        """Release the memory of a part; start and size are those of one call of `map`."""
 
     @abstractmethod
     def view(self, start: int, size: int) -> torch.Tensor:
-        """The bytes of a part that has memory, [size] uint8; the tensor may outlive it, and be read when it is back."""
+        """The bytes of a mapped part, [size] uint8; the tensor may outlive the memory, and be read once it is back."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the addresses back; no part may have memory."""
+        """Release the addresses; no part may be mapped."""
 
 
 class CudaAddressSpace(AddressSpace):
-    """Addresses of a CUDA device, as many as it has memory. Raises DeviceError where the driver reserves none."""
+    """Reserves as many addresses of a CUDA device as it has memory. Raises DeviceError if the driver refuses."""
 
     def __init__(self, device: torch.device) -> None:
         from cuda.bindings import driver
@@ -93,7 +93,7 @@ class CudaAddressSpace(AddressSpace):
         try:
             self._ask("cuMemMap", address, size, 0, handle, 0)
         finally:
-            self._ask("cuMemRelease", handle)  # what is mapped stays until it is unmapped
+            self._ask("cuMemRelease", handle)  # the memory stays until it is unmapped
         self._ask("cuMemSetAccess", address, size, [self._access], 1)
 
     def unmap(self, start: int, size: int) -> None:
@@ -119,7 +119,7 @@ class CudaAddressSpace(AddressSpace):
 
 
 class _Array:
-    """Bytes at an address, as torch takes them; it keeps the addresses alive."""
+    """Describes bytes at an address to torch, and keeps the address space alive."""
 
     def __init__(self, owner: CudaAddressSpace, address: int, size: int) -> None:
         self._owner = owner
@@ -129,7 +129,7 @@ class _Array:
 
 
 class _Arena:
-    """Memory that is handed out from the front of an address space and taken back all at once."""
+    """Allocates from the start of an address space, and releases all memory at once."""
 
     def __init__(self, space: AddressSpace) -> None:
         self._space = space
@@ -138,27 +138,27 @@ class _Arena:
         self.mapped = 0  # from the start
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Bytes, [n] uint8, at an address of their own. Raises CapacityError."""
+        """Allocate bytes, [n] uint8. Raises CapacityError."""
         start = -(-self.used // ALIGNMENT) * ALIGNMENT
         end = start + max(num_bytes, 1)
         if end > self._space.num_bytes:
-            raise CapacityError(f"{end / 2**30:.2f} GiB are more than the device has")
+            raise CapacityError(f"{end / 2**30:.2f} GiB are needed; the device has {self._space.num_bytes / 2**30:.2f}")
         if end > self.mapped:
             self._map(self._round(max(end - self.mapped, min(GROWTH_BYTES, self._space.num_bytes - self.mapped))))
         self.used = end
         return self._space.view(start, max(num_bytes, 1))[:num_bytes]
 
     def unmap(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         while self._pieces:
             self._space.unmap(*self._pieces[-1])
             self._pieces.pop()
         self.mapped = 0
 
     def map(self, mapped: Callable[[int, int], None]) -> None:
-        """Take memory again for all that was handed out; `mapped` is told start and size of each part that has it.
+        """Map memory again for all allocated bytes; calls `mapped` with start and size of each part once it is mapped.
 
-        Raises CapacityError where there is not enough: what was mapped stays until `unmap`.
+        Raises CapacityError if the device has too little; the parts mapped so far stay until `unmap`.
         """
         total = self._round(self.used)
         while self.mapped < total:
@@ -171,7 +171,7 @@ class _Arena:
         return self._space.view(start, size)
 
     def close(self) -> None:
-        """Give memory and addresses back."""
+        """Release memory and addresses."""
         self.unmap()
         self._space.close()
 
@@ -187,8 +187,8 @@ class _Arena:
 class MappedResidence(Residence):
     """Memory whose addresses never change; see `Residence`.
 
-    device     of the memory
-    make       makes an address space: one for what is kept, one for what is not
+    device  of the memory
+    make    makes an address space; called once for kept content and once for zeroed buffers
     """
 
     def __init__(self, device: torch.device, make: Callable[[torch.device], AddressSpace] = CudaAddressSpace) -> None:
@@ -198,7 +198,7 @@ class MappedResidence(Residence):
         self._away = False
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See Residence. Raises LowlatError once a copy was made: content that came later would not be in it."""
+        """See Residence. Raises DeviceError after the first `leave`, whose host copy would lack this content."""
         if self._host is not None:
             raise DeviceError("memory that has been away takes no more content")
         found = _typed(self._kept.take(tensor.numel() * tensor.element_size()), tuple(tensor.shape), tensor.dtype)
@@ -247,7 +247,7 @@ class MappedResidence(Residence):
             self._kept.map(fill)
             self._dropped.map(clear)
         except CapacityError:
-            self._wait()  # copies into what is mapped are under way
+            self._wait()  # copies into the mapped parts are running
             self._kept.unmap()
             self._dropped.unmap()
             raise

@@ -1,4 +1,4 @@
-"""This module has the memory of several ranks, which leaves their devices and comes back together."""
+"""This module moves the memory of several ranks off their devices and back, all ranks together."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ __all__ = ["RankResidences"]
 
 
 class RankResidences(Residence):
-    """The residences of all ranks, in order, as one. Tensors lie in a rank's own."""
+    """Joins the residences of all ranks, in order. Each tensor lies in the residence of its rank."""
 
     def __init__(self, ranks: Sequence[tuple[torch.device, Residence]]) -> None:
         self._ranks = tuple(ranks)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Raises ConfigError: ask a rank's own."""
+        """Raise ConfigError: only the residence of a rank holds tensors."""
         raise ConfigError("a tensor lies in the residence of one rank")
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Raises ConfigError: ask a rank's own."""
+        """Raise ConfigError: only the residence of a rank holds tensors."""
         raise ConfigError("a tensor lies in the residence of one rank")
 
     @property
@@ -32,11 +32,11 @@ class RankResidences(Residence):
         return sum(own.needed_host_bytes for _, own in self._ranks)
 
     def leave(self) -> None:
-        """See Residence: where one is refused, those that have left come back."""
+        """See Residence; if one rank is refused memory, the ranks that have left come back."""
         self._change(away=True)
 
     def come_back(self) -> None:
-        """See Residence: where one is refused, those that are back leave again."""
+        """See Residence; if one rank is refused memory, the ranks that are back leave again."""
         self._change(away=False)
 
     def report(self) -> ResidenceReport:
@@ -58,7 +58,7 @@ class RankResidences(Residence):
                 own.close()
 
     def _change(self, *, away: bool) -> None:
-        """Move all, next to each other: each device has a bus of its own."""
+        """Move all ranks in parallel: each device has its own bus."""
         with ThreadPoolExecutor(len(self._ranks)) as pool:
             moves = [pool.submit(_move, device, own, away=away) for device, own in self._ranks]
             problems = [move.exception() for move in moves]

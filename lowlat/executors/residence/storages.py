@@ -1,4 +1,4 @@
-"""This module has memory that leaves as torch's own storages: tensors stay, and their addresses may change."""
+"""This module frees and allocates torch storages in place: tensors stay valid, and their addresses may change."""
 
 import torch
 
@@ -10,7 +10,7 @@ __all__ = ["StorageResidence"]
 
 
 class StorageResidence(Residence):
-    """Memory for an executor that captures no address; see `Residence`. On a CPU kept content stays where it is."""
+    """Memory for an executor that captures no address; see `Residence`. On a CPU kept content stays in place."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,6 +1,6 @@
-"""ERNIE 4.5 (dense): config.json to geometry, and rows of queries and keys in the order of RoPE that turns halves.
+"""ERNIE 4.5 (dense): config.json to geometry, and rows of queries and keys reordered for RoPE by halves.
 
-Its RoPE turns neighbours, pairs (2i, 2i + 1) of a head: with even rows before odd ones these are pairs (i, i + D / 2).
+Its RoPE rotates neighbours, pairs (2i, 2i + 1) of a head. With even rows before odd ones these are (i, i + D / 2).
 Source: transformers models/ernie4_5.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["parse", "recipes"]
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of an ERNIE 4.5. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of an ERNIE 4.5. Raises ConfigError for features that lowlat does not implement."""
     biased = fields.boolean("use_bias", False)
     return parse_decoder(
         fields,
@@ -34,7 +34,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of an ERNIE 4.5 is made."""
+    """The recipes of all canonical weights of an ERNIE 4.5."""
 
     def turned(recipe: Recipe) -> Recipe:
         if not recipe.weight.rpartition(".")[0].endswith(".qkv"):

@@ -39,7 +39,7 @@ DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "vocab_size": 262144,
 }
-# of tokens that stand for images and sounds, of the models that see and hear them, and of caches of other programs
+# keys of tokens for images and sounds, of the models that encode these, and of other programs' caches
 HARMLESS = HARMLESS_KEYS | {
     *("vision_config", "audio_config", "mm_tokens_per_image", "cache_implementation", "vision_soft_tokens_per_image"),
     *(
@@ -51,12 +51,12 @@ HARMLESS = HARMLESS_KEYS | {
 
 
 def with_defaults(fields: Fields, **others: Any) -> Fields:
-    """The config with the sizes of the family's classes where it names none; others: that are not Gemma 4's."""
+    """Fill a config's missing sizes with the defaults of the family's classes; others: those unlike Gemma 4's."""
     return fields.with_defaults({**DEFAULTS, **others})
 
 
 def refuse_others(fields: Fields, *, qk_norm: bool, bidirectional: tuple[Any, ...] = (False,)) -> None:
-    """Refuse keys that ask for another forward pass, by name. bidirectional: values that leave text causal."""
+    """Refuse, by name, keys that ask for another forward pass. bidirectional: values with which text stays causal."""
     check_settled(fields, qk_norm=qk_norm)
     for key in ("hidden_act", "hidden_activation"):
         fields.refuse_unless(key, ("gelu_pytorch_tanh",), "only GELU's tanh formula")
@@ -72,9 +72,9 @@ def gemma_config(
     layers: tuple[LayerSpec, ...],
     **default_softcap: float,
 ) -> ModelConfig:
-    """The geometry of these layers. All of the family's own keys must have been read: others are refused.
+    """Make the geometry of these layers. The family's own keys must have been read before: other keys are refused.
 
-    default_softcap  `default` of logits, where the config does not name it; else there is none
+    default_softcap  `default`: the logits' softcap of a config without the key; left out: none
     """
     quantisation = read_quantisation(fields, directory)
     ends, begin = special_tokens(directory, fields, sizes.vocab_size)
@@ -98,14 +98,14 @@ def gemma_config(
 
 
 def norm_recipe(config: ModelConfig, weight: str, tensor: str, size: int, *, plus_one: bool) -> Recipe:
-    """A norm's weight: as it is stored, or 1 more."""
+    """The recipe of a norm's weight: as it is stored, or 1 more."""
     if plus_one:
         return plus_one_norm(weight, tensor, size)
     return Recipe(weight, (Piece(tensor, (size,)),), TORCH_DTYPES[config.dtype])
 
 
 def gemma_recipes(config: ModelConfig, *, plus_one: bool) -> list[Recipe]:
-    """Embedding, norms, attention and dense FFNs. plus_one: norms multiply by 1 more than what files store."""
+    """The recipes of embedding, norms, attention and dense FFNs. plus_one: norms multiply by 1 + the stored weight."""
     dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
     made = [recipe for recipe in outer_recipes(config) if recipe.weight != "norm.weight"]
     made.append(norm_recipe(config, "norm.weight", "model.norm.weight", hidden, plus_one=plus_one))

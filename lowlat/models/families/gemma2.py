@@ -24,12 +24,12 @@ SOFTCAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Gemma 2. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a Gemma 2. Raises ConfigError for features that lowlat does not implement."""
     fields = with_defaults(fields, vocab_size=256000, max_position_embeddings=8192)
     check_architecture(fields, ("Gemma2ForCausalLM",))
     refuse_others(fields, qk_norm=False)
     sizes = parse_sizes(fields)
-    fields.raw("sliding_window_size")  # the window, as older files spell it a second time
+    fields.raw("sliding_window_size")  # older files have the window under this key, too
     softcap = fields.optional_number("attn_logit_softcapping", 1e-3, 1e6)
     if "attn_logit_softcapping" not in fields.values:
         softcap = SOFTCAPS["attn_logit_softcapping"]
@@ -47,5 +47,5 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Gemma 2 is made."""
+    """The recipes of all canonical weights of a Gemma 2."""
     return gemma_recipes(config, plus_one=True)

@@ -1,7 +1,7 @@
 """Gemma 3, alone or as the text of a vision-language model: config.json to geometry.
 
-Five layers of six have a window and RoPE of their own. Images are refused where they are asked for: what sees them is
-skipped. Source: transformers models/gemma3.
+Five layers of six have a window and their own RoPE. The vision model is skipped, so requests with images are refused.
+Source: transformers models/gemma3.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ SKIPPED = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mo
 
 
 def _ropes(fields: Fields, max_position: int) -> dict[str, RopeConfig]:
-    """RoPE by kind, in either spelling."""
+    """Read the RoPE of each kind of layers, in either spelling."""
     scaling = fields.optional_object("rope_scaling")
     absent: dict[str, dict[str, Any]] = {
         FULL: {
@@ -44,12 +44,12 @@ def _ropes(fields: Fields, max_position: int) -> dict[str, RopeConfig]:
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Gemma 3. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a Gemma 3. Raises ConfigError for features that lowlat does not implement."""
     fields = with_defaults(fields, vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26)
     check_architecture(fields, ARCHITECTURES)
     refuse_others(fields, qk_norm=True)
     sizes = parse_sizes(fields)
-    fields.raw("attn_logit_softcapping")  # of Gemma 2: this family's scores have none
+    fields.raw("attn_logit_softcapping")  # Gemma 2's key: this family's scores have no softcap
     windows = {SLIDING: fields.integer("sliding_window", 1, 1 << 30, default=4096), FULL: None}
     interval = fields.integer("sliding_window_pattern", 1, 1 << 20, default=6)
     ropes = _ropes(fields, sizes.max_position)
@@ -65,5 +65,5 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Gemma 3 is made."""
+    """The recipes of all canonical weights of a Gemma 3."""
     return gemma_recipes(config, plus_one=True)

@@ -1,4 +1,4 @@
-"""Gemma 4, alone or as the text of a model that sees and hears: config.json to geometry.
+"""Gemma 4, alone or as the text part of a model for images and sound: config.json to geometry.
 
 Layers with full attention have wider heads, of which a quarter turns, and may take keys as values. Small models add a
 token's embedding in each layer, and their last layers read the keys and values of others; one has experts next to a
@@ -44,14 +44,14 @@ INTERVAL = 6  # of layers with full attention
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a layer: their size, and how many of them are of keys."""
+    """The heads of a layer: their size, and the number of key-value heads."""
 
     head_dim: int
     num_kv_heads: int
 
 
 def _heads(fields: Fields, sizes: Sizes, kinds: tuple[str, ...], keys_as_values: bool) -> tuple[Heads, ...]:
-    """The heads of each layer: by per_layer_config where there is one, else by keys for full attention."""
+    """The heads of each layer: by per_layer_config if there is one, else by the keys for full attention."""
     wide = fields.integer("global_head_dim", 2, MAX_HEAD_DIM, default=512)
     few = fields.optional_integer("num_global_key_value_heads", 1, MAX_HEADS)
     plain = Heads(sizes.head_dim, sizes.num_kv_heads)
@@ -74,7 +74,7 @@ def _heads(fields: Fields, sizes: Sizes, kinds: tuple[str, ...], keys_as_values:
 
 
 def _kinds(fields: Fields, count: int) -> tuple[str, ...]:
-    """The kind of each layer; the last has full attention, whatever a config says."""
+    """The kind of each layer; the last has full attention, whatever the config states."""
     return (*layer_kinds(fields, count, INTERVAL)[:-1], FULL)
 
 
@@ -133,7 +133,7 @@ def _experts(fields: Fields) -> ExpertsSpec | None:
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Gemma 4. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a Gemma 4. Raises ConfigError for features that lowlat does not implement."""
     own_embeddings = 0 if _is_unified(fields) else 256
     fields = with_defaults(fields, max_position_embeddings=262144 if _is_unified(fields) else 131072)
     check_architecture(fields, ARCHITECTURES)
@@ -142,7 +142,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def layer_specs(fields: Fields, sizes: Sizes, own_embeddings: int) -> tuple[LayerSpec, ...]:
-    """The layers that a config describes. own_embeddings: their width where it does not name it. Raises ConfigError."""
+    """Read the layers of a config. own_embeddings: the default width of per-layer embeddings. Raises ConfigError."""
     refuse_others(fields, qk_norm=True, bidirectional=("vision",))
     attentions = _attentions(fields, sizes, parse_ropes(fields, sizes.max_position, ROPES))
     experts = _experts(fields)
@@ -165,7 +165,7 @@ def layer_specs(fields: Fields, sizes: Sizes, own_embeddings: int) -> tuple[Laye
 
 
 def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec, of: str) -> list[Recipe]:
-    """Router, experts in one tensor or one by one, and the norms around them."""
+    """The recipes of the router, of experts in one tensor or one by one, and of the norms around them."""
     dtype, hidden, canonical = TORCH_DTYPES[config.dtype], config.hidden_size, f"layers.{layer}"
     count, inner = experts.num_experts, experts.inner_size
     folded = Conversion((hidden,), tuple(FLOAT_NAMES), lambda _label, stored: stored.float() * hidden**-0.5)
@@ -211,7 +211,7 @@ def _per_layer_recipes(config: ModelConfig, layer: int, size: int, of: str) -> l
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Gemma 4 is made."""
+    """The recipes of all canonical weights of a Gemma 4."""
     dtype, hidden, size = TORCH_DTYPES[config.dtype], config.hidden_size, config.per_layer_size
     made = gemma_recipes(config, plus_one=False)
     if size is not None:

@@ -1,7 +1,7 @@
 """GLM-4 of 2025 (glm4: 9B, 32B and Z1, with norms on both sides of a layer) and of 2024 (glm): config.json to geometry.
 
-The first half of a head turns, in neighbours: see `dense.evens_first`. Files have both gates in one matrix. Source:
-transformers models/glm4, models/glm.
+RoPE rotates the first half of a head, in pairs of neighbours: see `dense.evens_first`. Files store gate and up in one
+matrix. Source: transformers models/glm4, models/glm.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ NORMS = {"post_attn_norm": "post_self_attn_layernorm", "post_ffn_norm": "post_ml
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a GLM-4. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a GLM-4. Raises ConfigError for features that lowlat does not implement."""
     family, biased = str(fields.values["model_type"]), fields.boolean("attention_bias", True)
     config = parse_decoder(
         fields.with_defaults({"rms_norm_eps": 1.5625e-7}),
@@ -37,7 +37,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a GLM-4 is made."""
+    """The recipes of all canonical weights of a GLM-4."""
     head_dim, dims = config.attention.head_dim, config.attention.rotation.dims
 
     def own(recipe: Recipe) -> Recipe:

@@ -22,7 +22,7 @@ __all__ = ["parse", "recipes"]
 
 QUANTISED = ("mxfp4",)  # formats of its experts besides the plain one
 
-# What transformers takes when config.json names no RoPE at all.
+# transformers' defaults for a config.json without RoPE parameters.
 DEFAULT_ROPE = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -55,7 +55,7 @@ def _experts(fields: Fields, sizes: Sizes) -> ExpertsSpec:
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a gpt-oss. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a gpt-oss. Raises ConfigError for features that lowlat does not implement."""
     check_architecture(fields, ("GptOssForCausalLM",))
     check_settled(fields, qk_norm=False)
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
@@ -105,5 +105,5 @@ def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of gpt-oss is made."""
+    """The recipes of all canonical weights of a gpt-oss."""
     return decoder_recipes(config, _expert_recipes)

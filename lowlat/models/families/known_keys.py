@@ -1,6 +1,6 @@
-"""Keys of config.json by what they may change: nothing, or what every family here computes in one way alone.
+"""This module lists keys of config.json without effect, and keys of which every family here supports one meaning.
 
-A key that stands in neither list, and that no family reads, is refused where it is on (see `Fields.refuse_unknown`).
+A key in neither list that no family reads is refused if it is on (see `Fields.refuse_unknown`).
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from lowlat.errors import ConfigError
 
 __all__ = ["HARMLESS_KEYS", "IMAGE_KEYS", "check_settled"]
 
-# Keys that describe training, generation defaults or file handling, and never what a forward pass computes.
-# auto_map names code for other loaders, which is never run: what is computed is the model_type's.
+# Keys that describe training, generation defaults or file handling, and never change the forward pass.
+# auto_map names code for other loaders. It is never run: the model_type decides the forward pass.
 HARMLESS_KEYS = frozenset(
     """
     architectures attention_dropout attn_implementation auto_map bad_words_ids base_model_ep_plan
@@ -33,7 +33,7 @@ HARMLESS_KEYS = frozenset(
     """.split()  # noqa: SIM905  a line a key would be three pages
 )
 
-# Keys of vision-language models that say how images become tokens.
+# Keys of vision-language models about how images become tokens.
 IMAGE_KEYS = frozenset(
     {
         *("vision_config", "image_token_id", "image_token_index", "video_token_id", "vision_token_id"),
@@ -42,7 +42,7 @@ IMAGE_KEYS = frozenset(
     }
 )
 
-# Keys that could change the forward pass: the values that mean what every family computes, and what that is.
+# Keys that could change the forward pass: the values that every family supports, and their meaning.
 SETTLED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "activation": (("swiglu", "silu"), "only the SiLU gate"),
     "rope_interleaved": ((False,), "RoPE that turns the halves of a head against each other"),
@@ -52,10 +52,10 @@ SETTLED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def check_settled(fields: Fields, *, qk_norm: bool, shared_expert: bool = False) -> None:
-    """Refuse, by name, a key whose value asks for another forward pass than all families here have.
+    """Refuse, by name, a key whose value asks for a forward pass that no family here has.
 
     qk_norm        whether the family norms queries and keys
-    shared_expert  whether its MoE layers have one
+    shared_expert  whether its MoE layers have a shared expert
     `false` and `null` do not always mean off: of `is_causal` both let each token see those after it. Raises
     ConfigError.
     """

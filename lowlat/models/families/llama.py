@@ -11,13 +11,13 @@ __all__ = ["parse"]
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Llama. Raises ConfigError for what lowlat does not implement.
+    """Read the geometry of a Llama. Raises ConfigError for features that lowlat does not implement.
 
     Source: transformers models/llama.
     """
     biased = fields.boolean("attention_bias", False)
     count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
-    fields.optional_integer("sliding_window", 0, 1 << 30)  # of layers that layer_types names
+    fields.optional_integer("sliding_window", 0, 1 << 30)  # applies to the layers that layer_types names
     fields.refuse_unless("use_sliding_window", (False,), "windows of the layers that layer_types names")
     has_windows = SLIDING in sliding_kinds(fields, count)
     return parse_decoder(

@@ -23,7 +23,7 @@ MTP_KEYS = frozenset({"num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_t
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Mellum 2. Raises ConfigError for what lowlat does not implement, dense layers among it."""
+    """Read the geometry of a Mellum 2. Raises ConfigError for features that are not implemented, as dense layers."""
     ropes = parse_ropes(fields, fields.integer("max_position_embeddings", 1, MAX_POSITIONS), ROPES)
     count = fields.integer("num_hidden_layers", 1, MAX_LAYERS)
     kinds = layer_kinds(fields, count, 1)
@@ -33,7 +33,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
             raise fields.error(
                 "mlp_layer_types", "'sparse' in every layer: layers without experts are not implemented,"
             )
-    fields.optional_boolean("use_sliding_window")  # layer_types alone says which layers have one
+    fields.optional_boolean("use_sliding_window")  # only layer_types decides which layers have one
     biased = fields.boolean("attention_bias", False)
     config = parse_decoder(
         fields,

@@ -1,6 +1,6 @@
 """Mistral, Ministral 3 and the text of Mistral Small 3.1 and later (dense): config.json to geometry.
 
-The context from which Ministral 3 scales queries by their position is a limit.
+Ministral 3 scales queries by their position beyond a certain context; that context is a limit here.
 Source: transformers models/mistral, ministral3, mistral3.
 """
 
@@ -27,9 +27,9 @@ ROPE_KEYS = (BETA, "max_position_embeddings")
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Mistral. Raises ConfigError for what lowlat does not implement.
+    """Read the geometry of a Mistral. Raises ConfigError for features that lowlat does not implement.
 
-    A Mistral's config without the key has windows of 4096 positions; a model without windows says null.
+    A Mistral's config without the key `sliding_window` has windows of 4096 positions; null means no windows.
     """
     family = str(fields.values["model_type"])
     rope = fields.optional_object("rope_parameters")

@@ -1,4 +1,4 @@
-"""Mixtral: config.json to geometry, and its experts, which files have one by one. Layers are otherwise Mistral's.
+"""Mixtral: config.json to geometry, and its experts, which files store one by one. Layers are otherwise Mistral's.
 
 Source: transformers models/mixtral.
 """
@@ -17,7 +17,7 @@ __all__ = ["parse", "recipes"]
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Mixtral. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a Mixtral. Raises ConfigError for features that lowlat does not implement."""
     count = fields.integer("num_local_experts", 1, MAX_EXPERTS, default=8)
     experts = ExpertsSpec(
         inner_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
@@ -50,5 +50,5 @@ def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Mixtral is made: of an expert, w1 is the gate, w3 is up and w2 is down."""
+    """The recipes of all canonical weights of a Mixtral; an expert's w1 is the gate, w3 is up and w2 is down."""
     return decoder_recipes(config, _expert_recipes)

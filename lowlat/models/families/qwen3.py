@@ -13,7 +13,7 @@ DEFAULT_HEAD_DIM = 128
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Qwen3. Raises ConfigError for what lowlat does not implement.
+    """Read the geometry of a Qwen3. Raises ConfigError for features that lowlat does not implement.
 
     Source: transformers models/qwen3.
     """

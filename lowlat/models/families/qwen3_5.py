@@ -46,10 +46,10 @@ ARCHITECTURES = {
     "qwen3_next": ("Qwen3NextForCausalLM",),
 }
 NEXT = "qwen3_next"
-WRAPPED = ("qwen3_5", "qwen3_5_moe")  # whose config and tensors stand inside those of a vision-language model
+WRAPPED = ("qwen3_5", "qwen3_5_moe")  # their config and tensors are part of a vision-language model's
 SKIPPED = ("model.visual.", "mtp.")
 LAYER_KINDS = ("linear_attention", "full_attention")
-# of tokens that stand for images, of the vision model, and of MTP layers
+# keys of tokens for images, of the vision model, and of MTP layers
 HARMLESS = frozenset(
     {
         *("vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
@@ -60,7 +60,7 @@ Span = tuple[int, int]
 
 
 def _refuse(fields: Fields) -> None:
-    """Refuse keys that ask for another forward pass, by name."""
+    """Refuse, by name, keys that ask for another forward pass."""
     check_settled(fields, qk_norm=True, shared_expert=True)
     fields.refuse_unless("hidden_act", ("silu",), "only the SiLU gate")
     fields.refuse_unless("output_gate_type", ("swish", "silu"), "delta nets whose gate is a SiLU")
@@ -88,7 +88,7 @@ def _delta(fields: Fields) -> DeltaSpec:
 
 
 def _kinds(fields: Fields, count: int) -> tuple[str, ...]:
-    """The mixer of each layer: layer_types, else one with attention after some delta nets."""
+    """The kind of each layer: by layer_types, else each interval's last layer has full attention."""
     kinds = fields.optional_strings("layer_types", max_count=count)
     interval = fields.integer("full_attention_interval", 1, 1 << 20, default=4)
     if kinds is None:
@@ -104,7 +104,7 @@ def _kinds(fields: Fields, count: int) -> tuple[str, ...]:
 
 
 def _has_experts(fields: Fields, family: str, count: int) -> tuple[bool, ...]:
-    """Whether each layer is MoE. Only Next's configs may have dense layers among others."""
+    """Whether each layer is MoE. Only Qwen3-Next's configs may mix dense and MoE layers."""
     if family not in (NEXT, "qwen3_5_moe", "qwen3_5_moe_text"):
         return (False,) * count
     step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
@@ -132,7 +132,7 @@ def _experts(fields: Fields, family: str) -> ExpertsSpec:
 
 
 def _settled_experts(experts: ExpertsSpec, quantisation: Quantisation | None, mlp: str) -> ExpertsSpec:
-    """Experts with the shared one among them, where it has their size and is stored as they are."""
+    """Join the shared expert with the experts if it has their size and storage format."""
     shared = experts.shared_ffn
     alike = shared is not None and shared.inner_size == experts.inner_size
     if quantisation is not None:
@@ -145,7 +145,7 @@ def _settled_experts(experts: ExpertsSpec, quantisation: Quantisation | None, ml
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a hybrid. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a hybrid. Raises ConfigError for features that lowlat does not implement."""
     family = fields.optional_string("model_type") or NEXT
     check_architecture(fields, ARCHITECTURES[family])
     _refuse(fields)
@@ -191,7 +191,7 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def _attention_recipes(config: ModelConfig, layer: int, spec: AttentionSpec) -> list[Recipe]:
-    """Projections of gated attention: files have queries and gates in one matrix, by head."""
+    """The recipes of gated attention's projections; files store queries and gates in one matrix, by head."""
     dtype, hidden, size = TORCH_DTYPES[config.dtype], config.hidden_size, spec.head_dim
     of, canonical = f"model.layers.{layer}.self_attn", f"layers.{layer}"
 
@@ -200,7 +200,7 @@ def _attention_recipes(config: ModelConfig, layer: int, spec: AttentionSpec) -> 
         return picked_piece(Piece(f"{of}.q_proj.{part}", (2 * spec.query_size, *columns)), spans)
 
     def projections(part: str, *columns: int) -> list[Recipe]:
-        """Queries, keys and values, and gates: their weights or biases."""
+        """The recipes of queries, keys and values, and of gates: their weights or biases."""
         keys = tuple(Piece(f"{of}.{letter}_proj.{part}", (spec.kv_size, *columns)) for letter in "kv")
         return [
             Recipe(f"{canonical}.qkv.{part}", (halves(0, part, *columns), *keys), dtype),
@@ -217,7 +217,7 @@ def _attention_recipes(config: ModelConfig, layer: int, spec: AttentionSpec) -> 
 
 
 def _grouped(sizes: tuple[int, ...], groups: int) -> tuple[Span, ...]:
-    """Spans of rows that files have by group, [groups, sizes..], all of the first size before those of the second."""
+    """Spans of rows that files store by group, [groups, sizes..], reordered: those of the first size come first."""
     starts = [sum(sizes[:place]) for place in range(len(sizes))]
     whole = sum(sizes)
     return tuple(
@@ -263,7 +263,7 @@ def _delta_recipes(config: ModelConfig, layer: int, spec: DeltaSpec) -> list[Rec
 
 
 def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec) -> list[Recipe]:
-    """Router and experts, of files that have the experts in one tensor, or one by one; and the shared expert."""
+    """The recipes of router, experts, stored in one tensor or one by one, and the shared expert."""
     dtype, hidden = TORCH_DTYPES[config.dtype], config.hidden_size
     mlp, canonical = f"model.layers.{layer}.mlp", f"layers.{layer}"
     count, inner, own = experts.num_experts, experts.inner_size, experts.shared_ffn
@@ -296,7 +296,7 @@ def _expert_recipes(config: ModelConfig, layer: int, experts: ExpertsSpec) -> li
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a hybrid is made."""
+    """The recipes of all canonical weights of a hybrid."""
     hidden = config.hidden_size
     made = [recipe for recipe in outer_recipes(config) if recipe.weight != "norm.weight"]
     made.append(plus_one_norm("norm.weight", "model.norm.weight", hidden))

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: config.json to geometry, and its experts, which files have one by one. Layers are otherwise Qwen3's.
+"""Qwen3-MoE: config.json to geometry, and its experts, which files store one by one. Layers are otherwise Qwen3's.
 
 Source: transformers models/qwen3_moe.
 """
@@ -18,7 +18,7 @@ __all__ = ["parse", "parse_experts", "recipes"]
 
 
 def parse_experts(fields: Fields, *, normed: bool = False) -> ExpertsSpec:
-    """The experts of every layer; normed: whether shares sum to 1 where norm_topk_prob is missing."""
+    """Read the experts of every layer; normed: whether the router's weights sum to 1 if norm_topk_prob is missing."""
     step = fields.integer("decoder_sparse_step", 1, 1 << 20, default=1)
     dense = fields.optional_integers("mlp_only_layers", 0, 1 << 20, max_count=1 << 12)
     if step != 1 or dense:
@@ -39,7 +39,7 @@ def parse_experts(fields: Fields, *, normed: bool = False) -> ExpertsSpec:
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Qwen3-MoE. Raises ConfigError for what lowlat does not implement, dense layers among it."""
+    """Read the geometry of a Qwen3-MoE. Raises ConfigError for features that are not implemented, as dense layers."""
     experts = parse_experts(fields)
     biased = fields.boolean("attention_bias", False)
     return parse_decoder(
@@ -76,5 +76,5 @@ def _expert_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Qwen3-MoE is made."""
+    """The recipes of all canonical weights of a Qwen3-MoE."""
     return decoder_recipes(config, _expert_recipes)

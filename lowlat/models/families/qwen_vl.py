@@ -1,6 +1,6 @@
-"""The text of Qwen2-VL, 2.5-VL and 3-VL, dense or with experts: config.json to geometry. What sees images is skipped.
+"""The text of Qwen2-VL, 2.5-VL and 3-VL, dense or with experts: config.json to geometry. Vision parts are skipped.
 
-Of text all three numbers of a position are alike, so that `mrope_section` means nothing.
+In text all three numbers of a position are equal, so `mrope_section` has no effect.
 Source: transformers models/qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe.
 """
 
@@ -26,7 +26,7 @@ CLASSES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of the text model. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of the text model. Raises ConfigError for features that lowlat does not implement."""
     family = str(fields.values["model_type"])
     third = family not in ("qwen2_vl", "qwen2_5_vl")
     biased = fields.boolean("attention_bias", False) if third else True
@@ -49,9 +49,9 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a model with experts is made: files have them in one tensor, else one by one.
+    """The recipes of all canonical weights of a model with experts; files store these in one tensor, or one by one.
 
-    In published files each expert's matrix is transposed, in those that transformers 5 writes it is not.
+    In published files each expert's matrix is transposed; in files that transformers 5 writes it is not.
     """
 
     def fused(recipe: Recipe) -> Recipe:

@@ -1,4 +1,4 @@
-"""Seed-OSS (dense): config.json to geometry. Queries, keys and values have biases, the output projection has not.
+"""Seed-OSS (dense): config.json to geometry. Queries, keys and values have biases, the output projection has none.
 
 Source: transformers models/seed_oss.
 """
@@ -13,7 +13,7 @@ __all__ = ["parse"]
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Seed-OSS. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a Seed-OSS. Raises ConfigError for features that lowlat does not implement."""
     return parse_decoder(
         fields,
         directory,

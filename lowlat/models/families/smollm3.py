@@ -36,7 +36,7 @@ def _windows(fields: Fields, turning: tuple[bool, ...]) -> tuple[int | None, ...
 
 
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a SmolLM3. Raises ConfigError for what lowlat does not implement."""
+    """Read the geometry of a SmolLM3. Raises ConfigError for features that lowlat does not implement."""
     turning, biased = _turning(fields), fields.boolean("attention_bias", False)
     config = parse_decoder(
         fields,

@@ -1,4 +1,4 @@
-"""DFlash's draft models fill a block of masks in one pass, over keys and values of the target's features.
+"""DFlash's draft models fill a block of masks in one pass; their keys and values come from the target's features.
 
-It shares the reading of draft models with `lowlat.speculators.eagle3`.
+Reading draft models is shared with `lowlat.speculators.eagle3`.
 """

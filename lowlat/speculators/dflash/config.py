@@ -1,14 +1,14 @@
-"""This module reads draft models that fill a block: DFlash's two layouts, and what other methods share with them.
+"""This module reads draft models that fill a block: DFlash's two layouts, and the parts that other methods share.
 
-    layout       told by                          ids of layers                            sizes in
+    layout       recognised by                    ids of layers                            sizes in
     z-lab        DFlashDraftModel, dflash_config  dflash_config.target_layer_ids: id k is  the top level
                                                   layer k's output, boundary k + 1
     speculators  speculators_model_type           aux_hidden_state_layer_ids: boundaries   transformer_layer_config
     deepspec     see `lowlat.speculators.dspark`  target_layer_ids, as z-lab's; -1 is      the top level
                                                   boundary 0
 
-DFlash2's are of these forms, too, with four sizes more: `conv_kernel_size`, `conv_group_size`, `selector_rank` and
-`selector_top_k`.
+DFlash2's draft models have these layouts, too, with four more sizes: `conv_kernel_size`, `conv_group_size`,
+`selector_rank` and `selector_top_k`.
 Source: z-lab/dflash, and vllm-project/speculators' `models/dflash` and `models/dflash2`.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["TYPES", "BlockFile", "BlockKind", "parse_block_model", "parse_dflash
 
 SECOND = "DFlash2DraftModel"
 ARCHITECTURES = ("DFlashDraftModel", "DFlashSpeculator", SECOND)
-TYPES = {"dflash2": "dflash"}  # of speculators' models, those that are a form of another
+TYPES = {"dflash2": "dflash"}  # speculators_model_type -> method, for variants of a method
 MAX_LAYERS, MAX_FEATURES, MAX_BLOCK, MAX_RANKS = 16, 8, 64, 32
 OVERRIDE = "give capture_layers, the boundaries themselves"
 HARMLESS_DRAFT_KEYS = HARMLESS_KEYS | {
@@ -46,7 +46,7 @@ HARMLESS_DRAFT_KEYS = HARMLESS_KEYS | {
 
 @dataclass(frozen=True)
 class BlockFile:
-    """The places of a config: the top level, the layers' sizes, what is the method's own; and whose layout it is."""
+    """The objects of a config: the top level, the layers' sizes, the method's own keys; and the config's layout."""
 
     top: Fields
     layer: Fields
@@ -56,13 +56,13 @@ class BlockFile:
 
 @dataclass(frozen=True)
 class BlockKind:
-    """How the config of one method is told and read.
+    """How the config of one method is recognised and read.
 
     name           as users know it
-    plain          the places of a config that is not speculators'. Raises ConfigError where it is not the method's
-    record         of its geometry
-    own            the record's fields that DFlash's has not. Raises ConfigError
-    anchor_drafts  whether the last known token's row drafts, where the config does not say
+    plain          finds the objects of a config that is not speculators'. Raises ConfigError for another method's
+    record         the class of its geometry
+    own            reads the record's fields that DFlash's lacks. Raises ConfigError
+    anchor_drafts  whether the last known token's row drafts by default
     """
 
     method: str
@@ -105,7 +105,7 @@ def _refuse_unimplemented(file: BlockFile, kind: BlockKind) -> None:
 
 
 def _layer_fields(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """The fields of the geometry that layers decide: plain ones, or those of a family. Raises ConfigError."""
+    """Read the geometry's fields about layers, of plain layers or of a family's. Raises ConfigError."""
     style = layer_style(file.layer)
     if style is not None:
         return {**style.read(file.layer, sizes, target), "causal": _causal(file, (None,) * sizes.num_layers)}
@@ -123,10 +123,10 @@ def _layer_fields(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: 
 
 
 def _causal(file: BlockFile, windows: tuple[int | None, ...]) -> tuple[bool, ...]:
-    """Of each layer, whether a row of the block sees no later one. Raises ConfigError for a contradiction.
+    """Whether each layer is causal: a row of the block attends to no later one. Raises ConfigError for a contradiction.
 
-    z-lab's say it for all layers, `is_causal`; where they do not, those that slide are causal. Speculators' say it of
-    those that slide, `sliding_window_non_causal`, and are causal nowhere where they do not.
+    z-lab's configs state it for all layers, `is_causal`; by default the layers with a window are causal. Speculators'
+    configs state it for the layers with a window, `sliding_window_non_causal`; by default no layer is causal.
     """
     if file.layout == "speculators":
         slides = file.top.optional_boolean("sliding_window_non_causal") is False
@@ -139,7 +139,7 @@ def _causal(file: BlockFile, windows: tuple[int | None, ...]) -> tuple[bool, ...
 
 
 def _dflash2(file: BlockFile, hidden_size: int) -> dict[str, Any]:
-    """The convolution and the selector of DFlash2; nothing for the first DFlash. Raises ConfigError."""
+    """Read the convolution and the selector of DFlash2; {} for the first DFlash. Raises ConfigError."""
     most = {"conv_kernel_size": 8, "conv_group_size": 1 << 12, "selector_rank": 1 << 12, "selector_top_k": MAX_RANKS}
     sizes = {key: file.own.optional_integer(key, 1, limit) for key, limit in most.items()}
     named = SECOND in (file.top.optional_strings("architectures", max_count=16) or ())
@@ -156,7 +156,7 @@ def _dflash2(file: BlockFile, hidden_size: int) -> dict[str, Any]:
 
 
 def _softcap(file: BlockFile) -> float | None:
-    """The cap of logits, from wherever it stands."""
+    """The softcap of logits, from any object that has it; None without one."""
     places = {id(place): place for place in (file.own, file.layer, file.top)}.values()
     found = (place.optional_number("final_logit_softcapping", 0, 1e6) for place in places)
     return next((cap for cap in found if cap), None)
@@ -179,7 +179,7 @@ def _open(directory: Path, name: str) -> DraftTensors:
 def _boundaries(
     file: BlockFile, kind: BlockKind, target: ModelConfig, counts: tuple[int, int], override: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """The boundaries whose streams fc reads. Raises ConfigError for ids that cannot be meant.
+    """The boundaries whose streams fc reads. Raises ConfigError for missing, ambiguous or invalid ids.
 
     counts  features of fc, and the draft model's layers
     """
@@ -210,7 +210,7 @@ def _boundaries(
 
 
 def _default_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
-    """z-lab's: spread evenly from layer 1 to the fourth before the end."""
+    """z-lab's default: ids spread evenly from layer 1 to layer L - 3; the middle one for a single layer."""
     if num_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -218,7 +218,7 @@ def _default_ids(num_target_layers: int, num_layers: int) -> tuple[int, ...]:
 
 
 def _vocabulary(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """As `vocabulary_fields`; embedding and LM head may be the target's where they have its width."""
+    """Do as `vocabulary_fields`; embedding and LM head may be the target's only if the widths agree."""
     found = vocabulary_fields(file.top, tensors, sizes, target)
     if sizes.hidden_size != target.hidden_size and not (found["own_lm_head"] and found["own_embedding"]):
         raise ConfigError(
@@ -231,17 +231,18 @@ def _vocabulary(file: BlockFile, tensors: DraftTensors, sizes: Sizes, target: Mo
 def parse_dflash(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
 ) -> tuple[DflashConfig, DraftTensors]:
-    """A DFlash draft model's geometry and tensors; see `parse_block_model`."""
+    """Read a DFlash draft model's geometry and tensors; see `parse_block_model`."""
     return parse_block_model(directory, target, capture_layers, DFLASH)
 
 
 def parse_block_model(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None, kind: BlockKind
 ) -> tuple[DflashConfig, DraftTensors]:
-    """A draft model's geometry, and its tensors by name without `model.`; of the weights only headers are read.
+    """Read a draft model's geometry, and its tensors by name without `model.`; of the weights only headers are read.
 
-    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is none of
-    the kind, was made for another target, or asks for what is not implemented, such as projectors.
+    capture_layers  boundaries that override the config's
+    Raises ConfigError for a draft model of another kind or for another target, and for features that are not
+    implemented, such as projectors.
     """
     fields = with_layer_defaults(read_config(directory))
     file, tensors = _places(fields, kind), _open(directory, kind.name)
@@ -273,7 +274,7 @@ def parse_block_model(
     harmless = HARMLESS_DRAFT_KEYS if style is None else HARMLESS_DRAFT_KEYS | style.harmless
     for place in {id(each): each for each in (file.top, file.layer, file.own)}.values():
         for key in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
-            place.optional_boolean(key)  # the tensors say
+            place.optional_boolean(key)  # the tensors decide
         place.refuse_unknown(harmless)
     return config, tensors
 
@@ -286,7 +287,7 @@ def _mask_token(file: BlockFile, kind: BlockKind, target: ModelConfig) -> int:
 
 
 def _block_size(file: BlockFile) -> int:
-    """Rows of a block as it was trained, the last known token's included; it stands in one of two places."""
+    """Read the rows of a block in training, the last known token's included, from one of two objects."""
     places = {id(place): place for place in (file.own, file.top)}.values()
     found = [size for place in places if (size := place.optional_integer("block_size", 2, MAX_BLOCK)) is not None]
     if not found or len(set(found)) > 1:

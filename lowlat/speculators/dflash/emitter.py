@@ -1,10 +1,10 @@
-"""The DFlash draft model, from its geometry. Source: DFlash, z-lab.
+"""This module emits the DFlash draft model from its geometry. Source: DFlash, z-lab.
 
-Keys and values of every position that the target has run are made of its features alone: the norm of fc of captured
-residual streams, projected for all layers at once, stored at the position. Queries come from a block of rows: the last
-known token, followed by mask tokens, each at its position. Every row of the block attends to all stored positions, or
-to those of a window, and to the whole block, later rows included unless a layer is causal; the next step overwrites the
-block's keys and values. The row at a position drafts the token that stands there.
+For every position that the target has run, keys and values come only from the target's features: captured residual
+streams go through fc and a norm, are projected for all layers at once, and are stored at the position. Queries come
+from a block of rows: the last known token, followed by mask tokens, each at its position. Every row of the block
+attends to all stored positions, or to those of a window, and to the whole block; in a causal layer, not to later rows.
+The next step overwrites the block's keys and values. The row at a position drafts the token of that position.
 """
 
 from dataclasses import replace
@@ -40,7 +40,7 @@ def _caches(layer: int) -> tuple[str, str]:
 
 
 def dflash_kv_specs(draft: DflashConfig, dtype: torch.dtype, num_blocks: int, block_size: int) -> list[BufferSpec]:
-    """The KV cache of each layer, [P, G, block, D]."""
+    """The KV cache buffers of all layers, [P, G, block, D] each."""
     pools: tuple[int, dict[int, int]] = (num_blocks, {})
     return [
         cache
@@ -59,10 +59,10 @@ class DflashEmitter:
             layer_of(draft, number, f"draft_model.layers.{number}", _caches(number))
             for number in range(draft.num_layers)
         ]
-        self.layers = [replace(layer, kv_window=None) for layer in each]  # windows bound what is seen, not what is kept
+        self.layers = [replace(layer, kv_window=None) for layer in each]  # windows limit attention, not the cache
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """Keys and values of a program's positions; the boundaries must have been computed."""
+        """Emit keys and values of a program's positions; the boundaries must have been computed."""
         common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
         write = {"row_live": "prefill_live", **common}
         rows = Rows("prefill.draft_model.", scope.size, None, "prefill_positions", common, write, scope.chunk)
@@ -72,7 +72,7 @@ class DflashEmitter:
         self._emit_context(emitter, features)
 
     def emit_extend(self, scope: StepScope) -> None:
-        """Keys and values of the positions that a step has run and kept."""
+        """Emit keys and values of the positions that a step has committed."""
         batch, rows = scope.bucket.batch, scope.rows
         emit_accepted_rows(scope)
         lens = scope.buffer("dense_lens")
@@ -109,11 +109,11 @@ class DflashEmitter:
             first += width
 
     def emit_draft(self, scope: StepScope) -> str:
-        """The block and all its drafts; returns the drafted nodes."""
+        """Emit the block and all its drafts; returns the drafted nodes."""
         draft = self.draft
         level, tokens = self._block(scope, scope.topology.depth + self.first_row)
         table, scale = "draft_model.embed.weight", draft.embedding_scale
-        if not draft.own_embedding:  # it was trained with the target's embedding as the target has it, scaled
+        if not draft.own_embedding:  # it was trained with the target's embedding, and so with the target's scale
             table, scale = "embed.weight", scope.config.embedding_scale if scale is None else scale
         stream = level.embed(tokens, table, draft.hidden_size, "embedded", scale=scale)
         for number in range(draft.num_layers):
@@ -138,11 +138,13 @@ class DflashEmitter:
         return 0 if self.draft.anchor_drafts else 1
 
     def emit_choice(self, scope: StepScope, level: Emitter, tokens: str, normed: str, logits: str) -> None:
-        """Each node takes the token that its rank has in the row of its depth, whatever its parent took; a selector
-        walks through the likeliest of a chain's.
+        """Emit the choice of the nodes' tokens.
 
-        tokens  [B, R] the block's
-        normed  [B * R, H] what the LM head reads
+        Each node takes the token of its rank in the row of its depth, whatever its parent took. For a chain with a
+        selector, the selector chooses among the likeliest tokens of each row.
+
+        tokens  [B, R] of the block
+        normed  [B * R, H] the LM head's input
         logits  [B * R, Vd]
         """
         topology, selector = scope.tree, self.draft.selector
@@ -155,14 +157,14 @@ class DflashEmitter:
         assign_drafts(level, drafted, nodes, rows, [topology.ranks[node] for node in nodes])
 
     def emit_ranks(self, level: Emitter, logits: str, count: int) -> str:
-        """The `count` likeliest tokens of these rows, [M, count]."""
+        """Emit the `count` likeliest tokens of these rows, [M, count]."""
         drafted = level.scratch("top_tokens", level.rows.count, count, dtype=torch.int32)
         weights = {"draft_to_target": "draft_model.draft_to_target"}
         level.emit("draft_topk", {"logits": logits, **level.live()}, {"out": drafted}, weights=weights, k=count)
         return drafted
 
     def _block(self, scope: StepScope, count: int) -> tuple[Emitter, str]:
-        """The block's rows, laid out: an emitter over `count` a slot, and their tokens [B, count]."""
+        """Emit the layout of the block's rows, `count` a slot; returns an emitter, and the tokens [B, count]."""
         batch, scratch = scope.bucket.batch, self.builder.scratch
         outs = {
             "tokens": scratch("draft.0.tokens", (batch, count), torch.int32),
@@ -203,10 +205,10 @@ class DflashEmitter:
         return emit_layer_scale(level, layer, total, f"{name}.scaled") if layer.spec.scaled else total
 
     def _emit_attended(self, level: Emitter, query: str, number: int) -> str:
-        """Attention of the block's rows in a layer, [M, H * D].
+        """Emit the attention of the block's rows in a layer, [M, H * D].
 
-        A window is a row's own where later rows are not seen. Where they are, all rows see the anchor's: the operation
-        counts from the last row, so its window is as many rows wider.
+        In a causal layer each row has its own window. Else all rows share the window of the anchor, the first row. The
+        operation counts a window from the last row, so the window is wider by the rows in between.
         """
         layer = self.layers[number]
         window = layer.attention.window
@@ -219,7 +221,10 @@ class DflashEmitter:
         return emit_attended(replace(level, rows=rows), layer, query, window=window)
 
     def _emit_conv_in(self, level: Emitter, normed: str, name: str) -> tuple[str, str]:
-        """A sublayer's input after its convolution, [M, H], and the coefficients of both sides; else as it is."""
+        """Emit the convolution of a sublayer's input, [M, H]; also returns the coefficients of both sides.
+
+        Without a convolution returns the input itself.
+        """
         conv = self.draft.conv
         if conv is None:
             return normed, ""
@@ -230,7 +235,7 @@ class DflashEmitter:
         return out, kernels
 
     def _emit_conv_out(self, level: Emitter, output: str, name: str, kernels: str) -> str:
-        """A sublayer's output after its convolution, [M, H] float32; as it is without one."""
+        """Emit the convolution of a sublayer's output, [M, H] float32; without one returns the output itself."""
         conv = self.draft.conv
         if conv is None:
             return output
@@ -244,7 +249,7 @@ class DflashEmitter:
         level.emit("local_conv", reads, {"out": out}, weights={"weight": f"{name}.base"}, **params)
 
     def _emit_walk(self, level: Emitter, tokens: str, normed: str, logits: str, selector: Selector) -> None:
-        """The chain through the likeliest tokens of the block's rows."""
+        """Emit the selector's choice of a chain through the likeliest tokens of the block's rows."""
         listed = rank_drafts(level, logits, min(selector.top_k, self.draft.draft_vocab_size))
         hidden = level.linear(normed, "draft_model.selector.project", selector.rank, "selector")
         reads = {"candidates": listed["top_tokens"], "scores": listed["top_logprobs"]}

@@ -1,4 +1,7 @@
-"""The geometry of a DFlash draft model. Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`."""
+"""This module has the geometry of a DFlash draft model.
+
+Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +15,7 @@ __all__ = ["DflashConfig", "LocalConv", "Selector"]
 class LocalConv:
     """The convolution along a block, before and after each layer's attention and FFN.
 
-    taps   rows that a row is made of: its own and those before it
+    taps   rows that contribute to a row: itself and those before it
     group  columns that share a coefficient
     """
 
@@ -24,7 +27,7 @@ class LocalConv:
 class Selector:
     """The choice of a chain among the candidates of a block's rows.
 
-    rank   of the score that a candidate gets by the token before it
+    rank   of the score that the previous token gives a candidate
     top_k  candidates of a row
     """
 
@@ -36,10 +39,10 @@ class Selector:
 class DflashConfig(DraftConfig):
     """A draft model that fills a block of masks in one pass.
 
-    mask_token     of rows whose token is not known
-    block_size     rows of a block, the last known token's included
-    anchor_drafts  whether the last known token's row drafts, and each row the token after its own
-    causal         of each layer, whether a row of the block sees no later one, [L]; (): all see all
+    mask_token      of rows whose token is unknown
+    block_size      rows of a block, the last known token's included
+    anchor_drafts   whether the last known token's row drafts, and so each row drafts the token after its own
+    causal          [L] whether a row of the block attends to no later one in that layer; (): in no layer
     conv, selector  of DFlash2; None: there is none
     """
 
@@ -53,10 +56,10 @@ class DflashConfig(DraftConfig):
 
     @property
     def context(self) -> str:
-        """The heads that the target's features are projected to, of k and v: values may be keys."""
+        """The heads that the target's features are projected to, "kv", or "k" if values are keys."""
         return self.attention.projected.removeprefix("q")
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a block."""
+        """The number of drafts of a block."""
         return self.block_size if self.anchor_drafts else self.block_size - 1

@@ -1,4 +1,4 @@
-"""The speculator of method "dflash": a draft model that fills a block of masks in one pass.
+"""This module has the speculator of method "dflash": its draft model fills a block of masks in one pass.
 
 Source: DFlash, z-lab; vllm-project/speculators, `models/dflash`.
 """
@@ -29,8 +29,9 @@ __all__ = ["DflashSpeculator", "check_depth"]
 class DflashSpeculator(ModelSpeculator[DflashConfig]):
     """Drafts with a DFlash model, whose geometry is `config`.
 
-    parse_files, load_files   how its directory is read: config and headers, and with them the weights
-    longer                    drafts of a block while the last ones were accepted; 0: as many as ever
+    parse_files  reads config and headers of its directory
+    load_files   reads the weights, too
+    longer       drafts of a block while recent drafts were all accepted; 0: always the usual number
     """
 
     method: ClassVar[str] = DflashConfig.method
@@ -40,14 +41,14 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
-        """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
+        """Read only the geometry, from the checkpoint's config and headers. Raises ConfigError."""
         config, _ = cls.parse_files(Path(draft_model_of(options)), target, options.capture_layers)
         check_depth(config, options)
         return cls(config, options.max_block_drafts)
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """The draft model with its weights. Raises ConfigError."""
+        """Load the draft model with its weights. Raises ConfigError."""
         found = cls.load_files(draft_model_of(options), target, capture_layers=options.capture_layers)
         check_depth(found.config, options)
         made = cls(found.config, options.max_block_drafts)
@@ -55,12 +56,12 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
 
     @property
     def most_drafts(self) -> int:
-        """Those of a block, as far as options go."""
+        """The drafts of a block, up to the options' limit."""
         return min(super().most_drafts, self.config.max_drafts)
 
     @property
     def longer_draft_length(self) -> int:
-        """That of the option."""
+        """The number of the option max_block_drafts."""
         return self.longer
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
@@ -68,7 +69,7 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
         return dflash_kv_specs(self.config, sizes.kv_dtype, sizes.num_blocks, sizes.block_size)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The draft model's weights; embedding and LM head only where it brings its own."""
+        """The draft model's weights; embedding and LM head only if it has its own."""
         return dflash_weight_plan(self.config, dtype)
 
     def report(self) -> dict[str, Any]:
@@ -85,26 +86,26 @@ class DflashSpeculator(ModelSpeculator[DflashConfig]):
         }
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """Keys and values of the draft model for a prompt's positions."""
+        """Emit the draft model's keys and values for a prompt's positions."""
         self.emitter(scope).emit_prefill(scope)
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
-        """Keys and values of the accepted rows' positions; after prefill they are there."""
+        """Emit keys and values for the accepted rows' positions; for a first token prefill has written them."""
         if not scope.is_first_token:
             self.emitter(scope).emit_extend(scope)
         return ()
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
-        """One pass over the block."""
+        """Emit one pass over the block."""
         return self.emitter(scope).emit_draft(scope)
 
     def emitter(self, scope: Scope) -> DflashEmitter:
-        """The part that appends the draft model's operations."""
+        """The emitter of the draft model's operations."""
         return DflashEmitter(scope, self.config, scope.tables)
 
 
 def check_depth(config: DflashConfig, options: SpeculativeConfig) -> None:
-    """Refuse more drafts than a block was trained with. Raises ConfigError."""
+    """Raise ConfigError for more drafts than a block was trained with."""
     for name in ("num_speculative_tokens", "max_block_drafts"):
         if getattr(options, name) > config.max_drafts:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""This module makes the canonical weights of DFlash draft models. It knows names and shapes, and no configs.
+"""This module makes the canonical weights of DFlash draft models, from names and shapes; it reads no configs.
 
-A layer's keys and values are made of two kinds of rows: of the block's they are made with the queries, of the target's
-features for all layers at once. So each layer's projection of them is kept twice.
+A layer computes keys and values for two kinds of rows: for the block's rows together with the queries, for the target's
+features together with all other layers'. So each layer's projection of keys and values is kept twice.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ __all__ = ["dflash_recipes", "dflash_weight_plan", "load_dflash"]
 
 
 def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
-    """How every canonical weight but the draft map is made, of pieces by name without `model.`."""
+    """The recipes of all canonical weights but the draft map; pieces have names without `model.`."""
     hidden = config.hidden_size
 
     def one(weight: str, tensor: str, *shape: int) -> Recipe:
@@ -47,7 +47,7 @@ def dflash_recipes(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
 
 
 def _dflash2(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
-    """The convolutions of layers and the selector; nothing where there are none."""
+    """The recipes of the layers' convolutions and of the selector; [] without these."""
     hidden, made = config.hidden_size, list[Recipe]()
     if config.conv is not None:
         taps, wide = config.conv.taps, 2 * config.conv.taps * (hidden // config.conv.group)
@@ -66,7 +66,7 @@ def _dflash2(config: DflashConfig, dtype: torch.dtype) -> list[Recipe]:
 
 
 def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -> Recipe:
-    """The keys' and values' projections of all layers, one layer's after the other's."""
+    """The recipe of all layers' key and value projections, one layer after another."""
     pieces = tuple(
         Piece(f"layers.{layer}.self_attn.{each}_proj.{part}", (spec.kv_size, *width))
         for layer, spec in config.attentions.items()
@@ -76,7 +76,7 @@ def _context(config: DflashConfig, dtype: torch.dtype, part: str, *width: int) -
 
 
 def dflash_weight_plan(config: DflashConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
+    """Canonical name -> (shape, dtype) of every weight of the draft model itself, in a compute dtype."""
     return own_weight_plan(config, dflash_recipes(config, TORCH_DTYPES[dtype]), TORCH_DTYPES[dtype])
 
 
@@ -85,8 +85,8 @@ def load_dflash(
 ) -> LoadedDraftModel[DflashConfig]:
     """Load a DFlash draft model in its target's dtype: geometry, and weights by canonical name, on the CPU.
 
-    capture_layers, boundaries, overrides what the config says. Raises ConfigError naming file, tensor, expected and
-    found.
+    capture_layers  boundaries that override the config's
+    Raises ConfigError, which names file, tensor, expected and found.
     """
     config, tensors = parse_dflash(Path(directory), target, capture_layers)
     weights = load_tensors(config, tensors, dflash_recipes(config, TORCH_DTYPES[target.dtype]))

@@ -1,4 +1,4 @@
-"""This module reads the sizes and the vocabulary of EAGLE3's and DFlash's draft models, against the target."""
+"""This module reads sizes and vocabulary of EAGLE3's and DFlash's draft models, and checks them against the target."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ GATES: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"
 
 
 def check_target(top: Fields, target: ModelConfig) -> None:
-    """Refuse a draft model that says it was trained for a target of another shape."""
+    """Raise ConfigError for a draft model whose config states a target of another shape."""
     for key, own in (("target_hidden_size", target.hidden_size), ("num_target_layers", target.num_layers)):
         stated = top.optional_integer(key, 1, 1 << 20)
         if stated is not None and stated != own:
@@ -33,11 +33,11 @@ def size_fields(
     windows: tuple[int | None, ...],
     biases: tuple[bool, bool, bool],
 ) -> dict[str, Any]:
-    """The fields of a DraftConfig that every draft model has: sizes, and layers.
+    """Read the fields of a DraftConfig that every draft model has: sizes, and layers.
 
-    layer    where the config has the layers' sizes; its gate is one of `GATES`
+    layer    the part of the config with the layers' sizes; its gate is one of `GATES`
     windows  of each layer; None: full attention
-    biases   whether projections of queries, keys and values, of outputs, and of the FFN have biases
+    biases   whether the QKV projections, the output projections, and the FFN have biases
     """
     rope, (qkv_bias, output_bias, mlp_bias) = parse_rope(layer, max_position=sizes.max_position), biases
     qk_norm = any(tensors.in_any_layer(f"self_attn.{part}_norm.weight") for part in "qk")
@@ -53,7 +53,7 @@ def size_fields(
 
 
 def vocabulary_fields(top: Fields, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """The draft vocabulary, and which of embedding, LM head and map the draft model brings itself.
+    """Read the draft vocabulary, and whether the draft model has its own embedding, LM head and map of ids.
 
     Raises ConfigError for another vocabulary than the target's, or one that the tensors contradict.
     """

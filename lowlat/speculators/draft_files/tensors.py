@@ -1,4 +1,4 @@
-"""This module gives the tensors of a draft model by the names that its method has for them, whatever its files say."""
+"""This module finds the tensors of a draft model by the names of its method, whatever the names in its files."""
 
 import re
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from lowlat.errors import ConfigError
 
 __all__ = ["DraftTensors"]
 
-# Buffers that are recomputed, and copies of the target's that some trainers leave.
+# Buffers that are recomputed, and copies of the target's tensors that some trainers store.
 IGNORED = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|verifier_(lm_head|norm)\.weight")
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True)
 class DraftTensors:
-    """The tensors of a draft model's files by one set of names, and the stored name of each.
+    """Maps a method's names of tensors to the stored names in a draft model's files.
 
-    has_midlayer  whether its only layer has the name `midlayer.`
+    has_midlayer  whether its only layer is called `midlayer.`
     """
 
     checkpoint: Checkpoint
@@ -28,7 +28,7 @@ class DraftTensors:
         return name in self.stored
 
     def entry(self, name: str, dimensions: int) -> TensorEntry:
-        """The entry of a tensor that must be there with that many dimensions. Raises ConfigError."""
+        """Find the entry of a tensor. Raises ConfigError if it is missing, or has another number of dimensions."""
         if name not in self.stored:
             directory = self.checkpoint.directory
             raise ConfigError(f"{directory}: tensor {name!r} is missing; the draft model needs it")
@@ -44,12 +44,11 @@ class DraftTensors:
         return any(name.endswith(part) and LAYER.match(name) for name in self.stored)
 
     def ignored(self) -> set[str]:
-        """Stored names of tensors that nobody needs."""
+        """Stored names of tensors that are not needed."""
         return {stored for name, stored in self.stored.items() if IGNORED.fullmatch(name)}
 
     def check_layers(self, num_layers: int, hidden_size: int, label: str) -> None:
-        """Raise ConfigError for tensors of more layers than the config names, and for later layers that read more than
-        the layer before them."""
+        """Raise ConfigError for tensors of more layers than stated, and for later layers that read the embedding."""
         for name, stored in self.stored.items():
             layer = LAYER.match(name)
             if layer is not None and int(layer[1]) >= num_layers:

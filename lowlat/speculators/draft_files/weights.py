@@ -1,6 +1,6 @@
 """This module loads the weights of a draft model, and checks the map of its ids to the target's.
 
-Each method has recipes of its own; what they are made of has the names of `draft_files.tensors`.
+Each method has its own recipes, whose pieces have the names of `draft_files.tensors`.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ class LoadedDraftModel(Generic[Config]):
 
 
 def stored_recipe(recipe: Recipe, tensors: DraftTensors) -> Recipe:
-    """The recipe with the names that the draft model's files have."""
+    """Rename a recipe's pieces to the names in the draft model's files."""
     return renamed_recipe(recipe, lambda name: tensors.stored.get(name, name))
 
 
 def unused_tensors(config: DraftConfig, tensors: DraftTensors) -> set[str]:
-    """Stored names of tensors that nobody needs."""
+    """Stored names of tensors that are not needed."""
     quantisation = config.quantisation
     return tensors.ignored() | (set() if quantisation is None else quantisation.unused(tensors.checkpoint))
 
@@ -56,9 +56,9 @@ def _vocabulary_tensor(tensors: DraftTensors, name: str, dtypes: tuple[str, ...]
 
 
 def read_draft_map(tensors: DraftTensors, draft_vocab_size: int, vocab_size: int) -> torch.Tensor:
-    """Target ids of the draft ids, [Vd] int32: index plus stored offset, strictly increasing, below V.
+    """Read the target ids of the draft ids, [Vd] int32: index plus stored offset, strictly increasing, below V.
 
-    Raises ConfigError.
+    Without a stored map they are the identity. Raises ConfigError.
     """
     draft = torch.arange(draft_vocab_size, dtype=torch.int64)
     if "d2t" not in tensors:
@@ -96,8 +96,8 @@ def load_tensors(
 ) -> dict[str, torch.Tensor]:
     """Load the weights of a parsed draft model by canonical name, the draft map among them. Raises ConfigError.
 
-    recipes  name pieces as `tensors` does
-    unused   tensors that may be there, and nobody needs
+    recipes  their pieces have the names of `tensors`
+    unused   tensors that may be present but are not needed
     """
     draft_map = read_draft_map(tensors, config.draft_vocab_size, config.vocab_size)
     ignored = {tensors.stored[name] for name in ("d2t", "t2d", *unused) if name in tensors}

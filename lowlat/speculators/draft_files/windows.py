@@ -1,14 +1,16 @@
 """This module reads the sliding windows of a draft model's layers, and applies `draft_window` to them.
 
-A row at position p of a layer with a window of W sees positions above p - W, its own included, drafted ones too. Which
-layers have one is told by, in this order:
+In a layer with a window of W, a row at position p attends to positions above p - W, its own and drafted ones included.
+The first of these keys that is present decides which layers have a window:
 
-1. `layer_types`, an entry a layer: "sliding_attention" (speculators, vLLM).
-2. `use_sliding_window`: true, layers from `max_window_layers` on, or all without it; false, none (transformers).
-3. `sliding_window` alone: all layers; none in Qwen's, where the switch is off unless it is given.
+1. `layer_types`, one entry for each layer: "sliding_attention" (speculators, vLLM).
+2. `use_sliding_window`: if true, layers from `max_window_layers` on, or all without that key; if false, no layer
+   (transformers).
+3. `sliding_window` alone: all layers. In Qwen's files no layer, since `use_sliding_window` is false by default there.
 
-`draft_window`, the caller's option, and a layer's own window: the smaller holds. A layer without one of its own then
-keeps its first rows in sight as attention sinks; one that was trained with a window never saw them, and does not.
+Of `draft_window`, the caller's option, and a layer's own window the smaller one applies. With `draft_window` a layer
+without its own window also attends to its first rows, as attention sinks. A layer that was trained with a window never
+attended to them, and does not.
 """
 
 from lowlat.checkpoint.fields import Fields
@@ -22,9 +24,9 @@ KEEPS_FIRST = 4
 
 
 def draft_windows(fields: Fields, num_layers: int, notes: list[str]) -> tuple[int | None, ...]:
-    """The window of each layer, None for full attention. Raises ConfigError for what is contradictory or incomplete.
+    """Read the window of each layer, None for full attention. Raises ConfigError for contradictory or missing keys.
 
-    notes  what the model's user should know is added
+    notes  facts that the model's user should know are appended to it
     """
     uses = fields.optional_boolean("use_sliding_window")
     size = fields.optional_integer("sliding_window", 0, 1 << 30) or None
@@ -56,9 +58,9 @@ def draft_windows(fields: Fields, num_layers: int, notes: list[str]) -> tuple[in
 
 
 def check_draft_window(config: DraftConfig, draft_window: int | None) -> None:
-    """Raise ConfigError for a `draft_window` over a layer, before the last, that attends to everything.
+    """Raise ConfigError if `draft_window` would apply to a layer before the last without its own window.
 
-    Prefill computes such a layer's output for every row of a prompt, and its attention keeps no first rows.
+    Prefill computes such a layer's output for every row of a prompt, and prefill's attention has no attention sinks.
     """
     if draft_window is not None and None in config.windows[:-1]:
         layer = config.windows.index(None)
@@ -69,13 +71,13 @@ def check_draft_window(config: DraftConfig, draft_window: int | None) -> None:
 
 
 def effective_window(own: int | None, draft_window: int | None) -> tuple[int | None, int]:
-    """The window of a layer with one of its `own` under `draft_window`, and the first rows that it keeps in sight."""
+    """The window of a layer with window `own` under `draft_window`, and the number of its attention sinks."""
     if own is not None:
         return own if draft_window is None else min(own, draft_window), 0
     return draft_window, 0 if draft_window is None else KEEPS_FIRST
 
 
 def draft_kv_windows(config: DraftConfig, draft_window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer in which all lies that its rows see; None where they keep the first rows in sight."""
+    """The window of each layer that bounds what its rows attend to; None without a window, or with sinks."""
     each = (effective_window(own, draft_window) for own in config.windows)
     return tuple(None if keep_first else window for window, keep_first in each)

@@ -1,4 +1,4 @@
-"""This module reads a whole model that drafts for another: its geometry, and whether it fits the target."""
+"""This module reads the geometry of a whole model that drafts for a target, and checks that it fits the target."""
 
 from pathlib import Path
 
@@ -13,14 +13,14 @@ from lowlat.speculators.draft_model.tokens import check_tokens
 
 __all__ = ["is_whole", "parse_whole"]
 
-FEATURES = {"fc.weight"}  # reads what a target has computed
+FEATURES = {"fc.weight"}  # tensors that read a target's features
 
 
 def parse_whole(directory: Path, target: ModelConfig, target_directory: Path | None) -> WholeDraftConfig:
-    """The geometry of a draft model; of the weights only headers are read.
+    """Read the geometry of a draft model; of the weights only headers are read.
 
-    target_directory  the target's, whose tokenizer is compared; None: vocabularies are compared by size alone
-    Raises ConfigError for a model that lowlat does not run, of another vocabulary, with recurrent layers, and for a
+    target_directory  the target's, whose tokenizer is compared; None: only the sizes of vocabularies are compared
+    Raises ConfigError for a model that lowlat does not run, that has another vocabulary or recurrent layers, and for a
     draft model that was made for one target, such as EAGLE's.
     """
     config = read_model_config(directory, dtype=target.dtype)
@@ -66,7 +66,7 @@ def is_whole(directory: Path) -> bool:
 
 
 def _check_whole(directory: Path, config: ModelConfig) -> None:
-    """Refuse the files of a draft model that needs a target's states. Raises ConfigError."""
+    """Raise ConfigError for the files of a draft model that needs a target's states."""
     if stored_names(directory) is not None and not is_whole(directory):
         stem = FAMILIES[config.family].names[0].stem
         raise ConfigError(

@@ -1,8 +1,8 @@
-"""This module emits a whole model's rows: a prompt's, those of accepted tokens, and one more for each next draft.
+"""This module emits a whole draft model's rows: those of a prompt, of accepted tokens, and one for each deeper draft.
 
-A row is a token at its own position, stored at its own index of the slot's blocks. Rows of accepted tokens run over
-all layers and leave exact keys and values, whatever wrote there before; the last one drafts. What drafted rows wrote
-is overwritten by the next step, or is what it would write.
+A row is a token at its own position; its keys and values are stored at the same index of the slot's blocks. Rows of
+accepted tokens run through all layers, and write exact keys and values over earlier ones; the last row drafts. The
+next step overwrites what drafted rows have written, unless it would write the same.
 """
 
 import torch
@@ -16,7 +16,7 @@ from lowlat.speculators.draft_parts import BY_SLOT, DRAFT_MAP, assign_drafts, se
 
 __all__ = ["WholeDrafter"]
 
-Place = tuple[int, int]  # of the first row: its column among the tokens, and its index after the slot's length
+Place = tuple[int, int]  # the first row's column among the tokens, and its index relative to the slot's length
 
 
 class WholeDrafter:
@@ -26,14 +26,14 @@ class WholeDrafter:
         self.scope, self.builder, self.draft = scope, scope.builder, draft
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """Keys and values of a prompt's positions."""
+        """Emit keys and values of a prompt's positions."""
         common = {"block_table": "prefill_table", "chunk": "prefill_chunk"}
         write = {"row_live": "prefill_live", **common}
         rows = Rows(f"prefill.{OWNER}", scope.size, None, "prefill_positions", common, write, scope.chunk)
         self._emit_layers(rows, "prefill_tokens", Stage.PREFILL)
 
     def emit_extend(self, scope: StepScope) -> str:
-        """The accepted rows; returns the residual stream after the last layer, [B * T, N]."""
+        """Emit the accepted rows; returns the residual stream after the last layer, [B * T, N]."""
         given = scope.reads("accepted_tokens", "commit_lens", "draft_live", "dense_lens")
         reads = {"given": given["accepted_tokens"], "counts": given["commit_lens"]}
         reads |= {"live": given["draft_live"], "lens": given["dense_lens"]}
@@ -42,7 +42,7 @@ class WholeDrafter:
         return self._emit_layers(rows, tokens, Stage.DRAFT)
 
     def emit_draft(self, scope: StepScope, residual: str) -> str:
-        """The chain, a row a draft; returns the drafted nodes."""
+        """Emit the chain, one row for each draft; returns the drafted nodes."""
         batch, nodes = scope.bucket.batch, scope.draft_nodes()
         rows = Rows("draft.0.", batch, scope.buffer("draft_live"), "", {}, {})
         last = Emitter(self.builder, rows, scope.dtype, Stage.DRAFT)
@@ -62,10 +62,10 @@ class WholeDrafter:
     def _rows(
         self, scope: StepScope, prefix: str, count: int, seen: tuple[str, str], reads: dict[str, str], place: Place
     ) -> tuple[Rows, str]:
-        """Rows of tokens, `count` a slot, laid out, and the buffer of the tokens.
+        """Emit the layout of `count` rows a slot; returns the rows, and the buffer of their tokens.
 
-        seen   the constants of the rows' offsets, and of what they see of each other
-        reads  and `place`: of `token_rows`
+        seen          the constants of the rows' offsets, and of their masks of each other
+        reads, place  arguments of `token_rows`
         """
         batch, scratch = scope.bucket.batch, self.builder.scratch
         made = {name: scratch(f"{prefix}{name}", (batch, count), torch.int32) for name in ("tokens", "positions")}
@@ -79,11 +79,11 @@ class WholeDrafter:
         return rows, made["tokens"]
 
     def _emit_layers(self, rows: Rows, tokens: str, stage: Stage) -> str:
-        """All layers over rows; returns the residual stream after the last."""
+        """Emit all layers over rows; returns the residual stream after the last one."""
         return emit_decoder(self.builder, self.draft.decoder, rows, tokens, self.scope.tables, stage, owner=OWNER)[-1]
 
     def _choose(self, rows: Rows, residual: str, node: int) -> None:
-        """The likeliest token after each row, one a slot, which becomes a node of the chain."""
+        """Emit the choice of the likeliest token after each slot's row, which becomes a node of the chain."""
         level = Emitter(self.builder, rows, self.scope.dtype, Stage.DRAFT_LM_HEAD)
         width = self.draft.draft_vocab_size
         logits = emit_vocabulary(level, self.draft.decoder, residual, width, owner=OWNER)

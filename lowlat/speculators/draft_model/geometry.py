@@ -1,4 +1,4 @@
-"""The geometry of a draft model that is a whole model, and the form in which decoders are emitted."""
+"""This module has the geometry of a whole model that drafts, and converts it to a target's for `emit_decoder`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,7 +12,7 @@ OWNER = "draft_model."  # begins the names of a draft model's weights, caches an
 
 @dataclass(frozen=True, kw_only=True)
 class WholeDraftConfig(DraftConfig):
-    """A model of a family of targets, with its own embedding and LM head; it reads no state of the target's.
+    """A model of a family of targets, with its own embedding and LM head; it reads no state of the target.
 
     family             a name in the table of `lowlat.models.families`
     dtype              the target's compute dtype
@@ -28,12 +28,12 @@ class WholeDraftConfig(DraftConfig):
 
     @property
     def shares_head(self) -> bool:
-        """Whether the LM head is the embedding here, too: it is another matrix where it has other rows."""
+        """Whether the LM head is the embedding's tensor, as in the files; with other rows it is a separate matrix."""
         return self.tie_embeddings and not self.is_cut and self.draft_vocab_size == self.vocab_size
 
     @property
     def decoder(self) -> ModelConfig:
-        """The model as a target's geometry, of this rank's part; its vocabulary is that of its files."""
+        """This rank's part of the model, as a target's geometry; its vocabulary is that of its files."""
         return ModelConfig(
             family=self.family,
             dtype=self.dtype,

@@ -33,29 +33,29 @@ class DraftModelSpeculator(ModelSpeculator[WholeDraftConfig]):
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
-        """The geometry alone, from the model's config and headers. Raises ConfigError."""
+        """Read only the geometry, from the model's config and headers. Raises ConfigError."""
         return cls(parse_whole(Path(draft_model_of(options)), target, directory))
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """The model with its weights, read whole. Raises ConfigError."""
+        """Load the whole model with its weights. Raises ConfigError."""
         own = Path(draft_model_of(options))
         config = parse_whole(own, target, directory)
         return LoadedSpeculator(cls(config), load_whole(own, config, target), own)
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """Those of its layers."""
+        """The windows of its layers."""
         return self.config.windows
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...]:
-        """None: its rows are made of tokens alone."""
+        """(): its rows need only tokens."""
         return ()
 
     @property
     def runs_over_rows(self) -> bool:
-        """Always: each accepted token has keys and values."""
+        """True: each accepted token has keys and values."""
         return True
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
@@ -69,7 +69,7 @@ class DraftModelSpeculator(ModelSpeculator[WholeDraftConfig]):
 
     @property
     def shared_weights(self) -> Mapping[str, str]:
-        """The LM head, where it is the embedding."""
+        """The LM head, if it is the embedding."""
         shares = self.config.shares_head and self.config.quantiser is None
         return {f"{OWNER}lm_head.weight": f"{OWNER}embed.weight"} if shares else {}
 
@@ -83,13 +83,13 @@ class DraftModelSpeculator(ModelSpeculator[WholeDraftConfig]):
         }
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """Keys and values of the draft model for a prompt's positions."""
+        """Emit the draft model's keys and values for a prompt's positions."""
         WholeDrafter(scope, self.config).emit_prefill(scope)
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
-        """The accepted rows; returns the residual stream after the last layer."""
+        """Emit the accepted rows; returns the residual stream after the last layer."""
         return (WholeDrafter(scope, self.config).emit_extend(scope),)
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
-        """The chain, a row a draft."""
+        """Emit the chain, one row for each draft."""
         return WholeDrafter(scope, self.config).emit_draft(scope, *extended)

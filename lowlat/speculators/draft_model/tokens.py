@@ -1,4 +1,4 @@
-"""This module tells whether a draft model's tokens are the target's, by their tokenizers, else by size."""
+"""This module checks that a draft model's tokens are the target's, by their tokenizers, or by size without these."""
 
 import hashlib
 from pathlib import Path
@@ -11,14 +11,14 @@ from lowlat.text.codec import MAX_TOKENIZER_BYTES, TextCodec
 __all__ = ["check_tokens"]
 
 FILE = "tokenizer.json"
-MOST_PADDING = 1024  # rows by which vocabularies of the same tokens differ, at most: they are padded to whole tiles
+MOST_PADDING = 1024  # the most rows by which vocabularies of the same tokens differ: they are padded to whole tiles
 Side = tuple[Path | None, int]  # directory and vocab_size
 
 
 def check_tokens(draft: Side, target: Side) -> None:
     """Raise ConfigError unless the same ids are the same tokens in both vocabularies.
 
-    Tokens that were added to a tokenizer may differ: drafts that have one are refused by the target, no more.
+    Tokens that were added to a tokenizer may differ: the target only rejects drafts that have one.
     """
     (directory, size), (target_directory, target_size) = draft, target
     if abs(size - target_size) > MOST_PADDING:

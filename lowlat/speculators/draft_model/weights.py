@@ -1,4 +1,4 @@
-"""This module makes the canonical weights of a whole model that drafts: a target's, cut to the vocabulary."""
+"""This module makes the canonical weights of a whole draft model: those of a target, cut to the vocabulary."""
 
 from pathlib import Path
 from types import MappingProxyType
@@ -16,11 +16,11 @@ from lowlat.speculators.draft_parts import DRAFT_MAP
 __all__ = ["load_whole", "whole_weight_plan"]
 
 EMBED, LM_HEAD = "embed.weight", "lm_head.weight"
-TABLES = (EMBED, "per_layer_embed.weight")  # a row a token
+TABLES = (EMBED, "per_layer_embed.weight")  # tables with a row for each token
 
 
 def whole_weight_plan(config: WholeDraftConfig) -> WeightPlan:
-    """Canonical name -> (shape, dtype) of every weight that has storage of its own, and of the map of draft ids."""
+    """Canonical name -> (shape, dtype) of every weight with its own storage, and of the map of draft ids."""
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in target_recipes(config.decoder)}
     for name in TABLES:
         if name in plan:
@@ -35,9 +35,9 @@ def whole_weight_plan(config: WholeDraftConfig) -> WeightPlan:
 
 
 def load_whole(directory: Path, config: WholeDraftConfig, target: ModelConfig) -> dict[str, torch.Tensor]:
-    """The weights by canonical name, on the CPU. Raises ConfigError naming file, tensor, expected and found.
+    """Load the weights by canonical name, on the CPU. Raises ConfigError, which names file, tensor, expected and found.
 
-    A tied LM head is the very tensor of the embedding where the vocabularies are of one size.
+    A tied LM head is the embedding's tensor itself if both have the same rows.
     """
     weights = dict(open_target(directory, dtype=target.dtype).weights.loaded())
     whole = weights[EMBED]
@@ -60,7 +60,7 @@ def _cuts_head(config: WholeDraftConfig) -> bool:
 
 
 def _with_rows(table: torch.Tensor, count: int) -> torch.Tensor:
-    """A table with so many rows: rows of ids that the target has not are left out, those that it lacks are zero."""
+    """Give a table `count` rows: drop rows of ids that the target lacks, and add zeros for ids that the table lacks."""
     if table.shape[0] == count:
         return table
     made = table.new_zeros(count, *table.shape[1:])

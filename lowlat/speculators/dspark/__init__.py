@@ -1,4 +1,4 @@
-"""DSpark adds to DFlash's block a draft by its first row, and a bias by each drafted token.
+"""DSpark extends DFlash's block: the first row drafts, too, and each drafted token biases the logits of the next.
 
 It builds on `lowlat.speculators.dflash`.
 """

@@ -1,10 +1,10 @@
 """This module reads the configs of DSpark draft models, in DeepSpec's layout and in speculators'.
 
-    layout       told by                 what is DSpark's own
+    layout       recognised by           DSpark's own keys
     deepspec     an architecture of it   the top level; each row drafts the token after its own
-    speculators  speculators_model_type  the top level; so, unless `sample_from_anchor` is false
+    speculators  speculators_model_type  the top level; the same, unless `sample_from_anchor` is false
 
-DeepSpec's DFlash draft models are of this form, too, without a bias.
+DeepSpec's DFlash draft models have this form, too, without a bias.
 Source: deepseek-ai/DeepSpec, `modeling/dspark`, and vllm-project/speculators' `models/dspark`.
 """
 
@@ -32,7 +32,7 @@ def _deepspec_file(fields: Fields) -> BlockFile:
 
 
 def _heads(file: BlockFile) -> dict[str, Any]:
-    """The Markov head and the confidence head. Raises ConfigError for one that is not implemented."""
+    """Read the fields of the Markov head and the confidence head. Raises ConfigError for unimplemented ones."""
     own, published = file.own, file.layout == "speculators"
     rank = own.integer("markov_rank", 0, MAX_RANK, 256 if published else None)
     own.refuse_unless("markov_head_type", ("vanilla", "gated"), "a bias by the token before alone")
@@ -61,9 +61,9 @@ DSPARK = BlockKind("dspark", "DSpark", (*DEEPSPEC, "DSparkSpeculator"), _deepspe
 def parse_dspark(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None
 ) -> tuple[DsparkConfig, DraftTensors]:
-    """A DSpark draft model's geometry, and its tensors; see `parse_block_model`.
+    """Read a DSpark draft model's geometry and its tensors; see `parse_block_model`.
 
-    Raises ConfigError, also for a Markov head with a state of its own (rnn).
+    Raises ConfigError, also for a Markov head with its own state (rnn).
     """
     config, tensors = parse_block_model(directory, target, capture_layers, DSPARK)
     if not isinstance(config, DsparkConfig):

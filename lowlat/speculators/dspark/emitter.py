@@ -1,8 +1,9 @@
-"""The choice of DSpark's drafts, level by level, after DFlash's block. Source: DSpark, arXiv 2607.05147.
+"""This module emits the choice of DSpark's drafts, level by level, after DFlash's block.
 
-A row's logits do not depend on drafts. To those of the row at each depth a bias by the token drafted before is added:
-W2 W1[token], of low rank; where the head is gated, W1[token] is scaled by a sigmoid of the row's state and that vector.
-A tree's nodes each have the bias of their parent's token. The likeliest tokens of a level are the parents of the next.
+A row's logits do not depend on drafts. At each depth a bias that depends on the previous draft is added to the row's
+logits: W2 W1[token], of low rank. In a gated head a sigmoid of the row's state and W1[token] scales W1[token]. In a
+tree each node has the bias of its parent's token. The likeliest tokens of a level are the parents of the next.
+Source: DSpark, arXiv 2607.05147.
 """
 
 import torch
@@ -28,7 +29,7 @@ class DsparkEmitter(DflashEmitter):
         self.config = config
 
     def emit_choice(self, scope: StepScope, level: Emitter, tokens: str, normed: str, logits: str) -> None:
-        """One level of the tree after another, each by the tokens of the level above."""
+        """Emit one level of the tree after another; each needs the tokens of the level above."""
         rank = self.config.markov_rank
         if not rank:
             super().emit_choice(scope, level, tokens, normed, logits)
@@ -41,7 +42,7 @@ class DsparkEmitter(DflashEmitter):
             self._emit_level(scope, parents, self._gated(parents, known, gate, depth), logits, depth)
 
     def _emit_parents(self, scope: StepScope, tokens: str, depth: int, rank: int) -> tuple[Emitter, str]:
-        """The rows of a level, one for each node with children: an emitter, and their tokens' vectors [B * W, r]."""
+        """Emit a level's rows, one for each parent node; returns an emitter and the tokens' vectors [B * W, r]."""
         topology, batch, prefix = scope.tree, scope.bucket.batch, f"draft.0.level.{depth}."
         nodes = [branch.node for branch in topology.levels[depth]]
         parents = self.builder.scratch(f"{prefix}tokens", (batch, len(nodes)), torch.int32)
@@ -60,7 +61,7 @@ class DsparkEmitter(DflashEmitter):
         return level, level.embed(parents, f"{MARKOV}.tokens.weight", rank, "known")
 
     def _gated(self, level: Emitter, known: str, gate: str, depth: int) -> str:
-        """The vectors that the bias is made of: the tokens' vectors, gated where there is a gate."""
+        """Emit the gate of the tokens' vectors, from which the bias is made; without a gate return them as they are."""
         if not gate:
             return known
         width = self.builder.spec(known).shape[1]
@@ -71,7 +72,7 @@ class DsparkEmitter(DflashEmitter):
         return gated
 
     def _emit_level(self, scope: StepScope, level: Emitter, latent: str, logits: str, depth: int) -> None:
-        """The logits of a level's parents, and the tokens of their children."""
+        """Emit the logits of a level's parents, and the tokens of their children."""
         topology = scope.tree
         bias = level.linear(latent, f"{MARKOV}.bias", self.draft.draft_vocab_size, "bias")
         biased = level.scratch("logits", level.rows.count, self.draft.draft_vocab_size, dtype=torch.float32)

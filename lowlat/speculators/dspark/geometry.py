@@ -1,4 +1,4 @@
-"""The geometry of a DSpark draft model. Source: DSpark, DeepSeek, arXiv 2607.05147."""
+"""This module has the geometry of a DSpark draft model. Source: DSpark, DeepSeek, arXiv 2607.05147."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,12 +10,12 @@ __all__ = ["DsparkConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class DsparkConfig(DflashConfig):
-    """DFlash's, with a Markov head and a confidence head after the rows of a block.
+    """DFlash's geometry, with a Markov head and a confidence head after the rows of a block.
 
-    markov_rank        of the bias that a draft's logits get by the token before it; 0: no bias
-    markov_gated       whether the row's state gates that token's vector
-    confidence         whether each draft gets a probability of being accepted
-    confidence_markov  whether that reads the token's vector, too
+    markov_rank        rank of the bias that the previous token adds to a draft's logits; 0: no bias
+    markov_gated       whether the row's state gates the previous token's vector
+    confidence         whether each draft gets an acceptance probability
+    confidence_markov  whether the confidence head reads the previous token's vector, too
     """
 
     method: ClassVar[str] = "dspark"

@@ -1,4 +1,4 @@
-"""The speculator of method "dspark": a block filled in one pass, its drafts chosen one after another.
+"""This module has the speculator of method "dspark": one pass fills a block, and its drafts are chosen in sequence.
 
 Source: DSpark, DeepSeek, arXiv 2607.05147; deepseek-ai/DeepSpec and vllm-project/speculators, `models/dspark`.
 """
@@ -29,11 +29,11 @@ class DsparkSpeculator(DflashSpeculator):
     config: DsparkConfig
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """DFlash's, and those of the Markov head."""
+        """DFlash's weights, and those of the Markov head."""
         return dspark_weight_plan(self.config, dtype)
 
     def report(self) -> dict[str, Any]:
-        """DFlash's, the rank and kind of the Markov head, and whether there is a confidence head."""
+        """DFlash's report, the rank and kind of the Markov head, and whether there is a confidence head."""
         kind = "gated" if self.config.markov_gated else "vanilla"
         return {
             **super().report(),
@@ -43,5 +43,5 @@ class DsparkSpeculator(DflashSpeculator):
         }
 
     def emitter(self, scope: Scope) -> DsparkEmitter:
-        """The part that appends the draft model's operations."""
+        """The emitter of the draft model's operations."""
         return DsparkEmitter(scope, self.config, scope.tables)

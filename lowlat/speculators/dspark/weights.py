@@ -1,7 +1,7 @@
-"""This module makes the canonical weights of DSpark draft models. It knows names and shapes, and no configs.
+"""This module makes the canonical weights of DSpark draft models, from names and shapes; it reads no configs.
 
-A gate's projection reads a row's state next to a token's vector; it is kept in two, since the state's part is known for
-all rows before the first token is drafted.
+A gate's projection reads a row's state concatenated with a token's vector. It is split in two, since the state's part
+can be computed for all rows before the first token is drafted.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ from lowlat.speculators.dspark.geometry import DsparkConfig
 __all__ = ["dspark_recipes", "dspark_weight_plan", "load_dspark"]
 
 GATE, STATE_GATE, TOKEN_GATE = (f"draft_model.markov.{name}.weight" for name in ("gate", "state_gate", "token_gate"))
-CONFIDENCE = ("draft_model.confidence.weight", "draft_model.confidence.bias")  # checked, and read by no step
+CONFIDENCE = ("draft_model.confidence.weight", "draft_model.confidence.bias")  # checked at load; no step reads them
 
 
 def dspark_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
-    """How every weight but the draft map is made, as it is stored: a gate in one, and the confidence head's."""
+    """The recipes of all weights but the draft map, as stored: the gate in one, and the confidence head included."""
     return [*dflash_recipes(config, dtype), *_head_recipes(config, dtype)]
 
 
 def _head_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
-    """The weights of the heads after the block's rows, as they are stored."""
+    """The recipes of the heads after the block's rows, as stored."""
     hidden, rank, made = config.hidden_size, config.markov_rank, list[Recipe]()
     if rank:
         stored = "markov_head.markov_"
@@ -51,7 +51,7 @@ def _head_recipes(config: DsparkConfig, dtype: torch.dtype) -> list[Recipe]:
 
 
 def dspark_weight_plan(config: DsparkConfig, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype."""
+    """Canonical name -> (shape, dtype) of every weight of the draft model itself, in a compute dtype."""
     recipes = [recipe for recipe in _head_recipes(config, TORCH_DTYPES[dtype]) if recipe.weight not in CONFIDENCE]
     own = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in recipes}
     if GATE in own:
@@ -65,8 +65,8 @@ def load_dspark(
 ) -> LoadedDraftModel[DflashConfig]:
     """Load a DSpark draft model in its target's dtype: geometry, and weights by canonical name, on the CPU.
 
-    capture_layers, boundaries, overrides what the config says. Raises ConfigError naming file, tensor, expected and
-    found.
+    capture_layers  boundaries that override the config's
+    Raises ConfigError, which names file, tensor, expected and found.
     """
     config, tensors = parse_dspark(Path(directory), target, capture_layers)
     weights = load_tensors(config, tensors, dspark_recipes(config, TORCH_DTYPES[target.dtype]))

@@ -1,7 +1,7 @@
 """This module reads the geometry and flags of EAGLE3 draft models from config.json and tensor headers.
 
-Where config and tensors could disagree, the tensors are trusted for sizes and presence and a contradiction is
-refused. Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
+The tensors decide sizes and the presence of parts; a config that contradicts them is refused.
+Source: SafeAILab/EAGLE, SpecForge, TensorRT Model Optimizer, speculators and DeepSpec.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ ARCHITECTURES = (
 )
 MAX_DRAFT_LAYERS = 16
 LAYER_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt_oss")
-# What speculators and other trainers write down next to the geometry.
+# Keys that speculators and other trainers write besides the geometry.
 HARMLESS_HEAD_KEYS = HARMLESS_KEYS | {
     *("auto_map", "down_sample_ratio", "down_sample_ratio_min", "dtype", "embed_requires_grad", "enable_sp_ulysses"),
     *("experts_per_token", "has_no_defaults_at_init", "max_seq_len", "num_experts_per_tok", "num_local_experts"),
@@ -63,9 +63,9 @@ def _refuse_unimplemented(file: DraftFile) -> None:
 
 
 def _biases(file: DraftFile, tensors: DraftTensors) -> tuple[bool, bool, bool]:
-    """Which projections have biases, as the tensors say: of queries, keys and values, of outputs, and of the FFN.
+    """Whether the QKV projections, the output projections, and the FFN have biases; the tensors decide.
 
-    A promise that exporters keep must be kept.
+    In layouts whose exporters write the config from the model, a bias that the config states must be present.
     """
     found = {
         "qkv_bias": any(tensors.in_any_layer(f"self_attn.{part}_proj.bias") for part in "qkv"),
@@ -84,7 +84,7 @@ def _biases(file: DraftFile, tensors: DraftTensors) -> tuple[bool, bool, bool]:
 
 
 def _norm_flag(file: DraftFile, key: str, present: bool) -> bool:
-    """A norm before fc: the flag and the tensors must agree; without a flag the tensors decide."""
+    """Whether there is a norm before fc: flag and tensors must agree; without a flag the tensors decide."""
     flag = file.flag(key)
     if flag is None:
         if present:
@@ -96,11 +96,11 @@ def _norm_flag(file: DraftFile, key: str, present: bool) -> bool:
 
 
 def _feedback(file: DraftFile, fc_norm: bool) -> bool:
-    """Whether the state fed to the next draft step is the one after the final norm.
+    """Whether the next draft step reads the state after the final norm.
 
-    speculators, ModelOpt and the engines mean that by norm_output. SpecForge's own trainer once wrote it as true
-    by default and meant only that the LM head sees the normed state, so there it counts together with fc_norm,
-    the other half of EAGLE 3.1.
+    In speculators, ModelOpt and the engines norm_output means that. SpecForge's own trainer once wrote it as true by
+    default, and meant only that the LM head reads the normed state. So in its layout, and SafeAILab's, it counts only
+    together with fc_norm, the other half of EAGLE 3.1.
     """
     explicit = file.flag("return_hidden_post_norm")
     flag = file.flag("norm_output")
@@ -113,7 +113,7 @@ def _feedback(file: DraftFile, fc_norm: bool) -> bool:
 
 
 def _residual(file: DraftFile) -> bool:
-    """Whether the layer's residual is the normed state; speculators' own default, unlike vLLM's, is no."""
+    """Whether the layer's residual is the normed state; in speculators, unlike vLLM, the default is false."""
     flag = file.flag("norm_before_residual")
     if flag is None and file.layout == "speculators":
         file.notes.append("norm_before_residual is not in the config: taken as false, as speculators does")
@@ -121,7 +121,7 @@ def _residual(file: DraftFile) -> bool:
 
 
 def _vocabulary(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """As `vocabulary_fields`; a missing tensor must be one that the target's can stand for."""
+    """Do as `vocabulary_fields`, and raise ConfigError if the target's tensor cannot replace a missing one."""
     found, label = vocabulary_fields(file.top, tensors, sizes, target), file.top.label
     rows = found["draft_vocab_size"]
     if rows < target.vocab_size and not found["own_draft_map"]:
@@ -140,14 +140,14 @@ def _vocabulary(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: Mo
 
 
 def _windows(file: DraftFile, tensors: DraftTensors, sizes: Sizes) -> tuple[int | None, ...]:
-    """The window of each layer."""
+    """Read the window of each layer."""
     count = file.layer.integer("num_hidden_layers", 1, MAX_DRAFT_LAYERS)
     tensors.check_layers(count, sizes.hidden_size, file.layer.label)
     return draft_windows(file.layer, count, file.notes)
 
 
 def _layer_fields(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """The fields of the geometry that layers decide: plain ones, or those of a family. Raises ConfigError."""
+    """Read the geometry's fields about layers, of plain layers or of a family's. Raises ConfigError."""
     style = layer_style(file.layer)
     if style is not None:
         tensors.check_layers(sizes.num_layers, sizes.hidden_size, file.layer.label)
@@ -157,7 +157,7 @@ def _layer_fields(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: 
 
 
 def _has_no_features(file: DraftFile, tensors: DraftTensors, sizes: Sizes, target: ModelConfig) -> bool:
-    """Whether the draft model reads the target's final hidden state in place of captured features."""
+    """Whether the draft model reads the target's final hidden state instead of captured features."""
     directory = tensors.checkpoint.directory
     if file.flag("use_aux_hidden_state") is not False:
         if "fc.weight" not in tensors:
@@ -204,11 +204,12 @@ def _refuse_unknown(file: DraftFile) -> None:
 
 @dataclass(frozen=True)
 class DraftKind:
-    """A method whose draft models are written as EAGLE3's are.
+    """A method whose draft models have the file format of EAGLE3's.
 
-    record  of its geometry
+    record  the class of its geometry
     check   raises ConfigError for tensors of another method's draft model
-    own     the record's fields that EAGLE3's has not, of a file for a target and so many features. Raises ConfigError
+    own     reads the record's fields that EAGLE3's lacks, from a file, its tensors, the target and the number of
+            features. Raises ConfigError
     """
 
     record: type[Eagle3Config]
@@ -230,9 +231,9 @@ EAGLE3 = DraftKind(Eagle3Config, _refuse_mask, lambda *file: {})
 def parse_draft(
     directory: Path, target: ModelConfig, capture_layers: tuple[int, ...] | None, kind: DraftKind = EAGLE3
 ) -> tuple[Eagle3Config, DraftTensors, tuple[str, ...]]:
-    """A draft model's geometry, its tensors by normalised name, and what its user should know. Raises ConfigError.
+    """Read a draft model's geometry, its tensors by normalised name, and notes for its user. Raises ConfigError.
 
-    kind  the method that it must be of
+    kind  the method that it must belong to
     """
     fields = with_layer_defaults(read_config(directory))
     tensors = open_draft_model(directory)
@@ -282,7 +283,8 @@ def read_draft_config(
 ) -> Eagle3Config:
     """Read and check a draft model's geometry for a target; of the weights only headers are read.
 
-    capture_layers, boundaries, overrides what the config says. Raises ConfigError for a draft model that is not of the
-    kind, was made for another target, or asks for what is not implemented.
+    capture_layers  boundaries that override the config's; None: the config's
+    Raises ConfigError for a draft model of another kind or for another target, and for features that are not
+    implemented.
     """
     return parse_draft(Path(directory), target, capture_layers, kind)[0]

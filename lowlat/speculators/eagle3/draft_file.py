@@ -1,6 +1,6 @@
-"""This module finds the layout of an EAGLE3 draft model's config.json, and the places where its keys may stand.
+"""This module finds the layout of an EAGLE3 draft model's config.json, and the objects in it that may have a key.
 
-    layout        told by                                        names          layers' sizes in
+    layout        recognised by                                  names          layers' sizes in
     speculators   speculators_model_type                         layers.0.      transformer_layer_config
     deepspec      an architecture of it or target_layer_ids           layers.0.      the top level
     specforge     midlayer, LlamaForCausalLMEagle3 or eagle_config  midlayer.   the top level
@@ -21,11 +21,11 @@ from lowlat.speculators.eagle3.tensors import MASK_HIDDEN
 __all__ = ["DEEPSPEC", "DraftFile"]
 
 DEEPSPEC = ("Qwen3Eagle3Model", "Gemma4Eagle3Model")
-KINDS = {"eagle3": False, "peagle": True}  # and whether a row may stand for a token that is not known
+KINDS = {"eagle3": False, "peagle": True}  # whether rows may have unknown tokens, which `mask_hidden` shows
 
 
 class DraftFile:
-    """The config's places: the top level, the layers' sizes, eagle_config; and the notes made on the way."""
+    """Has the objects of a config: the top level, the layers' sizes, eagle_config; and the notes for the user."""
 
     def __init__(self, fields: Fields, tensors: DraftTensors) -> None:
         self.top = fields
@@ -40,12 +40,12 @@ class DraftFile:
         self.notes: list[str] = []
 
     def places(self) -> list[Fields]:
-        """Where flags may stand: all must agree."""
+        """The objects that may have a flag; all that have it must agree."""
         places = [self.top] if self.layer is self.top else [self.top, self.layer]
         return places if self.eagle is None else [*places, self.eagle]
 
     def flag(self, key: str) -> bool | None:
-        """A flag from wherever it stands, None when it stands nowhere; contradictions are refused."""
+        """Read a flag from any object that has it; None if none has. Raises ConfigError for a contradiction."""
         values = {place.label: place.optional_boolean(key) for place in self.places()}
         given = {label: value for label, value in values.items() if value is not None}
         if len(set(given.values())) > 1:

@@ -1,8 +1,8 @@
 """This module gives the tensors of EAGLE3 draft models one set of names, whatever their producer called them.
 
-Names lose a leading `model.`; `midlayer.` becomes `layers.0.`, `midlayer.N.` `layers.N.` (ModelOpt's of several
-layers), where the norm before the attention of a later layer is its `input_layernorm`, whatever its producer calls it.
-It knows names and shapes, not configs.
+A leading `model.` is removed. `midlayer.` becomes `layers.0.`, and `midlayer.N.` becomes `layers.N.` (ModelOpt's draft
+models of several layers). In later layers the norm before the attention is always called `input_layernorm`. This module
+reads names and shapes, not configs.
 """
 
 import re
@@ -15,7 +15,7 @@ from lowlat.speculators.draft_files.tensors import DraftTensors
 __all__ = ["MASK_HIDDEN", "open_draft_model"]
 
 MLA_PARTS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "q_a_layernorm", "kv_a_layernorm")
-MASK_HIDDEN = "mask_hidden"  # P-EAGLE's alone: the features of rows that the target has not run
+MASK_HIDDEN = "mask_hidden"  # only in P-EAGLE: the features of rows that the target has not run
 MIDLAYER = re.compile(r"midlayer\.(?:(\d+)\.)?")
 LATER_NORM = re.compile(r"(layers\.[1-9]\d*)\.hidden_norm\.weight")
 
@@ -26,7 +26,7 @@ def _normalised(name: str) -> str:
 
 
 def _with_later_norms(stored: dict[str, str]) -> dict[str, str]:
-    """The names with each later layer's norm before its attention as `input_layernorm`, where it has one alone."""
+    """Rename a later layer's `hidden_norm` to `input_layernorm`, unless the layer has both."""
     renamed = {}
     for name, original in stored.items():
         norm = LATER_NORM.fullmatch(name)
@@ -60,9 +60,10 @@ def _refuse_other_kinds(directory: Path, names: dict[str, str]) -> None:
 
 
 def open_draft_model(directory: Path) -> DraftTensors:
-    """Read the headers of a draft model's weights and bring the names to one form. Raises ConfigError.
+    """Read the headers of a draft model's weights, and normalise the names. Raises ConfigError.
 
-    Refused by name: MLA, parallel draft heads, Medusa, EAGLE-1 and EAGLE-2, a bias on fc, two tensors of one name.
+    Names reveal what is refused: MLA, parallel draft heads, Medusa, EAGLE-1 and EAGLE-2, a bias on fc, and two tensors
+    of one name.
     """
     checkpoint = Checkpoint.open(directory)
     stored: dict[str, str] = {}

@@ -1,6 +1,6 @@
 """This module makes the canonical weights of EAGLE3 draft models.
 
-It knows the names that `tensors` gives; `config` and `draft_file` read configs and layouts.
+It uses the names of `tensors`; `config` and `draft_file` read configs and layouts.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ __all__ = ["draft_recipes", "draft_weight_plan", "load_draft_model"]
 
 
 def draft_recipes(config: Eagle3Config, dtype: torch.dtype) -> list[Recipe]:
-    """How every canonical weight of a draft model but the draft map is made, of pieces by normalised name."""
+    """The recipes of all canonical weights of a draft model but the draft map; pieces have normalised names."""
     hidden, width, features = config.hidden_size, config.target_hidden_size, len(config.capture_boundaries)
 
     def one(weight: str, name: str, *shape: int) -> Recipe:
@@ -42,9 +42,9 @@ def draft_recipes(config: Eagle3Config, dtype: torch.dtype) -> list[Recipe]:
 
 
 def _layer_recipes(config: Eagle3Config, dtype: torch.dtype, layer: int) -> list[Recipe]:
-    """The weights of one layer: the first reads embedding and feature side by side, the others the layer before.
+    """The recipes of one layer: the first reads embedding and feature, concatenated, the others the layer before.
 
-    Of the last, keys and values are made of more rows than queries are.
+    The last layer computes keys and values for more rows than queries, so their projections are separate.
     """
     hidden, letters = config.hidden_size, config.attentions[layer].projected
     products = ("q", letters.removeprefix("q")) if layer == config.num_layers - 1 else (letters,)
@@ -59,9 +59,9 @@ def _layer_recipes(config: Eagle3Config, dtype: torch.dtype, layer: int) -> list
 def draft_weight_plan(
     config: Eagle3Config, *, dtype: str = "bfloat16"
 ) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Canonical name -> (shape, dtype) of every weight of a draft model's own, in a compute dtype.
+    """Canonical name -> (shape, dtype) of every weight of the draft model itself, in a compute dtype.
 
-    Embedding and LM head are absent where they are the target's. Raises ConfigError for another dtype.
+    Embedding and LM head are absent if they are the target's. Raises ConfigError for another dtype.
     """
     if dtype not in TORCH_DTYPES:
         raise ConfigError(f"dtype must be 'bfloat16' or 'float32', got {dtype!r}")
@@ -79,10 +79,12 @@ def load_draft_model(
 ) -> LoadedDraftModel[Eagle3Config]:
     """Load an EAGLE3 draft model for a target: geometry, and weights by canonical name, on the CPU.
 
-    kind is the method that it must be of; P-EAGLE's `mask_hidden` is left out. capture_layers, boundaries, overrides
-    what the config says. dtype is "bfloat16" or "float32", None the target's, whatever the draft model is stored in.
-    draft_model.draft_to_target is always there, int32, the identity where the whole vocabulary is drafted. progress is
-    called with (bytes done, bytes in all). Raises ConfigError naming file, tensor, expected and found.
+    capture_layers  boundaries that override the config's
+    dtype           "bfloat16" or "float32", whatever the stored dtype; None: the target's
+    progress        called with (bytes done, bytes in all)
+    kind            the method that it must belong to; P-EAGLE's `mask_hidden` is left out
+    draft_model.draft_to_target is always present, int32; it is the identity if the whole vocabulary is drafted. Raises
+    ConfigError, which names file, tensor, expected and found.
     """
     directory = Path(directory)
     name = target.dtype if dtype is None else dtype

@@ -1,7 +1,7 @@
-"""This module finds the MTP layer in a target's files: its tensors, how they are stored, and its geometry.
+"""This module finds the MTP layer in a target's files: its tensors, their storage, and its geometry.
 
-Tensors decide, and config.json must agree with them: `mtp_num_hidden_layers`, or `num_nextn_predict_layers`. Names
-begin with `mtp.` whatever wraps the model.
+The tensors decide, and config.json must agree with them (`mtp_num_hidden_layers`, or `num_nextn_predict_layers`). The
+tensors' names begin with `mtp.` in every wrapper of the model.
 """
 
 import re
@@ -29,14 +29,14 @@ SHARED_LIKE = ("experts.0", "shared_expert")
 
 
 def open_files(directory: Path) -> Checkpoint | None:
-    """The headers of a target's weights; None where it has no weights yet. Raises ConfigError."""
+    """Read the headers of a target's weights; returns None if it has no weights yet. Raises ConfigError."""
     if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
         return None
     return Checkpoint.open(directory)
 
 
 def has_layer(directory: Path) -> bool:
-    """Whether a target's files have an MTP layer; without weights, what its config says. Raises ConfigError."""
+    """Whether a target's files have an MTP layer; without weights its config decides. Raises ConfigError."""
     checkpoint = open_files(directory)
     return bool(_stated(directory)) if checkpoint is None else _is_there(checkpoint.entries)
 
@@ -46,7 +46,7 @@ def _is_there(entries: Mapping[str, TensorEntry]) -> bool:
 
 
 def _stated(directory: Path) -> int | None:
-    """How many layers config.json states; None: it states nothing."""
+    """The number of MTP layers that config.json states; None: it states none."""
     fields = read_config(directory)
     found = (fields.optional_integer(key, 0, 1 << 10) for key in COUNT_KEYS)
     return next((count for count in found if count is not None), None)
@@ -55,11 +55,11 @@ def _stated(directory: Path) -> int | None:
 def parse_mtp(
     target: ModelConfig, directory: Path, checkpoint: Checkpoint | None, capture_layers: Sequence[int] | None = None
 ) -> MtpConfig:
-    """The geometry of a target's MTP layer; of the weights only headers are read.
+    """Read the geometry of a target's MTP layer; of the weights only headers are read.
 
-    checkpoint  the target's; None: there are no weights yet, and config.json alone says that there is a layer
+    checkpoint      the target's; None: there are no weights yet, and only config.json says that there is a layer
     capture_layers  see `mtp_config`
-    Raises ConfigError where there is none, or several, and for one that is not like the target's layers.
+    Raises ConfigError if there is no layer, or several, or one unlike the target's layers.
     """
     stated, entries = _stated(directory), {} if checkpoint is None else checkpoint.entries
     if not (_is_there(entries) if checkpoint is not None else stated):
@@ -83,9 +83,10 @@ def parse_mtp(
 def _ffn(
     target: ModelConfig, directory: Path, entries: Mapping[str, TensorEntry], quantisation: Quantisation | None
 ) -> FFN | None:
-    """The layer's FFN, as the tensors say, of the sizes that the target's layers have; None: as its last layer's.
+    """The layer's FFN: the tensors decide its kind, the target's layers its sizes; None: that of the last layer.
 
-    A shared expert that is stored otherwise than the experts stands alone, whatever it does in the target's layers.
+    A shared expert that is stored in another format than the experts is kept apart from them, even if the target's
+    layers join it with theirs.
     """
     if not entries:
         return None
@@ -104,9 +105,9 @@ def _ffn(
 
 
 def _as_found(quantisation: Quantisation | None, entries: Mapping[str, TensorEntry]) -> Quantisation | None:
-    """The target's rules of quantised layers, but for those of the layer's modules that are stored plain.
+    """Copy the target's quantisation rules, with an exception for each module of the MTP layer that is stored plain.
 
-    Files have a plain `mtp.fc` that no list of theirs names.
+    There are files whose `mtp.fc` is plain, although none of their lists names it.
     """
     if quantisation is None:
         return None

@@ -1,9 +1,9 @@
-"""This module emits the MTP layer: as EAGLE3's, but for its input.
+"""This module emits the MTP layer: it differs from EAGLE3's only in its input.
 
-A row takes the embedding of x_{t+1} and the target's normed state h_t; where the target has not run, the layer's own
-normed output stands for h_t. Both are normed, laid side by side, embedding first, and fc makes the layer's input of
-them, which is the residual stream. RoPE turns the row by t, as vLLM does; transformers takes t + 1, which differs by
-rounding alone.
+A row takes the embedding of x_{t+1} and the target's normed state h_t; if the target has not run there, the layer's own
+normed output replaces h_t. Both are normed and concatenated, embedding first. fc maps them to the layer's input, which
+is the residual stream. RoPE rotates the row by t, as vLLM does; transformers uses t + 1, which differs only by
+rounding.
 """
 
 from lowlat.graphs.program import Stage
@@ -17,7 +17,7 @@ class MtpEmitter(Eagle3Emitter):
     """Appends the MTP layer's operations."""
 
     def emit_input(self, emitter: Emitter, tokens: str, hidden: str) -> tuple[str, str]:
-        """The layer's normed input [M, H], and the residual [M, H], which fc makes of both inputs."""
+        """Emit the layer's normed input [M, H], and the residual [M, H], which is fc of both inputs."""
         draft, stage = self.draft, emitter.stage
         both, _ = super().emit_input(emitter, tokens, hidden)
         if emitter.rows.chunk is None:

@@ -1,4 +1,7 @@
-"""The geometry of a multi-token prediction layer. Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next."""
+"""This module has the geometry of a multi-token prediction layer.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; Qwen3-Next.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +17,12 @@ __all__ = ["MtpConfig", "mtp_config"]
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig(Eagle3Config):
-    """A draft model of one layer, like the target's layers of full attention, that fc of two inputs feeds.
+    """A draft model of one layer, like the target's layers of full attention; its input is fc of two inputs.
 
-    The feature is the target's state after its final norm, and deeper drafts are fed the layer's own normed output.
+    The feature is the target's state after its final norm. For deeper drafts it is the layer's own normed output.
     Embedding and LM head are the target's.
-    family         the target's, which says how the layer's weights are made of stored tensors
-    fused_experts  whether files have its experts in one tensor; else one by one
+    family         the target's, which decides how the layer's weights are made from stored tensors
+    fused_experts  whether files store its experts in one tensor; else one by one
     """
 
     method: ClassVar[str] = "mtp"
@@ -28,11 +31,11 @@ class MtpConfig(Eagle3Config):
 
 
 def mtp_config(target: ModelConfig, ffn: FFN | None = None, capture_layers: Sequence[int] | None = None) -> MtpConfig:
-    """The geometry of a target's layer, plain.
+    """Make the geometry of a target's MTP layer, without quantisation.
 
-    ffn             of the layer; None: that of the target's last
-    capture_layers  the boundary whose stream is normed for its feature, in place of the last
-    Raises ConfigError for a target without full attention, and for other than one boundary of the target's.
+    ffn             of the layer; None: that of the target's last layer
+    capture_layers  the boundary whose stream is normed for the feature; None: the last one
+    Raises ConfigError for a target without full attention, and unless there is exactly one boundary of the target.
     """
     boundaries = (target.num_layers,) if capture_layers is None else tuple(capture_layers)
     if len(boundaries) != 1 or not 0 <= boundaries[0] <= target.num_layers:

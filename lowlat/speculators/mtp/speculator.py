@@ -38,7 +38,7 @@ class MtpSpeculator(Eagle3Speculator):
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
-        """The geometry alone, from the target's config and headers. Raises ConfigError."""
+        """Read only the geometry, from the target's config and headers. Raises ConfigError."""
         if directory is None:
             config = mtp_config(target, capture_layers=options.capture_layers)
         else:
@@ -48,7 +48,7 @@ class MtpSpeculator(Eagle3Speculator):
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """The layer with its weights, of the target's files. Raises ConfigError."""
+        """Load the layer with its weights from the target's files. Raises ConfigError."""
         checkpoint = None if directory is None else open_files(directory)
         if directory is None or checkpoint is None:
             raise ConfigError(f"{directory}: method 'mtp' reads weights of the target's files, and there are none")
@@ -64,11 +64,11 @@ class MtpSpeculator(Eagle3Speculator):
 
     @property
     def range_names(self) -> RangeNames:
-        """The stages' own."""
+        """The stages' plain names."""
         return OWN_NAMES
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The layer's weights; embedding and LM head are the target's, but for a draft vocabulary's rows."""
+        """The layer's weights; embedding and LM head are the target's, except for the rows of a draft vocabulary."""
         return mtp_weight_plan(self.config, TORCH_DTYPES[dtype])
 
     def report(self) -> dict[str, Any]:

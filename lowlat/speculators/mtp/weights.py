@@ -1,4 +1,4 @@
-"""This module makes the MTP layer's canonical weights as the target's family makes those of its layers."""
+"""This module makes the MTP layer's canonical weights, by the recipes of the target's family for its own layers."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,17 +17,17 @@ from lowlat.speculators.mtp.geometry import MtpConfig
 
 __all__ = ["load_mtp", "mtp_recipes", "mtp_weight_plan"]
 
-STORED, CANONICAL = "layers.0.", "layers.0."  # of the only layer, in names of tensors and of weights
+STORED, CANONICAL = "layers.0.", "layers.0."  # prefix of the only layer, in names of tensors and of weights
 FUSED = "qkv"
-# canonical weights of norms that are none of the layer's -> their tensors
+# canonical weights of the norms outside of the layer -> their tensors
 NORMS = {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
 DTYPES: Mapping[torch.dtype, ComputeDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 def mtp_recipes(config: MtpConfig, dtype: torch.dtype) -> list[Recipe]:
-    """How every canonical weight of the layer is made of the target's tensors, by part where they are quantised.
+    """The recipes of all canonical weights of the layer from the target's tensors; quantised ones have parts.
 
-    Of the attention queries are made of fewer rows than keys and values: the family's fused projection is taken apart.
+    The layer computes queries for fewer rows than keys and values, so the family's fused projection is split.
     """
     whole = ModelConfig(
         family=config.family,
@@ -59,7 +59,7 @@ def _renamed(recipe: Recipe, weight: str, tensor: str) -> Recipe:
 
 
 def _moved(piece: Piece) -> Piece:
-    """A piece of the family's first layer, by the name that it has in the MTP layer."""
+    """Rename a piece of the family's first layer to its name in the MTP layer."""
     _, found, rest = piece.name.partition(STORED)
     if not found:
         raise ValueError(f"expected a tensor of layer 0, found {piece.name}")
@@ -70,7 +70,7 @@ def _moved(piece: Piece) -> Piece:
 
 
 def _apart(recipe: Recipe, part: str) -> list[Recipe]:
-    """Queries, and keys with values, of the projection of all three."""
+    """Split the recipe of a fused projection into one of queries, and one of keys with values."""
     query, *others = recipe.pieces
     return [
         replace(recipe, weight=f"draft_model.q.{part}", pieces=(query,)),
@@ -79,12 +79,15 @@ def _apart(recipe: Recipe, part: str) -> list[Recipe]:
 
 
 def mtp_weight_plan(config: MtpConfig, dtype: torch.dtype) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Canonical name -> (shape, dtype) of every weight that the target does not have under a name of its own."""
+    """Canonical name -> (shape, dtype) of every weight that the target itself does not have."""
     return own_weight_plan(config, mtp_recipes(config, dtype), dtype)
 
 
 def load_mtp(config: MtpConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The layer's weights by canonical name, on the CPU. Raises ConfigError naming file, tensor, expected and found."""
+    """Load the layer's weights by canonical name, on the CPU.
+
+    Raises ConfigError, which names file, tensor, expected and found.
+    """
     recipes = mtp_recipes(config, dtype)
     others = {name for name in checkpoint.entries if not name.startswith(PREFIX)}
     unused = set() if config.quantisation is None else config.quantisation.unused(checkpoint)

@@ -1,11 +1,11 @@
 """This module emits drafting in one pass: the accepted rows, and after them a row for each deeper draft.
 
-The last accepted row drafts the next token. The row after it takes the mask's token and the mask's state in place of
-a token and a feature that nobody knows yet, stands at the position where they would be, and drafts the token after; so
-do the others, each seeing those before it. So S drafts take S - 1 more rows, and no second pass. A tree's node takes
-the token that its rank has at its depth, whatever its parent drafted.
+The last accepted row drafts the next token. Each further row takes the mask's token and the mask's state, because its
+own token and feature are unknown. It has the position of the unknown token, attends to the rows before it, and drafts
+the token after. So S drafts take S - 1 more rows, and no second pass. A tree's node takes the token of its rank at its
+depth, whatever its parent drafted.
 
-The rows leave keys and values where the next step's accepted rows will stand; those overwrite them.
+The rows write keys and values at the positions of the next step's accepted rows, which overwrite them.
 """
 
 import torch
@@ -24,10 +24,10 @@ MASK_STATE = "draft_model.mask_state"
 
 
 class BlockDrafter(Drafter):
-    """Appends what a P-EAGLE draft model does after a commit. Shapes: B slots, T rows a slot, R rows of the block."""
+    """Emits a P-EAGLE draft model's work after a commit. Shapes: B slots, T rows a slot, R rows of the block."""
 
     def extend(self) -> tuple[str, str]:
-        """Keys and values of the accepted rows and of those that draft with them; see `Drafter.extend`."""
+        """Emit keys and values of the accepted rows and of the drafting rows after them; see `Drafter.extend`."""
         depth = self.scope.topology.depth
         if depth < 2:
             return super().extend()
@@ -61,7 +61,7 @@ class BlockDrafter(Drafter):
         return self.eagle.emit_stack(block, *self.eagle.emit_input(block, outs["block_tokens"], outs["out"]))
 
     def draft(self, x: str, residual: str) -> str:
-        """All drafts at once; returns the drafted nodes."""
+        """Emit all drafts at once; returns the drafted nodes."""
         batch, depth = self.batch, self.scope.topology.depth
         if depth < 2:
             return super().draft(x, residual)

@@ -1,4 +1,4 @@
-"""This module reads P-EAGLE draft models: EAGLE3's, with a token and a state for rows of which nothing is known."""
+"""This module reads P-EAGLE draft models: EAGLE3's, with a token and a state for rows whose token is unknown."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from lowlat.speculators.peagle.geometry import PeagleConfig
 
 __all__ = ["MASK_KEYS", "PEAGLE"]
 
-# The mask's token, as speculators and the engines before it call it.
+# The keys of the mask's token, in speculators and in the engines before it.
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 
 
@@ -26,7 +26,7 @@ def _needs_mask(tensors: DraftTensors) -> None:
 
 
 def _mask(file: DraftFile, tensors: DraftTensors, target: ModelConfig, num_features: int) -> dict[str, Any]:
-    """The token of rows whose token is not known."""
+    """Read the token of rows whose own token is unknown, and check the shape of their state. Raises ConfigError."""
     entry, width = tensors.checkpoint.entries[tensors.stored[MASK_HIDDEN]], num_features * target.hidden_size
     if math.prod(entry.shape) != width or entry.shape[-1:] != (width,):
         raise ConfigError(

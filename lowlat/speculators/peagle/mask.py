@@ -1,6 +1,6 @@
-"""This module makes the hidden state of P-EAGLE's rows without a feature: `mask_hidden` through norms and fc.
+"""This module computes the hidden state of P-EAGLE's rows without a feature: `mask_hidden` through norms and fc.
 
-It is the same for every row, so it is made once, at load.
+It is the same for every row, so it is computed once, at load.
 """
 
 from collections.abc import Mapping
@@ -17,10 +17,10 @@ __all__ = ["mask_state"]
 
 
 def mask_state(directory: Path, config: Eagle3Config, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The state [H] in the compute dtype, of the draft model's own tensor [1, 1, F * Ht] and its loaded weights.
+    """Compute the state [H] in the compute dtype from the stored tensor [1, 1, F * Ht] and the loaded weights.
 
-    It is rounded where the features of other rows are. A draft model without auxiliary features takes the tensor as it
-    is: there is no fc. Raises ConfigError for a file that cannot be read.
+    It has the same rounding points as the features of other rows. A draft model without auxiliary features has no fc,
+    and uses the tensor itself. Raises ConfigError for a file that cannot be read.
     """
     tensors = open_draft_model(directory)
     ((_, stored),) = tensors.checkpoint.read([tensors.stored[MASK_HIDDEN]])

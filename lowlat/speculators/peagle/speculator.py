@@ -1,4 +1,4 @@
-"""The speculator of method "peagle": an EAGLE3 draft model whose every draft comes of one pass.
+"""This module has the speculator of method "peagle": an EAGLE3 draft model that makes all drafts in one pass.
 
 Source: P-EAGLE (Amazon, 2026), as vllm-project/speculators' `models/peagle` trains it and vLLM runs it.
 """
@@ -26,14 +26,14 @@ __all__ = ["PeagleSpeculator"]
 
 @dataclass(frozen=True)
 class PeagleSpeculator(Eagle3Speculator):
-    """Drafts with a P-EAGLE model; prefill, state and what is done without drafts are EAGLE3's."""
+    """Drafts with a P-EAGLE model; prefill, state and steps without drafts are EAGLE3's."""
 
     method: ClassVar[str] = PeagleConfig.method
     kind: ClassVar[DraftKind] = PEAGLE
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """The draft model with its weights, and the state that stands in for features. Raises ConfigError."""
+        """Load the draft model with its weights, and the state that replaces unknown features. Raises ConfigError."""
         found = super().load(options, target, directory)
         if found.directory is None or not isinstance(found.speculator, cls):
             raise ValueError("a P-EAGLE draft model is read from a directory")
@@ -41,9 +41,9 @@ class PeagleSpeculator(Eagle3Speculator):
         return replace(found, weights={**found.weights, MASK_STATE: state})
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """EAGLE3's, and the state that stands in for features."""
+        """EAGLE3's weights, and the state that replaces unknown features."""
         return {**super().weight_plan(dtype), MASK_STATE: ((self.config.hidden_size,), TORCH_DTYPES[dtype])}
 
     def drafter(self, scope: StepScope) -> BlockDrafter:
-        """One pass over the accepted rows and those whose tokens are drafted."""
+        """The drafter, which makes one pass over the accepted rows and those whose tokens are drafted."""
         return BlockDrafter(scope, self._emitter(scope))

@@ -1,6 +1,7 @@
-"""This speculator is another with drafts from text next to it: the one expected to have more accepted is verified.
+"""This module has the speculator that joins a model's drafts with drafts from text, and verifies the better ones.
 
-It knows the model's speculator by the interface alone. A proposal of each is made in every step, for every slot.
+In every step both make drafts for every slot. Those with the higher expected acceptance are verified. The model's
+speculator is used only through its interface.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ __all__ = ["TextBeside"]
 
 @dataclass(frozen=True)
 class TextBeside(Speculator):
-    """A model's drafts or those from the request's own text, by slot and step; chains alone."""
+    """Chooses, for each slot and step, a model's drafts or those from the request's own text; only chains."""
 
     method: ClassVar[str] = "text_beside"
     model: Speculator
@@ -34,17 +35,17 @@ class TextBeside(Speculator):
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
-        """Always raises ConfigError: no option names it, `beside` makes it from a planned speculator."""
+        """Raise ConfigError: no option names this method; `beside` makes it from a planned speculator."""
         raise ConfigError("text_drafts is an option next to a method, and no method of its own")
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """Always raises ConfigError, see `plan`."""
+        """Raise ConfigError, see `plan`."""
         raise ConfigError("text_drafts is an option next to a method, and no method of its own")
 
     @classmethod
     def beside(cls, model: Speculator, options: SpeculativeConfig, target: ModelConfig) -> Speculator:
-        """The speculator with the drafts from text that the options ask for; the same where they ask for none."""
+        """Add the drafts from text that the options ask for; returns `model` itself if they ask for none."""
         return model if options.text_drafts is None else cls(model, SuffixSpeculator.plan(options, target))
 
     @property
@@ -63,7 +64,7 @@ class TextBeside(Speculator):
         return self.model.range_names
 
     def with_config(self, config: DraftConfig) -> Speculator:
-        """The same with another geometry of the model."""
+        """Return this speculator with another geometry of the model."""
         return replace(self, model=self.model.with_config(config))
 
     @property
@@ -73,7 +74,7 @@ class TextBeside(Speculator):
 
     @property
     def most_drafts(self) -> int:
-        """The model's."""
+        """The model's number."""
         return self.model.most_drafts
 
     @property
@@ -83,7 +84,7 @@ class TextBeside(Speculator):
 
     @property
     def wide_source(self) -> int:
-        """The text."""
+        """The number of drafts from text."""
         return FROM_TEXT
 
     @property
@@ -93,7 +94,7 @@ class TextBeside(Speculator):
 
     @property
     def attends_everything(self) -> bool:
-        """Whether the model does."""
+        """Whether the model attends to all positions."""
         return self.model.attends_everything
 
     @property
@@ -103,11 +104,11 @@ class TextBeside(Speculator):
 
     @property
     def runs_over_rows(self) -> bool:
-        """Whether the model does."""
+        """Whether the model runs over the accepted rows."""
         return self.model.runs_over_rows
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
-        """The model's, and by slot the last proposals and the acceptance probabilities."""
+        """The model's buffers, and each slot's last proposals and acceptance probabilities."""
         batch, ints = sizes.max_batch, torch.int32
         return [
             *self.model.state_specs(sizes),
@@ -125,23 +126,23 @@ class TextBeside(Speculator):
         return self.model.shared_weights
 
     def report(self) -> dict[str, Any]:
-        """The model's, and the text's under `text_drafts`."""
+        """The model's report, with the text's under `text_drafts`."""
         return {**self.model.report(), "text_drafts": self.text.report()}
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """The model's."""
+        """Emit the model's prefill."""
         self.model.emit_prefill(scope)
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
-        """The model's."""
+        """Emit the model's pass over the accepted rows."""
         return self.model.emit_extend(scope)
 
     def emit_proposals(self, scope: StepScope) -> str:
-        """The text's alone: the model's pass is left out."""
+        """Emit only the text's proposals, without the model's pass."""
         return self.text.emit_proposals(scope)
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
-        """The model's drafts, the text's, and the choice between them."""
+        """Emit the model's drafts, the text's, and the choice between them."""
         nodes = self.model.emit_draft(scope, extended)
         text_nodes = scope.builder.scratch("text_nodes", scope.builder.spec(nodes).shape, torch.int32)
         _, shares, lengths = self.text.emit_search(scope, text_nodes, Stage.DRAFT)

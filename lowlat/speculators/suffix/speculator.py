@@ -1,6 +1,7 @@
-"""The speculator of method "suffix": drafts continue the text's last tokens as they most often went on before.
+"""This module has the speculator of method "suffix": it drafts the most frequent continuation of the last tokens.
 
-It reads the committed tokens that the step keeps anyway, so it has no state, no weights and nothing to do in prefill.
+It searches the committed tokens, which the step keeps anyway. So it has no state and no weights, and does nothing in
+prefill.
 Source: SuffixDecoding, G. Oliaro and others, arXiv 2411.04975; here on the device, over a request's own text.
 """
 
@@ -19,16 +20,18 @@ from lowlat.speculators.base import LoadedSpeculator, Speculator, StepScope
 
 __all__ = ["SuffixSpeculator"]
 
-# of a wide step's proposals: a copy's ending is long, and one that breaks is found again by a short one
+# for a wide step's proposals: inside a copy the matching ending is long, and short ones find a broken copy again
 WIDE_DEPTH, WIDE_FACTOR = MAX_DEPTH, 4.0
 
 
 @dataclass(frozen=True)
 class SuffixSpeculator(Speculator):
-    """Drafts by endings of up to max_depth tokens, max_spec_factor drafts a token of the ending, to min_token_prob.
+    """Drafts continuations of matching endings of up to max_depth tokens.
 
-    most_rows    rows of a slot in wide steps, at most; 0: there are none
-    text_tokens  tokens of texts that a request may name
+    max_spec_factor  the most drafts for each token of the ending
+    min_token_prob   the least share of the ending's places that must have all drafts up to the last one
+    most_rows        the most rows of a slot in wide steps; 0: there are no wide steps
+    text_tokens      the most tokens of texts that a request may name
     """
 
     method: ClassVar[str] = "suffix"
@@ -40,7 +43,7 @@ class SuffixSpeculator(Speculator):
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
-        """The speculator of these options; it fits every target."""
+        """Make the speculator of these options; it fits every target."""
         return cls(
             options.suffix_cache_max_depth,
             float(options.max_spec_factor),
@@ -51,22 +54,22 @@ class SuffixSpeculator(Speculator):
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """The same: there is nothing to read."""
+        """Make the same speculator as `plan`: there are no weights to read."""
         return LoadedSpeculator(cls.plan(options, target, directory), {})
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...]:
-        """None are read."""
+        """(): it reads no boundaries."""
         return ()
 
     @property
     def wide_rows(self) -> tuple[int, ...]:
-        """Those of the option."""
+        """The rows of wide steps, up to the option's."""
         return tuple(rows for rows in WIDE_ROWS if rows <= self.most_rows)
 
     @property
     def num_text_tokens(self) -> int:
-        """Those of the option."""
+        """The number of the option."""
         return self.text_tokens
 
     def report(self) -> dict[str, Any]:
@@ -77,16 +80,16 @@ class SuffixSpeculator(Speculator):
         return {"method": self.method, "suffix_cache_max_depth": self.max_depth, **options, **wide, **texts}
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
-        """One operation over the committed tokens; see `suffix_draft` of the references."""
+        """Emit the search over the committed tokens; see `suffix_draft` of the references."""
         return self.emit_search(scope, scope.draft_nodes(), Stage.DRAFT)[0]
 
     def emit_proposals(self, scope: StepScope) -> str:
-        """The same operations, with more drafts a token of the ending, by longer endings."""
+        """Emit the same operations with longer endings, and more drafts for each token of the ending."""
         wide = replace(self, max_depth=WIDE_DEPTH, max_spec_factor=max(self.max_spec_factor, WIDE_FACTOR))
         return wide.emit_search(scope, scope.draft_nodes(), Stage.ACTIVE_SLOTS)[0]
 
     def emit_search(self, scope: StepScope, nodes: str, stage: Stage) -> tuple[str, str, str]:
-        """Append the search into a buffer of nodes [B, T]; returns it, the drafts' shares and the endings' lengths."""
+        """Emit the search into a buffer of nodes [B, T]; returns it, the drafts' shares and the endings' lengths."""
         shape = scope.builder.spec(nodes).shape
         shares = scope.builder.scratch("draft_shares", shape, torch.int32)
         lengths = scope.builder.scratch("match_lens", shape[:1], torch.int32)

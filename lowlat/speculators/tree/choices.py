@@ -1,10 +1,9 @@
 """A choices table describes a speculation tree; this module reads it from YAML, TOML, JSON or a list.
 
-A choices table lists every drafted node as its path of child ranks from the root: `[[0], [1], [0, 0]]` drafts
-the likeliest and the second likeliest token, and the likeliest one after the former. A file holds the bare
-list (YAML and JSON) or `{choices: [...]}`. Files are not trusted: their size, depth and number of values are
-limited before anything is built from them. Whether a tree fits the limits of its runtime is `tree.topology`'s
-to say.
+A choices table lists every drafted node as its path of child ranks from the root: `[[0], [1], [0, 0]]` drafts the
+likeliest and the second likeliest token, and then the likeliest token after the first. A file holds only the list
+(YAML and JSON) or `{choices: [...]}`. Files are not trusted: their size, depth and number of values are limited before
+anything is built from them. `tree.topology` checks whether a tree fits the limits of its runtime.
 """
 
 import json
@@ -29,9 +28,9 @@ Choices = tuple[tuple[int, ...], ...]
 
 
 def read_choices(source: str | Path | Sequence[Sequence[int]]) -> Choices:
-    """The choices of a file or list, as tuples in the order found, checked for types and for limits of size.
+    """Read the choices of a file or list as tuples, in order, and check their types and sizes.
 
-    Raises ConfigError naming the file and the path that breaks a rule.
+    Raises ConfigError, which names the file and the path that breaks a rule.
     """
     if isinstance(source, (str, Path)):
         return _check_choices(_unwrap(_read_file(Path(source)), str(source)), str(source))
@@ -82,13 +81,13 @@ def _read_file(path: Path) -> object:
     try:
         return reader(data.decode("utf-8"))
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        # its first line alone: a YAML error quotes the file
+        # only the first line: a YAML error quotes the file
         reason = (str(error).splitlines() or [""])[0][:120]
         raise ConfigError(f"{path}: not valid {path.suffix[1:].upper()}: {type(error).__name__}: {reason}") from error
 
 
 def _read_yaml(text: str) -> object:
-    """Load YAML after a look at its events: no aliases (they can multiply without end), few values, flat."""
+    """Load YAML after a check of its events: no aliases, which can multiply without end, few values, little nesting."""
     num_nodes = depth = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):

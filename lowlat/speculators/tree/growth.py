@@ -14,7 +14,7 @@ PARTS = (("tokens", torch.int32), ("scores", torch.float32), ("parents", torch.i
 
 
 def rank_drafts(emitter: Emitter, logits: str, top_k: int) -> dict[str, str]:
-    """The likeliest ids of each row, mapped to target ids, and their logarithmic probabilities: [M, K] each."""
+    """Emit the top K of each row: the tokens as target ids, and their log-probabilities, [M, K] each."""
     names = {"top_tokens": torch.int32, "top_logprobs": torch.float32}
     found = {name: emitter.scratch(name, emitter.rows.count, top_k, dtype=dtype) for name, dtype in names.items()}
     weights = {"draft_to_target": "draft_model.draft_to_target"}
@@ -24,7 +24,7 @@ def rank_drafts(emitter: Emitter, logits: str, top_k: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LevelRows:
-    """The rows of a level, by buffer: what the draft model runs over, and [B, W] each row's path, entry and mask."""
+    """The buffers of a level's rows: the draft model's inputs, and each row's path score, entry and mask, [B, W]."""
 
     hidden: str
     tokens: str
@@ -36,9 +36,9 @@ class LevelRows:
 
 
 class Growth:
-    """A dynamic tree in a step of B slots, from its first drafts to the nodes that are verified.
+    """Emits a dynamic tree in a step of B slots, from its first drafts to the choice of the nodes to verify.
 
-    nodes, parents  [B, T] int32  the buffers in which the nodes are handed over to the next step
+    nodes, parents  [B, T] int32  the buffers that give the chosen nodes to the next step
     """
 
     def __init__(self, builder: ProgramBuilder, tree: DynamicTree, batch: int, nodes: str, parents: str) -> None:
@@ -47,7 +47,7 @@ class Growth:
         self._chosen = {"draft_nodes": nodes, "draft_parents": parents}
 
     def begin(self) -> dict[str, str]:
-        """The only row of the first level, the root: its path, entry and mask, and no entries yet."""
+        """Declare the buffers of entries, and return the root's score, entry and mask: the first level's only row."""
         size = (self.batch, self.tree.num_entries)
         self._entries = {f"tree_{part}": self.builder.scratch(f"tree.{part}", size, dtype) for part, dtype in PARTS}
         root = (("scores", 0, torch.float32), ("entries", -1, torch.int32), ("masks", 0, torch.int64))
@@ -59,7 +59,7 @@ class Growth:
     def next_level(
         self, emitter: Emitter, ranked: dict[str, str], above: dict[str, str], feedback: str, depth: int
     ) -> LevelRows:
-        """Enter a level's drafts, of this depth; returns the best of them as the rows of the next level."""
+        """Emit the entry of a level's drafts into the tree; returns the best of them as the next level's rows."""
         top_k, prefix = self.tree.top_k, f"draft.{depth}."
         width = self.builder.spec(feedback).shape[1]
         scratch, by_row = self.builder.scratch, (self.batch, top_k)
@@ -80,10 +80,10 @@ class Growth:
         return rows
 
     def finish(self, emitter: Emitter, ranked: dict[str, str], above: dict[str, str]) -> None:
-        """Enter the last level's drafts, and choose the nodes."""
+        """Emit the entry of the last level's drafts, and the choice of the nodes."""
         reads = {**ranked, "row_scores": above["scores"], "row_entries": above["entries"]}
         emitter.emit("choose_nodes", reads, {**self._entries, **self._chosen})
 
     def from_block(self, emitter: Emitter, ranked: dict[str, str], first_row: int) -> None:
-        """Choose the nodes from the lists of a block, of which that of `first_row` holds the root's children."""
+        """Emit the choice of the nodes from a block's top-K lists; that of `first_row` has the root's children."""
         emitter.emit("grow_block_tree", ranked, self._chosen, first_row=first_row)

@@ -1,7 +1,7 @@
 """This module plans trees: the best choices for a budget of rows, from measured acceptance by rank.
 
-It takes acceptance at a depth and rank to be the same under every parent, which is what the statistics of a
-run know of it; the length that a tree then reaches is a forecast, to be measured before it is believed.
+It assumes the same acceptance at a depth and rank under every parent, since a run's statistics tell no more. So the
+acceptance length of a planned tree is an estimate: measure it before relying on it.
 """
 
 import heapq
@@ -14,17 +14,17 @@ from lowlat.speculators.tree.choices import MAX_DEPTH, MAX_NODES, MAX_RANKS
 
 __all__ = ["TreePlan", "WhatIf", "what_if"]
 
-NEARLY_BEST = 0.98  # of the best length: what a recommendation without step times settles for
+NEARLY_BEST = 0.98  # share of the best length that is enough for a recommendation without step times
 
 
 @dataclass(frozen=True)
 class TreePlan:
-    """The best tree for a budget, the limits that it needs, and what it is expected to give.
+    """The best tree for a budget, the limits that it needs, and its expected acceptance length.
 
     mean_acceptance_length   tokens a step, bonus included: 1 + the sum of all nodes' path acceptance
     chain_acceptance_length  the same for the longest chain within the budget
-    tokens_per_s             mean_acceptance_length over the budget's step time; None where no time is given
-    max_decoding_tokens      the budget, or less where no more nodes have a chance
+    tokens_per_s             mean_acceptance_length over the budget's step time; None without step times
+    max_decoding_tokens      the budget, or fewer if no further node has a probability above 0
     """
 
     budget: int
@@ -39,7 +39,7 @@ class TreePlan:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """A plan for each budget, in the order asked for, and the one recommended."""
+    """A plan for each budget, in the given order, and the recommended one."""
 
     plans: tuple[TreePlan, ...]
     recommended: TreePlan
@@ -51,16 +51,15 @@ def what_if(
     *,
     step_times_s: Sequence[float] | None = None,
 ) -> WhatIf:
-    """The best tree for each budget of rows, and which budget to take.
+    """Find the best tree for each budget of rows, and recommend a budget.
 
-    acceptance_by_rank   [S][ranks] probability that the target's token after an accepted parent at depth d is
-                         the draft's choice of rank r; rows add up to 1 at most
+    acceptance_by_rank   [S][ranks] probability that the target's token after an accepted parent at depth d is the
+                         draft's choice of rank r; each row sums to at most 1
     budgets              rows a slot, root included, 1 to 64
-    step_times_s         the time of a step with so many rows; with them the recommendation is the most tokens
-                         a second, without them the smallest budget within 2 % of the greatest length
-    The tree is the best there is: nodes are taken by falling acceptance of their paths, which never grows
-    along a path. Time: B log B for the largest budget. Raises ConfigError for values that are no such
-    probabilities.
+    step_times_s         the time of a step for each budget. With them the budget with the most tokens a second is
+                         recommended, without them the smallest budget within 2 % of the greatest length
+    Nodes are chosen in descending order of their path's acceptance. Acceptance never grows along a path, so the tree is
+    optimal. Time: B log B for the largest budget. Raises ConfigError for values that are not such probabilities.
     """
     table = _check_table(acceptance_by_rank)
     if not budgets:
@@ -95,7 +94,7 @@ def _check_table(table: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _best_nodes(table: list[list[float]], count: int) -> list[tuple[float, tuple[int, ...]]]:
-    """The likeliest `count` paths, each after its parent; ties go to the shallower, then the lower rank."""
+    """The likeliest `count` paths, each after its parent; of ties the shallower comes first, then the lower rank."""
     best: list[tuple[float, tuple[int, ...]]] = []
     heap: list[tuple[float, int, tuple[int, ...]]] = []
 

@@ -1,1 +1,1 @@
-"""This package renders chat templates in a process apart, probes them, and helps those that take no tools."""
+"""This package renders chat templates in a separate process, probes them, and adds tools to those that take none."""

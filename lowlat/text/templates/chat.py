@@ -1,7 +1,7 @@
-"""This module renders a model's chat templates in a process of its own (`chat_worker.py` says why).
+"""This module renders a model's chat templates in a separate process (`chat_worker.py` gives the reasons).
 
-The worker starts when templates are loaded, holds no lock or socket of its
-parent, ends with it, and is started again after a template killed it.
+The worker starts when templates are loaded, inherits no lock or socket, and ends with its parent. After a template has
+killed it, it is started again.
 """
 
 import json
@@ -31,10 +31,10 @@ START_TIMEOUT_S = 60.0  # a Python interpreter on a machine that is busy loading
 class ChatLimits:
     """The limits of one rendering.
 
-    max_cpu_s         processor time; the kernel ends the worker beyond it
-    max_wall_s        time by the clock, for what waits instead of working
+    max_cpu_s         processor time; beyond it the kernel ends the worker
+    max_wall_s        wall time, for a template that waits instead of computing
     max_memory_bytes  address space of the worker, Python included (about 60 MB)
-    max_characters    text written
+    max_characters    characters of the rendered text
     max_input_bytes   messages and variables, as JSON
     """
 
@@ -46,11 +46,11 @@ class ChatLimits:
 
 
 class _WorkerGone(Exception):
-    """The worker ended or did not answer in time; says why."""
+    """The worker ended or did not answer in time; the message is the reason."""
 
 
 class ChatTemplates:
-    """The named templates of one model. Safe to call from several threads, one rendering at a time.
+    """Renders the named templates of one model. Safe to call from several threads, one rendering at a time.
 
     Raises ConfigError when a template does not compile.
     """
@@ -81,9 +81,9 @@ class ChatTemplates:
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
         """Render one template.
 
-        Raises RequestError when the template refuses the messages or fails on them, or when they are no JSON
-        or too large; ConfigError when it reaches for what the sandbox forbids or uses more than its limits
-        allow. Time: about 0.05 ms (measured, 1 kB of messages) plus the template's own.
+        Raises RequestError when the template refuses the messages or fails on them, or when they are no JSON or too
+        large; ConfigError when it does what the sandbox forbids, or exceeds its limits. Time: about 0.05 ms (measured,
+        1 kB of messages) plus the template's own.
         """
         request = self._encode({"template": name, "variables": dict(variables)})
         with self._lock:
@@ -132,7 +132,7 @@ class ChatTemplates:
         self._worker = self._end_worker = None
 
     def _asked(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """Send one frame and return the answer; a worker that gives none is ended, by ConfigError."""
+        """Send one frame and return the answer. If there is none, end the worker and raise ConfigError."""
         worker = self._worker
         if worker is None or worker.stdin is None or worker.stdout is None:
             raise ConfigError("the chat template's process could not be started")
@@ -153,12 +153,12 @@ class ChatTemplates:
                 why = f"it takes more than {self._limits.max_cpu_s} s of processor time"
             raise ConfigError(f"the chat template cannot be used: {why}") from error
         except BaseException:
-            self._stop()  # interrupted within a frame: the next answer would be this one's
+            self._stop()  # interrupted within a frame: the next request would read this one's answer
             raise
 
 
 def _spawn() -> "subprocess.Popen[bytes]":
-    """Start the worker's interpreter, isolated and with next to no environment."""
+    """Start the worker's interpreter, isolated and with a minimal environment."""
     inherited = ("LD_LIBRARY_PATH", "TZ", "TZDIR")
     try:
         return subprocess.Popen(
@@ -167,7 +167,7 @@ def _spawn() -> "subprocess.Popen[bytes]":
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={name: os.environ[name] for name in inherited if name in os.environ},
-            start_new_session=True,  # Ctrl-C is the parent's to handle
+            start_new_session=True,  # only the parent handles Ctrl-C
         )
     except OSError as error:
         raise ConfigError(f"the chat template's process could not be started: {error.strerror}") from error
@@ -206,7 +206,7 @@ def _wait(descriptor: int, event: int, deadline: float) -> None:
 
 
 def _end(worker: "subprocess.Popen[bytes]") -> None:
-    """End a worker and wait for it, so that neither process nor pipe stays after."""
+    """End a worker and wait for it, so that neither process nor pipe remains."""
     for pipe in (worker.stdin, worker.stdout):
         if pipe is not None:
             pipe.close()

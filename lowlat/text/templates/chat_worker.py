@@ -1,9 +1,9 @@
 """This script is the process in which chat templates run; it is not imported.
 
-A template comes from the model directory, so it is hostile until proven otherwise. Jinja2's sandbox keeps it
-from the interpreter's insides, but not from `'a' * 10**10`, which no thread can interrupt. So it runs here,
-where the kernel bounds memory (RLIMIT_AS) and processor time (ITIMER_PROF), and where dying harms nobody.
-Nothing of lowlat is imported: the process starts quickly and holds nothing worth stealing.
+A template comes from the model directory, so it is not trusted. Jinja2's sandbox denies it access to the interpreter's
+internals, but allows `'a' * 10**10`, which no thread can interrupt. So it runs in this process, whose memory
+(RLIMIT_AS) and processor time (ITIMER_PROF) the kernel bounds, and whose end harms nobody. Nothing of lowlat is
+imported: the process starts quickly, and holds nothing worth stealing.
 
 Frames on stdin and stdout are 8 bytes of length, little-endian, and JSON in ASCII. The first frame is
 {"templates": {name: source}, "limits": {...}}, answered by {} or a fault; every other one is
@@ -33,7 +33,7 @@ MAX_WHY = 300
 
 
 class TooLong(Exception):
-    """The template wrote more text than it may."""
+    """The template has written more text than its limit."""
 
 
 class Refusal(jinja2.TemplateError):
@@ -41,7 +41,7 @@ class Refusal(jinja2.TemplateError):
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's words for training; here its body is simply written."""
+    """Renders only the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -51,12 +51,12 @@ class GenerationBlock(Extension):
 
 
 def raise_exception(message: object = "") -> NoReturn:
-    """The function that templates call to refuse messages."""
+    """Raise Refusal; templates call this to refuse messages."""
     raise Refusal(str(message))
 
 
 def strftime_now(format: str) -> str:
-    """The local time, as templates put it into system prompts."""
+    """Format the local time, which templates put into system prompts."""
     return datetime.now().strftime(format)
 
 
@@ -67,12 +67,12 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as chat templates expect it: not escaped for HTML."""
+    """Write JSON as chat templates expect it: not escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The environment that Hugging Face's templates are written for."""
+    """Make the environment that Hugging Face's templates are written for."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
     )
@@ -95,7 +95,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_characters:
 
 
 def fault(error: Exception, limits: dict[str, Any]) -> dict[str, str]:
-    """Say whose fault an error is: the template's, or else the messages' that it could not digest."""
+    """Attribute an error to the template, or to the messages that it failed on."""
     blame, why = "template", f"{type(error).__name__}: {error}"
     if isinstance(error, Refusal):
         blame, why = "messages", str(error)

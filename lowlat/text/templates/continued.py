@@ -1,7 +1,7 @@
 """This module leaves a chat's last message open, so that the answer continues it.
 
-The template writes the message with a tag at its end, and what follows the tag is left out. That is how transformers'
-`apply_chat_template` does it.
+The template renders the message with a tag at its end, and the text after the tag is left out, as transformers'
+`apply_chat_template` does.
 """
 
 import secrets
@@ -14,9 +14,10 @@ __all__ = ["ContinuedMessage", "check_ending"]
 
 
 def check_ending(continue_final_message: object, add_generation_prompt: object) -> bool:
-    """Whether an answer's beginning is written after the messages; None: where none of them is continued.
+    """Whether the generation prompt follows the messages.
 
-    Raises RequestError for values that are no bools, and for both true.
+    add_generation_prompt  None: it does, unless the last message is continued
+    Raises RequestError for values that are no bools, and if both are true.
     """
     if not isinstance(continue_final_message, bool):
         raise RequestError(f"continue_final_message must be true or false, got {continue_final_message!r:.80}")
@@ -33,7 +34,7 @@ def check_ending(continue_final_message: object, add_generation_prompt: object) 
 
 
 class ContinuedMessage:
-    """The last message of a chat, an assistant's, whose text goes on in the answer.
+    """The last message of a chat, which is the assistant's; the answer continues its text.
 
     Raises RequestError for a message of another role, with calls, or without text.
     """
@@ -53,13 +54,13 @@ class ContinuedMessage:
         self._tag = f"qz{secrets.token_hex(8)}"
 
     def tagged(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with a tag, and a space by which it shows whether the template trims a message's end."""
+        """Append a tag and a space to the last message; the space shows whether the template trims messages."""
         return [*messages[:-1], {**messages[-1], "content": f"{self._content}{self._tag} "}]
 
     def cut(self, text: str) -> str:
-        """The chat up to the tag; a template that trims messages leaves no white space at the end of this one, either.
+        """Cut the chat at the tag; if the template trims messages, the white space at this one's end is removed, too.
 
-        Raises RequestError where the template does not write the message once.
+        Raises RequestError if the template does not render the message exactly once.
         """
         if (times := text.count(self._tag)) != 1:
             raise RequestError(

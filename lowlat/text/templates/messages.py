@@ -1,4 +1,4 @@
-"""This module reads chat messages as a model's template does, and gives their token ids."""
+"""This module converts chat messages to the form that a model's template reads, and encodes them to token ids."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,10 @@ def encode_messages(
     max_context: int,
     max_tokens: int,
 ) -> list[int]:
-    """Token ids of a chat as the model's template writes it.
+    """Encode a chat as the model's template renders it.
 
-    options   what else the template may use: tools, documents, enable_thinking, ...; and how the chat ends, by
-              continue_final_message and add_generation_prompt, see `TextCodec.apply_chat_template`
+    options   further variables of the template: tools, documents, enable_thinking, ...; and continue_final_message and
+              add_generation_prompt, which decide how the chat ends, see `TextCodec.apply_chat_template`
     Raises RequestError without a template, when it fails on these messages, and for too many tokens.
     """
     values = _values(codec, messages, options)
@@ -47,9 +47,9 @@ def grow_messages(
     max_context: int,
     max_tokens: int,
 ) -> GrowingChat:
-    """A chat of whose last message the content is still to come; the arguments are those of `encode_messages`.
+    """Make a chat whose last message's content is still to come; the arguments are those of `encode_messages`.
 
-    Nothing is refused before its first piece.
+    Errors come with the first piece.
     """
     limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
 
@@ -68,7 +68,7 @@ def grow_messages(
 
 
 def _values(codec: TextCodec, messages: Sequence[Message], options: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Messages as the template reads them. Raises RequestError for options that it may not have."""
+    """Convert messages for the template. Raises RequestError for options with reserved names."""
     for name in TAKEN:
         if name in options:
             raise RequestError(f"template_options may not hold {name!r}")
@@ -77,7 +77,7 @@ def _values(codec: TextCodec, messages: Sequence[Message], options: Mapping[str,
 
 @contextmanager
 def _as_refusal() -> Iterator[None]:
-    """A template that uses too much is about this request: others go on."""
+    """Turn ConfigError into RequestError: a template that exceeds its limits fails only this request."""
     try:
         yield
     except ConfigError as error:
@@ -85,9 +85,9 @@ def _as_refusal() -> Iterator[None]:
 
 
 def _for_template(message: Message, codec: TextCodec) -> dict[str, Any]:
-    """A message as the model's template reads it: templates differ in what they call its parts.
+    """Convert a message for the model's template: templates have different names for its parts.
 
-    Fields that are left out stay absent: None would be written as a word.
+    Absent fields stay absent: templates would render None as a word.
     """
     value: dict[str, Any] = msgspec.to_builtins(message)
     if "thinking" in value:
@@ -102,9 +102,9 @@ def _for_template(message: Message, codec: TextCodec) -> dict[str, Any]:
 
 
 def call_values(arguments: str) -> Any:
-    """A call's arguments as templates read them: a JSON object, unless the caller sent another value.
+    """Parse a call's arguments for templates, which read a JSON object; other JSON values stay text.
 
-    What is no JSON, such as arguments that were cut off, becomes a string of JSON, so that a prompt stays well-formed.
+    Invalid JSON, such as truncated arguments, becomes a JSON string, so that the prompt stays well-formed.
     """
     if not arguments.strip():
         return {}

@@ -1,4 +1,4 @@
-"""This module finds properties of a chat template that its text does not say, by rendering a probe once."""
+"""This module finds properties of a chat template by rendering a probe, since its source alone does not show them."""
 
 import re
 from collections.abc import Mapping
@@ -27,9 +27,9 @@ NAMES_TOOLS = re.compile(r"\btools\b")
 
 
 class TemplateProbes:
-    """Asks the templates of one model; answers are kept.
+    """Probes the templates of one model, and caches the answers.
 
-    constants  variables that every rendering has, such as special tokens
+    constants  variables of every rendering, such as special tokens
     """
 
     def __init__(self, templates: ChatTemplates, constants: Mapping[str, Any]) -> None:
@@ -38,11 +38,11 @@ class TemplateProbes:
         self._found: dict[tuple[str, str], bool] = {}
 
     def takes_tools(self, name: str) -> bool:
-        """Whether a template writes the functions that it is given, or otherwise than without them."""
+        """Whether a template renders given tools, or at least renders differently with them."""
         if ("tools", name) not in self._found:
             plain = {"messages": [USER], "tools": None}
             written, without = self._render(name, {**plain, "tools": [TOOL]}), self._render(name, plain)
-            if written is None:  # it refuses the probe: its text says at least whether it knows tools
+            if written is None:  # it refuses the probe; its source shows at least whether it mentions tools
                 found = bool(NAMES_TOOLS.search(self._templates.source(name)))
             else:
                 found = MARK in written or written != without
@@ -50,14 +50,14 @@ class TemplateProbes:
         return self._found["tools", name]
 
     def takes_system(self, name: str) -> bool:
-        """Whether a template writes a system's message."""
+        """Whether a template renders a system message."""
         if ("system", name) not in self._found:
             probe = {"messages": [{"role": "system", "content": MARK}, USER], "tools": None}
             self._found["system", name] = MARK in (self._render(name, probe) or "")
         return self._found["system", name]
 
     def _render(self, name: str, variables: Mapping[str, Any]) -> str | None:
-        """The probe as it is written; None where the template refuses it."""
+        """Render a probe; returns None if the template refuses it."""
         values = {"documents": None, **self._constants, **variables, "add_generation_prompt": True}
         try:
             return self._templates.render(name, values)
