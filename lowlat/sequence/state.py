@@ -1,6 +1,6 @@
-"""This is the interface of what a slot keeps between steps; programs, memory plans and sessions read it.
+"""This is the interface of the state that a slot keeps between steps; programs, memory plans and sessions use it.
 
-Which request holds which part of them is the host's to know: `lowlat.sequence.kvcache`.
+The host's books know which request holds which blocks and rows of it: see `lowlat.sequence.kvcache`.
 """
 
 from abc import ABC, abstractmethod
@@ -15,16 +15,16 @@ __all__ = ["SequenceState"]
 class SequenceState(ABC):
     """The state that some of a model's layers keep for a slot from one step to the next.
 
-    Rows are appended and rejected on the device, by operations that read and write these buffers. The host's part is
-    the book's.
+    Operations of the step append and reject rows on the device, in these buffers. The host's books assign the buffers'
+    blocks and rows to requests.
     """
 
     @abstractmethod
     def specs(self) -> list[BufferSpec]:
-        """The buffers that hold it: by position or by block of a pool, by slot, or the host's orders about them."""
+        """Return its buffers: by position, block or slot, and those of the host's commands about them."""
 
     def emit_end(self, builder: ProgramBuilder, rows: Rows, stage: Stage) -> None:
-        """Append the operations, after those of all layers, by which these rows are in the state; most have none."""
+        """Emit the operations after all layers that record these rows in the state; most kinds have none."""
         return
 
     @property
@@ -34,20 +34,20 @@ class SequenceState(ABC):
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of one snapshot, from which another prompt goes on; 0: it needs none, its blocks hold all."""
+        """Bytes of one snapshot, from which another prompt can go on; 0 for state in blocks, which needs none."""
         return 0
 
     def slot_bytes(self) -> dict[str, int]:
-        """The bytes that a slot takes for good, however long its text: of reports, by name. Of paged state none."""
+        """Return the bytes that a slot takes at any length, by name, for reports; none for paged state."""
         return {}
 
     def slot_pools(self) -> tuple[str, ...]:
-        """The pools whose first rows are the slots': the host zeroes the row of a request that failed with NaN.
+        """Return the pools that begin with a row a slot; the host zeroes a slot's row if its request fails with NaN.
 
-        Of state in blocks there are none: the book names the blocks to clear.
+        State in blocks has none: its book names the blocks to clear.
         """
         return ()
 
     def saved(self) -> tuple[str, ...]:
-        """The buffers whose content makes up a request's state: of paged ones its blocks, of others its slot's row."""
+        """Return the buffers that a session saves: the request's blocks of paged buffers, its slot's row of others."""
         return tuple(spec.name for spec in self.specs() if spec.role is Role.STATE)

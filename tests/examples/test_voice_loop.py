@@ -1,4 +1,4 @@
-"""A voice: each sentence is spoken as soon as it is whole, while the next is decoded; who interrupts is heard."""
+"""A voice loop speaks each sentence as soon as it is complete, while the next is decoded; the user may interrupt."""
 
 import asyncio
 import re
@@ -10,7 +10,7 @@ SENTENCE = re.compile(r"(.+?[.!?])\s", re.DOTALL)
 
 
 async def sentences(stream: lowlat.AsyncStream) -> AsyncIterator[str]:
-    """The answer sentence by sentence, as each becomes certain."""
+    """Yield the answer sentence by sentence, each as soon as it is complete."""
     text = ""
     async for chunk in stream:
         text += chunk.text
@@ -28,7 +28,7 @@ async def speak(
     interrupted: asyncio.Event,
     **options: str,
 ) -> list[str]:
-    """Say the answer; when somebody interrupts, what is still being decoded is cancelled."""
+    """Say the answer; if somebody interrupts, the rest of it is cancelled. Returns the sentences that were said."""
     said: list[str] = []
     async with runtime.astream([{"role": "user", "content": question}], **options) as stream:  # type: ignore[arg-type]
         async for sentence in sentences(stream):
