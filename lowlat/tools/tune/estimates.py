@@ -44,7 +44,7 @@ class Estimates:
         return min(self._most, len(shape.candidates))
 
     def fitting(self, shapes: Sequence[Shape], left_s: float) -> list[Shape]:
-        """Return the first launches that fit into `left_s`, at most as many as are compiled together; skip longer ones."""
+        """Return the first launches that fit into `left_s`, at most as many as compile together; skip longer ones."""
         found: list[Shape] = []
         num_kernels = 0
         for shape in shapes:
