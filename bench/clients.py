@@ -4,8 +4,8 @@
 
 A Python with the client installed runs it: that of `--python CLIENT=PYTHON` (without a client: for all of them), or
 this one. Clients that it lacks are reported as missing, and keep their rows in the file of --out. Without --model the
-chat model is the one of `lowlat chat --demo`. `--record DIR` adds a proxy that writes the requests of each client to a file,
-for the tests that replay them.
+chat model is the one of `lowlat chat --demo`. `--record DIR` adds a proxy that writes the requests of each client to a
+file, for the tests that replay them.
 """
 
 import argparse
