@@ -1,4 +1,4 @@
-"""A bucket is a size for which a step is made, captured and replayed; the smallest that fits is chosen."""
+"""A bucket is a size for which a step is built, captured and replayed; a step runs in the smallest that fits."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ __all__ = ["Bucket", "BucketLadder"]
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The sizes of a step: B slots, T rows a slot, and the draft length S, how many drafts it makes for each.
+    """The sizes of a step: B slots, T rows a slot, and the draft length S, the drafts that it makes for each slot.
 
-    variant  which step of these sizes it is, by a name that whoever makes steps defines; "": the plain one
+    variant  tells steps of the same sizes apart, by a name of `lowlat.step.variants`; "": the plain step
     """
 
     batch: int
@@ -26,7 +26,7 @@ class Bucket:
 
 
 class BucketLadder:
-    """Buckets in the order in which graphs are captured into one pool: the most rows first, then the most slots."""
+    """Buckets in the order of capture into one memory pool: the most rows first, then the most slots."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         self._buckets = tuple(
@@ -43,7 +43,10 @@ class BucketLadder:
         return len(self._buckets)
 
     def choose(self, num_active: int, num_speculative_tokens: int, variant: str = "") -> Bucket:
-        """The bucket of fewest slots that has `num_active`, of a draft length and a variant. Raises ConfigError."""
+        """The bucket of a draft length and a variant with the fewest slots that hold `num_active`.
+
+        Raises ConfigError if there is none.
+        """
         like = self._like.get((num_speculative_tokens, variant))
         if like is None:
             lengths = sorted(length for length, other in self._like if other == variant)

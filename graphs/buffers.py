@@ -1,6 +1,6 @@
 """A buffer has a name, a shape, a dtype and a role; it is allocated once, and keeps its address.
 
-A step reads and writes nothing but such buffers, so that a captured graph owns every address it holds.
+Apart from weights a step reads and writes only buffers. So every address in a captured graph has an owner.
 """
 
 import math
@@ -28,7 +28,7 @@ class Role(StrEnum):
 
 
 class Paging(StrEnum):
-    """The content of a buffer for each block of a pool, or each row, which is its first dimension."""
+    """What the first dimension of a paged buffer counts, and what it holds for each index."""
 
     POSITIONS = "positions"  # a value for every position of a block: a cache of keys or values, [P, G, block, D]
     BLOCKS = "blocks"  # one value for a whole block, [P, ..]
@@ -37,11 +37,12 @@ class Paging(StrEnum):
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One buffer: its name, shape, dtype and role; and how it is paged by blocks of a KV pool, if it is, and of which.
+    """One buffer: its name, shape, dtype and role, and how it is paged.
 
-    pool     "" of the first pool, of others the ending of their tables' names
-    parts    0; or its values are parts of blocks of the first pool, so many of each block: block * parts + part
-    by_slot  its first rows are the slots': all that such buffers have of a slot is a part of its request's state
+    paging   how the blocks of a KV pool, or rows, index it; None: it is not paged
+    pool     the KV pool, by the suffix of its block tables' names; "": the first pool
+    parts    0, or parts that it has of each block of the first pool: its values are indices block * parts + part
+    by_slot  whether its first rows belong to slots: row b then is part of the state of the request in slot b
     """
 
     name: str
@@ -55,7 +56,7 @@ class BufferSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the buffer takes."""
+        """The buffer's size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def without_memory(self) -> torch.Tensor:
@@ -66,13 +67,15 @@ class BufferSpec:
 class BufferSet(Mapping[str, torch.Tensor]):
     """Buffers allocated from their specs, by name; addresses never change.
 
-    `initial` gives the content of constants; all other buffers start at zero. Buffers named in `pinned` lie in host
-    memory that the device reads and writes at the same address. Buffers of role `in_arena` lie in an `arena` of bytes,
-    where one is given, at their `offsets` in it or one after the other: scratch in one that several sets share, since
-    none of it outlives a step. Buffers that another set has allocated may be `given`: they are that set's own. Paged
-    buffers are made by `paged` of their shape and dtype, where that is given, zeroed. Raises ConfigError when two specs
-    of one name differ, when a constant has no content, when its content has another shape or dtype, or when the arena
-    is too small.
+    initial   contents of constants; all other buffers start at zero
+    pinned    names of buffers in pinned host memory, which the device reads and writes at the same address
+    arena     bytes in which the buffers of role `in_arena` lie; several sets may share one for their scratch, since
+              scratch does not outlive a step; None: each buffer is allocated by itself
+    offsets   the buffers' offsets in the arena; None: they lie one after the other
+    given     a set whose buffers are taken, and stay its own, if their specs are the same
+    paged     allocates a paged buffer of a shape and dtype, zeroed; None: it is allocated as the others
+    Raises ConfigError when two specs of one name differ, when a constant has no content, when its content has another
+    shape or dtype, or when the arena is too small.
     """
 
     def __init__(
@@ -131,17 +134,17 @@ class BufferSet(Mapping[str, torch.Tensor]):
         return found
 
     def clear(self) -> None:
-        """Drop every buffer; the set is empty from now on."""
+        """Drop every buffer; the set is then empty."""
         self.specs.clear()
         self._tensors.clear()
 
     def num_bytes(self, role: Role | None = None) -> int:
-        """Bytes of all buffers, or of those with one role."""
+        """Bytes of all buffers, or of the buffers with one role."""
         return sum(spec.num_bytes for spec in self.specs.values() if role in (None, spec.role))
 
 
 def aligned_bytes(spec: BufferSpec) -> int:
-    """Bytes that a buffer takes of an arena: the next one starts at a multiple of ALIGNMENT."""
+    """The buffer's size in an arena, in bytes: a multiple of ALIGNMENT."""
     return -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -1,7 +1,7 @@
 """This module captures launches into a CUDA graph: a sequence of them, or an opening and a choice among bodies.
 
-Launches of a library's operations are captured like those of kernels, from torch's current stream. Memory that the
-library takes meanwhile must come from a pool that lives as long as the graph: that is the caller's.
+Launches of a library's operations are captured like those of kernels, from torch's current stream. The caller must make
+the library allocate from a pool that lives as long as the graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,15 +16,16 @@ from lowlat.graphs.replay import CapturedGraph
 
 __all__ = ["Body", "Choice", "building", "capture", "capture_choice", "capturing", "issue", "issue_choice"]
 
-Body = Callable[[int], Iterable[Launch]]  # the launches of a part, by the handle of the condition that it sets
+Body = Callable[[int], Iterable[Launch]]  # returns launches, given the handle of the condition that one of them sets
 
 
 @dataclass(frozen=True)
 class Choice:
     """The parts of a step that chooses among bodies.
 
-    opening  gives the launches before the choice for the handle of the SWITCH node's condition, which one of them sets
-    bodies   the launches of each, by the number that is chosen; in a loop they are given the loop's condition
+    opening  returns the launches before the choice, given the SWITCH node's condition, which one of them sets
+    bodies   each returns a body's launches; the condition's value is the index of the body that runs. In a device loop
+             they are given the loop's condition
     """
 
     opening: Body
@@ -34,8 +35,8 @@ class Choice:
 def capture(stream: Any, launches: Sequence[Launch]) -> CapturedGraph:
     """Capture launches in order.
 
-    Raises DeviceError where the graph holds anything but those kernels and what a library's operations launch, or the
-    driver refuses what is captured; the stream is as before.
+    Raises DeviceError if the graph holds anything but these kernels and the nodes of a library's operations, or if the
+    driver refuses the capture. The stream stays usable.
     """
     with building(stream) as builder:
         for launch in launches:
@@ -70,7 +71,7 @@ def issue(builder: Any, launches: Iterable[Launch]) -> int:
 
 
 def issue_choice(builder: Any, choice: Choice, condition: int) -> int:
-    """Record a choice; `condition` is what its bodies are given. Returns the number of kernels."""
+    """Record a choice; its bodies are called with `condition`. Returns the number of launches."""
     chosen = builder.create_condition(default_value=0)
     count = issue(builder, choice.opening(int(chosen.handle)))
     for body, part in zip(choice.bodies, builder.switch(chosen, len(choice.bodies)), strict=True):
@@ -83,24 +84,24 @@ def issue_choice(builder: Any, choice: Choice, condition: int) -> int:
 
 @contextmanager
 def building(stream: Any) -> Iterator[Any]:
-    """A graph builder on a stream, which leaves the stream usable when building fails."""
+    """Begin a graph on a stream; if building fails, the stream stays usable."""
     builder = stream.create_graph_builder().begin_building("relaxed")
     try:
         yield builder
     except Exception as error:
-        with suppress(Exception):  # an invalid capture says so once more when it is ended
+        with suppress(Exception):  # ending an invalid capture raises the same error again
             builder.close()
         if isinstance(error, LowlatError):
             raise
-        raise DeviceError(f"a step cannot be captured: {error}") from error  # cuda.core's own has no public name
+        raise DeviceError(f"a step cannot be captured: {error}") from error  # cuda.core's error has no public name
 
 
 @contextmanager
 def capturing(body: Any) -> Iterator[None]:
     """Capture into the body of a conditional node.
 
-    When that fails the body's capture ends first, then those around it: a body that captured on would write into a
-    graph that is gone, whenever Python collects it.
+    If that fails, the body's capture ends before the captures around it. Otherwise Python would end it later, when it
+    collects the body, and the driver would write into a graph that is gone.
     """
     body.begin_building("relaxed")
     try:

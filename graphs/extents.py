@@ -1,4 +1,4 @@
-"""This module parses the extents of an array's shape, evaluates them, and solves them for one symbol.
+"""This module parses the extents of an array's shape, evaluates them, and solves them for a symbol.
 
 An expression is made of names, integers, `+`, `*`, `/` (exact) and parentheses: `M`, `B * T`, `(H + 2 * G) * D`.
 """
@@ -12,7 +12,7 @@ OPERATORS = (ast.Add, ast.Mult, ast.Div)
 
 
 def parse(text: str) -> ast.expr:
-    """The expression that a text spells. Raises ValueError for all but names, integers, +, *, / and parentheses."""
+    """Parse an expression. Raises ValueError for anything but names, integers, +, *, / and parentheses."""
     try:
         expression = ast.parse(text.strip(), mode="eval").body
     except SyntaxError:
@@ -29,12 +29,12 @@ def parse(text: str) -> ast.expr:
 
 
 def symbols(expression: ast.expr) -> tuple[str, ...]:
-    """The symbols of an expression, in order, each once."""
+    """The different symbols of an expression, in order."""
     return tuple(dict.fromkeys(node.id for node in ast.walk(expression) if isinstance(node, ast.Name)))
 
 
 def evaluate(expression: ast.expr, known: Mapping[str, int]) -> int | None:
-    """The value of an expression; None where a symbol is unknown. A division that leaves a rest gives -1."""
+    """The value of an expression; None if a symbol is unknown. A division with a remainder gives -1."""
     if isinstance(expression, ast.Name):
         return known.get(expression.id)
     if isinstance(expression, ast.Constant):
@@ -52,9 +52,9 @@ def evaluate(expression: ast.expr, known: Mapping[str, int]) -> int | None:
 
 
 def solve(expression: ast.expr, value: int, known: Mapping[str, int]) -> dict[str, int] | None:
-    """The unknown symbol that gives an expression its value, as {symbol: value}.
+    """Solve an expression for its unknown symbol: {symbol: value}.
 
-    Empty where more than one symbol is unknown, or where any value will do; None where no natural number will.
+    Returns {} if more than one symbol is unknown, or if every value is a solution; None if no natural number is one.
     """
     if isinstance(expression, ast.Name):
         return {expression.id: value} if value >= 0 else None

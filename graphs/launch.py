@@ -1,4 +1,4 @@
-"""A launch of a loaded kernel, or of a library's operations, goes to a stream or into a graph that is being made."""
+"""A launch runs a loaded kernel, or a library's operations, on a stream, or records them into a graph."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class LibraryLaunch:
-    """A call of torch's operations on torch's current stream, which must be the stream given to `issue`.
+    """A call of torch's operations on torch's current stream, which must be the target of `issue`.
 
     function  called with `arguments`; it must not wait for the device
     """
@@ -43,7 +43,7 @@ class LibraryLaunch:
     arguments: Mapping[str, Any]
 
     def issue(self, target: Any) -> None:
-        """Run on torch's current stream; where that is being captured, the graph records what it launches."""
+        """Run on torch's current stream; if that stream is being captured, the graph records the launches."""
         with torch.inference_mode():
             self.function(**self.arguments)
 

@@ -1,7 +1,7 @@
 """The device loop is a WHILE node whose body is a step; a budget and a flag end it.
 
-One kernel of the body sets the node's condition: it counts the budget down, looks at the flag, and ends the loop where
-nothing is left to do. The host only starts loops, and asks them to stop.
+One kernel of the body sets the node's condition. It counts the budget down, reads the flag, and ends the loop when no
+slot is active. The host only starts loops, and asks them to stop.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ __all__ = ["LoopMemory", "capture_loop"]
 
 
 def capture_loop(stream: Any, body: Body | Choice) -> CapturedGraph:
-    """Capture a WHILE node around the launches that `body` gives for its condition's handle, or around a choice.
+    """Capture a WHILE node around the launches of `body`, which is called with the condition's handle, or a choice.
 
-    One of the body's kernels must set the condition, of a choice one of each body's. Raises DeviceError as `capture`
-    does.
+    One of the body's kernels must set the condition; in a choice, one kernel of each body. Raises DeviceError as
+    `capture` does.
     """
     with building(stream) as builder:
         condition = builder.create_condition(default_value=1)
@@ -42,10 +42,10 @@ def capture_loop(stream: Any, body: Body | Choice) -> CapturedGraph:
 
 
 class LoopMemory:
-    """The memory by which all loops of a device end.
+    """The memory that ends a device's loops.
 
     budget     [1] int64 on the device: steps that the loop may still run
-    stop_flag  [1] int64 in pinned memory: not 0 where loops are to end; several devices may share one
+    stop_flag  [1] int64 in pinned memory: not 0 asks loops to end; several devices may share one
     """
 
     def __init__(self, device: torch.device, stop_flag: torch.Tensor | None = None) -> None:
@@ -55,14 +55,14 @@ class LoopMemory:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Both, for audits of addresses."""
+        """Both tensors, for audits of addresses."""
         return [self.budget, self.stop_flag]
 
     def begin(self, budget: int) -> None:
-        """Let the loop that is launched next run at most so many steps; called on its stream."""
-        self.stopping[0] = 0  # a loop that was told to stop has read it: its last step was seen
-        self.budget.fill_(budget)  # on the stream: the last loop writes its own after it has published
+        """Let the loop that is launched next run at most `budget` steps; called on its stream."""
+        self.stopping[0] = 0  # the loop that was asked to stop has read it: the host has seen its last step
+        self.budget.fill_(budget)  # on the stream: the loop before writes the budget after it has published
 
     def stop(self) -> None:
-        """Ask every loop to end after the step that runs; returns at once."""
+        """Ask every loop to end after its current step; returns at once."""
         self.stopping[0] = 1

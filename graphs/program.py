@@ -1,8 +1,8 @@
 """A Program is the decode step as data: operations in order, on named buffers whose dtypes fix the rounding points.
 
-A Program says what a step means, not how it is run. Executors lower it: the reference runs each operation by its torch
-meaning, the others lower runs of operations to kernels. Every operation is checked against its schema, which stands in
-the table of operations that the builder was given; see `lowlat.kernels.reference.OPERATIONS`.
+A Program says what a step computes, not how it runs. The reference executor calls each operation's torch reference; the
+other executors lower groups of operations to kernels. The builder has a table of operations, and checks each operation
+against its schema in this table; see `lowlat.kernels.reference.OPERATIONS`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ Param = int | float | bool | str | None
 
 
 class Stage(StrEnum):
-    """The stages of a step, in order. DRAFT is any speculator's, DRAFT_* the parts of a draft model's pass."""
+    """The stages of a step, in order. Any speculator may use DRAFT; DRAFT_* are the parts of a draft model's pass."""
 
     PREFILL = "PREFILL"
     ACTIVE_SLOTS = "ACTIVE_SLOTS"
@@ -41,21 +41,21 @@ class Stage(StrEnum):
     PUBLISH = "PUBLISH"
 
 
-RangeNames = Mapping[Stage, str]  # of the NVTX ranges of stages, where they are not the stages' own names
+RangeNames = Mapping[Stage, str]  # NVTX range names of stages; a stage that is missing uses its own name
 OWN_NAMES: RangeNames = MappingProxyType({})
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Op:
-    """One operation: its kind, its stage, and which buffers and weights its arguments are.
+    """One operation: its kind, its stage, and the buffer or weight of each argument.
 
     kind     the name of the operation in the program's table
     reads    argument name -> buffer it reads
     writes   argument name -> buffer it writes or updates
     weights  argument name -> canonical weight name
     params   argument name -> host constant
-    updates  of the buffers that it writes those that it also reads, or writes in part; it overwrites the others whole
+    updates  the written buffers that it also reads, or writes only in part; it overwrites all others whole
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Op:
     updates: tuple[str, ...] = ()
 
     def arguments(self, buffers: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Its buffers and parameters by argument name, weights left out; its schema keeps them apart."""
+        """The operation's buffers and parameters by argument name, without the weights."""
         named = (*self.reads.items(), *self.writes.items())
         return {**{name: buffers[buffer] for name, buffer in named}, **self.params}
 
@@ -76,7 +76,7 @@ class Op:
 
 
 class _Contents(Mapping[str, torch.Tensor]):
-    """The contents of constants by name, each made when it is read."""
+    """The contents of constants by name; each content is made when it is read."""
 
     def __init__(self, makers: Mapping[str, Callable[[], torch.Tensor]]) -> None:
         self._makers = makers
@@ -95,7 +95,7 @@ class _Contents(Mapping[str, torch.Tensor]):
 class Program:
     """A named, ordered list of operations, the buffers they use, the contents of constants, the table of operations.
 
-    range_names  what profiles call its stages, where that is not the stage's own name
+    range_names  NVTX range names of stages; a stage that is missing uses its own name
     """
 
     name: str
@@ -111,7 +111,7 @@ class Program:
 
     @cached_property
     def uses(self) -> Mapping[str, Sequence[tuple[int, bool]]]:
-        """The operations that use each buffer, in order: their places, and whether they read what it holds."""
+        """For each buffer, the operations that use it, in order: (index, whether the operation reads its content)."""
         found: dict[str, list[tuple[int, bool]]] = {}
         for place, op in enumerate(self.ops):
             read = {*op.reads.values(), *op.updates}
@@ -124,8 +124,9 @@ class Program:
         return (spec for spec in self.buffers.values() if spec.role in roles)
 
     def validate(self) -> None:
-        """Check every operation against its schema, that every buffer is declared, and that scratch is written first.
+        """Check every operation against its schema.
 
+        Also checks that every buffer is declared, and that scratch is written before it is read.
         Raises ConfigError naming the operation, the argument or the buffer, and what was expected and found.
         """
         types = {name: (spec.shape, spec.dtype) for name, spec in self.buffers.items()}
@@ -139,7 +140,7 @@ class Program:
             written.update(op.writes.values())
 
     def _check_buffers(self, op: Op, written: set[str]) -> None:
-        """Roles, order, and that no buffer is written through one argument and used through another."""
+        """Check roles and order, and that no buffer is written by one argument and used by another."""
         reads, writes = set(op.reads.values()), set(op.writes.values())
         buffers = self.buffers
         for name in reads - written:
@@ -166,7 +167,7 @@ def _check_arguments(op: Op, types: Mapping[str, ArrayType], operations: Mapping
     _check_fitting(known.schema, read, written, tuple(op.weights), tuple(op.params), *op.params.values())
 
 
-@lru_cache(maxsize=4096, typed=True)  # layers and buckets are alike: what fitted once is not checked again
+@lru_cache(maxsize=4096, typed=True)  # layers and buckets repeat the same operations: each is checked once
 def _check_fitting(
     schema: OperationSchema,
     reads: tuple[tuple[str, ArrayType], ...],
@@ -179,17 +180,17 @@ def _check_fitting(
 
 
 def named(*names: str, **others: str) -> dict[str, str]:
-    """Buffers by the arguments of an operation that they are for.
+    """A mapping from the arguments of an operation to buffers.
 
-    names   of buffers that are called as their arguments
-    others  the other buffers, by argument
+    names   buffers that have the names of their arguments
+    others  buffers with other names, by argument
     """
     return {**{name: name for name in names}, **others}
 
 
 @dataclass
 class ProgramBuilder:
-    """Collects buffers and operations in order; `build` checks and freezes them. `range_names`: see `Program`."""
+    """Collects buffers and operations in order; `build` checks and freezes them. See `Program` for `range_names`."""
 
     name: str
     operations: Mapping[str, Operation]
@@ -200,18 +201,18 @@ class ProgramBuilder:
     _kept: dict[str, str] = field(default_factory=dict)
 
     def keep(self, names: Iterable[str], prefix: str) -> None:
-        """Let `scratch` declare these names as state, called `prefix` + name, since other programs share it."""
+        """Make `scratch` declare these names as state named `prefix` + name, which other programs share."""
         self._kept.update({name: prefix + name for name in names})
 
     def declare(self, spec: BufferSpec) -> str:
-        """Add a buffer; declaring the same one again is harmless, another of its name raises ConfigError."""
+        """Add a buffer. The same one may be declared again; a different one of the same name raises ConfigError."""
         known = self._buffers.setdefault(spec.name, spec)
         if known != spec:
             raise ConfigError(f"{self.name}: buffer {spec.name} declared as {known} and as {spec}")
         return spec.name
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        """Declare a scratch buffer and return its name; see `keep`."""
+        """Declare a scratch buffer and return its name; `keep` makes it state."""
         if name in self._kept:
             self.declare(BufferSpec(self._kept[name], shape, dtype, Role.STATE))
             return name
@@ -224,9 +225,9 @@ class ProgramBuilder:
     def made_constant(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], torch.Tensor]
     ) -> str:
-        """Declare a constant whose content `make` gives when it is read, and return its name.
+        """Declare a constant and return its name. `make` returns the content, and is called when it is read.
 
-        A program that is listed, checked or planned never reads it.
+        Listing, checking or planning a program never reads it.
         """
         self._constants[name] = make
         return self.declare(BufferSpec(name, shape, dtype, Role.CONSTANT))
@@ -266,7 +267,7 @@ class ProgramBuilder:
         )
 
     def _stored(self, arguments: Mapping[str, str]) -> dict[str, str]:
-        """Arguments by the names under which their buffers are declared, see `keep`."""
+        """The arguments with the names under which `keep` declares their buffers."""
         if not self._kept:
             return dict(arguments)
         return {argument: self._kept.get(name, name) for argument, name in arguments.items()}

@@ -13,7 +13,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass
 class CapturedGraph:
-    """An instantiated graph; `num_kernels` counts its kernel nodes: a loop's body once, of a choice every body."""
+    """An instantiated graph. `num_kernels` counts its kernel nodes: a loop's body once, and every body of a choice."""
 
     graph: Any
     num_kernels: int
@@ -22,7 +22,7 @@ class CapturedGraph:
         """Replay on a cuda.core Stream, asynchronously. Raises DeviceError when the device has failed."""
         try:
             self.graph.launch(stream)
-        except Exception as error:  # cuda.core's own has no public name
+        except Exception as error:  # cuda.core's error has no public name
             raise DeviceError(f"a captured step cannot be launched: {error}") from error
 
     def close(self) -> None:
@@ -57,13 +57,13 @@ class Replays(Mapping[Key, CapturedGraph], Generic[Key]):
         self._graphs[key].launch(self._stream)
 
     def close(self) -> None:
-        """Release every graph; none may be under way."""
+        """Release every graph; none may be running."""
         for graph in self._graphs.values():
             graph.close()
         self._graphs.clear()
 
     def abandon(self) -> list[CapturedGraph]:
-        """Give up every graph without releasing it: of a device that hangs, a release would wait for ever."""
+        """Give up every graph without releasing it: on a device that hangs, a release would wait for ever."""
         graphs = list(self._graphs.values())
         self._graphs.clear()
         return graphs

@@ -1,6 +1,6 @@
 """A schema says what an operation takes: each argument's access, dtype and shape, the weights, and the parameters.
 
-A schema is declared once, by the decorator `operation` over the reference that means the operation, as a table:
+The decorator `operation` declares it once, as a table above the operation's reference function:
 
     read    q                 compute  [B * R, H, D]
     read    k_cache, v_cache  compute  [P, G, block, D]
@@ -8,16 +8,19 @@ A schema is declared once, by the decorator `operation` over the reference that 
     weight  sinks             float    [H]
     write   out               compute  [B * R, H * D]    dead rows zero
 
-A line is an access, one or more names, a dtype, a shape, and words on its meaning.
+A line has an access, one or more names, a dtype, a shape, and a free text.
 
-access  `read`; `write`; `update`, which is read and written, or written in part; `weight`, a canonical weight
-dtypes  a torch dtype by name; `compute`, bfloat16 or float32, one within the operation; `cache`, that one, or uint8 for
-        codes; `float`, either, each argument its own; `any`, one within the operation
-shapes  extents are expressions over symbols, see `extents`; `flat` counts elements alone; `*rest` stands for all
-        further extents, the same wherever it stands
-names   `source{F}` declares `source0`, `source1` and so on, F of them
+access  `read`; `write`; `update`: read and written, or written in part; `weight`: a canonical weight
+dtypes  a torch dtype's name, or
+        `compute`: bfloat16 or float32, the same for all such arguments of a call
+        `cache`: the compute dtype, or uint8 for a quantised cache
+        `float`: bfloat16 or float32, for each argument by itself
+        `any`: any dtype, the same for all such arguments of a call
+shapes  extents are expressions over symbols, see `extents`; `flat` compares only the number of elements; `*rest`
+        stands for all further extents, the same in every argument that has it
+names   `source{F}` declares F arguments: `source0`, `source1` and so on
 
-Which arguments are optional, and the types and defaults of parameters, are the signature's.
+The function's signature says which arguments are optional, and the types and defaults of parameters.
 """
 
 import ast
@@ -54,7 +57,7 @@ _DECLARED: dict[str, list["Operation"]] = {}
 
 
 class Access(StrEnum):
-    """The use that an operation makes of an argument."""
+    """How an operation uses an argument."""
 
     READ = "read"
     WRITE = "write"
@@ -67,9 +70,9 @@ class Argument:
     """One array of an operation.
 
     dtype     "compute", "cache", "float", "any", or a torch dtype's name
-    extents   of the shape; the number of elements alone where it is flat
-    rest      the symbol of all further extents, if any
-    count     the symbol that counts name0, name1, ..., or None for a single array
+    extents   the extents of the shape; the number of elements if `flat`
+    rest      the symbol of all further extents; None: there are none
+    count     the symbol that counts name0, name1, ...; None: a single array
     """
 
     name: str
@@ -83,16 +86,16 @@ class Argument:
 
     @cached_property
     def bare(self) -> tuple[tuple[int, str], ...]:
-        """The extents that are a symbol by themselves: place and symbol."""
+        """The extents that consist of one symbol: (index, symbol)."""
         return tuple((place, each.id) for place, each in enumerate(self.extents) if isinstance(each, ast.Name))
 
     @cached_property
     def composed(self) -> tuple[tuple[int, ast.expr], ...]:
-        """All other extents: place and expression."""
+        """All other extents: (index, expression)."""
         return tuple((place, each) for place, each in enumerate(self.extents) if not isinstance(each, ast.Name))
 
     def sizes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The sizes of a shape that are compared with the declared extents."""
+        """The sizes of a shape, to be compared with the declared extents."""
         return (math.prod(shape),) if self.flat else shape
 
     def __str__(self) -> str:
@@ -102,7 +105,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A host constant of an operation: its types, and its default, `inspect.Parameter.empty` for none."""
+    """A host constant of an operation: its types, and its default (`inspect.Parameter.empty`: it has none)."""
 
     name: str
     types: tuple[type, ...]
@@ -114,7 +117,7 @@ class Parameter:
         return self.default is inspect.Parameter.empty
 
     def accepts(self, value: object) -> bool:
-        """Whether a value has one of the types; an integer is a float, a truth value is no integer."""
+        """Whether a value has one of the types. An int passes as a float; a bool does not pass as an int."""
         kind = type(value)
         return kind in self.types or (kind is int and float in self.types)
 
@@ -123,7 +126,7 @@ class Parameter:
 class OperationSchema:
     """The arguments and parameters of an operation, by name, in the order of declaration.
 
-    forms  sets of weights of which an operation takes exactly one, such as plain weights or blocks with scales
+    forms  alternative sets of weights, such as plain weights or blocks with scales; an operation takes exactly one set
     """
 
     arguments: Mapping[str, Argument]
@@ -136,7 +139,7 @@ class OperationSchema:
         return frozenset(name for name, each in self.arguments.items() if each.access is Access.UPDATE)
 
     def argument(self, name: str) -> Argument:
-        """The declaration of an argument, `source` for `source3`. Raises ConfigError for a name that has none."""
+        """The declaration of an argument; that of `source3` is `source`. Raises ConfigError for an unknown name."""
         found = self.arguments.get(name) or self.arguments.get(name.rstrip("0123456789"))
         if found is None or (found.count is None) != (found.name == name):
             raise ConfigError(f"has no argument {name}; it has {', '.join(self.arguments)}")
@@ -145,7 +148,7 @@ class OperationSchema:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation: its kind, the function that means it, and its schema. Calling it calls the function."""
+    """An operation: its kind, its reference function, and its schema. Calling it calls the function."""
 
     kind: str
     function: Callable[..., None]
@@ -157,10 +160,10 @@ class Operation:
 
 
 def operation(table: str, *, forms: tuple[tuple[str, ...], ...] = ()) -> Callable[[Reference], Reference]:
-    """Declare the function below as the reference of the operation of its name; the function stays as it is.
+    """Declare the decorated function as the reference of the operation of its name; returns the function unchanged.
 
     table  the schema of its arrays, see the module's docstring
-    forms  sets of weights of which exactly one is given
+    forms  alternative sets of weights; exactly one set is given
     Raises ValueError for a table that cannot be read, or that does not fit the function's signature.
     """
 
@@ -173,7 +176,7 @@ def operation(table: str, *, forms: tuple[tuple[str, ...], ...] = ()) -> Callabl
 
 
 def operation_of(function: Callable[..., None]) -> Operation:
-    """The operation that a function is the reference of. Raises ValueError for another function."""
+    """The operation whose reference is this function. Raises ValueError if the function is no reference."""
     for each in _DECLARED.get(function.__module__, ()):
         if each.function is function:
             return each
@@ -181,7 +184,7 @@ def operation_of(function: Callable[..., None]) -> Operation:
 
 
 def operations_of(*modules: Any) -> Mapping[str, Operation]:
-    """The operations that modules declare, by kind. Raises ValueError where two are of one kind."""
+    """The operations that modules declare, by kind. Raises ValueError if two have the same kind."""
     found: dict[str, Operation] = {}
     for module in modules:
         for each in _DECLARED.get(module.__name__, ()):

@@ -1,7 +1,7 @@
-"""This module checks what an operation is given against its schema: names, parameters, dtypes, and shapes.
+"""This module checks an operation's arguments against its schema: names, parameters, dtypes, and shapes.
 
-Shapes unify when every symbol of the schema stands for one number: extents that are a symbol by themselves bind it,
-composed ones are compared, or solved for the symbol that nothing else binds.
+Shapes unify if every symbol of the schema stands for one number. An extent that consists of one symbol binds it. A
+composed extent is compared, or solved for its only symbol that is not bound yet.
 """
 
 import ast
@@ -25,8 +25,8 @@ FLOATS = (torch.bfloat16, torch.float32)
 class Fit(NamedTuple):
     """Arguments that fit an operation's schema.
 
-    symbols  what the symbols of the schema stand for
-    arrays   the names of the arrays that are given, in the order of the schema
+    symbols  the value of each symbol of the schema
+    arrays   the names of the given arrays, in the order of the schema
     """
 
     symbols: Mapping[str, int]
@@ -40,11 +40,11 @@ def check_operation(
     weights: Mapping[str, ArrayType | None],
     params: Mapping[str, object],
 ) -> Mapping[str, int]:
-    """Check what an operation is given: arrays by their types, updated ones among `writes`; parameters by value.
+    """Check an operation's arrays by their types, and its parameters by value. Updated arrays are among `writes`.
 
-    A weight's type is None where it is unknown: then its name alone is checked. Returns what the symbols of the schema
-    stand for, as far as these tell. Raises ConfigError for an argument or
-    a parameter that is missing, unknown, of another access, dtype or type, and for shapes that do not unify.
+    A weight's type may be None, for unknown: then only its name is checked. Returns the values of the schema's symbols
+    that the arguments determine. Raises ConfigError for an argument or a parameter that is missing, unknown, or of
+    another access, dtype or type, and for shapes that do not unify.
     """
     known = dict(_check_names(schema, tuple(reads), tuple(writes), tuple(weights)))
     _check_parameters(schema, params)
@@ -55,9 +55,9 @@ def check_operation(
 
 
 def check_arguments(reference: Callable[..., None], arguments: Mapping[str, Any]) -> Mapping[str, int]:
-    """Check tensors and parameters by name against the schema of the operation that a function means.
+    """Check tensors and parameters by name against the schema of a reference function.
 
-    Returns what the symbols of the schema stand for. Raises ShapeError where they do not fit.
+    Returns the values of the schema's symbols. Raises ShapeError for arguments that do not fit.
     """
     return fit_arguments(operation_of(reference), arguments).symbols
 
@@ -92,9 +92,9 @@ def _fit(operation: Operation, given: tuple[tuple[str, Any], ...]) -> Fit:
 def _check_names(
     schema: OperationSchema, reads: tuple[str, ...], writes: tuple[str, ...], weights: tuple[str, ...]
 ) -> Mapping[str, int]:
-    """Check the names that an operation is given; returns the symbols that these alone bind.
+    """Check the names of an operation's arguments; returns the symbols that the names alone bind.
 
-    Those are the counts of counted arguments, and zero for what only absent arguments have as an extent by itself.
+    These are the numbers of counted arguments, and zero for a symbol that binds in absent arguments only.
     """
     groups = (
         ("reads", reads, (Access.READ,)),
@@ -116,7 +116,7 @@ def _check_names(
 
 
 def _check_presence(schema: OperationSchema, given: Iterable[str]) -> dict[str, int]:
-    """Every argument that is not optional is there; returns the counts of those that are counted."""
+    """Check that no required argument is missing; returns the numbers of counted arguments."""
     counts = {}
     for name, argument in schema.arguments.items():
         if argument.count is not None:
@@ -151,7 +151,7 @@ def _check_parameters(schema: OperationSchema, params: Mapping[str, object]) -> 
 
 
 class _Unifier:
-    """Finds what the symbols of a schema stand for; the first array that does not fit is named.
+    """Finds the values of a schema's symbols; the error names the first array that does not fit.
 
     arrays  types by argument name
     known   symbols that are bound already
@@ -178,7 +178,7 @@ class _Unifier:
             pending = left
 
     def _compare(self, left: Iterable[tuple[str, ast.expr, int]]) -> None:
-        """The same expression has one size, where nothing says what its symbols are."""
+        """Check that equal expressions have equal sizes, for expressions whose symbols stay unbound."""
         sizes: dict[str, int] = {}
         for name, extent, size in left:
             if sizes.setdefault(ast.unparse(extent), size) != size:
@@ -196,7 +196,7 @@ class _Unifier:
             self._refuse(name)
 
     def _unify_bare(self, name: str, argument: Argument) -> tuple[int, ...]:
-        """The number of extents, and those that are a symbol by themselves; returns the sizes."""
+        """Check the number of extents, and bind or compare those that consist of one symbol; returns the sizes."""
         sizes, count = argument.sizes(self.arrays[name][0]), len(argument.extents)
         if len(sizes) < count or (len(sizes) > count and argument.rest is None):
             self._refuse(name)
@@ -208,7 +208,7 @@ class _Unifier:
         return sizes
 
     def _settle(self, name: str, extent: ast.expr, size: int) -> bool:
-        """Whether an expression is known to be right, or gave its one unknown symbol a value."""
+        """Compare an expression with its size, or solve it for its one unbound symbol; False if it must wait."""
         value = evaluate(extent, self.known)
         if value is None:
             found = solve(extent, size, self.known)

@@ -1,10 +1,10 @@
-"""This module places a program's scratch in one run of bytes, where buffers that are never held together may overlap.
+"""This module places a program's scratch buffers in one arena of bytes, where prefill's buffers may share memory.
 
-Prefill's buffers have many rows: of a target's residual streams alone there is one for every layer. From its last
-reader on a buffer's bytes are free for others. A launch may cover several operations, and reads what the first of them
-reads while it writes what the last one writes, so a place is taken again only operations later. What a fused launch
-keeps to itself has no place at all. Steps keep all their buffers apart: these are small, and some are filled or read
-ahead of their operation.
+Prefill's buffers have many rows, and there is a residual stream for every layer. After its last reader a buffer's bytes
+are free for other buffers. One launch may cover several operations: it writes the outputs of the last while it reads
+the inputs of the first. So bytes are used again only APART operations later. A buffer inside a fused launch has no
+memory at all. A step's buffers do not share memory: they are small, and some are written or read ahead of their
+operation.
 """
 
 from collections.abc import Collection, Mapping
@@ -15,12 +15,12 @@ from lowlat.graphs.program import Program, Stage
 
 __all__ = ["APART", "ScratchPlaces", "may_overlap", "place_scratch"]
 
-APART = 12  # operations from a buffer's last use to the first one of another in its place; more than a launch covers
+APART = 12  # operations between a buffer's last use and the next buffer's first one; more than a launch covers
 
 
 @dataclass(frozen=True)
 class ScratchPlaces:
-    """Places of scratch buffers by name, in bytes from the begin of the memory, and how many bytes they take."""
+    """Offsets of scratch buffers by name, in bytes from the start of the arena, and the size of the arena in bytes."""
 
     offsets: Mapping[str, int]
     num_bytes: int
@@ -28,7 +28,7 @@ class ScratchPlaces:
 
 @dataclass(frozen=True)
 class _Held:
-    """A buffer with its aligned bytes, and the operations from the first to the last that it is held for."""
+    """A buffer with its aligned bytes, and the first and the last operation that use it."""
 
     name: str
     num_bytes: int
@@ -40,14 +40,14 @@ class _Held:
 
 
 def may_overlap(program: Program) -> bool:
-    """Whether a program's scratch may overlap, and lack what no launch is given: that of prefill alone."""
+    """Whether a program's scratch buffers may share memory, and may be left out if no launch uses them: in prefill."""
     return all(op.stage is Stage.PREFILL for op in program.ops)
 
 
 def place_scratch(program: Program, unused: Collection[str] = ()) -> ScratchPlaces:
-    """The places of a program's scratch: the largest buffers come first, each as low as those that it meets allow.
+    """The offsets of a program's scratch: the largest buffers first, each as low as the live buffers around it allow.
 
-    unused  buffers that no launch is given: they have no place
+    unused  buffers that no launch uses: they get no memory
     """
     shares, end = may_overlap(program), len(program.ops)
     held = []
@@ -55,7 +55,7 @@ def place_scratch(program: Program, unused: Collection[str] = ()) -> ScratchPlac
         if spec.name in unused:
             continue
         uses = program.uses.get(spec.name, ())
-        whole = not shares or not uses or uses[0][1]  # what is read or updated first holds what it was allocated with
+        whole = not shares or not uses or uses[0][1]  # a buffer that is first read or updated keeps its initial content
         first, last = (0, end) if whole else (uses[0][0], uses[-1][0])
         held.append(_Held(spec.name, aligned_bytes(spec), first, last))
     if shares:

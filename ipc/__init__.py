@@ -1,7 +1,6 @@
 """This package has the wire format, the server and the clients.
 
-The public names are
-resolved on first use, so that a client pays for no server, and none pays for asyncio unasked.
+Public names are imported on first use, so that a client does not load the server, and only AsyncClient loads asyncio.
 """
 
 from importlib import import_module
@@ -45,7 +44,7 @@ _HOMES = {
 }
 
 
-if not TYPE_CHECKING:  # else every name would be there, and of type Any
+if not TYPE_CHECKING:  # or type checkers would accept every name, with type Any
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:

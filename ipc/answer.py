@@ -1,4 +1,4 @@
-"""This module gathers the whole answer to a request from its chunks, for clients and for calls in process."""
+"""This module joins the chunks of a request into one answer, for clients and for calls in process."""
 
 import json
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ SHOWN = 40  # characters of a text in a repr
 class ToolCall(Struct, frozen=True):
     """ToolCall is a call that the model asks for.
 
-    id         names it in the message that answers it
-    name       the function's
+    id         identifies the call in the message that answers it
+    name       the name of the function
     arguments  JSON text, as the model wrote it
     """
 
@@ -29,7 +29,7 @@ class ToolCall(Struct, frozen=True):
     arguments: str = ""
 
     def values(self) -> dict[str, Any]:
-        """Return the arguments by name. Raises RequestError for what is no object, as where max_tokens cut it off."""
+        """Return the arguments by name. Raises RequestError for text that is no JSON object, as when it was cut off."""
         try:
             values = json.loads(self.arguments or "{}")
         except (ValueError, RecursionError) as error:
@@ -39,7 +39,7 @@ class ToolCall(Struct, frozen=True):
         return values
 
     def result(self, content: object) -> dict[str, Any]:
-        """Make the chat message that answers the call; what is no text becomes JSON. Raises RequestError."""
+        """Make the chat message that answers the call; a result that is no text becomes JSON. Raises RequestError."""
         if not isinstance(content, str):
             try:
                 content = json.dumps(content, ensure_ascii=False)
@@ -49,20 +49,20 @@ class ToolCall(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True):
-    """All that a request brought.
+    """The complete answer to a request.
 
-    text             the completion; of a parsed answer (`SamplingParams.parse`) the content alone
+    text             the completion; with parsing (`SamplingParams.parse`) only its content
     token_ids        all tokens, those of reasoning and calls included
     finish_reason    "stop", "length" or "cancelled"
-    stop_reason      the stop string or token id that ended it
-    reasoning        of a parsed answer, what the model thought before
-    tool_calls       of a parsed answer, the calls that it asks for
-    logprobs         one for each token, if asked for
-    prompt_logprobs  those of the prompt, if asked for
-    metrics          timings, counts and, where speculation ran, `eagle_speculation`
+    stop_reason      the stop string or token id that ended the answer
+    reasoning        with parsing, the model's reasoning
+    tool_calls       with parsing, the calls that the model asks for
+    logprobs         one for each token, if requested
+    prompt_logprobs  those of the prompt, if requested
+    metrics          timings, counts and, if speculation ran, `eagle_speculation`
     accepted         for each token whether it was an accepted draft
     simulated        acceptance was imposed on the model: the tokens mean nothing
-    code             why a server cancelled it: "deadline"
+    code             why a server cancelled the request: "deadline"
     """
 
     text: str
@@ -80,7 +80,7 @@ class Answer(Struct, frozen=True):
 
     @property
     def message(self) -> dict[str, Any]:
-        """The answer as the assistant's message, for the next turn of a chat."""
+        """The assistant's message with this answer, for the next turn of a chat."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["thinking"] = self.reasoning
@@ -98,7 +98,7 @@ class Answer(Struct, frozen=True):
 
 
 class Received:
-    """The token ids and the text of an answer, as far as they have come."""
+    """The token ids and the text of an answer that were received so far."""
 
     __slots__ = ("_texts", "_token_ids")
 
@@ -110,7 +110,7 @@ class Received:
         return len(self._token_ids)
 
     def add(self, token_ids: Sequence[int], text: str) -> None:
-        """Take the next tokens, and the text that they made."""
+        """Add the next tokens and their text."""
         self._token_ids.extend(token_ids)
         if text:
             self._texts.append(text)
@@ -126,15 +126,15 @@ class Received:
         return "".join(self._texts)
 
     def broken(self, message: str, code: str, error: type[StreamError] = StreamError) -> StreamError:
-        """The error of a request that ended before its own end, with what came until then."""
+        """Return the error of a request that broke off; it has the tokens and the text received so far."""
         return error(message, token_ids=self.token_ids, text=self.text, code=code)
 
 
 class AnswerParts:
-    """The parts of an answer, as far as they have come.
+    """Collects the chunks of an answer.
 
-    received  its tokens and text
-    last      its last chunk; None while it goes on
+    received  the tokens and text so far
+    last      the last chunk; None until it comes
     """
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class AnswerParts:
         self._simulated = False
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk."""
+        """Add the next chunk."""
         self.received.add(chunk.token_ids, chunk.text)
         self._accepted.extend(chunk.accepted or (False,) * len(chunk.token_ids))
         if chunk.reasoning_content:
@@ -168,7 +168,7 @@ class AnswerParts:
             self.last = chunk
 
     def answer(self) -> Answer:
-        """The whole answer. Raises LowlatError while it goes on."""
+        """Return the whole answer. Raises LowlatError before the last chunk."""
         last = self.last
         if last is None or last.finish_reason is None:
             raise LowlatError("the answer has not ended yet; read its chunks to the last one")

@@ -1,4 +1,4 @@
-"""A chunk is what a caller gets of each step of a request, from a client and in process."""
+"""A chunk is the output of one step for a request, as a client or a call in process returns it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,21 +15,21 @@ __all__ = ["Chunk", "accepted_of", "call_parts", "logprobs_of"]
 
 
 class Chunk(Struct, frozen=True, gc=False, repr_omit_defaults=True):
-    """New tokens of a request and the text that they make certain; or its end.
+    """New tokens of a request with the text that is final now, or the end of the request.
 
-    token_ids          new and final; () in the last chunk
-    text               joined over all chunks it is the completion; "" where the model has no tokenizer
-    finish_reason      None but in the last chunk: "stop", "length" or "cancelled"
+    token_ids          new tokens; () in the last chunk
+    text               new text; all chunks joined are the completion; "" if the model has no tokenizer
+    finish_reason      in the last chunk "stop", "length" or "cancelled", else None
     stop_reason        the stop string or token id that ended the request
-    logprobs           one for each token, if asked for: token_id, logprob, top [(token id, logprob), ...], texts
-    metrics            timings, counts and, where speculation ran, `eagle_speculation`; in the last chunk alone
+    logprobs           one for each token, if requested: token_id, logprob, top [(token id, logprob), ...], texts
+    metrics            in the last chunk: timings, counts and, if speculation ran, `eagle_speculation`
     simulated          acceptance was imposed on the model: the tokens mean nothing
-    code               why the server cancelled: "deadline"
-    reasoning_content  with parse="reasoning" or "tools", the model's reasoning, which is no part of text then
-    tool_calls         with parse="tools", calls that begin (id, name) or go on (arguments), by index
-    prompt_logprobs    in one chunk, before all tokens, if asked for: see PromptLogprobs
-    accepted           for each token whether it was an accepted draft; () where none was
-    In process the last chunk may have tokens and text, too: those of the step that ended the request.
+    code               why the server cancelled the request: "deadline"
+    reasoning_content  with parse="reasoning" or "tools", the model's reasoning, which text then leaves out
+    tool_calls         with parse="tools", calls that begin (id, name) or continue (arguments), by index
+    prompt_logprobs    in one chunk before all tokens, if requested: see PromptLogprobs
+    accepted           for each token whether it was an accepted draft; () if none was
+    In process the last chunk may also have tokens and text: those of the step that ended the request.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class Chunk(Struct, frozen=True, gc=False, repr_omit_defaults=True):
     def of(
         cls, output: "EngineOutput", finish_reason: FinishReason | None, metrics: Mapping[str, Any] | None
     ) -> "Chunk":
-        """An engine's output of a step as the caller's chunk; metrics are the request's where it ended."""
+        """Make the chunk of an engine's output of a step; metrics are those of a request that ended, else None."""
         num_accepted, tokens = output.num_accepted, tuple(output.token_ids)
         return cls(
             token_ids=tokens,
@@ -67,13 +67,13 @@ class Chunk(Struct, frozen=True, gc=False, repr_omit_defaults=True):
 
 
 def accepted_of(output: "EngineOutput") -> bytes:
-    """A byte for each token of an output: 1 for an accepted draft."""
+    """Return a byte for each token of an output: 1 for an accepted draft, else 0."""
     num_accepted = output.num_accepted
     return b"\x01" * num_accepted + bytes(len(output.token_ids) - num_accepted)
 
 
 def logprobs_of(output: "EngineOutput") -> tuple[TokenLogprob, ...]:
-    """The logprobs of an output's tokens, as messages and chunks have them."""
+    """Return the logprobs of an output's tokens in the form of messages and chunks."""
     return tuple(
         TokenLogprob(one.token_id, one.logprob, list(one.top), None if one.texts is None else list(one.texts))
         for one in output.logprobs or ()
@@ -81,5 +81,5 @@ def logprobs_of(output: "EngineOutput") -> tuple[TokenLogprob, ...]:
 
 
 def call_parts(output: "EngineOutput") -> tuple[ToolCallDelta, ...]:
-    """The parts of tool calls of an output, as messages and chunks have them."""
+    """Return the parts of an output's tool calls in the form of messages and chunks."""
     return tuple(ToolCallDelta(one.index, one.arguments, one.id, one.name) for one in output.tool_calls)

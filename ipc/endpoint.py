@@ -1,8 +1,8 @@
-"""An endpoint is where a server is reached: this module parses and checks one, and locks a socket file.
+"""An endpoint is the address of a server: this module parses and checks endpoints, and locks socket files.
 
-A socket file outlives its server, and whoever removes it may bind its path: so a server holds a lock file first, and
-watches that the socket file stays its own. Who may connect is decided by the folder's mode, the file's mode, and
-the peer's uid, which the server checks.
+A socket file outlives its server, and another process may remove it and bind its path. So a server first takes a lock
+file, and then watches that the socket file stays its own. The modes of the folder and of the file limit who may
+connect; the server also checks the peer's uid.
 """
 
 import fcntl
@@ -23,12 +23,12 @@ __all__ = ["Endpoint", "EndpointLock", "check_owner", "default_endpoint", "make_
 
 MAX_PATH_BYTES = 107  # of sockaddr_un, without its final zero
 LOCK_SUFFIX = ".lock"
-BACKLOG = 256  # connections that wait to be accepted; the kernel refuses what comes beyond, and clients try again
+BACKLOG = 256  # connections that wait to be accepted; the kernel refuses further ones, and clients try again
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A checked endpoint: `path` for ipc://, `host` and `port` for tcp://; `loopback` when no other machine sees it."""
+    """A checked endpoint: `path` for ipc://, `host` and `port` for tcp://; `loopback`: no other machine reaches it."""
 
     url: str
     scheme: Literal["ipc", "tcp"]
@@ -42,10 +42,10 @@ class Endpoint:
 
 
 def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
-    """LOWLAT_ENDPOINT, else lowlat/default.sock in XDG_RUNTIME_DIR, else lowlat/run/default.sock in the user's cache.
+    """Return LOWLAT_ENDPOINT, else lowlat/default.sock in XDG_RUNTIME_DIR, else lowlat/run/default.sock in the cache.
 
-    The cache holds other things of lowlat's, too, and may be open to others: there the socket has its own folder. A
-    library's choice of a runtime directory would not do: it falls back to a temporary one that all users share. The
+    The user's cache has other files of lowlat, too, and may be open to others, so the socket has its own folder there.
+    platformdirs' runtime directory is not used: it falls back to a temporary directory that all users share. The
     place of the cache follows from this process's own environment, whatever `environ` is.
     """
     chosen = environ.get("LOWLAT_ENDPOINT")
@@ -60,7 +60,7 @@ def default_endpoint(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def make_folder(folder: Path) -> None:
-    """Make the folder of a socket, and what is missing above it, their owner's alone. Raises ConfigError."""
+    """Make the folder of a socket and its missing parents, for their owner alone (mode 700). Raises ConfigError."""
     try:
         for missing in reversed([part for part in (folder, *folder.parents) if not part.exists()]):
             missing.mkdir(mode=0o700, exist_ok=True)
@@ -72,7 +72,7 @@ def make_folder(folder: Path) -> None:
 
 
 def parse_endpoint(url: str) -> Endpoint:
-    """Take an endpoint apart. Raises ConfigError for a transport, a path or an address that is not served."""
+    """Parse an endpoint. Raises ConfigError for a transport, a path or an address that cannot be served."""
     scheme, separator, address = str(url).partition("://")  # callers without a type checker give anything
     if separator and scheme == "ipc":
         return _parse_ipc(url, address)
@@ -109,9 +109,9 @@ def _parse_tcp(url: str, address: str) -> Endpoint:
 
 
 def check_owner(path: Path, trusted: Collection[int]) -> None:
-    """Refuse, for a client, a socket file that none of the trusted users owns, or that another user could replace.
+    """Refuse, for a client, a socket file that no trusted user owns, or that another user could replace.
 
-    Raises ConfigError; OSError where the file cannot be looked at, as when it is missing.
+    Raises ConfigError; OSError if the file's status cannot be read, as when it is missing.
     """
     for place in (path, path.parent):
         found = place.stat()
@@ -128,12 +128,12 @@ def check_owner(path: Path, trusted: Collection[int]) -> None:
 
 
 class EndpointLock:
-    """A server's hold on the path of an ipc:// endpoint: the folder checked, the lock file taken, its socket known.
+    """Locks the path of an ipc:// endpoint for one server: checks the folder, takes the lock file, makes the socket.
 
-    shared   users other than this one are let in: the folder may be readable to them
-    mode     of the socket file; None: its owner's alone, and open to all where `shared`, as every connection is checked
+    shared   users other than this one are admitted: the folder may be readable to them
+    mode     mode of the socket file; None: 600, or 666 if `shared`, as the server checks every connection
     Raises ConfigError when another server holds the path (with its pid), the folder is not this user's or has too
-    open a mode, or the path is something else than a socket.
+    open a mode, or the path is not a socket.
     """
 
     def __init__(self, path: Path, *, shared: bool = False, mode: int | None = None) -> None:
@@ -150,12 +150,12 @@ class EndpointLock:
             raise
 
     def listen(self) -> socket.socket:
-        """Make a socket that listens on the path, its file with the mode that fits, and remember the file's inode.
+        """Make a socket that listens on the path, set the file's mode, and remember the file's inode.
 
         Raises ConfigError when the path cannot be bound.
         """
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)  # nobody else comes before the mode is set
+        before = os.umask(0o177)  # nobody else can connect before the mode is set
         try:
             listening.bind(os.fspath(self.path))
             listening.listen(BACKLOG)
@@ -170,7 +170,7 @@ class EndpointLock:
         return listening
 
     def state(self) -> Literal["own", "missing", "stolen"]:
-        """Whether the socket file is still the one that was bound."""
+        """Return whether the socket file is still the one that was bound."""
         try:
             found = self.path.lstat()
         except OSError:
@@ -183,7 +183,7 @@ class EndpointLock:
             return
         if self._inode is not None and self.state() == "own":
             self.path.unlink(missing_ok=True)
-        # The lock file stays: to unlink it would let two servers lock two files of the same name.
+        # The lock file stays: if it were removed, two servers could lock two files of the same name.
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = -1

@@ -1,7 +1,7 @@
-"""A server uses these protocols: an engine that decodes, and a codec from text to token ids.
+"""This module defines the protocols that a server uses: an engine that decodes, and a codec from text to token ids.
 
-An engine is driven by the decode thread alone, but for `validate` and `compile`, which any thread may call. A codec is
-called from the text threads.
+The decode thread alone calls an engine, except `validate` and `compile`, which any thread may call. The text threads
+call a codec.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,15 @@ __all__ = ["Codec", "Engine", "EngineInfo", "EngineOutput", "Growing"]
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The model's description for clients and for the server's planning.
+    """The model's description, for clients and for the server's planning.
 
-    max_running   requests that decode together: the server hands over no more at once
-    max_context   tokens of prompt and completion, at most
+    max_running   the most requests that decode together; the server submits no more at once
+    max_context   the most tokens of prompt and completion together
     tokenizer     SHA-256 of tokenizer.json, hexadecimal; "" without one
-    on_device     steps run on a device and leave the host's cores free, for a thread that polls for a moment
-    numerics      digest of all that decides results' bits: servers of one model and equal digests give equal tokens; ""
-                  where an engine tells none
-    sampling_defaults  fields of a request's sampling, where it leaves them out
+    on_device     steps run on a device, so the host has a free core for a thread that polls
+    numerics      digest of all that decides the bits of results: servers with one model and equal digests give equal
+                  tokens; "" if the engine has none
+    sampling_defaults  values of sampling fields that a request leaves out
     can_sleep     the engine can give its device's memory back, and take it again
     """
 
@@ -68,10 +68,10 @@ class ToolCallPart(Protocol):
 
 
 class EngineOutput(Protocol):
-    """The output of a step for one request; a request may be in a step's outputs several times, in order.
+    """The output of a step for one request; a step may have several outputs of one request, in order.
 
-    num_accepted           of token_ids, how many at the front were accepted drafts
-    reasoning, tool_calls  of an answer that is parsed, the parts that are not in text
+    num_accepted           number of accepted drafts; they are the first of token_ids
+    reasoning, tool_calls  with parsing, the parts of the answer that are not in text
     prompt_logprobs        in the first output of a request that asked for them
     """
 
@@ -111,21 +111,21 @@ class Engine(Protocol):
         """Constant while the engine lives."""
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse what can never be served. Any thread. Raises RequestError naming value, limit and knob."""
+        """Refuse a request that can never be served. Any thread. Raises RequestError naming value, limit and knob."""
 
     def compile(self, sampling: Sampling, patience_s: float | None) -> object:
-        """Compile the grammar of a request; `submit` finds it while the caller holds what this returns.
+        """Compile the grammar of a request. `submit` finds it while the caller keeps the returned object.
 
-        patience_s  return None or False where it takes longer; None: as long as the engine allows, which is 2 s
-        Any thread. Raises RequestError for one that cannot be served.
+        patience_s  return None or False if compiling takes longer; None: wait as long as the engine allows, 2 s
+        Any thread. Raises RequestError for a grammar that cannot be served.
         """
 
     def submit(
         self, request_id: str, prompt: Sequence[int], sampling: Sampling, cache_salt: str = "", session: str = ""
     ) -> None:
-        """Take a request, which shares a cached prefix only with those of the same salt.
+        """Take a request. It shares cached prefixes only with requests of the same salt.
 
-        session  its session's name, within the salt; "": it has none
+        session  the name of its session, within the salt; "" for none
 
         Raises RequestError, CapacityError.
         """
@@ -138,89 +138,90 @@ class Engine(Protocol):
         session: str = "",
         max_prompt_tokens: int | None = None,
     ) -> None:
-        """Take a request whose prompt is still being written, and gives nothing before `finish_prompt`.
+        """Take a request whose prompt is still being written; it has no output before `finish_prompt`.
 
-        max_prompt_tokens  for which it is planned; None: all that the context has room for
+        max_prompt_tokens  the most tokens of its prompt, for which KV is reserved; None: all that the context can hold
         Raises RequestError, CapacityError.
         """
 
     def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Add token ids to an open prompt; an answer that was begun on trial is withdrawn. Raises RequestError."""
+        """Add token ids to an open prompt, and withdraw an answer that was begun on trial. Raises RequestError."""
 
     def finish_prompt(self, request_id: str, token_ids: Sequence[int], *, speculative: bool = False) -> None:
-        """End an open prompt with these token ids; speculative: on trial, and its outputs are kept back.
+        """End an open prompt with these token ids.
 
-        Raises RequestError for one that is not open, is empty, or becomes too long.
+        speculative  begin the answer on trial, and keep its outputs back
+        Raises RequestError for a prompt that is not open, is empty, or becomes too long.
         """
 
     def cancel(self, request_id: str) -> None:
-        """End a request; the next step's output of it says "cancelled". Raises RequestError for an unknown one."""
+        """End a request; its output in the next step says "cancelled". Raises RequestError for an unknown request."""
 
     def pause(self, request_id: str) -> bool:
-        """Let a request give its slot to others; False where it has ended first.
+        """Take a request off its slot, for others; returns False if it ended first.
 
-        Raises RequestError; CapacityError where host memory has no space for it.
+        Raises RequestError; CapacityError if host memory has no space for its state.
         """
 
     def resume(self, request_id: str) -> None:
-        """Let a paused request go on. Raises RequestError for one that is not paused."""
+        """Let a paused request continue. Raises RequestError for a request that is not paused."""
 
     @property
     def deadline(self) -> float | None:
-        """The time of the monotonic clock at which there is something to step for, whatever is asked; None: never."""
+        """The monotonic time at which the engine must step even if no call is made before; None: never."""
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything now. It becomes true by what is asked, at `deadline`, or as `watch` says."""
+        """Whether a step would do anything now. A call, `deadline`, or the event behind `watch` makes it true."""
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, in any thread, when `busy` may have become true by itself; it does not block."""
+        """Set a function to call, in any thread, when `busy` may have become true by itself; `wake` does not block."""
 
     def step(self) -> Sequence[EngineOutput]:
-        """One decode step for every running request. Raises DeviceError when the device has failed."""
+        """Run one decode step for all running requests. Raises DeviceError when the device has failed."""
 
     def metrics(self, request_id: str) -> Mapping[str, Any]:
-        """Figures of a live request, or of one that ended lately, as JSON values."""
+        """Return the figures of a running request, or of one that ended recently, as JSON values."""
 
     def stats(self) -> Mapping[str, Any]:
-        """Totals, slots and KV use, as JSON values; the decode thread calls it, about once a second."""
+        """Return totals, slots and KV use, as JSON values; the decode thread calls it about once a second."""
 
     def sleep(self) -> None:
-        """Give the device's memory back; no request is there, and none comes before `wake`.
+        """Give the device's memory back. The engine has no request then, and gets none before `wake`.
 
-        Raises CapacityError, ConfigError where it stays awake; DeviceError when the device has failed.
+        Raises CapacityError or ConfigError if it stays awake; DeviceError when the device has failed.
         """
 
     def wake(self) -> None:
-        """Take the device's memory again. Raises CapacityError where it stays asleep, DeviceError."""
+        """Take the device's memory again. Raises CapacityError if it stays asleep, DeviceError."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 class Growing(Protocol):
-    """The token ids of a prompt that is still being written; one thread uses it. Raises RequestError."""
+    """Tokenizes a prompt that is still being written, in one thread. Methods raise RequestError."""
 
     def append(self, piece: Sequence[int] | str) -> Sequence[int]:
-        """Take text or token ids; returns the token ids that nothing later can change, after those before."""
+        """Add text or token ids; returns the next token ids that no later piece can change."""
 
     def rest(self) -> Sequence[int]:
-        """The token ids of what is held back, if the prompt ends here; it may go on all the same."""
+        """Return the token ids of the text held back, as if the prompt ended here; more pieces may follow."""
 
 
 class Codec(Protocol):
-    """Text to token ids and back; the engine itself gives the text of what it decodes. Raises RequestError for what
-    cannot be converted.
+    """Converts text to token ids and back; the engine itself gives the text of what it decodes.
 
     allow_special   special tokens that the caller's text spells become those tokens; otherwise they stay text
-    max_context     a prompt that exceeds it with max_tokens for the answer is refused, and before it is tokenized
-                    where its length alone says so
+    max_context     the limit of prompt and max_tokens together; a prompt whose length alone exceeds it is refused
+                    before it is tokenized
+    Methods raise RequestError for input that cannot be converted.
     """
 
     def encode(
         self, text: str, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int
     ) -> Sequence[int]:
-        """Token ids of a plain prompt, with what the tokenizer puts around a text where add_special_tokens says so."""
+        """Return the token ids of a plain prompt; add_special_tokens: with those that the tokenizer puts around it."""
 
     def encode_chat(
         self,
@@ -231,10 +232,10 @@ class Codec(Protocol):
         max_context: int,
         max_tokens: int,
     ) -> Sequence[int]:
-        """Token ids of a chat through the model's template."""
+        """Return the token ids of a chat in the model's template."""
 
     def grow(self, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int) -> Growing:
-        """Begin a plain prompt that is still being written; its pieces have the token ids of their whole."""
+        """Begin a plain prompt that is still being written; it gets the token ids of its whole text."""
 
     def grow_chat(
         self,
@@ -245,10 +246,10 @@ class Codec(Protocol):
         max_context: int,
         max_tokens: int,
     ) -> Growing:
-        """Begin a chat of whose last message the content is still being written, and comes in pieces of text."""
+        """Begin a chat; the content of its last message is still being written, and comes in pieces of text."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
 
     def token_texts(self, token_ids: Sequence[int]) -> Sequence[str]:
-        """The text of each token alone; what is no whole character is replaced."""
+        """Return the text of each token alone; bytes of incomplete characters are replaced."""

@@ -1,4 +1,4 @@
-"""This module sets up libzmq's sockets as both sides use them: version, options, and sending without waiting."""
+"""This module prepares libzmq's sockets for servers and clients: it checks the version, sets options and sends."""
 
 import zmq
 from zmq.backend import Socket as BareSocket
@@ -7,13 +7,13 @@ from lowlat.errors import ConfigError
 
 __all__ = ["has_message", "prepare_socket", "send_frames"]
 
-MIN_VERSION = (4, 3)  # heartbeats and a descriptor to listen on are of 4.2, what a monitor tells of a handshake of 4.3
+MIN_VERSION = (4, 3)  # heartbeats and USE_FD came with 4.2, a monitor's events of handshakes with 4.3
 HANDSHAKE_TIMEOUT_MS = 5000
 # Bare numbers: enum's own arithmetic takes microseconds in a process that has just woken.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
 _POLLIN = int(zmq.POLLIN)
-_send = BareSocket.send  # without what zmq.Socket puts around it for options that are not used here
+_send = BareSocket.send  # zmq.Socket.send costs time for options that are not used here
 
 
 def prepare_socket(
@@ -24,7 +24,7 @@ def prepare_socket(
     heartbeat_interval_s: float,
     heartbeat_timeout_s: float,
 ) -> None:
-    """Set what both sides must bound before they bind or connect: sizes, queues, heartbeats, lingering.
+    """Set a socket's limits before it binds or connects: sizes, queues, heartbeats, lingering.
 
     Raises ConfigError for a libzmq that is too old.
     """
@@ -42,15 +42,15 @@ def prepare_socket(
 
 
 def has_message(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message can be received; this also takes note of what made the socket's descriptor readable."""
+    """Return whether a message can be received; this also handles the event that made the descriptor readable."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def send_frames(socket: "zmq.Socket[bytes]", frames: tuple[bytes, ...]) -> None:
     """Send a message; a ROUTER's begins with a frame that holds the peer's routing id.
 
-    Raises zmq.Again when the queue is full, zmq.ZMQError when the peer is gone; the first frame is then refused, and
-    never a later one.
+    Raises zmq.Again when the queue is full, zmq.ZMQError when the peer is gone. Only the first frame can be refused, so
+    a message is sent whole or not at all.
     """
     for frame in frames[:-1]:
         _send(socket, frame, _MORE_NOBLOCK)

@@ -1,4 +1,4 @@
-"""This module has every bound of the server. Each may be set by name, and an error that speaks of one names it."""
+"""This module has the limits of the server. Each can be set by its name, which errors about the limit also give."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["Limits"]
 
 
 def _limit(default: float, low: float, high: float, help: str, *, rare: bool = False) -> Any:
-    """A field with its bounds; the server's settings are made of the same metadata."""
+    """Make a field with its range and help; the server's settings are made from the same metadata."""
     return field(default=default, metadata={"help": help, "low": low, "high": high, "rare": rare})
 
 

@@ -1,6 +1,6 @@
-"""Each message of wire format 1 is a struct of this module; wire.py says how they are sent.
+"""This module defines each message of wire format 1 as a struct; wire.py explains how they are sent.
 
-Structs of a client's messages carry their bounds, so that decoding is checking.
+Structs of a client's messages have the limits of their fields, so that decoding checks them.
 """
 
 from typing import Annotated, Any, Literal
@@ -65,14 +65,14 @@ Result = Literal["completion", "token_ids", "text", "token_texts"]
 Code = Literal[
     "malformed",  # not a message of this format: kind, header or body
     "version",  # no version in common
-    "unexpected",  # a right message at a wrong time: before HELLO, a number used before
-    "invalid",  # the request asks for what cannot be served
+    "unexpected",  # a correct message at a wrong time: before HELLO, or with a number used before
+    "invalid",  # the request cannot be served
     "busy",  # the queue is full, or this client's share of it; see retry_after_ms
     "draining",  # the server takes no new requests
-    "forbidden",  # this peer may not ask for that
+    "forbidden",  # this peer may not send this message
     "not_finite",  # the model's logits had NaN or infinity for this request
-    "grammar",  # the request's grammar came to a limit, or to a place where nothing may follow
-    "check",  # a check of a step, made on the device, failed for this request
+    "grammar",  # the request's grammar reached a limit, or a state that allows no token
+    "check",  # a check on the device failed for this request
     "text",  # the model's tokenizer failed to decode the answer
     "deadline",  # deadline_ms passed
     "slow_consumer",  # no credit for too long
@@ -111,7 +111,7 @@ class Kind:
 
 
 class Hello(Struct, forbid_unknown_fields=True):
-    """The first message of a client: versions it speaks, and a name for logs and statistics."""
+    """The first message of a client: the versions that it speaks, and a name for logs and statistics."""
 
     min_version: Number = VERSION
     max_version: Number = VERSION
@@ -119,10 +119,10 @@ class Hello(Struct, forbid_unknown_fields=True):
 
 
 class ServerLimits(Struct):
-    """The server's limits that a client must know; the rest stays the server's own business.
+    """The limits of the server that a client must know.
 
-    append_credit has the bytes of an open prompt's pieces that may be under way; it is absent where the server takes
-    no open prompts. max_messages_per_s is absent where the server does not say.
+    append_credit is the number of bytes of an open prompt's pieces that may be in flight; it is absent if the server
+    takes no open prompts. max_messages_per_s may be absent.
     """
 
     max_message_bytes: int
@@ -139,11 +139,11 @@ class ServerLimits(Struct):
 class Welcome(Struct):
     """The server's answer to HELLO.
 
-    tokenizer is the SHA-256 of tokenizer.json, hexadecimal, or "" for a model that has none: then only token ids are
-    taken and no text is given. numerics is a digest of all that decides results' bits: servers of one model and equal
-    digests give equal tokens for equal seeds; it is absent where the engine tells none. sampling_defaults has the
-    fields of a request's sampling that hold where it leaves them out, as the model's authors advise; it is absent where
-    lowlat's own defaults hold.
+    tokenizer is the SHA-256 of tokenizer.json, hexadecimal, or "" for a model without one: such a server takes only
+    token ids and gives no text. numerics is a digest of all that decides the bits of results: servers with one model
+    and equal digests give equal tokens for equal seeds; it is absent if the engine has none. sampling_defaults has
+    values of sampling fields, as the model's authors advise, for requests that leave them out; it is absent if lowlat's
+    own defaults apply.
     """
 
     version: int
@@ -174,9 +174,9 @@ DraftText = (
 class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How tokens are chosen and when the request ends; meanings and ranges are those of lowlat.SamplingParams.
 
-    UNSET fields are those that the client left to the server: its defaults may be the model's own. At most one of
-    json_schema and tool_calls (JSON as text), json_object, regex, grammar and choice. tools is JSON as text, too; where
-    it is absent it is `template_options["tools"]`, if calls are parsed.
+    UNSET fields are left to the server, whose defaults may be those that the model's authors advise. At most one of
+    json_schema, tool_calls, json_object, regex, grammar and choice may be given. json_schema, tool_calls and tools are
+    JSON as text. Without tools, parsed calls use `template_options["tools"]`.
     """
 
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | UnsetType = UNSET
@@ -211,18 +211,18 @@ class Sampling(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
     @property
     def token_limit(self) -> int:
-        """max_tokens; lowlat's own default where the client left it out."""
+        """max_tokens, or lowlat's own default if the client left it out."""
         return DEFAULT_TOKENS if self.max_tokens is UNSET else self.max_tokens
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the answer is bound to a grammar, which takes a while to compile."""
+        """Whether a grammar constrains the answer; it takes a while to compile."""
         given = (self.json_schema, self.regex, self.grammar, self.tool_calls)
         return self.json_object or bool(self.choice) or any(text is not None for text in given)
 
 
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One message of a chat; which fields beyond role and content matter is the template's business."""
+    """One message of a chat; the template decides which fields besides role and content it uses."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | None = None
@@ -233,20 +233,19 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A request. Exactly one of text, messages and the body is there; template_options go with messages alone.
+    """A request. It has exactly one of text, messages and the body; template_options may stand only with messages.
 
-    Of one that is open the prompt is still being written: text or body are its beginning, of messages the last one's
-    content is, none need be there, and APPEND brings more, to max_prompt_tokens at most (None: all that the context has
-    room for next to max_tokens).
+    If `open` is true, the prompt is still being written. Text or body may then be its beginning, or the content of the
+    last message; APPEND adds more, up to max_prompt_tokens (None: all that the context can hold next to max_tokens).
 
-    fit_context lowers max_tokens to what the context has room for next to the prompt; without max_tokens it is as much,
-    and the server's default_max_tokens at most, for which KV is reserved. allow_special takes special tokens
-    that text or messages spell as these tokens; otherwise they stay text. A cached prefix is shared only among requests
-    of the same user and the same cache_salt. A session, by a name within these two, keeps the prefix of its last
-    request while others can go. add_special_tokens puts around a text what its tokenizer does.
+    fit_context lowers max_tokens to the space that the prompt leaves in the context; without max_tokens the answer may
+    fill that space, up to the server's default_max_tokens, for which KV is reserved. With allow_special, special tokens
+    that text or messages spell become these tokens; otherwise they stay text. Requests share a cached prefix only if
+    user and cache_salt are the same. A session has a name within these two, and keeps the prefix of its last request
+    while others are evicted. With add_special_tokens a text gets the tokens that its tokenizer puts around texts.
 
-    A result other than a completion is a conversion, of the prompt as it is: text or messages to token_ids; or token
-    ids to their text, special tokens included, or to token_texts, whose text is a JSON list of each token's own.
+    A result other than "completion" is a conversion of the prompt: text or messages to token_ids; token ids to their
+    text, special tokens included; or token ids to token_texts, a JSON list with the text of each token.
     """
 
     number: Number
@@ -267,7 +266,7 @@ class Submit(Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 
 class Append(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Add a piece to an open prompt: text, or token ids as the body. Pieces of text have the tokens of their whole."""
+    """Add a piece to an open prompt: text, or token ids as the body. Pieces of text are tokenized as one text."""
 
     number: Number
     text: str | None = None
@@ -276,7 +275,7 @@ class Append(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
 class Finish(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     """End an open prompt: the answer begins.
 
-    speculative  it may go on: TOKENS are kept back until FINISH comes without it, and APPEND withdraws the answer
+    speculative  the prompt may continue: TOKENS are kept back until a FINISH without it; APPEND withdraws the answer
     """
 
     number: Number
@@ -290,19 +289,19 @@ class Cancel(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
 
 
 class Pause(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Let a request of this connection give its slot to others, as soon as that can be."""
+    """Take a request of this connection off its slot, for others, as soon as possible."""
 
     number: Number
 
 
 class Resume(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Let a paused request go on."""
+    """Let a paused request continue."""
 
     number: Number
 
 
 class Credit(Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Grant a request so many more tokens."""
+    """Allow the server to send `tokens` more tokens of a request."""
 
     number: Number
     tokens: Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
@@ -319,13 +318,13 @@ class Health(Struct, forbid_unknown_fields=True):
 
 
 class Drain(Struct, forbid_unknown_fields=True):
-    """Ask the server to take no more requests, to finish for at most so long, and to end."""
+    """Ask the server to take no more requests, to finish running ones within deadline_s, and to end."""
 
     deadline_s: Annotated[float, Meta(ge=0.0, le=3600.0)] = 10.0
 
 
 class Residence(Struct, forbid_unknown_fields=True):
-    """Ask the server to give its model's memory back when what runs is over, or to take it again; see RESIDENT."""
+    """Ask the server to give its model's memory back after its running requests, or to take it again; see RESIDENT."""
 
     nonce: Number
     asleep: bool
@@ -344,9 +343,10 @@ class TokenLogprob(Struct, array_like=True, gc=False):
 
 
 class ToolCallDelta(Struct, array_like=True, gc=False):
-    """A tool call's beginning, with id and name, or more of its arguments; calls of an answer count from 0.
+    """The beginning of a tool call, with id and name, or more of its arguments.
 
-    arguments  JSON text; joined over all parts of a call it is what the model wrote
+    index      number of the call in its answer, from 0
+    arguments  JSON text; all parts of a call joined are the text that the model wrote
     """
 
     index: int
@@ -358,9 +358,10 @@ class ToolCallDelta(Struct, array_like=True, gc=False):
 class PromptPart(Struct, array_like=True, gc=False):
     """The logarithmic probabilities of a prompt's tokens at the positions from `start` on, of `total`.
 
-    Packed little-endian int32 and float32: a token, its logprob and its rank at each position (rank 0: nothing is known
-    of it, as of the first), and its num_top likeliest tokens with theirs (-1: there are no more). texts are the bytes
-    of tokens that no part before had, end to end, of the ids and lengths next to them; None without a tokenizer.
+    Numbers are packed little-endian int32 and float32. Each position has a token, its logprob and its rank (0: unknown,
+    as for the first token), and the num_top likeliest tokens with their logprobs (-1: there are no more). texts has the
+    bytes of tokens that no earlier part had, joined, with their ids and lengths in text_ids and text_lengths; None
+    without a tokenizer.
     """
 
     start: int
@@ -377,13 +378,14 @@ class PromptPart(Struct, array_like=True, gc=False):
 
 
 class Tokens(Struct, array_like=True, gc=False):
-    """The output of a step, or several, for a request: token ids as packed int32, and the text that is certain now.
+    """The output of one step or more for a request: token ids as packed int32, and the text that is final now.
 
-    text is None without a tokenizer; a chunk may have text and no token (what was held back), or tokens and no text.
-    simulated marks imposed acceptance: the text means nothing. Of an answer that is parsed (`Sampling.parse`), text is
-    the content alone, next to reasoning and tool_calls. accepted has a byte for each token, 1 for an accepted draft and
-    0 for the target's own choice; None where none of them was drafted. prompt_logprobs is a part of what
-    `Sampling.prompt_logprobs` asks for: all come before the first token, in messages without any.
+    text is None without a tokenizer. A message may have text without tokens (text that was held back), or tokens
+    without text. simulated marks imposed acceptance: the text means nothing. If the answer is parsed
+    (`Sampling.parse`), text is only the content, next to reasoning and tool_calls. accepted has a byte for each token:
+    1 for an accepted draft, 0 for the target's own choice; None if no token was an accepted draft. prompt_logprobs is a
+    part of the prompt's logprobs (`Sampling.prompt_logprobs`); all parts come before the first token, in messages
+    without tokens.
     """
 
     number: int
@@ -399,7 +401,7 @@ class Tokens(Struct, array_like=True, gc=False):
 
 
 class End(Struct, array_like=True):
-    """The end of a request. metrics holds its timings and, where speculation ran, `eagle_speculation`."""
+    """The end of a request. metrics has its timings and, if speculation ran, `eagle_speculation`."""
 
     number: int
     sequence: int
@@ -412,7 +414,7 @@ class End(Struct, array_like=True):
 
 
 class Error(Struct, omit_defaults=True):
-    """An error of a request that it ends, or of the connection."""
+    """An error: it ends the request that it names, or is about the connection."""
 
     code: str
     message: str
@@ -422,13 +424,13 @@ class Error(Struct, omit_defaults=True):
 
 
 class StatsReply(Struct):
-    """A snapshot of figures; `stats` is a map whose keys the server's version defines."""
+    """A snapshot of figures; the server's version defines the keys of `stats`."""
 
     stats: dict[str, Any]
 
 
 class Resident(Struct, omit_defaults=True):
-    """The answer to RESIDENCE, when it is done or refused; problem says why it was refused, and state is as in PONG."""
+    """The answer to RESIDENCE, sent when it is done or refused; problem says why it was refused. state is PONG's."""
 
     nonce: int
     state: str
@@ -436,16 +438,16 @@ class Resident(Struct, omit_defaults=True):
 
 
 class Taken(Struct, array_like=True, gc=False):
-    """So many bytes of an open prompt's pieces are tokens now, and as many more may be sent."""
+    """num_bytes of an open prompt's pieces have been tokenized, and the client may send as many more."""
 
     number: int
     num_bytes: int
 
 
 class Paused(Struct, array_like=True, gc=False):
-    """The answer to PAUSE or RESUME, when it is done or refused: whether the request waits now.
+    """The answer to PAUSE or RESUME, sent when it is done or refused: whether the request is paused now.
 
-    One that is not paused has ended first, or code and problem say why it runs on.
+    A request that is not paused ended first, was resumed, or was refused: then code and problem say why.
     """
 
     number: int
@@ -455,9 +457,10 @@ class Paused(Struct, array_like=True, gc=False):
 
 
 class Pong(Struct):
-    """state is "serving" or "draining", or of a model that sleeps "falling asleep", "asleep" or "waking".
+    """The answer to HEALTH.
 
-    A model that sleeps takes requests, and is woken by one. last_step_age_s is 0.0 while nothing runs.
+    state is "serving" or "draining"; for a model that sleeps "falling asleep", "asleep" or "waking". Such a model takes
+    requests, and a request wakes it. last_step_age_s is 0.0 while nothing runs.
     """
 
     nonce: int
@@ -468,7 +471,7 @@ class Pong(Struct):
 
 
 class Bye(Struct):
-    """The server ends, or drops this peer: the reason is one of the codes, or "dropped"."""
+    """The server ends, or drops this peer; reason is one of the codes, or "dropped"."""
 
     reason: str
     message: str = ""

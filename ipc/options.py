@@ -9,9 +9,9 @@ __all__ = ["SamplingOptions"]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How tokens are chosen and when the request ends: the fields of lowlat.SamplingParams, which say what each means.
+    """How tokens are chosen and when the request ends; lowlat.SamplingParams explains each field.
 
-    Where several values go a list, tuple or set of them does, and one text alone where texts go.
+    Several values are a list, tuple or set. Where texts are expected, one text alone is also accepted.
     """
 
     temperature: float

@@ -1,7 +1,7 @@
 """This module packs the logprobs of a prompt's tokens, for the engine, the wire and callers.
 
-A prompt of 131,072 tokens with 20 likeliest ones at each is 22 MB in this form, and objects are made of the positions
-alone that somebody looks at. It travels in parts of bounded size.
+A prompt of 131,072 tokens with 20 likeliest ones at each is 22 MB in this form. Objects are made only for positions
+that a caller reads. The wire carries the packed form in parts of limited size.
 """
 
 import sys
@@ -14,15 +14,15 @@ from lowlat.ipc.messages import PromptPart
 
 __all__ = ["PromptLogprob", "PromptLogprobs"]
 
-PART_VALUES = 1 << 16  # numbers of a part, of 4 bytes each; texts come on top
+PART_VALUES = 1 << 16  # numbers in a part, of 4 bytes each; texts are not counted
 WIDTH = 4  # bytes of a number
 Packed = tuple[bytes, bytes, bytes, bytes, bytes]
 
 
 class PromptLogprob(NamedTuple):
-    """A token of a prompt: its logarithmic probability after what stands before it, from the raw logits.
+    """A token of a prompt, with its logarithmic probability after the tokens before it, from the raw logits.
 
-    rank   its place among all tokens, likeliest first, from 1 on; of equal ones the lowest id comes first
+    rank   its place among all tokens, likeliest first, from 1 on; equal ones are ordered by id
     top    the likeliest tokens, (token id, logprob), likeliest first; the token itself may be among them
     texts  bytes of the token, then of each of `top`; None without a tokenizer
     """
@@ -35,7 +35,7 @@ class PromptLogprob(NamedTuple):
 
 
 class PromptLogprobs(Sequence[PromptLogprob | None]):
-    """A PromptLogprob for each token of a prompt; None for the first, which nothing stands before.
+    """A PromptLogprob for each token of a prompt; None for the first, which has no token before it.
 
     num_top  likeliest tokens at each position
     packed   of n positions: token ids, n little-endian int32; logprobs, n little-endian float32; ranks, n int32, 0 for
@@ -59,13 +59,13 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
 
     @classmethod
     def joined(cls, parts: Sequence["PromptLogprobs"], texts: Mapping[int, bytes] | None) -> "PromptLogprobs":
-        """Positions that follow each other, one at least."""
+        """Join the logprobs of consecutive positions; `parts` has at least one element."""
         token_ids, logprobs, ranks, top_ids, top_logprobs = zip(*(each.packed for each in parts), strict=True)
         packed = (b"".join(token_ids), b"".join(logprobs), b"".join(ranks), b"".join(top_ids), b"".join(top_logprobs))
         return cls(parts[0].num_top, packed, texts)
 
     def tokens(self) -> frozenset[int]:
-        """All tokens that occur, the likeliest ones included."""
+        """Return all tokens that occur, the likeliest ones included."""
         return frozenset(_ints(self.packed[0])) | (frozenset(_ints(self.packed[3])) - {-1})
 
     def __len__(self) -> int:
@@ -101,15 +101,15 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
         return f"PromptLogprobs({len(self)} tokens, {self.num_top} likeliest each)"
 
     def prompt(self) -> tuple[int, ...]:
-        """The prompt's token ids."""
+        """Return the prompt's token ids."""
         return tuple(_ints(self.packed[0]))
 
     def prompt_texts(self) -> list[bytes]:
-        """The bytes of each token of the prompt; none without a tokenizer."""
+        """Return the bytes of each token of the prompt; [] without a tokenizer."""
         return [] if self.texts is None else [self.texts.get(token, b"") for token in self.prompt()]
 
     def parts(self) -> Iterator[PromptPart]:
-        """All of it as parts for the wire, in order; each has the texts of tokens that came in none before."""
+        """Yield the parts for the wire, in order; a part has only texts of tokens that no earlier part had."""
         total, told = len(self), set[int]()
         size = max(1, PART_VALUES // (3 + 2 * self.num_top))
         for start in range(0, total, size):
@@ -126,7 +126,7 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
 
     @classmethod
     def of_parts(cls, parts: Sequence[PromptPart]) -> "PromptLogprobs":
-        """The logprobs of all parts of a prompt, checked. Raises ValueError for parts that do not fit each other."""
+        """Join and check all parts of a prompt. Raises ValueError for parts that do not fit each other."""
         texts: dict[int, bytes] | None = None
         found, start = [], 0
         for part in parts:
@@ -144,7 +144,7 @@ class PromptLogprobs(Sequence[PromptLogprob | None]):
         return cls.joined(found, texts)
 
     def _own(self, place: int, count: int) -> Packed:
-        """The packed numbers of some positions."""
+        """Return the packed numbers of `count` positions from `place` on."""
         one = slice(place * WIDTH, (place + count) * WIDTH)
         top = slice(one.start * self.num_top, one.stop * self.num_top)
         token_ids, logprobs, ranks, top_ids, top_logprobs = self.packed

@@ -1,4 +1,4 @@
-"""A prompt, of a client and in process, is text, token ids, or the messages of a chat."""
+"""This module defines what a prompt is, for clients and in process: text, token ids, or the messages of a chat."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +14,9 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 def chat_messages(entries: Sequence[Any]) -> list[Message]:
-    """Checked messages of a chat; content in parts of text is their text, a line each.
+    """Check the messages of a chat and convert them; content that is a list of text parts is joined by newlines.
 
-    Raises RequestError naming the message and field that cannot be.
+    Raises RequestError naming the message and field that is wrong.
     """
     if len(entries) > MAX_MESSAGES:
         raise RequestError(f"a chat has at most {MAX_MESSAGES} messages, got {len(entries)}")

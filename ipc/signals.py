@@ -6,6 +6,6 @@ __all__ = ["ending_signals"]
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """SIGTERM, Ctrl-C, and that the terminal was closed, unless that is ignored, as `nohup` has it."""
+    """Return SIGTERM, SIGINT (Ctrl-C) and SIGHUP (the terminal closed), the last unless it is ignored, as by nohup."""
     asked = (signal.SIGTERM, signal.SIGINT)
     return asked if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (*asked, signal.SIGHUP)

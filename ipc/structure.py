@@ -1,15 +1,15 @@
 """This module counts the values inside a msgpack value before a decoder builds them.
 
-A decoder works through a frame in one go and keeps the GIL: 30 ms for 8 MiB of empty maps. This count is Python, which
-lets go of the GIL, passes over a text in one turn however long it is, and ends at its bound.
+A decoder keeps the GIL for a whole frame: 30 ms for 8 MiB of empty maps. This count runs in Python, so other threads
+can take the GIL. It skips a text of any length at once, and stops at its limit.
 """
 
 __all__ = ["count_values"]
 
-# by a value's first byte: what it takes next to what follows of a length, and how many values it holds
+# by a value's first byte: its bytes (0 if a length follows), and the number of values inside it
 _SIZES = [1] * 256
 _ITEMS = [0] * 256
-# by a value's first byte where a length follows: bytes of the length, bytes next to those it counts, values for each
+# by a first byte with a length after it: bytes of the length, further bytes not counted by it, values for each item
 _LENGTHS: dict[int, tuple[int, int, int]] = {}
 
 for _n in range(16):
@@ -30,15 +30,15 @@ for _first in _LENGTHS:
 
 
 def count_values(data: memoryview, max_values: int, key: bytes) -> tuple[int, slice | None]:
-    """Count a msgpack value with all that is inside, keys too, and find where the value of a key lies.
+    """Count a msgpack value and all values inside it, keys included, and find the value of one key.
 
-    data        uint8 [n]; broken data is left to the decoder, and a container counts by the length that it states
-    max_values  where to stop: then the count is above it
-    key         an encoded key of the outermost map; its place is None where the key did not come until then
-    Time: max_values turns at most.
+    data        uint8 [n]; a container counts by the length that it states; the decoder reports broken data later
+    max_values  the limit at which counting stops; the returned count is then above it
+    key         an encoded key of the outermost map; its slice is None if the key was not found before the end
+    Time: at most max_values iterations.
     """
     left, counted, place, end = 1, 0, 0, len(data)
-    top = -1  # how many values are left when the outermost map's next key or value begins
+    top = -1  # the value of `left` when the outermost map's next key or value begins
     begin = stop = -1
     while left and place < end and counted + left <= max_values:
         if left == top:

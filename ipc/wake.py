@@ -1,4 +1,4 @@
-"""An inbox is where other threads put items for one thread; they wake it, and never wait for it."""
+"""An inbox is a queue from many threads to one; the putters wake the reader, and never wait for it."""
 
 import os
 import select
@@ -11,14 +11,15 @@ Item = TypeVar("Item")
 
 
 class Inbox(Generic[Item]):
-    """A queue with a descriptor that becomes readable when something comes while its reader sleeps.
+    """A queue with a descriptor that becomes readable when an item comes while its reader sleeps.
 
-    Any thread puts; one thread takes. The reader says `sleep` before it polls the descriptor and `awake` after: only
-    then does a put cost a system call. What is put is bounded by the putters: a step's outputs, a request's ends.
+    Any thread puts; one thread takes. The reader calls `sleep` before it polls the descriptor and `awake` after it. A
+    put costs a system call only between these two. The queue has no limit of its own: its putters put a limited number
+    of items, such as the outputs of a step.
 
-    A put that wakes releases the GIL in its system call, and the reader takes it. A lock's release, or one of Python's
-    queues, keeps the GIL: the reader would wait until the putter has nothing left to do (63 us in place of 13, where
-    the putter has 50 us of work left).
+    A put that wakes the reader releases the GIL in its system call, so the reader runs at once. Releasing a lock, or
+    using one of Python's queues, keeps the GIL: the reader would wait until the putter has finished its work (63 us
+    instead of 13, for a putter with 50 us of work left).
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Inbox(Generic[Item]):
         self.wake()
 
     def append(self, item: Item) -> None:
-        """Append without waking: the reader finds it with what wakes it next."""
+        """Append without waking; the reader finds the item when it next wakes."""
         self._items.append(item)
 
     def wake(self) -> None:
@@ -46,7 +47,7 @@ class Inbox(Generic[Item]):
             os.eventfd_write(self.descriptor, 1)
 
     def rouse(self) -> None:
-        """Have the reader's `wait` return without an item, this one or the next: it has something else to look at."""
+        """Make the reader's current or next `wait` return without an item, to look at something else."""
         self._roused = True
         self.wake()
 
@@ -55,11 +56,11 @@ class Inbox(Generic[Item]):
         return self._items.popleft() if self._items else None
 
     def any(self) -> bool:
-        """Whether there is something to take."""
+        """Return whether there is an item to take."""
         return bool(self._items)
 
     def sleep(self) -> bool:
-        """Announce a poll; returns whether there is nothing to take. A put after this wakes the poll."""
+        """Announce a poll, which any later put will wake; returns False if there is an item to take first."""
         if self._signalled:
             self._signalled = False
             os.eventfd_read(self.descriptor)
@@ -70,12 +71,12 @@ class Inbox(Generic[Item]):
         return True
 
     def awake(self, signalled: bool) -> None:
-        """Note that the poll is over; signalled: the descriptor was readable, which it stays until the next `sleep`."""
+        """Note that the poll is over; signalled: the descriptor was readable, and stays so until the next `sleep`."""
         self._asleep = False
         self._signalled = signalled
 
     def wait(self, timeout_s: float | None = None) -> Item | None:
-        """Wait for the oldest item and take it; None when the time has passed, or where `rouse` was called."""
+        """Wait for the oldest item and take it; None after the timeout, or after `rouse`."""
         while (item := self.take()) is None:
             if self._roused:
                 self._roused = False
@@ -89,6 +90,6 @@ class Inbox(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Give the descriptor back; what is put from now on is never taken."""
+        """Close the descriptor; items that are put later are never taken."""
         self._asleep = False
         os.close(self.descriptor)

@@ -1,22 +1,22 @@
-"""This module is wire format 1: what lowlat's server and its clients say to each other over ZeroMQ.
+"""This module defines wire format 1, the messages between lowlat's server and its clients over ZeroMQ.
 
-A client is a DEALER, the server a ROUTER. A message is one frame, or two where the second is named here as its body:
+A client is a DEALER, the server a ROUTER. A message has one frame, or two; the second is called its body:
 
     frame 1   a byte that names the kind, then a msgpack value: the header
-    frame 2   SUBMIT and APPEND alone, and only for token ids: these as little-endian int32, packed
+    frame 2   only of SUBMIT and APPEND with token ids: these as packed little-endian int32
 
-Below it is ZMTP 3.1, which libzmq speaks since 4.2: over ipc:// and on the loopback with the NULL mechanism, over other
-tcp:// with CURVE.
+The transport is ZMTP 3.1, which libzmq speaks since 4.2. It uses the NULL mechanism over ipc:// and on the loopback,
+and CURVE over other tcp://.
 
-Headers of control messages are msgpack maps by field name; fields left out have their defaults. Those of TOKENS, END,
+Headers of control messages are msgpack maps by field name; fields left out have their defaults. Headers of TOKENS, END,
 CANCEL, CREDIT, PAUSE, RESUME, APPEND, FINISH, TAKEN and PAUSED are msgpack arrays, fields in order. Integers are signed
-64-bit, strings UTF-8, times in the unit of their suffix. The server refuses unknown fields; a client must ignore them,
-and ignore kinds that it does not know.
+64-bit, strings UTF-8, times in the unit of their suffix. The server refuses unknown fields. A client must ignore
+unknown fields and unknown kinds.
 
-Headers of a client's messages have at most 4096 bytes; either frame of APPEND has 256 KiB; SUBMIT's has 2 MiB, a text
-or a chat included, and at most 16384 values, keys counted: so no frame keeps the server's other threads from running
-for more than about 2 ms. Longer prompts are sent as token ids. Where any values may stand (template_options,
-tool_calls) they are JSON's, at most 10,000, nested 32 deep, and integers have 64 bits, signed or unsigned.
+A header of a client's message has at most 4096 bytes. Exceptions are APPEND, with at most 256 KiB in either frame, and
+SUBMIT, with at most 2 MiB, its text or chat included, and at most 16384 values, keys counted. So no frame stops the
+server's other threads for more than about 2 ms. Longer prompts are sent as token ids. Free values (template_options,
+tool_calls) are JSON values: at most 10,000, nested 32 deep, with integers of 64 bits, signed or unsigned.
 
     client          byte                          server          byte
     HELLO           0x01  first, once             WELCOME         0x81  answers HELLO
@@ -32,56 +32,56 @@ tool_calls) they are JSON's, at most 10,000, nested 32 deep, and integers have 6
     FINISH          0x0B
     RESIDENCE       0x10                          RESIDENT        0x90  answers RESIDENCE
 
-HELLO carries the versions that the client speaks; WELCOME answers with the one in use, the limits, the model, the
-hash of its tokenizer.json, the digest of its numerics, and the server's epoch, which no other start of any server
-has. A client that sees another epoch than before talks to another process: whatever it had under way is lost.
+HELLO has the versions that the client speaks. WELCOME answers with the version in use, the limits, the model, the hash
+of its tokenizer.json, the digest of its numerics, and the server's epoch, which is different at every start of any
+server. A client that sees another epoch than before talks to another process, and its requests there are lost.
 
-SUBMIT carries a number, unique and growing within the connection, by which all later messages name the request, and
-the prompt in one of three forms: `text`, `messages` for the model's chat template, or token ids as the body. It is
-answered by TOKENS, as often as there is something to say, and one END; or by one ERROR that names it, and nothing
-else. A field that its `sampling` leaves out is the server's to choose: WELCOME's sampling_defaults, else lowlat's.
-TOKENS and END of a request are numbered by `sequence` from 0 without a gap; END repeats how many tokens were sent: so
-a client can prove that nothing was lost, doubled or reordered. Texts of all TOKENS, joined, are the completion's;
-where `sampling.parse` asks for it, its content, apart from reasoning and tool calls. A SUBMIT whose `result` is no
-completion is never decoded: its TOKENS hold the prompt's token ids, or the text of its ids. With
-`sampling.prompt_logprobs` the first TOKENS have no token, need no credit, and hold the logprobs of the prompt, in parts
-of at most 65536 numbers and the texts of their tokens, in order of position.
+SUBMIT has a number, unique and growing within the connection, by which all later messages name the request. It has the
+prompt in one of three forms: `text`, `messages` for the model's chat template, or token ids as the body. The server
+answers with any number of TOKENS and one END, or with one ERROR that names the request, and nothing else. For fields
+that `sampling` leaves out the server uses WELCOME's sampling_defaults, else lowlat's. `sequence` numbers the TOKENS and
+the END of a request from 0 without a gap, and END repeats how many tokens were sent. So a client can check that nothing
+was lost, doubled or reordered. The texts of all TOKENS, joined, are the completion; with `sampling.parse` they are its
+content, without reasoning and tool calls. A SUBMIT whose `result` is not "completion" runs no step: its TOKENS have the
+prompt's token ids, or the text of its ids. With `sampling.prompt_logprobs` the first TOKENS have no token, need no
+credit, and have the logprobs of the prompt, in parts of at most 65536 numbers and the texts of their tokens, in order
+of position.
 
-A server sends as many tokens as it was granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a chunk while
-the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens wait in the
-server; a stream that stays without credit for `slow_consumer_s` while tokens wait ends with the code `slow_consumer`.
+A server sends only as many tokens as the client granted: `credit` of SUBMIT, and what CREDIT adds to it. It sends a
+chunk while the balance is positive, so a step's tokens may overdraw it by less than a step. Without credit the tokens
+wait in the server. If tokens wait without credit for `slow_consumer_s`, the stream ends with the code `slow_consumer`.
 
-CANCEL ends a request: END follows with finish_reason "cancelled". It is ignored for one that has ended, for the two
-may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it ends as "cancelled" with the code
-`deadline`.
+CANCEL ends a request: END follows with finish_reason "cancelled". The server ignores CANCEL for a request that has
+ended, as the two messages may cross. `deadline_ms` counts from the arrival of SUBMIT; a request past it ends as
+"cancelled" with the code `deadline`.
 
-PAUSE lets a request give its slot to others as soon as that can be, and RESUME lets it go on, with the tokens that it
-would have had. Each is answered by one PAUSED, in order: when it is done, when the request has ended first, or with
-code and problem when it is refused, and then the request runs on: `busy` where the server has no space for what it
-holds, `invalid` for an open prompt. One that is paused for too long ends with an error of the code `deadline`.
+PAUSE takes a request off its slot, for others, as soon as possible. RESUME lets it continue, with the same tokens as
+without the pause. The server answers each with one PAUSED, in order: when it is done, or when the request ended first.
+A refused PAUSE has code and problem, and the request continues: `busy` if the server has no space for the request's
+state, `invalid` for an open prompt. A request that is paused for too long ends with an error of the code `deadline`.
 
-A SUBMIT that is `open` begins a prompt that is still being written; it is read while it grows. APPEND adds text (of
-`messages` to the last one's content) or token ids, and FINISH ends it: from then on it is a request like any other.
-FINISH with `speculative` begins the answer on trial: TOKENS are kept back until FINISH comes again without it, and an
-APPEND before that withdraws the answer. A client may send pieces while its balance of bytes (UTF-8, or 4 a token) is
-positive: `append_credit` of WELCOME, and what TAKEN adds to it; those that wait are joined, and take memory by their
-bytes. A piece without credit ends the request; so does a prompt that is too long, with ERROR and the code `invalid`,
-and one of which nothing comes for `prompt_idle_s`, with END and `deadline`. CANCEL abandons it. APPEND and FINISH are
-ignored for a request that has ended, and wrong after its FINISH. `deadline_ms` and times of END count from there.
+A SUBMIT that is `open` begins a prompt that is still being written; the server reads it while it grows. APPEND adds
+text (for `messages` to the content of the last one) or token ids. FINISH ends the prompt, and then the request is like
+any other. FINISH with `speculative` begins the answer on trial: TOKENS are kept back until FINISH comes again without
+it, and an APPEND before that withdraws the answer. A client may send pieces while its balance of bytes (UTF-8, or 4 a
+token) is positive: `append_credit` of WELCOME, and what TAKEN adds to it. Pieces that wait are joined, and take memory
+by their bytes. A piece without credit ends the request. A prompt that becomes too long ends with ERROR and the code
+`invalid`; one that gets nothing for `prompt_idle_s` ends with END and `deadline`. CANCEL abandons it. APPEND and FINISH
+are ignored for a request that has ended, and wrong after its FINISH, from which `deadline_ms` and times of END count.
 
-HEALTH asks for PONG; its nonce comes back. PONG says how old the last completed step is while requests run: a server
-that answers and does not step is not well. STATS asks for a snapshot of figures. DRAIN asks the server to finish what
-runs and to end; only clients of the server's own user may. A server that ends says BYE.
+HEALTH asks for PONG, which repeats its nonce. While requests run, PONG says how old the last completed step is, which
+shows whether a server that answers also steps. STATS asks for a snapshot of figures, which may be 100 ms old. DRAIN
+asks the server to finish its running requests and to end; only clients of the server's own user may send it. A server
+that ends says BYE.
 
 RESIDENCE asks the server to give its model's memory on the device back as soon as nothing runs, or to take it again;
-only clients of the server's own user may. RESIDENT answers when that is done, or says the problem; its nonce comes
-back. A model that sleeps takes requests all the same: the first one wakes it, and they wait meanwhile.
+only clients of the server's own user may send it. RESIDENT answers when that is done, or says the problem, and repeats
+the nonce. A model that sleeps takes requests, too: the first one wakes it, and they wait meanwhile.
 
-An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the field that is
-wrong ("$.sampling.top_p"), `retry_after_ms` stands with `busy`. A SUBMIT that is wrong ends by its own ERROR where its
-number can be read. After `Limits.max_bad_messages` other wrong messages in a minute the server says BYE with the reason
-`dropped` and forgets the peer; so it does after WELCOME's `max_messages_per_s` in a second, a STATS counted as 10.
-A STATS reply may be 100 ms old.
+An ERROR without a number is about the connection. Its `code` is stable, `field` is the path of the wrong field
+("$.sampling.top_p"), and `busy` comes with `retry_after_ms`. A wrong SUBMIT gets an ERROR of its own if its number can
+be read. After `Limits.max_bad_messages` other wrong messages in a minute the server says BYE with the reason `dropped`
+and forgets the peer. It does the same after WELCOME's `max_messages_per_s` in a second, where a STATS counts as 10.
 """
 
 import math
@@ -184,8 +184,8 @@ __all__ = [
 
 MAX_CONTROL_BYTES = 4096
 MAX_APPEND_BYTES = 1 << 18  # of an APPEND's text, or of its body
-MAX_SUBMIT_BYTES = 1 << 21  # of whatever characters, msgspec makes a string of them in 2 ms, with the GIL; 8 MiB in 20
-MAX_VALUES = 1 << 14  # msgspec builds them in 1 ms; a header of as many bytes cannot hold more
+MAX_SUBMIT_BYTES = 1 << 21  # msgspec decodes a string of this size in 2 ms, of any characters, with the GIL; 8 MiB: 20
+MAX_VALUES = 1 << 14  # msgspec builds them in 1 ms; a header with this number of bytes cannot have more
 MAX_FREE_VALUES = 10_000
 MAX_DEPTH = 32
 _MAX_REASON = 300
@@ -196,7 +196,7 @@ _MAX_SHOWN_BITS = 256
 
 
 class _Numbered(Struct):
-    """A broken SUBMIT of which only the number is wanted."""
+    """A SUBMIT that failed to decode; only its number is read."""
 
     number: Annotated[int, Meta(ge=0, le=(1 << 62))]
 
@@ -209,15 +209,15 @@ _NUMBER: Decoder[int] = Decoder(Annotated[int, Meta(ge=0, le=(1 << 62))])
 _NUMBER_BYTES = 9  # the longest integer
 _NUMBER_KEY = msgspec.msgpack.encode("number")
 _ENCODER = Encoder()
-# msgspec lets the errors of text and of nesting through as they are
+# msgspec does not wrap the errors of UTF-8 and of nesting
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class WireError(Exception):
-    """A message that is not of this format.
+    """A message does not have this format.
 
-    field    the path of what is wrong, where there is one: "$.sampling.top_p", "$.body"
-    number   of the SUBMIT that is wrong, where it can still be read
+    field    the path of the wrong field, if there is one: "$.sampling.top_p", "$.body"
+    number   the number of the wrong SUBMIT, if it can be read
     """
 
     def __init__(self, message: str, field: str | None = None, number: int | None = None) -> None:
@@ -227,15 +227,15 @@ class WireError(Exception):
 
 
 def encode(header: Struct) -> bytes:
-    """The first frame of a message. Raises TypeError, OverflowError, RecursionError for values without an encoding."""
+    """Encode a message's first frame. Raises TypeError, OverflowError, RecursionError for values that have no form."""
     return _PREFIXES[type(header)] + _ENCODER.encode(header)
 
 
 def decode_client(frames: Sequence[bytes]) -> tuple[Struct, bytes]:
-    """A client's message, checked, and its body (b"" without one): the server's side.
+    """Decode and check a client's message, for the server; returns it with its body (b"" without one).
 
-    The decoder keeps the GIL, for 2 ms at most: a frame that would take longer is refused before. Raises WireError, and
-    nothing else, for any bytes.
+    The decoder keeps the GIL, for 2 ms at most; frames that would take longer are refused first. Raises only WireError,
+    for any bytes.
     """
     if not 1 <= len(frames) <= 2:
         raise WireError(f"a message has 1 frame or 2, got {len(frames)}")
@@ -296,7 +296,7 @@ def check_submit_size(frame: bytes) -> None:
 
 
 def decode_server(frame: bytes) -> Struct | None:
-    """A server's message, for clients; None for a kind that this version does not know. Raises WireError."""
+    """Decode a server's message, for clients; None for a kind that this version does not know. Raises WireError."""
     if not frame:
         raise WireError("the frame is empty")
     decoder = _FROM_SERVER.get(frame[0])
@@ -304,8 +304,8 @@ def decode_server(frame: bytes) -> Struct | None:
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32. Raises TypeError for what is no integer, OverflowError for one out of range."""
-    if len(token_ids) == 1 and type(token_ids[0]) is int:  # most messages: an array takes longer than its content
+    """Pack token ids as little-endian int32. Raises TypeError for other types, OverflowError for ids out of range."""
+    if len(token_ids) == 1 and type(token_ids[0]) is int:  # most messages; making an array takes longer
         return token_ids[0].to_bytes(4, "little", signed=True)
     packed = array("i", token_ids)
     if sys.byteorder != "little":
@@ -314,7 +314,7 @@ def pack_tokens(token_ids: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> tuple[int, ...]:
-    """Token ids of little-endian int32. Raises WireError for a length that is no multiple of 4."""
+    """Unpack token ids of little-endian int32. Raises WireError for a length that is no multiple of 4."""
     if len(packed) == 4:
         return (int.from_bytes(packed, "little", signed=True),)
     if len(packed) % 4:
@@ -337,7 +337,7 @@ _NAMED = re.compile(r"(?:unknown field|missing required field) `([^`]{1,64})`")
 
 
 def _wire_error(error: Exception) -> WireError:
-    """The decoder's own words, bounded, and the path in them: it can hold names that the peer chose."""
+    """Make a WireError from the decoder's message, shortened, and the path in it, which may have the peer's names."""
     if isinstance(error, RecursionError):
         return WireError("values are nested too deep")
     if isinstance(error, UnicodeDecodeError):
@@ -352,7 +352,7 @@ def _wire_error(error: Exception) -> WireError:
 
 
 def _number(data: bytes) -> int | None:
-    """Of a SUBMIT whose size was checked."""
+    """Return the number of a SUBMIT whose size was checked; None if it cannot be read."""
     try:
         return _NUMBERED.decode(data).number
     except _UNDECODABLE:
@@ -367,7 +367,7 @@ def _plain_number(value: memoryview) -> int | None:
 
 
 def check_submit(submit: Submit, body: bytes | None) -> None:
-    """Refuse what the types cannot say: one prompt, whole tokens, plain values where any may stand. Raises WireError.
+    """Check what the types do not: exactly one prompt, whole tokens, JSON's values in free fields. Raises WireError.
 
     body  token ids, packed
     """
@@ -406,12 +406,12 @@ def _check_open(submit: Submit) -> None:
 
 
 def option_path(name: str) -> str:
-    """The path of one of a SUBMIT's template_options; where its name is not plain, of all of them."""
+    """Return the path of one of a SUBMIT's template_options; if its name is not plain, the path of all of them."""
     return f"template_options.{name}" if _PLAIN_NAME.fullmatch(name) else "template_options"
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse as `_check_plain` does."""
+    """Check all template_options as `_check_plain` does."""
     if not all(isinstance(name, str) for name in options):
         raise WireError("keys must be strings", "$.template_options")
     num_values = 1
@@ -420,10 +420,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _check_plain(value: object, field: str, num_values: int = 0, depth: int = 0) -> int:
-    """Refuse what JSON cannot say (bytes, times, keys that are no strings), what is too much or too deep, and integers
-    that msgpack has not.
+    """Refuse values that JSON does not have (bytes, times, keys that are no strings), too many or too deep ones, and
+    integers beyond msgpack's.
 
-    num_values, depth  of what the value stands in. Returns the values with those inside it.
+    num_values, depth  number of values counted before, and depth of the value that contains this one
+    Returns num_values with this value and those inside it added.
     """
     level: list[object] = [value]
     while level:

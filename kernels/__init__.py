@@ -1,1 +1,1 @@
-"""Kernels by kind, references that say what operations mean, and the toolchain. Nothing here knows requests."""
+"""This package has kernels by kind, the operations' references in torch, and the toolchain. It knows no requests."""

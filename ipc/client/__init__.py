@@ -1,4 +1,4 @@
-"""Clients of a lowlat server: a blocking one and one for asyncio, over one core that knows no sockets."""
+"""This package has the clients of a lowlat server, a blocking one and one for asyncio; both share one protocol."""
 
 from typing import TYPE_CHECKING, Any
 

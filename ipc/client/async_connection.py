@@ -1,4 +1,4 @@
-"""One event loop drives this connection: it watches the sockets' descriptors, without ZeroMQ's poller between."""
+"""This connection is driven by one event loop, which watches the sockets' descriptors without ZeroMQ's poller."""
 
 import asyncio
 import select
@@ -15,7 +15,7 @@ __all__ = ["AsyncConnection"]
 
 
 class AsyncConnection:
-    """A dealer and the protocol on it."""
+    """A dealer and its protocol."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, dealer: Dealer, protocol: ClientProtocol) -> None:
         self.protocol = protocol
@@ -31,7 +31,7 @@ class AsyncConnection:
             loop.add_reader(descriptor, act)
 
     def pump(self) -> None:
-        """Send what is to be sent, and hand out what has come."""
+        """Send outgoing messages, and deliver incoming ones."""
         protocol, dealer = self.protocol, self._dealer
         outgoing = protocol.outgoing
         while not self._shut:
@@ -45,12 +45,12 @@ class AsyncConnection:
                 return
 
     def check_news(self) -> None:
-        """Call `check` if a descriptor is readable, as it is when anything has happened."""
+        """Call `check` if a descriptor is readable: any event makes one readable."""
         if not self._shut and self._news.poll(0):
             self.check()
 
     def check(self) -> None:
-        """Take what has come, then see whether the connection is lost."""
+        """Deliver incoming messages, then check whether the connection is lost."""
         self.pump()
         if self._shut:
             return
@@ -59,12 +59,12 @@ class AsyncConnection:
             self.fail(self._dealer.lost, self._dealer.refusal)
 
     def fail(self, reason: str, error: LowlatError | None = None) -> None:
-        """End all that is under way."""
+        """End all requests, and close the sockets."""
         self.protocol.fail(reason, error)
         self._shut_down()
 
     def close(self, reason: str) -> None:
-        """End all, from any thread, also when the loop has ended."""
+        """End all requests, from any thread, even after the loop has ended."""
         error = LowlatError(reason)
         if threading.get_ident() == self._thread or self.loop.is_closed():
             self.fail(reason, error)
@@ -72,7 +72,7 @@ class AsyncConnection:
             self.loop.call_soon_threadsafe(self.fail, reason, error)
 
     async def wait(self, waiter: Waiter, deadline: float | None) -> bool:
-        """Wait until there is something to take; False when the deadline (monotonic) has passed."""
+        """Wait until `waiter` has something to take; False if the deadline (monotonic) passes first."""
         while not waiter.ready and self.protocol.failure is None:
             future = self.loop.create_future()
             self.watch(waiter, partial(_resolve, future))
@@ -88,7 +88,7 @@ class AsyncConnection:
         return True
 
     async def ended(self, stream: Stream) -> None:
-        """Wait until a request has ended; nobody else may wait for it meanwhile."""
+        """Wait until a request has ended; no other task may wait for it meanwhile."""
         while not stream.ended and self.protocol.failure is None:
             future = self.loop.create_future()
             self.watch(stream, partial(_resolve, future))
@@ -98,18 +98,18 @@ class AsyncConnection:
                 self.unwatch(stream)
 
     def watch(self, waiter: Waiter, wake: Callable[[], None]) -> None:
-        """Have `wake` called, by the call that receives it, whenever there is something more to take."""
+        """Call `wake` whenever `waiter` has something new to take, in the call that receives it."""
         self.protocol.attend(time.monotonic())
         self._waiting[waiter] = wake
         if self._timer is None:
             self._tick()
 
     def unwatch(self, waiter: Waiter) -> None:
-        """Call what watches it no more."""
+        """Stop calling the `wake` of a waiter."""
         self._waiting.pop(waiter, None)
 
     def abandon(self, number: int) -> None:
-        """Cancel a request whose reader is gone; from any thread, as when memory is collected."""
+        """Cancel a request whose reader is gone; a garbage collection may call this in any thread."""
         if self.loop.is_closed():
             return
         if threading.get_ident() == self._thread:

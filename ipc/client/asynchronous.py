@@ -64,10 +64,10 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         return chunk
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, by the call that receives it, whenever `take` may have something more.
+        """Call `wake` whenever `take` may have something new, in the call that receives it.
 
-        It takes the place of `async for` where chunks are handed on at once: no task is switched to for them. `wake`
-        runs in the event loop, must not block, and raises nothing.
+        Use it instead of `async for` to pass chunks on without a switch of tasks. `wake` runs in the event loop, must
+        not block, and must not raise.
         """
         self._wake = wake
         if self._starting is not None:
@@ -79,7 +79,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
             self._timer = loop.call_later(max(0.0, self._deadline - time.monotonic()), wake)
 
     def take(self) -> Chunk | None:
-        """The next chunk where it has come; None where it has not, and after the last. Raises as reading does."""
+        """Return the next chunk; None if it has not come yet, and after the last. Raises what reading does."""
         if self._done or (self._starting is not None and not self._starting.done()):
             self._check_deadline()
             return None
@@ -101,22 +101,22 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         return chunk
 
     async def cancel(self) -> None:
-        """Ask the server to end the request; what it brought until then still comes, the last chunk "cancelled"."""
+        """Ask the server to end the request; chunks until then still come, and the last one says "cancelled"."""
         await self._started()
         connection, stream = self._submitted()
         connection.protocol.cancel(stream.number)
         connection.pump()
 
     async def pause(self) -> bool:
-        """Have the request give its slot to others until `resume`; its tokens stay the same.
+        """Take the request off its slot, for others, until `resume`; its tokens stay the same.
 
-        Returns when the server has done so; False where the request has ended first. Raises CapacityError where the
-        server has no space for what it holds (pause_gib), RequestError while its prompt is open: it runs on then.
+        Returns when the server has done so, or False if the request ended first. Raises CapacityError if the server has
+        no space for the request's state (pause_gib), and RequestError while its prompt is open; it then keeps running.
         """
         return await self._pause(resumes=False)
 
     async def resume(self) -> None:
-        """Let a paused request go on."""
+        """Let a paused request continue."""
         await self._pause(resumes=True)
 
     async def _pause(self, *, resumes: bool) -> bool:
@@ -133,7 +133,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         await self._started()
         connection, stream = self._submitted()
         await self._keep_pace(connection)
-        connection.check_news()  # grants, or why it has ended
+        connection.check_news()  # receive grants, or the error that ended the request
         stream.check_open()
         try:
             for piece in pieces:
@@ -147,7 +147,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
 
     @staticmethod
     async def _keep_pace(connection: AsyncConnection) -> None:
-        """Wait until a small message may be sent, where many were sent of late."""
+        """Wait if many small messages were sent recently."""
         delay = connection.protocol.pace.delay(time.monotonic())
         if delay:
             await asyncio.sleep(delay)
@@ -162,7 +162,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         self._deadline = deadline
 
     async def _while_open(self, work: Awaitable[Value]) -> Value:
-        """Wait for something, or for the end of the request, whose prompt is open."""
+        """Wait for `work`, or for the end of the request, whose prompt is open."""
         working = asyncio.ensure_future(work)
         try:
             await self._started()
@@ -180,7 +180,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
             working.cancel()
 
     async def aclose(self) -> None:
-        """Cancel the request if it has not ended, and read no more of it."""
+        """Cancel the request if it has not ended, and stop reading it."""
         self._leave()
 
     async def __aenter__(self) -> Self:
@@ -192,7 +192,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         self._leave()
 
     def _watch_sent(self, starting: "asyncio.Task[None] | None" = None) -> None:
-        """Watch the stream of a request that was sent, and look at once."""
+        """Watch the stream of a request that was sent, and call `wake` immediately."""
         connection, stream = self._submission.connection, self._submission.stream
         if self._wake is None or self._done:
             return
@@ -214,7 +214,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         super()._leave()
 
     def _check_deadline(self) -> None:
-        """Raises StreamError when timeout_s has passed."""
+        """Raise StreamError if timeout_s has passed."""
         if self._done or self._deadline is None or time.monotonic() < self._deadline:
             return
         stream = self._submission.stream
@@ -223,7 +223,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
         raise stream.broken("timeout_s has passed", "timeout")
 
     async def _started(self) -> None:
-        """Wait until it was sent, or could not be."""
+        """Wait until the request was sent, or sending has failed."""
         if self._starting is not None:
             timeout_s = None if self._deadline is None else self._deadline - time.monotonic()
             if not (await asyncio.wait((self._starting,), timeout=timeout_s))[0]:
@@ -243,7 +243,7 @@ class AsyncGeneration(BaseGeneration[AsyncConnection]):
 
 
 class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
-    """AsyncClient asks a lowlat server, for asyncio; it belongs to the loop that first uses it. See Client."""
+    """AsyncClient is the asyncio client of a lowlat server; it belongs to the loop that first uses it. See Client."""
 
     @property
     def server(self) -> Welcome:
@@ -265,10 +265,10 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
         session: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncGeneration:
-        """Send a request, and iterate over what comes of it; see Client.generate.
+        """Send a request, and return an iterator over its chunks; see Client.generate.
 
-        Where the client has yet to connect, a task connects and sends the request; then errors that come from the
-        server are raised when the first chunk is asked for. Raises LowlatError outside an event loop.
+        If the client is not connected yet, a task connects and sends the request; reading the first chunk then raises
+        errors of the server. Raises LowlatError outside an event loop.
         """
         deadline = deadline_of(timeout_s)
         request = make_request(
@@ -298,7 +298,7 @@ class AsyncClient(BaseClient[AsyncConnection, asyncio.Lock]):
     ) -> AsyncOpenPrompt:
         """Send a request whose prompt is still being written; see Client.open_prompt.
 
-        Where the client has yet to connect, a task connects; errors of the server are raised by `append` and `finish`.
+        If the client is not connected yet, a task connects; `append` and `finish` then raise errors of the server.
         Raises LowlatError outside an event loop.
         """
         request = make_request(

@@ -1,4 +1,4 @@
-"""Both clients share this base: options, one connection or none, and the process that they belong to."""
+"""This module has the base of both clients: options, at most one connection, and the process that they belong to."""
 
 import os
 import weakref
@@ -20,7 +20,7 @@ LockType = TypeVar("LockType")
 
 
 class BaseClient(ABC, Generic[DriverType, LockType]):
-    """A client of a lowlat server; `Client` says what the options mean."""
+    """A client of a lowlat server; `Client` explains the options."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
 
     @property
     def endpoint(self) -> str:
-        """Where the server is reached."""
+        """The server's address."""
         return str(self._settings.endpoint)
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
@@ -57,11 +57,11 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
 
     @property
     def in_own_process(self) -> bool:
-        """Whether this is the process that made the client, and no fork of it."""
+        """Whether this process made the client; False in a fork."""
         return os.getpid() == self._process
 
     def check_process(self) -> None:
-        """Raises LowlatError in a forked child: sockets cannot be shared."""
+        """Raise LowlatError in a forked child, as sockets cannot be shared."""
         if not self.in_own_process:
             raise LowlatError(
                 f"this client was made in process {self._process} and is used in its fork {os.getpid()}; "
@@ -87,7 +87,7 @@ class BaseClient(ABC, Generic[DriverType, LockType]):
 
 
 def _close_all(connections: list[DriverType], process: int, reason: str) -> None:
-    """Close each connection once, whichever threads ask, and in a fork none."""
+    """Close each connection once, even if several threads ask, and none in a fork."""
     while os.getpid() == process:
         try:
             connection = connections.pop()

@@ -46,7 +46,7 @@ class Generation(BaseGeneration[Connection]):
         return chunk
 
     def cancel(self) -> None:
-        """Ask the server to end the request; what it brought until then still comes, the last chunk "cancelled"."""
+        """Ask the server to end the request; chunks until then still come, and the last one says "cancelled"."""
         self._client.check_process()
         connection, stream = self._submitted()
         with connection as protocol:
@@ -54,15 +54,15 @@ class Generation(BaseGeneration[Connection]):
             connection.pump()
 
     def pause(self) -> bool:
-        """Have the request give its slot to others until `resume`; its tokens stay the same.
+        """Take the request off its slot, for others, until `resume`; its tokens stay the same.
 
-        Returns when the server has done so; False where the request has ended first. Raises CapacityError where the
-        server has no space for what it holds (pause_gib), RequestError while its prompt is open: it runs on then.
+        Returns when the server has done so, or False if the request ended first. Raises CapacityError if the server has
+        no space for the request's state (pause_gib), and RequestError while its prompt is open; it then keeps running.
         """
         return self._pause(resumes=False)
 
     def resume(self) -> None:
-        """Let a paused request go on."""
+        """Let a paused request continue."""
         self._pause(resumes=True)
 
     def _pause(self, *, resumes: bool) -> bool:
@@ -80,7 +80,7 @@ class Generation(BaseGeneration[Connection]):
         connection, stream = self._submitted()
         self._keep_pace(connection)
         with connection as protocol:
-            connection.check()  # what has come: grants, or why it has ended
+            connection.check()  # receive grants, or the error that ended the request
             stream.check_open()
             try:
                 for piece in pieces:
@@ -90,13 +90,13 @@ class Generation(BaseGeneration[Connection]):
                         )
                     protocol.append(stream, piece)
                     connection.pump()
-            except BaseException:  # the prompt may lack a part
+            except BaseException:  # the prompt may be incomplete
                 self._leave()
                 raise
 
     @staticmethod
     def _keep_pace(connection: Connection) -> None:
-        """Wait until a small message may be sent, where many were sent of late; other threads go on meanwhile."""
+        """Wait if many small messages were sent recently; other threads can run meanwhile."""
         with connection as protocol:
             delay = protocol.pace.delay(time.monotonic())
         if delay:
@@ -113,7 +113,7 @@ class Generation(BaseGeneration[Connection]):
         self._deadline = deadline
 
     def close(self) -> None:
-        """Cancel the request if it has not ended, and read no more of it."""
+        """Cancel the request if it has not ended, and stop reading it."""
         self._leave()
 
     def __enter__(self) -> Self:
@@ -136,22 +136,22 @@ class Generation(BaseGeneration[Connection]):
 
 
 class Client(BaseClient[Connection, "threading.Lock"]):
-    """Client asks a lowlat server, for programs that block; it is safe for several threads at once.
+    """Client is the blocking client of a lowlat server; several threads may use it at once.
 
     endpoint           ipc:///a/path.sock or tcp://host:port; None: LOWLAT_ENDPOINT, or the user's own default
-    name               for the server's logs and statistics, at most 64 characters
+    name               shown in the server's logs and statistics, at most 64 characters
     connect_timeout_s  how long the first call may wait for the server to answer
-    window             tokens of a request that may wait unread here; beyond them the server pauses that request
-    curve              keys, for tcp:// off this machine
-    server_uid         a user next to this one and root whose server is trusted over ipc://; None: LOWLAT_SERVER_UID
-    Connects on first use; when the connection was lost, the next call makes a new one. Use it as a
-    context manager, or close it. Raises ConfigError for an endpoint or an option that cannot be; calls raise
-    ServerGone when no server answers, Busy when it takes no more clients.
+    window             tokens of a request that may wait unread here; the server then stops sending that request's
+    curve              CURVE keys, for tcp:// to other machines
+    server_uid         a user, besides this one and root, whose server is trusted over ipc://; None: LOWLAT_SERVER_UID
+    The client connects on first use; after a lost connection, the next call makes a new one. Use it as a context
+    manager, or close it. Raises ConfigError for an invalid endpoint or option. Calls raise ServerGone if no server
+    answers, and Busy if it takes no more clients.
     """
 
     @property
     def server(self) -> Welcome:
-        """The server's description: version, epoch, model, tokenizer, limits. Connects where needed."""
+        """The server's description: version, epoch, model, tokenizer, limits. Connects if necessary."""
         return self._connected().protocol.greeting.take()
 
     def generate(
@@ -167,20 +167,20 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         session: str = "",
         **sampling: Unpack[SamplingOptions],
     ) -> Generation:
-        """Send a request, and iterate over what comes of it.
+        """Send a request, and return an iterator over its chunks.
 
         prompt            text, token ids, or chat messages: mappings with role and content
-        timeout_s         after so long here, StreamError with the code "timeout" is raised
-        deadline_s        after so long there, the server cancels: the last chunk has the code "deadline"
-        template_options  for the model's chat template: tools, enable_thinking, ...
-        fit_context       lower max_tokens to what the context has room for next to the prompt
+        timeout_s         time in the client after which StreamError with the code "timeout" is raised
+        deadline_s        time in the server after which it cancels: the last chunk has the code "deadline"
+        template_options  variables of the model's chat template: tools, enable_thinking, ...
+        fit_context       lower max_tokens to the space that the prompt leaves in the context
         allow_special     special tokens that text or messages spell become these tokens; otherwise they stay text
-        cache_salt        a cached prefix is shared only with this user's requests of the same salt
-        session           a name of the caller's, within the salt: the prefix of its last request stays while others can
-                          go. A prompt that goes on under another name forks it
-        sampling          max_tokens, temperature, stop, seed, logprobs, ...: as lowlat.SamplingParams has them
-        Raises RequestError for a prompt or option that cannot be served, before anything is sent where it can be
-        known; Busy when the queue is full; StreamError, ServerGone when the request breaks off, with its tokens.
+        cache_salt        cached prefixes are shared only with this user's requests of the same salt
+        session           a name of your choice, within the salt: the prefix of its last request stays while others are
+                          evicted. To fork, continue a prompt under another name
+        sampling          max_tokens, temperature, stop, seed, logprobs, ...: the fields of lowlat.SamplingParams
+        Raises RequestError for a prompt or option that cannot be served, if possible before anything is sent; Busy when
+        the queue is full; StreamError or ServerGone, with the tokens so far, when the request breaks off.
         """
         deadline = deadline_of(timeout_s)
         request = make_request(
@@ -208,16 +208,16 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         max_prompt_tokens: int | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> OpenPrompt:
-        """Send a request whose prompt is still being written: `append` pieces of it, then read what `finish` gives.
+        """Send a request whose prompt is still being written: `append` its pieces, then read the answer from `finish`.
 
-        The server reads the prompt as it comes, so that after its last word a chunk at most is left to read.
-        prompt              its beginning: text, token ids, or chat messages, of which the last one's content goes on
-        deadline_s          after so long from its end, the server cancels
-        add_special_tokens  put around a text what the tokenizer does
-        max_prompt_tokens   tokens of the prompt at most, for which memory is reserved; None: all that the context has
-                            room for next to max_tokens
-        The other options, and what is raised, are those of `generate`. One of which nothing comes for the server's
-        prompt_idle_s is ended; it holds a slot meanwhile, which a request of higher priority may take.
+        The server reads the prompt as it comes, so that at most a chunk is left to read after its last word.
+        prompt              its beginning: text, token ids, or chat messages; pieces continue the last one's content
+        deadline_s          time from the prompt's end after which the server cancels
+        add_special_tokens  add the tokens that the tokenizer puts around a text
+        max_prompt_tokens   the most tokens of the prompt, for which memory is reserved; None: all that the context can
+                            hold next to max_tokens
+        Other options and errors are those of `generate`. The server ends a prompt that gets no piece for its
+        prompt_idle_s. Until then the prompt holds a slot, which a request of higher priority may take.
         """
         request = make_request(
             prompt,
@@ -242,10 +242,10 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         allow_special: bool = False,
         add_special_tokens: bool = True,
     ) -> tuple[int, ...]:
-        """Return the token ids of a text or of chat messages, as `generate` would begin with them.
+        """Return the token ids of a text or of chat messages, as `generate` would use them.
 
-        add_special_tokens  put around a text what the tokenizer does; a chat's template writes all of its own
-        The other options, and what it raises, are those of `generate`; of tokens it takes at least 131,072.
+        add_special_tokens  add the tokens that the tokenizer puts around a text; chats have those of their template
+        Other options and errors are those of `generate`. The result may have at least 131,072 tokens.
         """
         request = make_request(
             prompt,
@@ -263,7 +263,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         return self._text(token_ids, "text", timeout_s)
 
     def token_texts(self, token_ids: Sequence[int], *, timeout_s: float | None = None) -> list[str]:
-        """Return the text of each token alone; what is no whole character is replaced. Raises what `generate` does."""
+        """Return the text of each token; bytes of incomplete characters are replaced. Raises what `generate` does."""
         return msgspec.json.decode(self._text(token_ids, "token_texts", timeout_s), type=list[str])
 
     def _text(self, token_ids: Sequence[int], result: Result, timeout_s: float | None) -> str:
@@ -281,7 +281,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         return Generation(self, submission, deadline)
 
     def health(self, timeout_s: float = 5.0) -> Pong:
-        """Tell whether the server serves, and the age of its last step while requests run."""
+        """Return the server's state, and the age of its last step while requests run."""
         return self._ask(ClientProtocol.health, timeout_s)
 
     def stats(self, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -289,30 +289,30 @@ class Client(BaseClient[Connection, "threading.Lock"]):
         return self._ask(ClientProtocol.stats, timeout_s)
 
     def drain(self, deadline_s: float = 10.0, timeout_s: float = 5.0) -> Pong:
-        """Have the server take no more requests, finish those it has for at most so long, and end.
+        """Ask the server to take no more requests, finish running ones within deadline_s, and end.
 
-        Returns when the server has understood. Raises RequestError when this user may not ask for it.
+        Returns when the server has confirmed. Raises RequestError if this user may not ask for it.
         """
         return self._ask(lambda protocol: protocol.drain(deadline_s), timeout_s)
 
     def sleep(self, timeout_s: float = 60.0) -> str:
-        """Have the server give its model's memory on the device back, when what runs is over; returns its state.
+        """Ask the server to give its model's device memory back after its running requests; returns its state.
 
-        Requests that come meanwhile wait, and wake it. Raises CapacityError where it is refused: for a model that
-        cannot sleep (can_sleep), where the host has no memory for it, and when this user may not ask for it.
+        Requests that come meanwhile wait, and wake it. Raises CapacityError if the server refuses: the model cannot
+        sleep (can_sleep), the host has no memory for it, or this user may not ask for it.
         """
         return self._ask(lambda protocol: protocol.reside(asleep=True), timeout_s).state
 
     def wake(self, timeout_s: float = 60.0) -> str:
-        """Have the server take the memory again; returns its state. Raises CapacityError where it cannot now."""
+        """Ask the server to take the memory again; returns its state. Raises CapacityError if it cannot now."""
         return self._ask(lambda protocol: protocol.reside(asleep=False), timeout_s).state
 
     def connect(self) -> Welcome:
-        """Connect now rather than on first use."""
+        """Connect now instead of on first use."""
         return self.server
 
     def close(self) -> None:
-        """End what is under way and the connection; harmless when repeated."""
+        """End all requests and the connection; harmless when repeated."""
         self._end(CLOSED)
 
     def __enter__(self) -> Self:
@@ -353,7 +353,7 @@ class Client(BaseClient[Connection, "threading.Lock"]):
             return connection
 
     def _connect(self) -> Connection:
-        """Try until a server answers HELLO: it may be about to start, or a socket file may be a dead server's."""
+        """Try until a server answers HELLO: it may be starting, and a socket file may be left from a dead server."""
         deadline = time.monotonic() + self._settings.connect_timeout_s
         failure: LowlatError | None = None
         while True:

@@ -1,9 +1,9 @@
-"""Several threads share this connection and none owns it: the first thread that waits listens for all.
+"""This connection is shared by several threads and has none of its own: the first thread that waits receives for all.
 
-The sockets are used under one lock, except for waiting: the leader, one of the threads that wait, polls bare
-descriptors without it, so that others can send meanwhile. A send may swallow the signal that a message has come; so
-the sender looks for messages afterwards, hands them out, and wakes the threads that they are for. While no thread
-waits, none listens: libzmq answers the server's heartbeats.
+The sockets are used under one lock, except for waiting. The leader, one of the waiting threads, polls descriptors
+without the lock, so that others can send meanwhile. A send may consume the signal that a message has come. So the
+sender looks for messages afterwards, delivers them, and wakes their threads. While no thread waits, none receives;
+libzmq itself answers the server's heartbeats.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ __all__ = ["Connection"]
 
 
 class Connection:
-    """A dealer and the protocol on it. As a context manager it is the lock, under which the protocol is used."""
+    """A dealer and its protocol. Entering it as a context manager takes the lock, under which the protocol is used."""
 
     def __init__(self, dealer: Dealer, protocol: ClientProtocol) -> None:
         self.protocol = protocol
@@ -58,7 +58,7 @@ class Connection:
             self._sweep()
 
     def send(self) -> None:
-        """Under the lock: send what is to be sent; without a leader, the next thread that waits looks for messages."""
+        """Under the lock: send outgoing messages; without a leader, the next thread that waits receives."""
         if self._leader is not None or self._shut or self.protocol.failure is not None:
             self.pump()
             return
@@ -71,16 +71,16 @@ class Connection:
             raise
 
     def pump(self, until: Waiter | None = None) -> None:
-        """Under the lock: send what is to be sent, and hand out what has come.
+        """Under the lock: send outgoing messages, and deliver incoming ones.
 
-        until   set after the descriptor has reported a message: pumping may stop once this waiter has something
+        until   given after the descriptor has reported a message: stop as soon as this waiter has something
         """
         if self._shut:
             return
         try:
             self._exchange(until)
         except BaseException:
-            # a message may have been taken and not handed out, as when Ctrl-C falls between
+            # a message may have been received and not delivered, as Ctrl-C can come between
             self.protocol.fail("interrupted while a message was taken")
             raise
         finally:
@@ -93,7 +93,7 @@ class Connection:
         return self._unread or bool(self._news.poll(0))
 
     def check(self) -> None:
-        """Under the lock: take what has come, then see whether the connection is lost."""
+        """Under the lock: deliver incoming messages, then check whether the connection is lost."""
         self.pump()
         if self._shut:
             return
@@ -103,7 +103,7 @@ class Connection:
             self._wake_all()
 
     def wait(self, waiter: Waiter, deadline: float | None) -> bool:
-        """Under the lock: wait until there is something to take; False when the deadline (monotonic) has passed."""
+        """Under the lock: wait until `waiter` has something to take; False if the deadline (monotonic) passes first."""
         try:
             while not waiter.ready and self.protocol.failure is None:
                 now = time.monotonic()
@@ -120,12 +120,12 @@ class Connection:
                 signal.release()
 
     def abandon(self, number: int) -> None:
-        """Cancel a request whose reader is gone; from any thread, amid any call, as when memory is collected."""
+        """Cancel a request whose reader is gone; a garbage collection may call this in any thread, inside any call."""
         self._abandoned.append(number)
         self._sweep()
 
     def close(self, reason: str) -> None:
-        """End all that is under way."""
+        """End all requests, and close the sockets."""
         with self:
             if self.protocol.failure is None and not self._shut:
                 self.protocol.fail(reason, LowlatError(reason))
@@ -177,7 +177,7 @@ class Connection:
             self._followers.pop(waiter, None)
 
     def _acquire(self) -> None:
-        """Take the lock back whatever happens: callers release it."""
+        """Take the lock again even if interrupted, as callers release it."""
         try:
             self._lock.acquire()
         except BaseException:
@@ -230,7 +230,7 @@ class Connection:
         self._wake_leader()
 
     def _sweep(self) -> None:
-        """Cancel what was abandoned, unless somebody holds the lock, who does it on leaving."""
+        """Cancel abandoned requests, unless another thread holds the lock: that one does it when it leaves."""
         while self._abandoned and self._lock.acquire(blocking=False):
             try:
                 while self._abandoned:
@@ -240,7 +240,7 @@ class Connection:
                 self._lock.release()
 
     def _shut_down(self) -> None:
-        """Close the sockets, unless the leader still polls their descriptors: then it does."""
+        """Close the sockets; if the leader still polls their descriptors, it closes them."""
         if self._shut or self._leader is not None:
             return
         self._shut = True

@@ -9,9 +9,9 @@ __all__ = ["ClientCurve"]
 
 @dataclass(frozen=True)
 class ClientCurve:
-    """Keys for CURVE, each 40 characters of Z85: the server's public one, and the client's own pair.
+    """Keys for CURVE, each 40 characters of Z85: the server's public key, and the client's own pair.
 
-    Without a pair a fresh one is made, which a server that lists its clients does not know.
+    Without a pair a new one is made; a server that lists its clients refuses it.
     """
 
     server_key: str

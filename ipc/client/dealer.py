@@ -1,6 +1,6 @@
-"""The client's socket: a DEALER of libzmq, over ipc:// and tcp:// alike, and the monitor that tells when it is lost.
+"""The client's socket is a DEALER of libzmq, over ipc:// and tcp:// alike; its monitor reports when it is lost.
 
-It connects once: a stream never resumes, so a connection that was lost is given up, and its sockets with it.
+It connects once. A stream never resumes, so a lost connection is closed with its sockets.
 """
 
 import os
@@ -33,12 +33,12 @@ _NOBLOCK = int(zmq.NOBLOCK)  # a bare number: enum's own arithmetic takes micros
 
 
 class Dealer:
-    """A context of its own, a DEALER that connects, and its monitor. Raises ConfigError for keys that are missing.
+    """A DEALER that connects, with its own context, and its monitor. Raises ConfigError for missing keys.
 
-    message_fd   becomes readable when a message may have come; then one must receive until there is none
-    loss_fd      becomes readable when `look` may find that the connection is lost
-    lost         why it is lost, None while it is not
-    refusal      the error of a server that does not let this client in, None unless it said so
+    message_fd   readable when a message may have come; the caller must then receive until there is none
+    loss_fd      readable when `look` may find that the connection is lost
+    lost         why the connection is lost, else None
+    refusal      the error of a server that refused this client, else None
     """
 
     def __init__(self, endpoint: Endpoint, curve: ClientCurve | None) -> None:
@@ -72,10 +72,10 @@ class Dealer:
         self.loss_fd = self._monitor.FD
 
     def receive(self, told: bool) -> bytes | None:
-        """The first frame of the next message, None without one; this version's messages have no other.
+        """Return the first frame of the next message, or None; messages of this version have no other frame.
 
-        told   the descriptor was readable, and nothing has been received since: then it receives without asking first,
-               as asking costs more than receiving; receiving where there is nothing costs most
+        told   the descriptor was readable, and nothing was received since: then this receives without asking first, as
+               asking costs more than receiving; receiving without a message costs most
         """
         if self._may_follow:
             self._skip()
@@ -89,7 +89,7 @@ class Dealer:
         return frame
 
     def send(self, frames: tuple[bytes, ...]) -> bool:
-        """Send a message; False when there is no room."""
+        """Send a message; False if the queue is full."""
         try:
             send_frames(self._dealer, frames)
         except Again:
@@ -97,7 +97,7 @@ class Dealer:
         return True
 
     def look(self) -> None:
-        """See whether the connection is lost."""
+        """Read the monitor's events, and set `lost` or `refusal` if the connection is lost."""
         while has_message(self._monitor):
             event, detail = _EVENT.unpack(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             if event == zmq.EVENT_DISCONNECTED:
@@ -112,13 +112,13 @@ class Dealer:
                 self.lost = f"the handshake failed ({detail}){keys}"
 
     def _skip(self) -> None:
-        """Drop what follows the frame that was received last: not at once, for its reader waits for it."""
+        """Drop further frames of the last message; the next receive does it, as the reader waits for the first one."""
         self._may_follow = False
         while self._dealer.getsockopt(zmq.RCVMORE):
             self._dealer.recv(_NOBLOCK)
 
     def close(self) -> None:
-        """Close all, without waiting for anybody."""
+        """Close the sockets without waiting."""
         self._context.destroy(linger=0)
 
 

@@ -1,4 +1,4 @@
-"""A generation is a request as both clients hand it out: it is sent when it is made, and cancelled when it is left."""
+"""A generation is a request of a client: the call that makes it sends it, and leaving it cancels it."""
 
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -19,20 +19,20 @@ class Driver(Protocol):
     protocol: ClientProtocol
 
     def abandon(self, number: int) -> None:
-        """Cancel a request whose reader is gone; from any thread, amid any call, as when memory is collected."""
+        """Cancel a request whose reader is gone; a garbage collection may call it in any thread, inside any call."""
 
     def close(self, reason: str) -> None:
-        """End all that is under way, from any thread."""
+        """End all requests, from any thread."""
 
 
 DriverType = TypeVar("DriverType", bound=Driver)
 
 
 class Submission(Generic[DriverType]):
-    """A request on its way to a connection, which may be still to be made.
+    """A request before it is sent; its connection may not exist yet.
 
-    left     the caller does not want it any more
-    failure  why it was never sent
+    left     the caller has left the request
+    failure  why it was not sent
     """
 
     __slots__ = ("connection", "failure", "left", "stream")
@@ -44,7 +44,7 @@ class Submission(Generic[DriverType]):
         self.left = False
 
     def submit(self, connection: DriverType, request: Request) -> None:
-        """Queue the request on a connection. Raises as ClientProtocol.submit."""
+        """Queue the request on a connection. Raises what ClientProtocol.submit does."""
         self.stream = connection.protocol.submit(request)
         self.connection = connection
 
@@ -52,8 +52,8 @@ class Submission(Generic[DriverType]):
 class BaseGeneration(Generic[DriverType]):
     """The chunks of one request, in order; the last one has a finish_reason.
 
-    The request is sent by the call that makes it. Leaving it before its end (break, close, the end of a `with`, or
-    dropping it, read or not) cancels it. One thread or task at a time may read it. Raises what Client.generate says.
+    The call that makes it sends the request. Leaving it before its end cancels the request: by break, by close, by the
+    end of a `with`, or by dropping it. One thread or task at a time may read it. Raises what Client.generate says.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class BaseGeneration(Generic[DriverType]):
         return f"{type(self).__name__}({self._client.endpoint!r}, {'ended' if self._done else 'under way'})"
 
     def _begin(self) -> bool:
-        """Before the next chunk is waited for; False after the last. Then `_end` follows, or `_leave`."""
+        """Begin to read a chunk; False after the last one. `_end` or `_leave` must follow."""
         if self._done:
             return False
         self._client.check_process()
@@ -86,24 +86,24 @@ class BaseGeneration(Generic[DriverType]):
 
     @property
     def _is_open(self) -> bool:
-        """Whether its prompt is still being written, and nothing of it can be read."""
+        """Whether its prompt is still being written, so that nothing can be read."""
         stream = self._submission.stream
         return stream is not None and stream.is_open and not stream.ended
 
     def _submitted(self) -> tuple[DriverType, Stream]:
-        """Its connection and its stream there. Raises why it has none."""
+        """Return its connection and its stream. Raises the error if it was not sent."""
         connection, stream = self._submission.connection, self._submission.stream
         if connection is None or stream is None:
             raise self._submission.failure or LowlatError("the request was never sent: its event loop has ended")
         return connection, stream
 
     def _end(self, chunk: Chunk | None) -> None:
-        """A chunk came, or None after the last."""
+        """Finish reading a chunk; None: there was none after the last."""
         self._reading = False
         self._done = chunk is None or chunk.finish_reason is not None
 
     def _leave(self) -> None:
-        """Cancel the request if it has not ended, and read no more of it."""
+        """Cancel the request if it has not ended, and stop reading it."""
         self._reading = False
         if self._done:
             return

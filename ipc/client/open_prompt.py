@@ -1,4 +1,4 @@
-"""An open prompt is sent while it is being written; its answer can be read once it is finished."""
+"""An open prompt is sent while it is being written; its answer can be read after `finish`."""
 
 from collections.abc import Awaitable, Sequence
 from types import TracebackType
@@ -17,9 +17,9 @@ Value = TypeVar("Value")
 
 
 class OpenPrompt:
-    """A request whose prompt is being written; see `Client.open_prompt`. One thread at a time writes it.
+    """A request whose prompt is being written; see `Client.open_prompt`. One thread at a time may write it.
 
-    Leaving its `with` before `finish`, or dropping it, abandons it.
+    Leaving its `with` before `finish`, or dropping it, abandons the prompt.
     """
 
     def __init__(self, generation: "Generation") -> None:
@@ -30,24 +30,24 @@ class OpenPrompt:
         return f"{type(self).__name__}({'finished' if self._finished else 'being written'})"
 
     def append(self, piece: str | Sequence[int], *, timeout_s: float | None = None) -> None:
-        """Send text or token ids; they are read at once, as far as their tokens are certain.
+        """Send text or token ids; the server reads them at once, as far as later pieces cannot change their tokens.
 
-        Pieces of text that follow each other have the tokens of their whole, wherever they are cut. After a speculative
-        `finish` it withdraws the answer that was begun.
-        timeout_s  how long it may wait while the server takes no more (append_credit); then StreamError of the code
+        Consecutive pieces of text are tokenized as one text, however it is split. After a speculative `finish` this
+        withdraws the answer that was begun.
+        timeout_s  how long to wait while the server takes no more (append_credit); after it StreamError with the code
                    "timeout" is raised, and the prompt is abandoned
-        Raises RequestError for what is neither, after `finish`, and for a prompt that the server has refused, such as
-        one too long; Busy, StreamError, ServerGone as reading an answer does.
+        Raises RequestError for a piece of another type, after `finish`, and for a prompt that the server has refused,
+        such as one that is too long; Busy, StreamError and ServerGone as reading an answer does.
         """
         self._generation._append(pieces_of(piece), deadline_of(timeout_s))
 
     def finish(self, *, speculative: bool = False, timeout_s: float | None = None) -> "Generation":
-        """End the prompt: the answer begins, and is read from what this returns.
+        """End the prompt, so that the answer begins; read it from the returned Generation.
 
-        speculative  it may go on: nothing can be read until `finish` is called without it, and the next `append`
-                     withdraws what was begun
-        timeout_s    of the answer, as in `Client.generate`
-        Raises what `append` does; an empty prompt is refused when its answer is read.
+        speculative  the prompt may continue: nothing can be read until `finish` is called without it, and the next
+                     `append` withdraws the answer
+        timeout_s    timeout of the answer, as in `Client.generate`
+        Raises what `append` does. An empty prompt is refused when its answer is read.
         """
         self._generation._finish(speculative=speculative, deadline=deadline_of(timeout_s))
         self._finished = not speculative
@@ -82,15 +82,15 @@ class AsyncOpenPrompt:
         await self._generation._append(pieces_of(piece), deadline_of(timeout_s))
 
     async def finish(self, *, speculative: bool = False, timeout_s: float | None = None) -> "AsyncGeneration":
-        """End the prompt: the answer begins, and is read from what this returns; see OpenPrompt.finish."""
+        """End the prompt, so that the answer begins; see OpenPrompt.finish."""
         await self._generation._finish(speculative=speculative, deadline=deadline_of(timeout_s))
         self._finished = not speculative
         return self._generation
 
     async def while_open(self, work: Awaitable[Value]) -> Value:
-        """Wait for something while the prompt waits for it; it is cancelled where the request ends before.
+        """Wait for the next input of the prompt; if the request ends first, cancel `work`.
 
-        Raises why it has ended then, as `append` does.
+        Then raises why the request has ended, as `append` does.
         """
         return await self._generation._while_open(work)
 

@@ -1,16 +1,16 @@
-"""This module spaces the small messages of a connection, as a server drops a client that sends more than it takes."""
+"""This module delays the small messages of a connection, as a server drops a client that sends too many a second."""
 
 __all__ = ["Pace"]
 
-USUAL_PER_S = 10_000  # of a server that does not say
-PART = 0.5  # of what a server takes, that is sent; the rest is for other messages
-BURST_S = 0.25  # of messages at this pace that may come at once, after silence
+USUAL_PER_S = 10_000  # assumed for a server that does not say its limit
+PART = 0.5  # share of the server's limit for these messages; the rest is for others
+BURST_S = 0.25  # after silence, messages of this time at this pace may be sent at once
 
 
 class Pace:
-    """Says how long a message waits, so that no second has more of them than a server takes.
+    """Says how long a message must wait, so that no second has more of them than the server allows.
 
-    max_per_s  messages that the server takes; None: it does not say
+    max_per_s  the server's limit; None: it does not say
     """
 
     def __init__(self, max_per_s: int | None = None) -> None:
@@ -18,6 +18,6 @@ class Pace:
         self._next_at = 0.0
 
     def delay(self, now: float) -> float:
-        """Seconds until the next message may go, which is counted."""
+        """Return the seconds until the next message may be sent, and count it."""
         self._next_at = max(self._next_at, now - BURST_S) + self._interval_s
         return max(0.0, self._next_at - now)

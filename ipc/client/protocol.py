@@ -1,11 +1,11 @@
-"""This module is the client's side of one connection, without any input or output.
+"""This module implements the client's side of one connection, without input or output.
 
-Its driver sends the messages in `outgoing`, hands in every frame that comes, calls `tick` in time while somebody
+A driver sends the messages in `outgoing`, passes every received frame to `receive`, calls `tick` in time while a caller
 waits, and `fail` when the connection breaks.
 
-A request's tokens come as fast as its reader takes them: the first grant is the window, and tokens that were taken are
-granted again, half a window at a time. So at most a window of tokens, and one step's more, waits unread in a client.
-An open prompt's pieces go as the server takes them: it grants bytes, and no piece is sent without.
+The server sends a request's tokens as fast as its reader takes them. The first grant is the window; tokens that were
+taken are granted again, half a window at a time. So at most the tokens of a window and of one step wait unread in a
+client. Pieces of an open prompt are sent only within the bytes that the server grants.
 """
 
 from abc import ABC, abstractmethod
@@ -51,15 +51,15 @@ __all__ = ["DEFAULT_WINDOW", "HEARTBEAT_INTERVAL_S", "SILENCE_S", "ClientProtoco
 
 DEFAULT_WINDOW = 1024
 HEARTBEAT_INTERVAL_S = 1.0
-SILENCE_S = 4.0  # with the interval, a silent server is known within 5 s
-_ENDING = frozenset({"draining", "shutdown", "device", "stalled"})  # codes by which the server itself ends
+SILENCE_S = 4.0  # with the interval, a silent server is detected within 5 s
+_ENDING = frozenset({"draining", "shutdown", "device", "stalled"})  # codes that say that the server ends
 _REFUSED = frozenset({"malformed", "unexpected", "invalid", "forbidden"})
 
 Value = TypeVar("Value")
 
 
 class Waiter(ABC):
-    """Something that a caller can wait for; `failure` is the error that comes in place of it."""
+    """A result that a caller can wait for; `failure` is the error that comes in its place."""
 
     __slots__ = ("failure",)
 
@@ -68,11 +68,11 @@ class Waiter(ABC):
     @property
     @abstractmethod
     def ready(self) -> bool:
-        """Whether there is something to take, if only the failure."""
+        """Whether there is something to take, or a failure."""
 
     @property
     def goes_on(self) -> bool:
-        """Whether more comes after what there is to take."""
+        """Whether more may come after it."""
         return False
 
 
@@ -90,7 +90,7 @@ class Reply(Waiter, Generic[Value]):
         return self.value is not None or self.failure is not None
 
     def take(self) -> Value:
-        """The answer. Raises the failure."""
+        """Return the answer, or raise the failure."""
         if self.failure is not None:
             raise self.failure
         if self.value is None:
@@ -99,10 +99,10 @@ class Reply(Waiter, Generic[Value]):
 
 
 class Stream(Waiter):
-    """A request under way: chunks that came and were not taken, and all tokens and text that came at all.
+    """A request under way: its chunks that were not taken yet, and all tokens and text received.
 
-    is_open   its prompt is still being written: nothing comes, but for the server's grants and an error
-    balance   bytes of its prompt that the server would take
+    is_open   its prompt is still being written: the server sends only grants, or an error
+    balance   bytes of its prompt that may still be sent
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class Stream(Waiter):
         return not self.ended
 
     def check_open(self) -> None:
-        """Raise what has ended a request whose prompt is open, and RequestError where it was finished."""
+        """Raise the error that ended the request, or RequestError if its prompt was finished."""
         failure, self.failure = self.failure, None
         if failure is not None:
             raise failure
@@ -141,7 +141,7 @@ class Stream(Waiter):
             raise RequestError(f"request {self.number} has no open prompt: it was finished")
 
     def take(self) -> Chunk | None:
-        """The next chunk; None after the last. Raises the failure when all that came before it is taken."""
+        """Return the next chunk, or None after the last. Raises the failure after all chunks before it."""
         if self.chunks:
             chunk = self.chunks.pop(0)
             self._untold += len(chunk.token_ids)
@@ -154,14 +154,14 @@ class Stream(Waiter):
         return None
 
     def grant(self) -> int:
-        """Tokens to grant now: 0 until half the window was taken."""
+        """Return the number of tokens to grant now; 0 until half the window was taken."""
         if self.ended or self._untold * 2 < self.window:
             return 0
         granted, self._untold = self._untold, 0
         return granted
 
     def tokens(self, message: Tokens) -> None:
-        """Take a TOKENS. Raises WireError, StreamError for a gap."""
+        """Handle a TOKENS. Raises WireError, or StreamError for a gap."""
         token_ids = unpack_tokens(message.token_ids)
         self._follows(message.sequence)
         if message.prompt_logprobs is not None:
@@ -184,7 +184,7 @@ class Stream(Waiter):
         )
 
     def _prompt_part(self, part: PromptPart) -> None:
-        """Take a part of the prompt's logprobs; the last one makes a chunk of all. Raises WireError."""
+        """Add a part of the prompt's logprobs, and make a chunk after the last one. Raises WireError."""
         self._prompt.append(part)
         if part.start + len(part.token_ids) // 4 < part.total:
             return
@@ -195,7 +195,7 @@ class Stream(Waiter):
         self._prompt.clear()
 
     def end(self, message: End) -> None:
-        """Take an END. Raises StreamError when something before it is missing."""
+        """Handle an END. Raises StreamError if a message before it is missing."""
         self._follows(message.sequence)
         if message.num_tokens != len(self._received):
             raise self.broken(
@@ -214,13 +214,13 @@ class Stream(Waiter):
         self.ended = True
 
     def broken(self, reason: str, code: str, kind: type[StreamError] | None = None) -> StreamError:
-        """An error that holds what came so far."""
+        """Make an error that has the tokens and text received so far."""
         if kind is None:
             kind = ServerGone if code in _ENDING else StreamError
         return self._received.broken(f"request {self.number}, after {len(self._received)} tokens: {reason}", code, kind)
 
     def fail(self, error: LowlatError) -> None:
-        """End it by an error."""
+        """End the request with an error."""
         self.failure = error
         self.ended = True
 
@@ -237,9 +237,9 @@ class ClientProtocol:
     """The state of a connection, from HELLO to its end.
 
     outgoing   messages to send, in order, each a tuple of frames
-    pace       of messages that are small, and may be many
+    pace       delays small messages of which there may be many
     welcome    the server's answer to HELLO, None before it
-    failure    why nothing can come any more; a connection never recovers
+    failure    why the connection failed, else None; a connection never recovers
     """
 
     def __init__(self, endpoint: str, name: str, window: int, now: float) -> None:
@@ -263,11 +263,11 @@ class ClientProtocol:
 
     @property
     def num_streams(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._streams)
 
     def submit(self, request: Request) -> Stream:
-        """Send a request. Raises RequestError for one too long; the failure of a broken connection."""
+        """Send a request. Raises RequestError if it is too long, or the failure of a broken connection."""
         if self.failure is not None:
             raise self.failure
         if self.welcome is None:
@@ -286,7 +286,7 @@ class ClientProtocol:
         return stream
 
     def take(self, stream: Stream) -> Chunk | None:
-        """The stream's next chunk, whose room is granted to the server again; see Stream.take."""
+        """Return the stream's next chunk, and grant its tokens to the server again; see Stream.take."""
         chunk = stream.take()
         granted = stream.grant()
         if granted:
@@ -294,12 +294,12 @@ class ClientProtocol:
         return chunk
 
     def cancel(self, number: int) -> None:
-        """Ask for the end of a request; the stream ends by its END."""
+        """Ask the server to end a request; END ends the stream."""
         if number in self._streams:
             self._send(Cancel(number))
 
     def pause(self, number: int, *, resumes: bool) -> Reply[Paused]:
-        """Ask the server to let a request give its slot to others, or go on; answered when it is done, or refused."""
+        """Ask the server to pause or resume a request; the reply comes when it is done, or refused."""
         reply: Reply[Paused] = Reply(self.failure)
         if number not in self._streams:
             reply.value = Paused(number, paused=False)
@@ -309,7 +309,7 @@ class ClientProtocol:
         return reply
 
     def append(self, stream: Stream, piece: str | bytes) -> None:
-        """Send a piece of an open prompt, for which there is credit (`Stream.ready`). Raises as Stream.check_open."""
+        """Send a piece of an open prompt that has credit (`Stream.ready`). Raises what Stream.check_open does."""
         stream.check_open()
         if isinstance(piece, str):
             stream.balance -= len(piece.encode())
@@ -319,13 +319,13 @@ class ClientProtocol:
             self.outgoing.append((encode(Append(stream.number)), piece))
 
     def finish(self, stream: Stream, *, speculative: bool) -> None:
-        """End an open prompt, or begin its answer on trial. Raises as Stream.check_open."""
+        """End an open prompt, or begin its answer on trial. Raises what Stream.check_open does."""
         stream.check_open()
         stream.is_open = speculative
         self._send(Finish(stream.number, speculative))
 
     def abandon(self, number: int) -> Stream | None:
-        """Cancel a request that nobody reads any more; whatever still comes of it is dropped. Returns its stream."""
+        """Cancel a request that has no reader, and drop its later messages. Returns its stream."""
         self.cancel(number)
         stream = self._streams.pop(number, None)
         if stream is not None:
@@ -357,7 +357,7 @@ class ClientProtocol:
         return self._draining
 
     def reside(self, *, asleep: bool) -> Reply[Resident]:
-        """Ask the server to let its model sleep, or to wake it; answered when that is done, or refused."""
+        """Ask the server to let its model sleep, or to wake it; the reply comes when that is done, or refused."""
         reply: Reply[Resident] = Reply(self.failure)
         if reply.failure is None:
             self._num_asked += 1
@@ -366,13 +366,13 @@ class ClientProtocol:
         return reply
 
     def attend(self, now: float) -> None:
-        """Note that a caller begins to wait: silence before that, while nobody listened, does not count."""
+        """Note that a caller begins to wait; silence before that does not count, as nobody received."""
         if now - self._attended > HEARTBEAT_INTERVAL_S:
             self._heard = self._probed = now
         self._attended = now
 
     def tick(self, now: float) -> float:
-        """Ask a silent server for a sign of life, or give it up; returns the seconds until the next tick is due."""
+        """Send HEALTH to a silent server, or fail after SILENCE_S; returns the seconds until the next tick is due."""
         self._attended = now
         if self.failure is not None or self.welcome is None:
             return HEARTBEAT_INTERVAL_S
@@ -385,7 +385,7 @@ class ClientProtocol:
         return max(0.0, max(self._heard, self._probed) + HEARTBEAT_INTERVAL_S - now)
 
     def receive(self, frame: bytes, now: float) -> Waiter | None:
-        """Take a message of the server; returns the waiter that it is for. After a failure every waiter is ready."""
+        """Handle a message of the server; returns the waiter that it is for. After a failure every waiter is ready."""
         self._heard = now
         try:
             message = decode_server(frame)
@@ -397,7 +397,7 @@ class ClientProtocol:
             return None
 
     def fail(self, reason: str, error: LowlatError | None = None) -> None:
-        """End everything under way, because the connection is lost, or was refused with this error."""
+        """End all requests and questions, because the connection is lost, or was refused with this error."""
         if self.failure is not None:
             return
         self.failure = error or ServerGone(f"{self.endpoint}: {reason}", code="gone")

@@ -1,4 +1,4 @@
-"""This module makes a SUBMIT of a caller's prompt and options, and refuses all that can be refused without a server."""
+"""This module makes a SUBMIT from a caller's prompt and options, and checks what can be checked without a server."""
 
 import json
 import math
@@ -30,17 +30,17 @@ _IN_SEVERAL_FORMS = frozenset(
     {"stop", "stop_token_ids", "logit_bias", "json_schema", "choice", "tool_calls", "tools", "draft_texts"}
 )
 _MAX_DEADLINE_S = (1 << 40) / 1000.0
-_PIECE = 1 << 15  # characters or tokens of a message of an open prompt: 4 bytes each are half of what one may have
+_PIECE = 1 << 15  # characters or tokens of an APPEND: with 4 bytes each, half of the limit
 
 
 class Request(Struct, frozen=True):
-    """A checked request, and the token ids of its prompt, packed; its number and credit belong to a connection."""
+    """A checked request with its prompt's packed token ids, if it has any; a connection sets its number and credit."""
 
     submit: Submit
     body: bytes | None
 
     def frames(self, number: int, credit: int, max_message_bytes: int) -> tuple[bytes, ...]:
-        """The frames of SUBMIT. Raises RequestError where they are longer than the server allows."""
+        """Make the frames of SUBMIT. Raises RequestError if they are longer than the server allows."""
         self.submit.number, self.submit.credit = number, credit
         try:
             header = encode(self.submit)
@@ -64,7 +64,7 @@ class Request(Struct, frozen=True):
 
 
 def _largest(submit: Submit, measure: Callable[[bytes], int]) -> str:
-    """The name of the field that most of a request is, by a measure of its encoding; an option's is its own path."""
+    """Return the name of a request's largest field, by a measure of its encoding; a template option by its path."""
     options = {option_path(name): value for name, value in (submit.template_options or {}).items()}
     fields = {"prompt": submit.text, "messages": submit.messages, **options, **msgspec.structs.asdict(submit.sampling)}
     sizes = {name: measure(msgspec.msgpack.encode(value)) for name, value in fields.items() if value is not UNSET}
@@ -90,9 +90,9 @@ def make_request(
     is_open: bool = False,
     max_prompt_tokens: int | None = None,
 ) -> Request:
-    """Check a prompt (text, token ids, or chat messages; None: of an open one nothing yet) and the options by name.
+    """Check a prompt and options, and make a Request of them. Raises RequestError.
 
-    Raises RequestError.
+    prompt  text, token ids, or chat messages; None: an open prompt without a beginning
     """
     text, messages, body = (None, None, None) if prompt is None and is_open else _parts_of(prompt)
     _check_flags(fit_context=fit_context, allow_special=allow_special, add_special_tokens=add_special_tokens)
@@ -123,7 +123,7 @@ def make_request(
 
 
 def _parts_of(prompt: object) -> tuple[str | None, list[Message] | None, bytes | None]:
-    """A prompt as its text, its messages or its packed token ids; the other two are None."""
+    """Return a prompt's text, messages and packed token ids; two of them are None."""
     if isinstance(prompt, str):
         return prompt, None, None
     if isinstance(prompt, (list, tuple)) and prompt and type(prompt[0]) is int:
@@ -156,9 +156,9 @@ def _check_name(option: str, value: object, most: int) -> None:
 
 
 def pieces_of(piece: str | Sequence[int]) -> Iterator[str | bytes]:
-    """A piece of an open prompt as it is sent: text, or packed token ids, no more at once than a message may have.
+    """Split a piece of an open prompt for messages, as text or packed token ids.
 
-    Raises RequestError for what is neither, before it gives anything.
+    Raises RequestError for a piece that is neither, before it returns anything.
     """
     if isinstance(piece, str):
         try:
@@ -194,7 +194,7 @@ def _entries(prompt: object) -> Sequence[Any]:
 
 
 def _plain_ids(given: Iterable[Any]) -> Any:
-    """Token ids in a list; arrays of NumPy or torch as the numbers that they hold."""
+    """Return token ids as a list; arrays of NumPy or torch are converted."""
     return given.tolist() if hasattr(given, "tolist") else list(given)
 
 
@@ -244,7 +244,7 @@ def _sampling(given: Mapping[str, Any]) -> Sampling:
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A value that callers may give in several forms, in the one that is sent."""
+    """Convert options that callers may give in several forms to the form that is sent."""
     options = dict(given)
     for name in ("stop", "choice", "draft_texts"):
         if isinstance(options.get(name), str):
@@ -263,7 +263,7 @@ def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_numbers(value: Any) -> Any:
-    """A value whose numbers may be NumPy's or torch's, with Python's own in their place."""
+    """Replace NumPy's and torch's numbers in a value by Python's own."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -46,9 +46,9 @@ class Settings:
         self._trusted = frozenset({0, os.geteuid(), *_server_uids(server_uid)})
 
     def open(self, now: float) -> "tuple[Dealer, ClientProtocol]":
-        """A dealer that connects, and a protocol whose HELLO waits to be sent.
+        """Make a dealer that connects, and a protocol with HELLO to send.
 
-        Raises ConfigError for an ipc:// endpoint that another user could have made, ServerGone where there is none.
+        Raises ConfigError for an ipc:// endpoint that another user could have made, ServerGone if it does not exist.
         """
         from lowlat.ipc.client.dealer import Dealer  # libzmq is loaded when it is needed
 
@@ -60,7 +60,7 @@ class Settings:
         return Dealer(self.endpoint, self.curve), ClientProtocol(str(self.endpoint), self.name, self.window, now)
 
     def unreachable(self, failure: LowlatError | None) -> ServerGone:
-        """The error to raise when the time to connect is over; failure is the error of the last attempt."""
+        """Return the error to raise when the time to connect is over; failure: the error of the last attempt."""
         why = "" if failure is None else f" ({failure})"
         keys = ""
         if self.endpoint.scheme == "tcp" and self.curve is None:
@@ -73,7 +73,7 @@ class Settings:
 
 
 def _server_uids(server_uid: int | None) -> tuple[int, ...]:
-    """The user that is trusted by choice, if any."""
+    """Return the user that the caller or LOWLAT_SERVER_UID trusts, if any. Raises ConfigError for an invalid uid."""
     named: object = server_uid
     if server_uid is None:
         text = os.environ.get("LOWLAT_SERVER_UID", "")
@@ -86,7 +86,7 @@ def _server_uids(server_uid: int | None) -> tuple[int, ...]:
 
 
 def deadline_of(timeout_s: float | None) -> float | None:
-    """The end of a wait that begins now (monotonic); None: never. Raises RequestError for an invalid time."""
+    """Return the monotonic time at which a wait of timeout_s ends; None: never. Raises RequestError."""
     if timeout_s is None:
         return None
     if not _is_seconds(timeout_s):

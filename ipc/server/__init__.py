@@ -1,4 +1,4 @@
-"""The server takes requests over sockets, has them decoded, and streams their tokens."""
+"""The server receives requests over sockets, lets an engine decode them, and streams their tokens."""
 
 from lowlat.ipc.server.admission import Curve
 from lowlat.ipc.server.server import Server

@@ -1,8 +1,8 @@
-"""This module admits who may talk to a server, by the user after a connection, and by CURVE for tcp://.
+"""This module decides who may connect to a server: by uid over ipc://, and by CURVE key over tcp://.
 
-libzmq asks its process about every connection before it lets a message of it through (ZAP): over ipc:// it names the
-user and the process that the kernel saw at the other end, over tcp:// the CURVE key that was proven. The user id
-in the answer stands in the properties of every message of the connection.
+libzmq asks about every connection before it accepts a message of it (ZAP). Over ipc:// the question has the user and
+the process that the kernel saw at the other end, over tcp:// the proven CURVE key. libzmq attaches the user id of the
+answer to every message of the connection.
 Source: https://rfc.zeromq.org/spec/27/.
 """
 
@@ -22,7 +22,7 @@ from lowlat.errors import ConfigError
 __all__ = ["Admission", "Curve", "User", "Users"]
 
 ENDPOINT = "inproc://zeromq.zap.01"
-DOMAIN = b"lowlat"  # libzmq asks nobody about connections without CURVE in a nameless one
+DOMAIN = b"lowlat"  # without a domain's name libzmq does not ask about connections without CURVE
 VERSION = b"1.0"
 MAX_ANSWERS = 64  # in a turn
 _ADDRESS = re.compile(r".*:([0-9]+):[0-9]+:([0-9]+)")  # host, uid, gid, pid
@@ -31,7 +31,7 @@ _NOBLOCK = int(zmq.NOBLOCK)
 
 @dataclass(frozen=True)
 class User:
-    """The user at the other end of a connection: over ipc:// as the kernel says, over tcp:// by a CURVE key (Z85)."""
+    """The user at the other end of a connection: by uid over ipc://, by CURVE key (Z85) over tcp://."""
 
     uid: int | None = None
     pid: int | None = None
@@ -44,14 +44,14 @@ class User:
 
     @cached_property
     def account(self) -> str:
-        """The account whose turns, shares and cached prefixes are one: a user's or a key's, over all connections."""
+        """The account, one for a uid or a key over all connections; it has the turns, shares and cached prefixes."""
         if self.uid is not None:
             return f"uid {self.uid}"
         return "anybody" if self.key is None else f"key {self.key}"
 
     @classmethod
     def of(cls, id: str) -> "User":
-        """The user that has this `id`."""
+        """Return the user that has this `id`."""
         kind, *words = id.split(" ")
         if kind == "uid":
             return cls(uid=int(words[0]), pid=int(words[1]))
@@ -60,10 +60,10 @@ class User:
 
 @dataclass(frozen=True)
 class Users:
-    """The users that a server lets in over ipc://.
+    """The users that a server admits over ipc://.
 
-    own      the server's own user, who alone may end it
-    others   users that are let in next to it
+    own      the server's own user; only it may end the server
+    others   the other admitted users
     """
 
     own: int
@@ -76,17 +76,17 @@ class Users:
 
 @dataclass(frozen=True)
 class Curve:
-    """CURVE for a server.
+    """The CURVE keys of a server.
 
     certificate   the server's own, with its secret key, as zmq.auth.create_certificates writes it (*.key_secret)
-    clients       directory of the public keys that are let in (*.key)
+    clients       directory with the public keys of admitted clients (*.key)
     """
 
     certificate: Path
     clients: Path
 
     def protect(self, socket: "zmq.Socket[bytes]") -> frozenset[str]:
-        """Have a socket speak CURVE; returns the clients' keys (Z85). Raises ConfigError for what cannot be read."""
+        """Set a socket up for CURVE; returns the clients' keys (Z85). Raises ConfigError for unreadable files."""
         try:
             public, secret = zmq.auth.load_certificate(self.certificate)
         except (OSError, ValueError) as error:
@@ -104,10 +104,11 @@ class Curve:
 
 
 class Admission:
-    """Answers libzmq's questions about the connections of a ROUTER, in the thread that owns it; made before its bind.
+    """Answers libzmq's questions about the connections of a ROUTER, in the thread that owns it.
 
-    users   those that are let in over ipc://; None for tcp://
-    curve   keys for tcp://; None lets in anybody
+    It must be made before the ROUTER binds.
+    users   the users admitted over ipc://; None for tcp://
+    curve   keys for tcp://; None admits everybody
     """
 
     def __init__(
@@ -129,7 +130,7 @@ class Admission:
         self.descriptor = int(self._socket.FD)
 
     def answer(self) -> bool:
-        """Answer the questions that wait; False when more may wait."""
+        """Answer waiting questions; False if more may wait."""
         for _ in range(MAX_ANSWERS):
             try:
                 question = self._socket.recv_multipart(_NOBLOCK)
@@ -139,7 +140,7 @@ class Admission:
         return False
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Close the socket; nobody is admitted after it."""
         self._socket.close()
 
     def _reply(self, question: Sequence[bytes]) -> list[bytes]:
@@ -171,4 +172,4 @@ class Admission:
 
 
 class _RefusedError(Exception):
-    """A connection is not let in."""
+    """A connection is refused."""

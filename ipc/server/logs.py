@@ -1,6 +1,6 @@
-"""This module words what goes to the server's log: events with fields, and exceptions without their texts.
+"""This module describes exceptions for the server's log without their texts, which may contain prompts.
 
-Which lines are written, how many a second and in what form is the business of the logger's handlers.
+The logger's handlers decide which lines are written, how many a second and in what form.
 """
 
 import traceback
@@ -11,7 +11,7 @@ MAX_FRAMES = 12
 
 
 def describe(error: BaseException) -> str:
-    """An exception by type and places, without its text, which may hold a prompt."""
+    """Describe an exception by its type and stack, without its text, which may contain a prompt."""
     frames = traceback.extract_tb(error.__traceback__)[-MAX_FRAMES:]
     places = " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames))
     return f"{type(error).__name__} at {places or 'no place'}"

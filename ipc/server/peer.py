@@ -16,7 +16,7 @@ BAD_MESSAGES_WINDOW_S = 60.0
 
 
 class Rate:
-    """Counts events in a window of time, and reads the clock only where they exceed their limit."""
+    """Counts events in a window of time, and reads the clock only if they exceed the limit."""
 
     __slots__ = ("_count", "_end", "_window_s")
 
@@ -26,7 +26,7 @@ class Rate:
         self._end = time.monotonic() + window_s
 
     def exceeds(self, limit: int, cost: int = 1) -> bool:
-        """Add an event's cost; returns whether this window now has more than `limit`."""
+        """Add an event's cost, and return whether this window now has more than `limit`."""
         self._count += cost
         if self._count <= limit:
             return False
@@ -38,16 +38,16 @@ class Rate:
 
 
 class Peer:
-    """A client's connection; equal to itself alone.
+    """A client's connection, compared by identity.
 
     routing_id  the ROUTER's name for it; no other connection ever has the same
     descriptor  its socket in libzmq
-    user        who is at its other end
-    greeted     HELLO came, in a version that is spoken
-    dropped     BYE was said to it; nothing that it sends is read any more
+    user        the user at its other end
+    greeted     HELLO came, with a supported version
+    dropped     BYE was sent; later messages of the peer are ignored
     gone        the connection is over
-    full        the socket's queue to it had no room a moment ago
-    unsent      messages that this queue had no room for, in order; while there are any, it is blocked
+    full        the socket's queue to it was full at the last send, and the retry is still to come
+    unsent      messages that did not fit into the queue, in order; the peer is blocked while there are any
     """
 
     __slots__ = (

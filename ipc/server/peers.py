@@ -1,4 +1,4 @@
-"""This module sends to the peers of a server, and keeps the messages that wait to be sent."""
+"""This module sends messages to the peers of a server, and keeps those that a full queue delays."""
 
 import time
 from collections.abc import Iterator
@@ -19,17 +19,17 @@ MAX_UNSENT_CONTROL = 256
 
 
 class Listener(Protocol):
-    """An object that is told when peers end, and when their queues have room again."""
+    """An object that is told when peers end, and when their queues have space again."""
 
     def peer_gone(self, peer: Peer) -> None:
         """Called once for a peer that is gone or dropped, when nothing can be sent to it any more."""
 
     def peer_unblocked(self, peer: Peer) -> None:
-        """The messages that waited for a peer's queue have left."""
+        """Called when the messages that waited for a peer's queue have been sent."""
 
 
 class Peers:
-    """The peers of a router, to send to; iterating goes over those that are not gone."""
+    """Sends to the peers of a router; iterating goes over those that are not gone."""
 
     def __init__(self, limits: Limits, timers: Timers, router: Router) -> None:
         self._limits = limits
@@ -38,7 +38,7 @@ class Peers:
         self._listener: Listener
 
     def tell(self, listener: Listener) -> None:
-        """Set the listener; called before the first peer."""
+        """Set the listener; call this before the first peer comes."""
         self._listener = listener
 
     def __len__(self) -> int:
@@ -49,21 +49,21 @@ class Peers:
 
     @property
     def num_greeted(self) -> int:
-        """Peers that have said HELLO and are not dropped."""
+        """The number of peers that have said HELLO and are not dropped."""
         return sum(peer.greeted and not peer.dropped for peer in self._router.peers.values())
 
     def num_greeted_of(self, account: str) -> int:
-        """The greeted peers of a user's account."""
+        """Return the number of greeted peers of a user's account."""
         return sum(
             peer.greeted and not peer.dropped and peer.user.account == account for peer in self._router.peers.values()
         )
 
     def send(self, peer: Peer, message: Struct) -> bool:
-        """Send, or keep for later when the peer's queue is full; False when the peer is gone."""
+        """Send a message, or keep it while the peer's queue is full; False if the peer is gone."""
         return self.send_frame(peer, encode(message))
 
     def send_frame(self, peer: Peer, frame: bytes) -> bool:
-        """Send a message that is encoded."""
+        """Send an encoded message, as `send` does."""
         if peer.gone or peer.dropped:
             return False
         if not peer.unsent:
@@ -75,15 +75,15 @@ class Peers:
                 self._timers.after(self._limits.slow_consumer_s, self._watch, peer)
         peer.unsent.append(frame)
         if len(peer.unsent) > MAX_UNSENT_CONTROL + self._limits.max_requests_per_client:
-            self.drop(peer, "slow_consumer")  # asks and asks, and reads no answer
+            self.drop(peer, "slow_consumer")  # it keeps asking, and reads no answer
             return False
         return True
 
     def drop(self, peer: Peer, reason: str, message: str = "") -> None:
-        """Say BYE to a peer, hear it no more, and end its connection."""
+        """Say BYE to a peer, ignore its messages, and end its connection."""
         if peer.gone or peer.dropped:
             return
-        if not peer.unsent:  # or there is no room for it
+        if not peer.unsent:  # otherwise its queue has no space for BYE
             self.send(peer, Bye(reason, message))
         peer.dropped = True
         peer.unsent.clear()
@@ -97,7 +97,7 @@ class Peers:
             self._listener.peer_gone(peer)
 
     def unblocked(self, peer: Peer) -> None:
-        """Send what waited for a peer, whose queue has room again."""
+        """Send the messages that waited for a peer, as its queue has space again."""
         if peer.dropped:
             return
         while peer.unsent:
@@ -108,7 +108,7 @@ class Peers:
         self._listener.peer_unblocked(peer)
 
     def _watch(self, peer: Peer) -> None:
-        """Drop a peer whose queue has had no room for too long."""
+        """Drop a peer whose queue has been full for too long."""
         peer.watched = False
         if peer.gone or peer.dropped or not peer.unsent:
             return

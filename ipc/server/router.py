@@ -1,12 +1,12 @@
 """The server's socket is a ROUTER of libzmq, over ipc:// and tcp:// alike.
 
-A message carries its connection's routing id, which libzmq makes, and the user at the other end (`Admission`). A ROUTER
-does not say when a connection begins or ends, and has no call that ends one. So its monitor reports the descriptors of
-connections that come and go; the peer of a descriptor that went is sent a PONG that it did not ask for, which fails
-when the connection is over (ROUTER_MANDATORY); and a connection is ended by shutting down its descriptor.
+Each message has its connection's routing id, which libzmq makes, and the user at the other end (`Admission`). A ROUTER
+does not report when a connection begins or ends, and cannot end one. So this module uses the ROUTER's monitor, which
+reports the descriptors of connections that come and go. When a descriptor goes, its peer is sent an unrequested PONG;
+the send fails if the connection is over (ROUTER_MANDATORY). To end a connection, its descriptor is shut down.
 
-Several threads may use it, one at a time; its owner may sleep meanwhile, as it polls descriptors alone. libzmq's
-descriptors become readable when something happens, and not because something is left to read: so `unread` asks.
+Several threads may use the router, one at a time. Its owner may sleep meanwhile, as it only polls descriptors. libzmq's
+descriptors become readable when something happens, not while something is left to read: so `unread` asks the socket.
 """
 
 import ctypes
@@ -36,14 +36,14 @@ __all__ = ["Handlers", "Router"]
 
 HELLO_TIMEOUT_S = 5.0
 SPARE_CONNECTIONS = 64  # beyond max_clients, so that these can be told that the server is full
-MAX_MESSAGES_A_TURN = 64  # then tokens go out before more is read
+MAX_MESSAGES_A_TURN = 64  # after these, tokens are sent before more is read
 MAX_EVENTS_A_TURN = 1024
-MAX_FRAMES = 3  # one more than any message has: the rest of a longer one is not kept
-# Messages of a connection that may lie here unread: the rest of a flood stays with whoever sends it, and a dropped
-# connection's are soon thrown away (with 1,024, floods cost the others 11 % of p99). Few honest clients come near, so
-# that libzmq seldom stops reading: where it has, a connection's end can end its process (see README).
+MAX_FRAMES = 3  # one more than any message has: further frames of a longer message are dropped
+# Unread messages of a connection in this process. More of a flood stay with the sender, and those of a dropped
+# connection are soon discarded (with 1,024, floods cost other clients 11 % of p99). Few honest clients come near, so
+# libzmq seldom stops reading; while it has stopped, the end of a connection can end the process (see README).
 MAX_UNREAD = 64
-MAX_ENDED = 1 << 14  # connections that ended, of which messages may still lie here
+MAX_ENDED = 1 << 14  # remembered connections that ended; their messages may still be unread
 PROBE_AFTER_S = (0.0, 0.005, 0.05, 0.5)  # a monitor's event can come before the connection's end is known to the socket
 RETRY_S = 0.005
 SPARE_DESCRIPTORS = 256  # files, devices, libzmq's own
@@ -57,9 +57,9 @@ _EVENT = struct.Struct("=Hi")  # a monitor's event, and its descriptor
 class Handlers(Struct, frozen=True):
     """The functions that the router calls, from within `receive` and its timers.
 
-    message     frames of a message came from a peer; a peer that was not named before is new
-    ended       a peer is gone, and is not named again
-    unblocked   there may be room again in a queue that was full
+    message     frames of a message came from a peer, which may be a new peer
+    ended       a peer is gone; no later call names it
+    unblocked   a peer's queue that was full may have space again
     """
 
     message: Callable[[Peer, Sequence[bytes]], None]
@@ -68,7 +68,7 @@ class Handlers(Struct, frozen=True):
 
 
 class _Connection:
-    """A connection as the monitor knows it: since when, its socket's inode, and its peer once it has said something."""
+    """A connection that the monitor reported: its time, its socket's inode, and its peer after the first message."""
 
     __slots__ = ("inode", "peer", "since")
 
@@ -79,13 +79,13 @@ class _Connection:
 
 
 class Router:
-    """The socket, bound to an endpoint. Raises ConfigError when it cannot be bound, or keys cannot be read.
+    """The ROUTER socket, bound to an endpoint. Raises ConfigError if it cannot be bound, or keys cannot be read.
 
-    lock      of an ipc:// endpoint's path
-    users     who is let in over ipc://
+    lock      the lock of an ipc:// endpoint's path
+    users     the users admitted over ipc://
     curve     keys of tcp://
-    endpoint  as bound
-    peers     by routing id, as long as they are not gone
+    endpoint  the endpoint as bound
+    peers     peers that are not gone, by routing id
     """
 
     def __init__(
@@ -116,15 +116,15 @@ class Router:
         self.endpoint = endpoint.url if lock is not None else self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         self.peers: dict[bytes, Peer] = {}
         self._connections: dict[int, _Connection] = {}
-        self._ended: dict[bytes, None] = {}  # routing ids of late; libzmq gives none twice
+        self._ended: dict[bytes, None] = {}  # routing ids that ended recently; libzmq gives none twice
         self._handlers: Handlers
         self._poll = select.poll()
         self._wake = self._changes = -1
         self._found: dict[int, int] = {}
-        self._asked = self._changed = True  # questions to the admission, and the monitor's events, may wait untold of
+        self._asked = self._changed = True  # the admission may have questions, and the monitor events, to read
 
     def serve(self, wake: int, handlers: Handlers) -> None:
-        """Set the handlers, and a descriptor that ends a `wait` when it is readable; called before anything else."""
+        """Set the handlers, and a descriptor that ends a `wait` when it is readable; call this first."""
         self._wake = wake
         self._handlers = handlers
         self._changes = int(self._monitor.FD)
@@ -134,19 +134,19 @@ class Router:
 
     @property
     def unread(self) -> bool:
-        """Whether something may be left to receive that no descriptor reports; asked after any use of the socket."""
+        """Whether something that no descriptor reports may be left to receive; ask after any use of the socket."""
         return self._asked or self._changed or has_message(self._router)
 
     def wait(self, timeout_ms: int) -> bool:
-        """Wait for something to receive or the wake descriptor (-1: for ever); returns whether that one is readable.
+        """Wait for messages or the wake descriptor (-1: for ever); returns whether the wake descriptor is readable.
 
-        The only method that may be called while another thread is inside a method of the router.
+        This is the only method that may run while another thread is inside a method of the router.
         """
         self._found = dict(self._poll.poll(timeout_ms))
         return self._wake in self._found
 
     def receive(self, enough: Callable[[], bool]) -> None:
-        """Call the handlers for what has come: a bounded number of messages, fewer if `enough` after one."""
+        """Receive a limited number of messages and call their handlers; stop after a message if `enough()`."""
         found, self._found = self._found, {}
         self._asked = self._asked or self._admission.descriptor in found
         self._changed = self._changed or self._changes in found
@@ -156,7 +156,7 @@ class Router:
             self._note_connections()
         router = self._router
         for _ in range(MAX_MESSAGES_A_TURN):
-            # To ask is cheaper than an exception, while the decode thread waits for the GIL with what was submitted.
+            # Asking is cheaper than an exception, and the decode thread may wait for the GIL with a new request.
             if not has_message(router):
                 return
             routing_id = router.recv(_NOBLOCK)
@@ -173,9 +173,9 @@ class Router:
                 return
 
     def send(self, peer: Peer, frame: bytes) -> bool:
-        """Send a message of one frame without waiting; False when there is no room: then `unblocked` follows.
+        """Send a message of one frame without waiting; False if the queue is full: then `unblocked` follows.
 
-        A message to a peer that is gone is dropped, and `ended` is called soon unless it was.
+        A message to a peer that is gone is dropped, and `ended` follows unless it was called.
         """
         if peer.full:
             return False
@@ -200,7 +200,7 @@ class Router:
             self._shut(peer.descriptor, connection)
 
     def close(self, linger_s: float) -> None:
-        """End all connections; messages that were sent have `linger_s` to leave."""
+        """End all connections; messages already sent have `linger_s` to leave."""
         self._router.disable_monitor()
         self._router.close(linger=int(linger_s * 1000))
         self._context.destroy(linger=int(linger_s * 1000))
@@ -226,17 +226,17 @@ class Router:
             raise ConfigError(f"cannot listen on {endpoint.url!r:.200}: {error.strerror}") from error
 
     def _begin(self, routing_id: bytes, frame: zmq.Frame) -> Peer | None:
-        """The peer of a first message; None where its connection is over already, and nobody there to be answered."""
+        """Return a new peer for its first message; None if its connection is over already, or is refused."""
         self._note_connections()
         descriptor = int(frame.get("__fd"))
         connection = self._connections.get(descriptor)
         if connection is None or routing_id in self._ended:
             return None
-        if connection.peer is not None:  # one of them is of a connection before this one, which had the same descriptor
+        if connection.peer is not None:  # one of both is from an earlier connection with the same descriptor
             if _is_newer(connection.peer.routing_id, routing_id):
                 return None
             self._end(connection.peer)
-        if routing_id[0]:  # the peer's own choice, under which another connection may come; libzmq's begin with a zero
+        if routing_id[0]:  # the peer chose it, so another connection may have it, too; libzmq's begin with a zero
             self._refuse(descriptor, connection, "a routing id of its own")
             return None
         peer = Peer(routing_id, descriptor, User.of(str(frame.get("User-Id"))))
@@ -249,7 +249,7 @@ class Router:
             self._handlers.unblocked(peer)
 
     def _note_connections(self) -> None:
-        """Take what the monitor tells of connections that came and went."""
+        """Read the monitor's events about connections that came and went."""
         self._changed = True
         came: list[tuple[int, _Connection]] = []
         for _ in range(MAX_EVENTS_A_TURN):
@@ -283,7 +283,7 @@ class Router:
             self._log.info("ended a connection", extra={"reason": reason})
 
     def _shut(self, descriptor: int, connection: _Connection | None) -> bool:
-        """Shut a connection's socket down, unless the descriptor has become another's; returns whether it was shut."""
+        """Shut a connection's socket down unless another has its descriptor; returns whether it was shut down."""
         if connection is None or self._connections.get(descriptor) is not connection:
             return False
         try:
@@ -301,8 +301,8 @@ class Router:
                 self._end(peer)
 
     def _lives(self, peer: Peer) -> bool:
-        """Whether something can be sent to a peer; clients leave out a PONG that they have not asked for."""
-        self._router.getsockopt(zmq.EVENTS)  # makes the socket take note of what has ended
+        """Return whether a peer can be sent to; clients ignore a PONG that they have not requested."""
+        self._router.getsockopt(zmq.EVENTS)  # makes the socket notice connections that ended
         try:
             send_frames(self._router, (peer.routing_id, _PROBE))
         except zmq.Again:
@@ -324,13 +324,13 @@ class Router:
 
 
 def _is_newer(routing_id: bytes, other: bytes) -> bool:
-    """Whether libzmq gave the first of two routing ids later: a zero, and a counter that wraps."""
+    """Return whether libzmq gave the first id later; its ids are a zero byte and a counter that wraps."""
     first, second = (int.from_bytes(one[1:5], "big") for one in (routing_id, other))
     return (first - second) % (1 << 32) < 1 << 31
 
 
 def _inode(descriptor: int) -> int:
-    """The inode of a descriptor's socket; 0 where the descriptor is closed."""
+    """Return the inode of a descriptor's socket; 0 if the descriptor is closed."""
     try:
         return os.fstat(descriptor).st_ino
     except OSError:
@@ -340,16 +340,16 @@ def _inode(descriptor: int) -> int:
 def _forget_routing_ids() -> None:
     """Seed C's rand(), so that the next ROUTER counts its routing ids from an unpredictable number.
 
-    libzmq begins at a number of rand(), unseeded, and ends the process where a peer has chosen the next routing id.
+    libzmq takes the first number from an unseeded rand(), and ends the process if a peer has chosen the next id.
     """
     ctypes.CDLL(None).srand(int.from_bytes(os.urandom(4), "little"))
 
 
 def _allow_descriptors(num_connections: int) -> None:
-    """Let this process have many more descriptors than connections. Raises ConfigError where it may not.
+    """Raise this process's limit of descriptors well above the connections. Raises ConfigError if it may not.
 
-    libzmq ends the process where it cannot accept an ipc:// connection, and connections that are too many are ended
-    only after they were accepted.
+    libzmq ends the process if it cannot accept an ipc:// connection, and the server can end surplus connections only
+    after they were accepted.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed, most = num_connections + SPARE_DESCRIPTORS, hard if hard != resource.RLIM_INFINITY else MANY_DESCRIPTORS

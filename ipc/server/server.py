@@ -1,4 +1,4 @@
-"""This module runs a server's life: endpoint, threads, signals, drain, end."""
+"""This module starts and ends a server: its endpoint, threads, signals and drain."""
 
 import gc
 import logging
@@ -35,7 +35,7 @@ from lowlat.ipc.wake import Inbox
 
 __all__ = ["Server"]
 
-FATAL_S = 0.9  # from a failure to the process's end, at most
+FATAL_S = 0.9  # the longest time from a failure to the end of the process
 JOIN_S = 5.0
 EXIT_FATAL = 1
 
@@ -44,12 +44,12 @@ class Server:
     """Serves an engine on an endpoint.
 
     engine      an Engine, or a function that makes one in the decode thread, where it will be used
-    codec       text and chats to token ids; None: only token ids are served
-    endpoint    ipc:///a/path.sock, or tcp://host:port; after `start`, `endpoint` says which port `*` became
-    allow_uids  users admitted over ipc:// next to the server's own
-    curve       keys for tcp://; needed off loopback
-    name        what clients are told the server is: program and version
-    keeper      of the device's memory, which several servers share; None: it is this server's own
+    codec       converts text and chats to token ids; None: only token ids are served
+    endpoint    ipc:///a/path.sock, or tcp://host:port; after `start`, `endpoint` has the port that `*` became
+    allow_uids  users admitted over ipc:// besides the server's own
+    curve       keys for tcp://; needed beyond the loopback
+    name        program and version, as clients are told
+    keeper      shares the device's memory among several servers; None: this server alone uses it
     Raises ConfigError for an endpoint that cannot be served.
     """
 
@@ -88,7 +88,7 @@ class Server:
         self._lock: EndpointLock | None = None
         self._text: TextThreads | None = None
         self._io: IoThread | None = None
-        self._attention = Attention()  # the end is near: whoever runs the server should look
+        self._attention = Attention()  # raised at the server's end, for the thread in `run`
         self._failed = False
         self._num_signals = 0
         self._runs = False
@@ -96,7 +96,7 @@ class Server:
         self.exit_code: int | None = None
 
     def start(self) -> None:
-        """Take the endpoint, make the engine, serve. Raises ConfigError, and what making the engine raises."""
+        """Lock the endpoint, make the engine, and serve. Raises ConfigError, and errors of making the engine."""
         if self._closed or self._decode.ident is not None:
             raise LowlatError("a server starts once")
         try:
@@ -114,8 +114,8 @@ class Server:
     def run(self) -> int:
         """Serve until drained or failed, and return the exit code.
 
-        In the main thread `ending_signals` drain (a second one ends at once), and a failure ends the process within a
-        second, even where a device's thread hangs.
+        In the main thread one of `ending_signals` drains the server, and a second one ends it at once. A failure ends
+        the process within a second, even if a device's thread hangs.
         """
         if self._closed and self._io is not None:
             return self.exit_code or 0
@@ -128,7 +128,7 @@ class Server:
             if self._io is None:
                 self.start()
             if is_main:
-                # What is loaded lives as long as the server: no collection need look at it again.
+                # Objects loaded so far live as long as the server, so garbage collections can skip them.
                 gc.collect()
                 gc.freeze()
             self._attention.wait()
@@ -138,15 +138,15 @@ class Server:
         return self.exit_code or 0
 
     def drain(self, deadline_s: float | None = None) -> None:
-        """Take no more requests, finish what runs for at most so long (None: drain_s), and end. Any thread."""
+        """Refuse new requests, let running ones finish within deadline_s (None: drain_s), and end. Any thread."""
         self._inbox.put(DrainAsked(self.limits.drain_s if deadline_s is None else deadline_s))
 
     def reside(self, *, asleep: bool) -> None:
-        """Let the engine sleep when what runs is over, or wake it: an order of the keeper's. Any thread."""
+        """Obey the keeper: let the engine sleep after its running requests, or wake it. Any thread."""
         self._inbox.put(ResidenceAsked(asleep))
 
     def close(self) -> None:
-        """End at once and give everything back; harmless when repeated. After a hung step some of it stays."""
+        """End at once and release everything; harmless when repeated. After a hung step some resources stay."""
         if self._closed:
             return
         self._closed = True
@@ -250,7 +250,7 @@ class Server:
             self._failed = True
         self._inbox.put(event)
         if self._failed:
-            self._attention.set()  # even if the I/O thread should be what hangs
+            self._attention.set()  # the I/O thread itself may hang
 
     def _offer(self, event: Event) -> None:
         if self._io is None or not self._io.do_now(event):
@@ -263,11 +263,11 @@ class Server:
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         self._num_signals += 1
         if self._io is None:
-            raise SystemExit(128 + number)  # not serving yet: what is being loaded is dropped
+            raise SystemExit(128 + number)  # not serving yet: abandon the load
         self.drain(None if self._num_signals == 1 else 0.0)
 
     def _leave_process(self) -> None:
-        """End the process although threads may hang: a device's own clean-up must not keep a dead server alive."""
+        """End the process even if threads hang: a device's own clean-up must not keep a dead server alive."""
         last_words = threading.Thread(target=self._last_words, daemon=True)
         last_words.start()
         last_words.join(FATAL_S)

@@ -1,4 +1,4 @@
-"""A service answers the messages of clients, one method each; requests are born and end in `Requests`."""
+"""This module answers the messages of clients, with one method for each kind; `Requests` handles their requests."""
 
 import logging
 import time
@@ -45,17 +45,17 @@ from lowlat.ipc.wire import (
 __all__ = ["Service"]
 
 BUSY_RETRY_MS = 1000
-FIGURES_S = 0.1  # so old may an answer to STATS be
+FIGURES_S = 0.1  # the greatest age of an answer to STATS
 STATS_COST = 10  # in messages
 
 
 class Service:
-    """Reads the messages of peers and answers them; the I/O thread's own.
+    """Reads the messages of peers and answers them, in the I/O thread.
 
-    own_uid     the server's own user, who alone may end it
-    step_age    seconds since the last completed step while requests run, else 0.0
+    own_uid     the server's own user; only it may end the server
+    step_age    returns the seconds since the last completed step while requests run, else 0.0
     drain       asks the server to end
-    shared      several users are let in: none takes all connections
+    shared      several users are admitted, so none may take all connections
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Service:
         }
 
     def receive(self, peer: Peer, frames: Sequence[bytes]) -> None:
-        """Take one message and answer it; a wrong message is answered by an ERROR."""
+        """Handle one message; a wrong message is answered with an ERROR."""
         if peer.dropped:
             return
         if not self._affords(peer, 1):
@@ -122,7 +122,7 @@ class Service:
             self._wrong(peer, "internal", "the server failed on this message; its log says more")
 
     def _affords(self, peer: Peer, cost: int) -> bool:
-        """Count a message's cost; returns whether the peer keeps to its rate, and drops it otherwise."""
+        """Add a message's cost to the peer's rate; drop the peer and return False if it exceeds the limit."""
         limit = self._limits.max_messages_per_s
         if not peer.messages.exceeds(limit, cost):
             return True
@@ -157,7 +157,7 @@ class Service:
 
     def _submit(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
         if submit.number <= peer.last_number:
-            # without a number: one that names it would seem to end the request that has it
+            # the ERROR has no number: with it, it would seem to end the request that has that number
             message = f"number {submit.number} is not above {peer.last_number}, the last of this connection"
             self._wrong(peer, "unexpected", message, field="$.number")
             return
@@ -187,7 +187,7 @@ class Service:
             self._requests.open_prompts.finish(stream, speculative=finish.speculative)
 
     def _open_stream(self, peer: Peer, number: int) -> Stream | None:
-        """The request of an open prompt; None for one that has ended, and for a message about none."""
+        """Return the request of an open prompt; None if it has ended, or if the message is wrong."""
         stream = peer.streams.get(number)
         if number > peer.last_number:
             self._wrong(peer, "unexpected", f"number {number} was not used in this connection")
@@ -251,7 +251,7 @@ class Service:
     def _malformed(self, peer: Peer, error: WireError) -> None:
         number = error.number
         if number is not None and number > peer.last_number and peer.greeted:
-            # the request alone is wrong, not its client: it may have others under way
+            # only this request is wrong; the client may have others under way
             peer.last_number = number
             self._statistics.num_bad_messages += 1
             self._requests.refuse(peer, number, "malformed", str(error), field=error.field)
@@ -259,7 +259,7 @@ class Service:
         self._wrong(peer, "malformed", str(error), field=error.field)
 
     def _wrong(self, peer: Peer, code: str, message: str, *, field: str | None = None) -> None:
-        """Answer a wrong message; after too many in a minute the peer is dropped."""
+        """Answer a wrong message, and drop the peer after too many in a minute."""
         self._statistics.num_bad_messages += 1
         self._log.warning("a wrong message", extra={"code": code, "field": field, "peer_pid": peer.user.pid})
         self._peers.send(peer, Error(code, message, field=field))

@@ -1,11 +1,13 @@
-"""Attention of a step's rows over the paged cache, in two launches: one computes each split
-of the positions, the other combines the splits. Short windows need no splits, and one launch.
+"""Attention of a step's rows over the paged cache takes two launches.
 
-A grid of fixed size walks items (slot, key-value head, query rows, a split), listed on the device. Each of a block's
-four warps owns 16 of a tile's 64 positions and feeds itself through its own pipeline of copies, which runs on across
-items; the block meets only at an item's end, and parks the split's sums for `combine`. A row's bits depend on its own
-positions alone: see `tile` for how masked positions leave no trace. Tiles with positions of the tree run once for each
-of its rows, over the row's own ancestors in order; a chain's rows share them.
+The first computes each split of the positions, the second combines the splits. Short windows need no splits, and take
+one launch.
+
+A grid of fixed size walks work items (slot, key-value head, query rows, split), which are listed on the device. Each of
+a block's four warps has 16 of a tile's 64 positions and its own pipeline of copies, which continues across items. The
+block synchronises only at the end of an item, and stores the split's sums for `combine`. A row's bits depend only on
+its own positions: `tile` explains why masked positions have no effect. Tiles with positions of a tree run once for each
+of its rows, over the row's ancestors in order; a chain's rows share them.
 """
 
 from collections.abc import Callable
@@ -65,7 +67,7 @@ __all__ = [
     "partial_attention",
 ]
 
-CONVERTS_CODES = (8, 9)  # the capability from which a GPU makes fp16 of e4m3 itself
+CONVERTS_CODES = (8, 9)  # GPUs from this capability on have an instruction that converts e4m3 to fp16
 
 
 def attention(
@@ -96,28 +98,29 @@ def attention(
     num_blocks: int | None = None,
     parts: int = 0,
 ) -> list[KernelCall]:
-    """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
+    """Compute attention of each row over its slot's dense prefix and the row's ancestors in the tree.
 
     q                 [B * R, H, D]        bf16; D 64, 128, 256 or 512
     k_cache, v_cache  [P, G, block, D]     bf16, or with kv_scales uint8; block a power of two from 16 to 256
     block_table       [max B, C / block]   int32; with `parts` above 0 lists, see `partial_attention`
     slots             [B]                  int32; -1 pads
-    dense_lens        [B]                  int32  all rows of a slot see positions [first, dense)
+    dense_lens        [B]                  int32  all rows of a slot attend to positions [first, dense)
     row_live          [B * R]              uint8
-    row_masks         [B, R]               int64  bit a: sees node a, stored at dense + a, itself included
+    row_masks         [B, R]               int64  bit a: the row attends to node a, stored at dense + a; its own bit is
+                      set
     sinks             [H]                  float32 or None
-    kv_scales         [2, G]               float32: the caches hold codes; or None
+    kv_scales         [2, G]               float32, if the caches hold e4m3 codes; else None
     out               [B * R, H * D]       bf16, out; dead rows zero
-    workspace         sums of splits
-    early_metadata    all but q and what the rows themselves wrote is older than the kernel before this one; of
-                      row_live and row_masks early_rows says so
+    workspace         for the sums of splits
+    early_metadata    whether the kernel before this one writes nothing that this one reads, except q and the rows' own
+                      keys and values; early_rows says the same of row_live and row_masks
     tail              the most ancestors that a row may have; None: R
     split             positions of a split, 128, 256 or 512: a row's bits depend on it; see `choose_split`
     softcap           c: scores s become c tanh(s / c), in a kernel of its own; None: they stay
-    GPU, plan        what it runs on, and how to cut the launch; None: by the GPU's table, or the derived one
-    num_blocks        blocks of the grid; None: the plan's on every SM
-    With a short window there is one launch and no workspace; the window and `keep_first` mean what they mean in the
-    reference. Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
+    gpu, plan         the GPU, and the launch's plan; None: from the GPU's tuning table, or a derived plan
+    num_blocks        blocks of the grid; None: the plan's number on every SM
+    With a short window there is one launch and no workspace. The window and `keep_first` have the reference's meaning.
+    Time: `attention_bytes` over the bandwidth and some 4 us. Captured: yes. Raises ShapeError.
     """
     (batch, rows), (heads, head_dim) = row_masks.shape, q.shape[1:]
     kv_heads, block = k_cache.shape[1:3]
@@ -155,12 +158,12 @@ def attention(
 def partial_attention(
     *, block_lists: torch.Tensor, block: int, k_cache: torch.Tensor, **given: Any
 ) -> list[KernelCall]:
-    """`partial_attention` of the reference: attention whose positions lie in lists, one for each slot and head.
+    """Compute the reference's `partial_attention`: attention over lists of blocks, one for each slot and head.
 
     block_lists  [max B, G, n]  int32: entry e is part e % parts of the cache's block e // parts
     block        positions of a part, a power of two from 16 on
-    given        the other arguments of `attention`, but a window; dense_lens count positions of the lists
-    Where a list holds all of a slot's parts in order its rows have the bits of `attention`. Raises ShapeError.
+    given        the other arguments of `attention`, except a window; dense_lens count positions of the lists
+    If a list holds all of a slot's parts in order, its rows have the bits of `attention`. Raises ShapeError.
     """
     kv_heads, size = k_cache.shape[1:3]
     if block < 16 or size % block or block & (block - 1):
@@ -172,7 +175,7 @@ def partial_attention(
 def _shape_of(
     work: AttentionWork, plan: AttentionPlan, gpu: Gpu, block: int, first: int, sinks: bool, early: bool
 ) -> AttentionShape:
-    """The specialisation for a launch by a plan."""
+    """The kernel's specialisation for a plan."""
     few = work.few and plan.row_tiles == 1
     teams, blocks = (TEAMS[work.head_dim], 0) if work.whole else (1, plan.blocks)  # few busy blocks have room anywhere
     return AttentionShape(
@@ -192,7 +195,7 @@ def attention_bytes(
     keep_first: int = 0,
     itemsize: int = 2,
 ) -> int:
-    """Bytes of keys and values that a launch must read, of so many a number, for slots of these lengths; drafts are
+    """Bytes of keys and values that a launch must read for slots of these lengths, by bytes of a number; drafts are
     neglected."""
     total = 0
     for dense in dense_lens:
@@ -203,8 +206,8 @@ def attention_bytes(
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Specialisations, as a GPU has them: Llama, gpt-oss with and without a window, heads with windows, plans that
-    only a table chooses, heads of 256 and 512, and a softcap."""
+    """Representative specialisations for a GPU: Llama, gpt-oss with and without a window, heads with windows, plans
+    that only a table chooses, heads of 256 and 512, and a softcap."""
     llama, oss = AttentionWork(1, 4, 4, 8, 128, None, 0, 256), AttentionWork(1, 4, 8, 8, 64, None, 0, 256)
     short = AttentionWork(1, 1, 4, 2, 128, 100, 0, 256)
     cases = (
@@ -338,7 +341,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
 
 
 def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
-    """A function: a block's items, one after the other, once they are counted.
+    """The function that walks a block's items after they are counted.
 
     read_rows  as `make_plan_functions` makes it
     """
@@ -422,7 +425,7 @@ def _make_walk(shape: AttentionShape, read_rows: Any) -> Any:
 
 @device_function
 def clear_dead(row_ends: Any, out: Any, count: Any, row_bytes: Any, threads: Any) -> None:
-    """Zero the results of rows that are dead or see nothing, each by one block."""
+    """Zero the results of rows that are dead or attend to nothing; one block for each row."""
     row = int32(cuda.blockIdx.x)
     while row < count:
         if row_ends[row] == 0:

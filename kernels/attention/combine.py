@@ -1,12 +1,12 @@
-"""The second half of attention: from the splits' partial sums to the rows' results, a launch of its own.
+"""This module has the second launch of attention, which combines the splits' partial sums to the rows' results.
 
 A block's threads take a row's splits in four classes, by the split's absolute number, so that loads of many splits are
-under way at once; a class adds its splits in order, and the classes are added in order. The structure is fixed by
-absolute positions alone. A split in which a row saw nothing has factor 0, and a row with a single split factor 1:
-neither changes a bit, so it does not matter which splits were processed for other rows.
+in flight at once. A class adds its splits in order, and the classes are added in order. This structure is fixed by
+absolute positions alone. A split in which a row sees nothing has factor 0, and a row with a single split has factor 1.
+Neither changes a bit, so it does not matter which splits were processed for other rows.
 
-A launch of its own, because fences and counters by which the last block could do this inside the first launch cost
-more than half of the whole on an H200 (4 slots at 16K: 152 us, 76 us without).
+It is a launch of its own, because fences and counters by which the last block could do it inside of the first launch
+cost more than half of the whole on an H200 (4 slots at 16K: 152 us, 76 us without).
 """
 
 import math
@@ -29,7 +29,7 @@ __all__ = ["combine_splits", "examples"]
 
 CLASSES = 4
 LEAST_THREADS = 128
-UNROLL = 8  # splits whose loads are under way together in a class
+UNROLL = 8  # splits of a class whose loads are in flight together
 MINUS_INFINITY = -math.inf
 EVERY_LANE = 0xFFFFFFFF
 
@@ -48,12 +48,12 @@ def combine_splits(
     tail: int,
     capacity: int,
 ) -> KernelCall:
-    """Combine the partial sums that the first launch left.
+    """Combine the partial sums of the first launch.
 
     partials  [owners, capacity, parked, D]  float32  weighted values of each split
     sums      [owners, capacity, parked, 2]  float32  peak (times log2 e) and sum of weights
-    An owner is (slot, key-value head, tile of 16 query rows); parked is 16, or all query rows where they are fewer.
-    The splits that a slot has follow from its dense length and `tail`, as in the first launch.
+    An owner is (slot, key-value head, tile of 16 query rows); parked is 16, or all query rows if they are fewer.
+    A slot's splits follow from its dense length and `tail`, as in the first launch.
     """
     count = out.numel() // shape.head_dim
     if capacity > MAX_SPLITS:
@@ -129,7 +129,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
             ptx.wait_for_previous_kernel()
         live = ptx.load_global_u8(row_live + int64(row)) != uint32(0)
         live = live and parts > 0
-        loaded = load_parts(source, step, int32(split + keep - start), last)  # on their way while factors are found
+        loaded = load_parts(source, step, int32(split + keep - start), last)  # in flight while factors are computed
         largest = float32(MINUS_INFINITY)
         for part in range(inner, parts, row_threads):
             peak = ptx.load_global_f32(sums + (base + int64(part) * pitch) * 8)
@@ -173,7 +173,7 @@ def _kernel(shape: AttentionShape) -> Callable[..., None]:
 
 @device_function
 def add_parts(totals: Any, loaded: Any, factors: Any, norms: Any, at: Any, first: Any, last: Any) -> Any:
-    """The sums of a class with its next UNROLL parts, in order; the factors and norms of a row are at `at`."""
+    """Add a class's next UNROLL parts to its sums, in order; a row's factors and norms are at `at`."""
     a, b, c, d, norm = totals
     part = int32(first)
     for words in loaded:
@@ -189,7 +189,7 @@ def add_parts(totals: Any, loaded: Any, factors: Any, norms: Any, at: Any, first
 
 @device_function
 def load_parts(source: Any, step: Any, first: Any, last: Any) -> Any:
-    """The next UNROLL parts of a class, all loads under way at once."""
+    """Load the next UNROLL parts of a class, all in flight at once."""
     return (
         load_part(source, step, first, last, 0),
         load_part(source, step, first, last, 1),
@@ -204,13 +204,13 @@ def load_parts(source: Any, step: Any, first: Any, last: Any) -> Any:
 
 @device_function
 def load_part(source: Any, step: Any, first: Any, last: Any, turn: Any) -> Any:
-    """Sixteen bytes of the part `turn` places on in its class; past the last part, of the last, to be weighed 0."""
+    """Load sixteen bytes of the part `turn` places ahead in its class; past the end the last part, with factor 0."""
     part = min(int32(first + turn * CLASSES), last)
     return ptx.load_global_128(source + int64(part) * step)
 
 
 def _make_locate(shape: AttentionShape) -> Any:
-    """Where a query row's first part lies, in rows of the partial sums."""
+    """A device function that returns the place of a query row's first part, in rows of the partial sums."""
     group, kv_heads = shape.group, shape.kv_heads
 
     @device_function
@@ -226,7 +226,7 @@ def _make_locate(shape: AttentionShape) -> Any:
 
 
 def _make_finish(shape: AttentionShape) -> Any:
-    """Add the classes in order, the sink, divide, and store four columns of a row."""
+    """A device function that adds the classes in order and the sink, divides, and stores four columns of a row."""
     head_dim, has_sinks, threads = shape.head_dim, shape.sinks, _threads_of(shape)
     lanes = head_dim // 4
 
@@ -245,7 +245,7 @@ def _make_finish(shape: AttentionShape) -> Any:
             factor, norm = join_sink(largest, norm, sink)
         elif norm == float32(0):
             norm = float32(1)
-        for part in range(4):  # adding 0 makes -0 and 0 one
+        for part in range(4):  # adding 0 turns -0 into 0
             value = ptx.div_rn(ptx.mul_rn(ptx.add_rn(totals[part], float32(0)), factor), norm)
             totals[part] = value if live else float32(0)
         address = out + (int64(number) * head_dim + int64(lane) * 4) * 2

@@ -1,9 +1,9 @@
-"""Copies of one tile's keys and values to shared memory: the rows of one warp, through that warp's own pipeline.
+"""This module copies a tile's keys and values to shared memory; each warp has its own rows and pipeline.
 
-A warp owns 16 of a tile's 64 positions, of the widest heads half their dimensions. Its stage holds their keys, then
-their values, as rows of 2 D bytes, D of codes, whose 16-byte pieces are permuted by `make_swizzle`, so that neither
-16-byte reads of keys nor transposed matrix reads of values meet bank conflicts. A stage's descriptor tells the reader
-what was copied.
+A warp has 16 of a tile's 64 positions; of the widest heads it has half of their dimensions. Its stage has their keys,
+then their values, as rows of 2 D bytes, or D for codes. The rows' 16-byte pieces are permuted by `make_swizzle`, so
+that neither 16-byte reads of keys nor transposed matrix reads of values have bank conflicts. A stage's descriptor tells
+the reader what was copied.
 """
 
 from typing import Any
@@ -39,12 +39,15 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int32, in
 __all__ = ["make_copy_values", "make_is_early", "make_issue", "make_lane_offset", "make_look_up", "make_swizzle"]
 
 FULL_WARP = 0xFFFFFFFF
-COPY_BYTES = 32 * 16  # of a warp at once
+COPY_BYTES = 32 * 16  # bytes that a warp copies at once
 
 
 def make_swizzle(shape: AttentionShape) -> Any:
-    """A function: the number that a row's piece numbers are xor-ed with: eight rows differ, and neighbours differ in
-    bit 2; of rows of 64 bytes, which lie in other halves of 128, every other one differs."""
+    """A device function that returns the number with which a row's piece numbers are xor-ed.
+
+    It differs in eight consecutive rows, and in bit 2 between neighbours. Rows of 64 bytes are in different halves of
+    128, so only every other one differs.
+    """
     neighbours = 1 if shape.row_bytes > 64 else 0
 
     @device_function
@@ -56,7 +59,7 @@ def make_swizzle(shape: AttentionShape) -> Any:
 
 @device_function
 def _ordinal_bit(mask: Any, ordinal: Any) -> Any:
-    """The place of the bit that has `ordinal` set bits below it."""
+    """Return the place of the set bit with `ordinal` set bits below it."""
     rest, left, place, width = uint64(mask), int32(ordinal), int32(0), int32(32)
     while width > 0:
         low = int32(cuda.popc(rest & ((uint64(1) << uint64(width)) - uint64(1))))
@@ -69,8 +72,11 @@ def _ordinal_bit(mask: Any, ordinal: Any) -> Any:
 
 
 def _make_in_list(shape: AttentionShape) -> tuple[Any, Any]:
-    """`entry_address`: where the entry of a position stands in a slot's list of parts; `row_in_part`: the row of the
-    cache that holds the position."""
+    """Make two device functions for lists of parts.
+
+    `entry_address` returns the address of a position's entry in a slot's list. `row_in_part` returns the cache's row of
+    the position.
+    """
     kv_heads, block, parts = shape.kv_heads, shape.block, max(shape.parts, 1)
     size = block // parts
     size_shift, parts_shift = size.bit_length() - 1, parts.bit_length() - 1
@@ -89,7 +95,7 @@ def _make_in_list(shape: AttentionShape) -> tuple[Any, Any]:
 
 
 def _make_row_of_cache(shape: AttentionShape) -> Any:
-    """Which row of the cache holds a position, for a query row alone or for all; -1: nobody sees it."""
+    """A device function that returns the cache's row of a position, for one query row or for all; -1: none sees it."""
     first, keep_end = shape.first, shape.first + shape.keep_first
     windowed, window = shape.window is not None, shape.window or 0
     kv_heads, block, listed = shape.kv_heads, shape.block, shape.parts > 0
@@ -135,7 +141,7 @@ def _make_row_of_cache(shape: AttentionShape) -> Any:
 
 
 def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
-    """`copy_run`: 16 rows that follow each other; `copy_rows`: 16 rows anywhere, row i from lane i, -1 for zeros."""
+    """Make `copy_run`, which copies 16 consecutive rows, and `copy_rows`: any 16 rows, row i by lane i, -1: zeros."""
     pitch, whole = shape.pitch, shape.halves == 1
     pieces = shape.row_bytes // 16  # of a row
     rows_a_copy = 32 // pieces
@@ -171,7 +177,7 @@ def _make_copy_rows(shape: AttentionShape) -> tuple[Any, Any]:
 
 
 def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
-    """`copy_run` and `copy_rows` where a row is as wide as a warp's copy: odd rows are copies' first ones, too."""
+    """Make `copy_run` and `copy_rows` for rows as wide as a warp's copy, so that every row begins a copy."""
     pitch, row_bytes, both = shape.pitch, shape.row_bytes, not shape.takes_turns
     values_at = 16 * row_bytes
 
@@ -202,7 +208,7 @@ def _make_copy_wide_rows(shape: AttentionShape) -> tuple[Any, Any]:
 
 
 def make_copy_values(shape: AttentionShape) -> Any:
-    """A function of a warp that copies a step's values to where its keys were, which all lanes have read."""
+    """A device function of a warp that copies a step's values over its keys, after all lanes have read the keys."""
     _, copy_rows = _make_copy_wide_rows(shape)
     wait = ptx.copies_wait(0)
 
@@ -220,7 +226,7 @@ def make_copy_values(shape: AttentionShape) -> Any:
 
 
 def make_lane_offset(shape: AttentionShape) -> Any:
-    """A function: where a lane's first piece goes in its warp's stage."""
+    """A device function that returns the offset of a lane's first piece in its warp's stage."""
     pitch, row_swizzle = shape.row_bytes, make_swizzle(shape)
     pieces = pitch // 16
     piece_shift = pieces.bit_length() - 1
@@ -234,7 +240,7 @@ def make_lane_offset(shape: AttentionShape) -> Any:
 
 
 def make_is_early(shape: AttentionShape) -> Any:
-    """A function: whether the cursor's tile holds only positions of earlier steps, each seen by all live rows."""
+    """A device function that returns whether all live rows see the cursor's whole tile, and it is of earlier steps."""
     first, keep_end = shape.first, shape.first + shape.keep_first
     windowed, window = shape.window is not None, shape.window or 0
 
@@ -251,7 +257,7 @@ def make_is_early(shape: AttentionShape) -> Any:
 
 
 def make_look_up(shape: AttentionShape) -> Any:
-    """A function of a warp that reads entries of the block table ahead of their use: 32 tiles' at once, one a lane."""
+    """A device function of a warp that reads entries of the block table ahead: for 32 tiles at once, one a lane."""
     block_shift, listed = shape.block.bit_length() - 1, shape.parts > 0
     entry_address, _ = _make_in_list(shape)
 
@@ -274,7 +280,7 @@ def make_look_up(shape: AttentionShape) -> Any:
 
 
 def make_issue(shape: AttentionShape) -> Any:
-    """A function that starts the copies of the cursor's step, describes them and moves the cursor on."""
+    """A device function that starts the copies of the cursor's step, describes them and advances the cursor."""
     group, tile_rows, block, kv_heads = shape.group, 16 * shape.row_tiles, shape.block, shape.kv_heads
     listed, (_, row_in_part) = shape.parts > 0, _make_in_list(shape)
     make_copy = _make_copy_wide_rows if shape.row_bytes == COPY_BYTES else _make_copy_rows

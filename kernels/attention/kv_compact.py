@@ -1,4 +1,4 @@
-"""Move a tree's accepted rows of K and V to the dense tail: one layer or all, both caches, all slots in one launch.
+"""This module moves a tree's accepted rows of K and V to the dense tail, of one layer or all, in one launch.
 
 A thread moves the same 16 bytes of a row from place to place, in order; so no barrier is needed.
 """
@@ -20,7 +20,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, ty
 
 __all__ = ["examples", "kv_compact", "kv_compact_layer"]
 
-BATCH = 4  # rows under way in a thread
+BATCH = 4  # rows in flight in a thread
 
 
 def kv_compact(
@@ -35,7 +35,7 @@ def kv_compact(
     workspace: Workspace,
     group: str = "",
 ) -> list[KernelCall]:
-    """`kv_compact` of the reference for every layer of one block table.
+    """Launch `kv_compact` of the reference for every layer of one block table.
 
     accepted_nodes      [B, T]                  int32  a path from the root; nodes ascend
     commit_lens         [B]                     int32  rows to keep
@@ -43,8 +43,8 @@ def kv_compact(
     block_table         [max B, blocks]         int32
     slots               [B]                     int32  -1 pads
     k_caches, v_caches  L times [P, G, block, D]       updated; one shape, rows of whole multiples of 16 bytes
-    group  names the layers: their caches' addresses are kept in a workspace of that name, filled here, which launches
-           over other layers must not share
+    group  a name for these layers. The addresses of their caches are stored here in a workspace of that name, which
+           launches over other layers must not share
     Raises ShapeError for shapes that do not fit.
     """
     caches = [*k_caches, *v_caches]
@@ -72,7 +72,7 @@ def kv_compact_layer(given: Given) -> list[KernelCall]:
 def _calls(
     reads: tuple[torch.Tensor, ...], cache_: torch.Tensor, targets: tuple[Argument, Argument], listed: int
 ) -> list[KernelCall]:
-    """The launch over so many listed caches; none listed: over the two targets themselves."""
+    """Make the launch over the listed caches; without a list, over the two targets themselves."""
     (batch, rows), table_width = reads[0].shape, reads[3].shape[1]
     for array in (reads[1], reads[2], reads[4]):
         check_shape("commit_lens, dense_lens and slots", array, batch)
@@ -83,7 +83,7 @@ def _calls(
 
 @device_function
 def _row(position: Any, head: Any, part: Any, sizes: Any, table: Any) -> Any:
-    """Where a thread's part of the row at a position lies in a cache, in bytes."""
+    """Return the byte offset in a cache of a thread's part of the row at a position."""
     num_heads, block, parts = sizes
     number, offset = divide(position, block)
     return (((int_at(table, number) * num_heads + head) * block + offset) * parts + part) * 16
@@ -96,16 +96,16 @@ def _store(address: Any, row: Any) -> None:
 
 @device_function
 def _place(place: Any, count: Any, nodes: Any) -> Any:
-    """A place that must move, with its node; past the end a place that stays."""
+    """Return a place that must move, with its node; past the end a place that stays."""
     node = int_at(nodes, min(place, count - 1))
     return node if place < count else place
 
 
 @device_function
 def _move_four(base: Any, place: Any, moving: Any, head: Any, part: Any, sizes: Any, table: Any, cache_: Any) -> None:
-    """Four rows at once: sources never lie below their places, so all loads may come before the stores.
+    """Move four rows at once. Sources are never below their targets, so all loads may come before the stores.
 
-    A row that stays stands in for the root's: loaded, not stored.
+    For a row that stays the root's row is loaded, and nothing is stored.
     """
     n0, n1, n2, n3 = moving
     moves0, moves1, moves2, moves3 = n0 != place, n1 != place + 1, n2 != place + 2, n3 != place + 3

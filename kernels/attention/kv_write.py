@@ -1,4 +1,4 @@
-"""Keys and values stored to the paged caches in one launch: a block a row, dead rows nowhere.
+"""This module stores keys and values to the paged caches in one launch, a block a row; dead rows are not stored.
 
 The rows are a step's, of several slots, or those of a chunk of prefill. With scales they are stored as e4m3 codes.
 """
@@ -23,7 +23,7 @@ __all__ = ["examples", "kv_write", "prefill_kv_write"]
 
 @launches(reference.kv_write)
 def kv_write(given: Given) -> list[KernelCall]:
-    """`kv_write` of the reference; row_live may be [B, R] too.
+    """Launch `kv_write` of the reference; row_live may be [B, R], too.
 
     k, v and the caches are of one dtype, in rows of whole multiples of 16 bytes; with kv_scales k and v are bf16 and
     the caches uint8. Raises ShapeError for other dtypes and rows.
@@ -36,7 +36,7 @@ def kv_write(given: Given) -> list[KernelCall]:
 
 @launches(reference.prefill_kv_write)
 def prefill_kv_write(given: Given) -> list[KernelCall]:
-    """`prefill_kv_write` of the reference, with the dtypes of `kv_write`.
+    """Launch `prefill_kv_write` of the reference, with the dtypes of `kv_write`.
 
     Time: that of a launch, and 8 * c * G * D bytes over the memory's bandwidth in bf16. Captured: yes.
     """
@@ -47,7 +47,7 @@ def prefill_kv_write(given: Given) -> list[KernelCall]:
 
 
 def _cache_sizes(given: Given) -> tuple[int, int, int]:
-    """KV heads, positions a block, and 16 bytes a row. Raises ShapeError."""
+    """Return the KV heads, the positions of a block, and the 16-byte pieces of a row. Raises ShapeError."""
     k, codes = given["k"], "kv_scales" in given.arrays
     wanted = torch.uint8 if codes else k.dtype
     if {given["k_cache"].dtype, given["v_cache"].dtype} != {wanted}:

@@ -1,4 +1,4 @@
-"""How a launch of attention is cut: the numbers that change no bit, all plans that fit a GPU, the choice of one.
+"""This module plans a launch of attention: it lists the plans that fit a GPU, which change no bit, and chooses one.
 
 The numbers that decide bits (the split, teams of warps, whether a block has a whole window) follow from shapes alone
 and belong to no plan.
@@ -32,30 +32,30 @@ __all__ = [
 
 KIND = "attention"
 TILE_BYTES = {dim: 256 * dim for dim in HEAD_DIM.values}  # of 64 positions; half for codes
-TEAMS = {64: 3, 128: 2, 256: 1, 512: 1}  # side by side over a whole window: one of 128 spans three tiles
+TEAMS = {64: 3, 128: 2, 256: 1, 512: 1}  # at once over a whole window: one of 128 spans three tiles
 DESCRIPTOR_WORDS = 4  # of a stage and warp: place and flags, tile of positions, row of the tree
-TURN_BYTES = 64 + 1024  # of a warp where keys and values take turns: rows of 16 positions, scores of 16 query rows
+TURN_BYTES = 64 + 1024  # of a warp, if keys and values take turns: rows of 16 positions, scores of 16 query rows
 ALIGNMENT = 128  # of the stages: pieces of rows are permuted within 128 bytes
-STATIC_BYTES = 5 * 1024  # at most, of shared memory that the kernel declares itself
+STATIC_BYTES = 5 * 1024  # the most static shared memory of the kernel
 WHOLE_WINDOW = 256
 QUERY_ROWS = 16  # of a tile
 DERIVED_STAGES = {64: 4, 128: 3, 256: 3, 512: 1}
-ALONE_STAGES = {64: 2, 128: 2, 256: 3, 512: 3}  # at most, where no two blocks fit an SM; fewer where these do not fit
+ALONE_STAGES = {64: 2, 128: 2, 256: 3, 512: 3}  # the most if an SM has one block; fewer if these do not fit
 LEAST_STAGES = 2
-MOST_STAGES = 8  # of codes twice as many, as of those that are derived
-MOST_BLOCKS = 3  # but of codes and few query rows, which have fewer sums
+MOST_STAGES = 8  # twice as many for codes, like the derived numbers
+MOST_BLOCKS = 3  # except for codes with few query rows, which have fewer sums
 FEW_ROWS = 8
 LONG_SPLIT = 512
-MANY_WINDOWS = 0.9  # of half the SMs: reading so many windows again for each tile of rows is dear
+MANY_WINDOWS = 0.9  # of half the SMs: to read so many windows again for each tile of rows takes too long
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How a launch is cut; nothing of it changes any bit of the result.
+    """The plan of a launch; it changes no bit of the result.
 
-    row_tiles  tiles of 16 query rows that share one reading of keys and values; one, where all items then have a block
-    stages     tiles of positions under way in each block
-    blocks     of the grid, for each SM; of those that split the positions no more meet on one
+    row_tiles  tiles of 16 query rows that share one reading of keys and values; one, if all items then have a block
+    stages     tiles of positions in flight in each block
+    blocks     blocks of the grid for each SM; if positions are split, no more blocks share an SM
     """
 
     row_tiles: int
@@ -70,7 +70,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """The facts that a launch's plan depends on; never the contexts, which change while a bucket is replayed.
+    """The facts on which a launch's plan depends; not the contexts, which change while a bucket is replayed.
 
     batch, rows  slots of the step, and rows of each
     window       None: all positions
@@ -91,12 +91,12 @@ class AttentionWork:
 
     @property
     def whole(self) -> bool:
-        """Whether a block has all positions of its rows, as `is_whole` says."""
+        """Whether a block has all positions of its rows, see `is_whole`."""
         return is_whole(self.window, self.keep_first)
 
     @property
     def few(self) -> bool:
-        """Whether a slot's query rows of a key-value head are half a tile at most."""
+        """Whether a slot has at most half a tile of query rows of a key-value head."""
         return self.rows * self.group <= FEW_ROWS
 
     @property
@@ -106,12 +106,12 @@ class AttentionWork:
 
     @property
     def most_shared(self) -> int:
-        """Tiles of query rows for which a thread has registers at once: of narrow heads three, where these are all."""
+        """Tiles of query rows for which a thread has registers at once; three for narrow heads, if these are all."""
         return 3 if self.query_tiles == 3 and self.head_dim == 64 and self.window is None and not self.coded else 2
 
     @property
     def facts(self) -> dict[str, int | bool]:
-        """The key of tables: slots and tiles of query rows that are not all shared count by the next power of two."""
+        """The key of tables; slots, and tiles of query rows if not all are shared, count as the next power of two."""
         codes: dict[str, int | bool] = {"coded": True, "few": self.few} if self.coded else {}
         tiles = self.query_tiles if self.query_tiles <= self.most_shared else _next_power(self.query_tiles)
         return codes | {
@@ -122,28 +122,28 @@ class AttentionWork:
 
 
 def is_whole(window: int | None, keep_first: int) -> bool:
-    """Whether a block takes all positions of its rows: a window of few tiles, and none kept at the start besides.
+    """Return whether a block takes all positions of its rows: for a window of few tiles without kept first positions.
 
-    It decides bits, and depends on nothing but the layer.
+    It decides bits, and depends on the layer alone.
     """
     return window is not None and window <= WHOLE_WINDOW and not keep_first
 
 
 def pipeline_bytes(head_dim: int, stages: int, teams: int, coded: bool = False, takes_turns: bool = False) -> int:
-    """Dynamic shared memory of a block: its stages, their descriptors, and what aligns them; in turns also scores."""
+    """Return a block's dynamic shared memory: stages, descriptors, alignment; scores, if keys and values take turns."""
     tile_bytes, warps = TILE_BYTES[head_dim] // (2 if coded or takes_turns else 1), 4 * -(-head_dim // MAX_WARP_DIM)
     more = TURN_BYTES if takes_turns else 0
     return stages * teams * (tile_bytes + warps * (DESCRIPTOR_WORDS * 4 + more)) + ALIGNMENT
 
 
 def takes_turns(work: AttentionWork, gpu: Gpu) -> bool:
-    """Whether a tile's values have no place in shared memory before its keys have been read."""
+    """Return whether a tile's values take the place of its keys in shared memory, since there is no space for both."""
     needed = pipeline_bytes(work.head_dim, 1, TEAMS[work.head_dim], work.coded) + STATIC_BYTES
     return work.head_dim > MAX_WARP_DIM and needed > gpu.most_bytes(1)
 
 
 def candidate_plans(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, ...]:
-    """The plans that fit a GPU: the derived one first, then those that are likely to be faster."""
+    """List the plans that fit a GPU: the derived one, then others, those first that are likely to be faster."""
     tiles = work.query_tiles
     if work.whole:
         are_many = 2 * work.batch * work.kv_heads >= MANY_WINDOWS * gpu.num_multiprocessors
@@ -155,7 +155,7 @@ def candidate_plans(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, ...]:
 
 
 def choose_attention_plan(work: AttentionWork, gpu: Gpu) -> tuple[AttentionPlan, Planned]:
-    """The plan of a launch by a GPU's table, or the derived one; and its place in tables."""
+    """Choose the plan of a launch by a GPU's table, or the derived one; also return its place in tables."""
     return choose_plan(gpu.tuning, KIND, work.facts, candidate_plans(work, gpu))
 
 

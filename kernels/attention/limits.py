@@ -1,4 +1,4 @@
-"""The limits of attention's kernels, and the splits of positions that follow from fixed sizes."""
+"""This module has the limits of attention's kernels, and the sizes of splits, which follow from fixed sizes."""
 
 from collections.abc import Mapping
 
@@ -42,17 +42,17 @@ INVARIANT_HEADS = 8  # with which splits are chosen where ranks have parts of th
 
 
 def query_rows(rows: int, heads: int, kv_heads: int) -> int:
-    """The query rows of a slot that share a key-value head."""
+    """Return the number of a slot's query rows that share a key-value head."""
     return rows * heads // kv_heads
 
 
 def choose_split(max_batch: int, max_context: int, kv_heads: int, head_dim: int = 0) -> int:
-    """Positions of a split, from sizes that stay fixed while a model is loaded: results' bits depend on the split.
+    """Choose the positions of a split, from sizes that are fixed while a model is loaded, since it decides bits.
 
-    Short splits spread a short context over all SMs; long ones halve the sums that are parked and combined
+    Short splits distribute a short context over all SMs. Long ones halve the sums that are stored and combined
     (Llama-8B's heads on an H200: 1 slot at 1K 5.8 us with 128, 6.8 with 256; 1 at 8K 14.7 with 256, 16.9 with 512; 4 at
-    16K 83 and 76; four heads of Qwen3-30B-A3B at 32K 23.8 and 21.8). Of wide heads an SM has room for one block, so
-    there may be twice as many of these as SMs.
+    16K 83 and 76; four heads of Qwen3-30B-A3B at 32K 23.8 and 21.8). An SM has only one block of wide heads, so there
+    may be twice as many of these as SMs.
     """
     if max_context <= finely_split(max_batch, kv_heads) * (2 if head_dim >= WIDE_HEAD else 1):
         return 128
@@ -60,17 +60,17 @@ def choose_split(max_batch: int, max_context: int, kv_heads: int, head_dim: int 
 
 
 def finely_split(max_batch: int, kv_heads: int) -> int:
-    """The longest context that is cut into the shortest splits; 0: none is."""
+    """Return the longest context with the shortest splits; 0: there is none."""
     return FEW_ITEMS // (max_batch * kv_heads) * 128
 
 
 def shortly_split(max_batch: int, kv_heads: int) -> int:
-    """The longest context whose splits are no longer than 256 positions; 0: there is none."""
+    """Return the longest context with splits of at most 256 positions; 0: there is none."""
     return MANY_ITEMS // (max_batch * kv_heads) * 256
 
 
 def most_positions(max_batch: int, max_context: int, kv_heads: int) -> int:
-    """The most positions of a slot, its blocks' last ones and a step's rows included, without a window."""
+    """Return the most positions of a slot, with the rest of its last block and a step's rows, without a window."""
     return MAX_SPLITS * choose_split(max_batch, max_context, kv_heads)
 
 

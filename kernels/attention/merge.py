@@ -1,7 +1,7 @@
-"""The merge of a block's warps' sums into a split's partial sum, parked for `combine`, or into a whole row's result.
+"""This module merges the sums of a block's warps, to a split's partial sum for `combine` or to a whole row's result.
 
-The warps are merged in order: the largest peak is taken, and each warp's sums are added times the power of two of its
-peak's distance from it. A warp that saw nothing of a row has factor 0, which changes no bit.
+The warps are merged in order. The largest peak is taken, and each warp's sums are multiplied by the power of two of its
+peak's distance from it, and added. A warp in which a row sees nothing has factor 0, which changes no bit.
 """
 
 import math
@@ -30,14 +30,14 @@ MINUS_INFINITY = -math.inf
 
 @device_function
 def _factor(peak: Any, largest: Any) -> Any:
-    """The power of two of a peak's distance from the largest; 0 where the part saw nothing."""
+    """Return the power of two of a peak's distance from the largest; 0 if the part sees nothing."""
     shift = float32(0) if largest == float32(MINUS_INFINITY) else -largest
     return ptx.exp2_approx(ptx.add_rn(peak, shift))
 
 
 @device_function
 def join_sink(largest: Any, norm: Any, sink: Any) -> Any:
-    """A row's norm with its head's sink, and the factor of its sums."""
+    """Return a row's norm with its head's sink, and the factor of its sums."""
     sink = ptx.mul_rn(sink, float32(LOG2_E))
     peak = max(largest, sink)
     factor = _factor(largest, peak)
@@ -45,10 +45,10 @@ def join_sink(largest: Any, norm: Any, sink: Any) -> Any:
 
 
 def make_merge(shape: AttentionShape) -> Any:
-    """The function that merges, at an item's end, the warps' sums into the split's part; for all threads.
+    """A device function of all threads that merges, at an item's end, the warps' sums to the split's part.
 
-    It passes through the stages that the warps have just read, and leaves them free. Parts lie in the order of the
-    splits that are processed: [0, keep), then [start, ..). Of a whole row, partials are sinks and sums the results.
+    It uses the stages that the warps have just read, and leaves them free. Parts are in the order of the processed
+    splits: [0, keep), then [start, ..). For whole rows `partials` are the sinks and `sums` the results.
     """
     write_totals, merge_warps, finish_rows = _make_write(shape), _make_merge_warps(shape), _make_finish_rows(shape)
     kv_heads, group, row_tiles, stage_bytes = shape.kv_heads, shape.group, shape.row_tiles, shape.stage_bytes
@@ -87,12 +87,12 @@ def make_merge(shape: AttentionShape) -> Any:
 
 
 def _rows_at_once(shape: AttentionShape) -> int:
-    """Rows whose sums, in float32, a warp's part of a stage holds: of codes, or in turns, half of a tile's."""
+    """Return the rows whose float32 sums fit a warp's part of a stage: half of a tile's for codes, or in turns."""
     return 8 if shape.coded or shape.few or shape.takes_turns else 16
 
 
 def _make_write(shape: AttentionShape) -> Any:
-    """A function: a warp's sums of a turn's rows go to its stage; where codes were multiplied, with their scale."""
+    """A device function that stores a warp's sums of a turn's rows to its stage; those of codes times their scale."""
     tiles, row_bytes, eights, coded = shape.warp_dim // 16, 4 * shape.warp_dim, _rows_at_once(shape) // 8, shape.coded
     multiplier = shape.eights * shape.warp_dim // 8 + shape.eights
 
@@ -137,7 +137,7 @@ def _make_write(shape: AttentionShape) -> Any:
 
 
 def _make_add_warps(shape: AttentionShape) -> Any:
-    """A function: four columns of a row's sums over the warps, into `o`; the largest peak and the norm."""
+    """A device function that adds four columns of a row over the warps, into `o`; returns the largest peak and norm."""
     row_bytes, stage_bytes, warps = 4 * shape.warp_dim, shape.stage_bytes, shape.warps // shape.halves
     split, piece_shift = shape.halves > 1, (shape.warp_dim // 4).bit_length() - 1
 
@@ -193,7 +193,7 @@ def _make_merge_warps(shape: AttentionShape) -> Any:
 
 
 def _make_finish_rows(shape: AttentionShape) -> Any:
-    """A function: the results of the live ones of 16 query rows, with the sink, as `attention_combine` has it."""
+    """A device function that stores the results of live rows among 16, with the sink, as `attention_combine` does."""
     pieces, head_dim, warps, threads = shape.head_dim // 4, shape.head_dim, shape.warps, 32 * shape.warps
     units, piece_shift = -(-_rows_at_once(shape) * pieces // threads), pieces.bit_length() - 1
     add_warps = _make_add_warps(shape)
@@ -219,7 +219,7 @@ def _make_finish_rows(shape: AttentionShape) -> Any:
                     factor, norm = join_sink(largest, norm, ptx.load_global_f32(sinks + int64(head) * 4))
                 elif norm == float32(0):
                     norm = float32(1)
-                for k in range(4):  # adding 0 makes -0 and 0 one
+                for k in range(4):  # adding 0 turns -0 into 0
                     o[k] = ptx.div_rn(ptx.mul_rn(ptx.add_rn(o[k], float32(0)), factor), norm)
                 place = (int64(entry * rows + int32(node)) * (group * kv_heads) + int64(head)) * head_dim
                 address = out + (place + int64(piece) * 4) * 2

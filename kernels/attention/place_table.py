@@ -1,4 +1,4 @@
-"""A slot's table of blocks put in its place among all slots', where prefill leaves it for the steps after it."""
+"""This module stores a prefilled slot's block table among those of all slots, for the slot's steps."""
 
 from functools import cache
 from typing import Any

@@ -1,8 +1,8 @@
-"""Which work a launch of the attention kernel has, listed on the device; and the cursor that walks through it.
+"""This module lists on the device the work of a launch of attention, and has the cursor that walks the list.
 
-Positions are cut into splits of 128, 256 or 512 and tiles of 64, at fixed places. An item is a slot, a key-value head,
-a few tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first copies may
-start before the tree's masks are known. Nothing here touches keys, values or queries.
+Positions are divided into splits of 128, 256 or 512 and tiles of 64, at fixed places. An item is a slot, a key-value
+head, a few tiles of 16 query rows and a split. Items are counted from the slots' lengths alone, so that the first
+copies may start before the tree's masks are known. This module touches no keys, values or queries.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ CURSOR_FIELDS = 7
 FIRST_STEP, LAST_STEP, ALL_VISIBLE, ALONE = 1 << 8, 1 << 9, 1 << 10, 1 << 11
 ROW_TILE_SHIFT, HEAD_SHIFT = 12, 20
 NO_ITEM = -1
-MAX_WARP_DIM = 256  # dimensions of a head for whose sums a warp has registers
+MAX_WARP_DIM = 256  # the most dimensions of a head whose sums fit a warp's registers
 
 
 @dataclass(frozen=True)
@@ -50,22 +50,22 @@ class AttentionShape:
 
     group      query heads of one key-value head
     block      positions of a block of the cache
-    row_tiles  tiles of 16 query rows that share one reading of keys and values, at most: see `make_spread`
-    stages     tiles of positions under way in each block
+    row_tiles  the most tiles of 16 query rows that share one reading of keys and values: see `make_spread`
+    stages     tiles of positions in flight in each block
     sinks      whether heads have attention sinks
-    early      whether the plan may be read before the kernel before this one ends
-    late_rows  rows' flags and masks are not: with `early` alone
+    early      whether the plan may be read before the previous kernel ends
+    late_rows  whether rows' flags and masks may only be read after that; with `early`
     split      positions of a split
-    whole      an item has all positions of its rows, and writes their results itself: short windows without others
-    teams      of four warps: team t takes the tiles whose number leaves t when divided by `teams`
-    blocks     that may meet on an SM; 0: as many as fit
-    parts      of a block of the cache, of which the table is a list for each key-value head; 0: it is of whole blocks
+    whole      an item has all positions of its rows, and writes their results itself: only short windows
+    teams      teams of four warps: team t takes the tiles whose number is t modulo `teams`
+    blocks     the most blocks that may share an SM; 0: as many as fit
+    parts      parts of a block of the cache; the table is then a list of parts for each key-value head. 0: of blocks
     coded      the caches hold e4m3 codes
-    few        a slot has at most 8 query rows of a key-value head: tiles have no second half
-    converts   the GPU makes fp16 of codes; else shifts do
+    few        a slot has at most 8 query rows of a key-value head, so tiles have no second half
+    converts   the GPU converts codes to fp16; else shifts do
     softcap    c: scores s become c tanh(s / c); None: they stay
     many       there may be more than FEW_SLOTS slots
-    takes_turns  a stage has a tile's keys and then its values, where shared memory has no place for both
+    takes_turns  a stage has a tile's keys and then its values, since shared memory has no space for both
     """
 
     head_dim: int
@@ -99,12 +99,12 @@ class AttentionShape:
 
     @property
     def eights(self) -> int:
-        """Groups of 8 query rows of an item."""
+        """Groups of 8 query rows in an item."""
         return 1 if self.few else 2 * self.row_tiles
 
     @property
     def halves(self) -> int:
-        """Parts of a head's dimensions that have warps of their own; more than one adds up parts of scores."""
+        """Parts of a head's dimensions with warps of their own; if more than one, they add up partial scores."""
         return -(-self.head_dim // MAX_WARP_DIM)
 
     @property
@@ -169,39 +169,41 @@ class AttentionShape:
 
 @device_function
 def entry_of(place: Any) -> Any:
-    """The entry among the step's slots."""
+    """Return the entry among the step's slots."""
     return int32(uint32(place) & uint32(255))
 
 
 @device_function
 def row_tile_of(place: Any) -> Any:
-    """Which of the item's query rows, in units of the rows of an item."""
+    """Return the item's first query row, in units of the rows of an item."""
     return int32((uint32(place) >> uint32(ROW_TILE_SHIFT)) & uint32(255))
 
 
 @device_function
 def head_of(place: Any) -> Any:
-    """The key-value head."""
+    """Return the key-value head."""
     return int32(uint32(place) >> uint32(HEAD_SHIFT))
 
 
 @device_function
 def query_tiles_of(rows: Any, group: Any) -> Any:
-    """Tiles of 16 query rows of a slot and key-value head."""
+    """Return the number of tiles of 16 query rows of a slot and key-value head."""
     return (rows * group + 15) >> 4
 
 
 @device_function
 def query_row(row_tile: Any, row: Any, group: Any) -> Any:
-    """The slot's tree row, and the head within its group, of row `row` of a tile of 16."""
+    """Return the slot's tree row, and the head within its group, for row `row` of a tile of 16."""
     place = uint32(row_tile) * uint32(16) + uint32(row)
     node = uint32(place // uint32(group))
     return node, uint32(place - node * uint32(group))
 
 
 def make_count_splits(shape: AttentionShape) -> Any:
-    """A function of a slot's dense length and its rows' most ancestors: splits that are processed at the start, the
-    first of the others, splits in all."""
+    """A device function that counts a slot's splits, from its dense length and its rows' most ancestors.
+
+    It returns the processed splits at the start, the first of the others, and the number of all splits.
+    """
     first, split_size, split_shift, whole = shape.first, shape.split, shape.split_shift, shape.whole
     windowed, window, keep_first = shape.window is not None, shape.window or 0, shape.keep_first
 
@@ -222,10 +224,10 @@ def make_count_splits(shape: AttentionShape) -> Any:
 
 
 def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
-    """`read_rows` and `plan_slots`, for all threads of a block, with barriers around them.
+    """Make `read_rows` and `plan_slots`; all threads of a block call them, with barriers before and after.
 
-    read_rows   the position after each row's own, 0 for dead rows; and what a slot's rows have in common
-    plan_slots  how many items each slot has, and which splits
+    read_rows   stores the position after each row's own, 0 for dead rows, and the facts common to a slot's rows
+    plan_slots  stores each slot's number of items, and its splits
     """
     early, count_splits = shape.early, make_count_splits(shape)
     group, kv_heads, tile_rows = shape.group, shape.kv_heads, 16 * shape.row_tiles
@@ -255,7 +257,7 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
                 cuda.atomic.max(plan, at + ALIVE, int32(1))
                 cuda.atomic.max(plan, at + END_MAX, end)
                 cuda.atomic.min(plan, at + END_MIN, end)
-                if mask & (mask + 1):  # not the lowest bits alone: no chain
+                if mask & (mask + 1):  # other bits than the lowest are set, so it is no chain
                     cuda.atomic.max(plan, at + TREE, int32(1))
             row_ends[index] = end
             index += int32(cuda.blockDim.x)
@@ -283,8 +285,9 @@ def make_plan_functions(shape: AttentionShape) -> tuple[Any, Any]:
 
 
 def make_spread(shape: AttentionShape) -> Any:
-    """A function of all threads: where items of one tile of query rows each find a block, make them so, and return
-    whether they are. Items of several tiles take fewer instructions in all, those of one fewer each.
+    """A device function of all threads that gives items one tile of query rows each, if there are blocks for all.
+
+    It returns whether it did. Items of several tiles take fewer instructions in all, items of one tile fewer each.
     """
     group, tile_rows = shape.group, 16 * shape.row_tiles
 
@@ -306,9 +309,10 @@ def make_spread(shape: AttentionShape) -> Any:
 
 
 def enter_item(shape: AttentionShape) -> Any:
-    """A function that sets the cursor to the start of an item; past the last, its place becomes NO_ITEM.
+    """A device function that sets the cursor to the start of an item; past the last, its place becomes NO_ITEM.
 
-    A team whose first tile would lie after the item's last has one step there all the same, of which nothing is seen.
+    If a team's first tile would be after the item's last, the team still has one step there, of which no row sees
+    anything.
     """
     first, windowed, window, keep_end = (
         shape.first,
@@ -348,7 +352,7 @@ def enter_item(shape: AttentionShape) -> Any:
                 high = min(high, (keep_end - 1) >> TILE_SHIFT)
             elif keep_end <= (low << TILE_SHIFT) or keep_end == first:
                 low = max(low, min((dense - window) >> TILE_SHIFT, high))
-        if teams > 1:  # by a tile's own number, not by where an item begins: that differs with the rows next to one
+        if teams > 1:  # by a tile's own number, not by an item's start, which depends on the other rows
             team, start = uint32(cuda.threadIdx.x) >> uint32(7), uint32(low) % uint32(teams)
             low += int64(uint32(team + uint32(teams) - start) % uint32(teams))
         head, row_tile = outer - number * uint32(kv_heads), uint32(rest) - outer * tiles
@@ -356,15 +360,15 @@ def enter_item(shape: AttentionShape) -> Any:
             uint32(entry) | uint32(FIRST_STEP) | (head << uint32(HEAD_SHIFT)) | (row_tile << uint32(ROW_TILE_SHIFT))
         )
         cursor[POSITION_TILE], cursor[LAST_TILE], cursor[PASS] = int32(low), int32(high), int32(-1)
-        cursor[PAGES_TILE] = int32(low + 1)  # after it: its pages are to be looked up
+        cursor[PAGES_TILE] = int32(low + 1)  # after `low`, so its pages are looked up
 
     return enter
 
 
 def advance(shape: AttentionShape) -> Any:
-    """A function that moves the cursor on and returns whether the step it leaves was its item's last.
+    """A device function that advances the cursor, and returns whether the step before was its item's last.
 
-    `passing` says that the step it leaves is of one row of a tree, `last_pass` which is the last such row.
+    `passing` says that this step was of one row of a tree; `last_pass` is the last such row.
     """
     enter, teams = enter_item(shape), shape.teams
 

@@ -1,15 +1,17 @@
-"""Products of a tile with a warp's queries and weights on the tensor cores: of bf16 keys and values, or of e4m3 codes.
+"""This module multiplies a tile with a warp's queries and weights on the tensor cores, as bf16 or as e4m3 codes.
 
-Scores have queries as rows and 8 positions as columns; sums have dimensions as rows and 8 queries as columns, so that
-the first product's result is the second's operand where it stands, and eight queries need no sixteen. A lane reads 16
-bytes of a key at once, and of values a transposed matrix, of codes one of pairs: two dimensions of two positions.
+Scores have queries as rows and 8 positions as columns. Sums have dimensions as rows and 8 queries as columns. So the
+first product's result is the second's operand in the same registers, and eight queries take eight columns, not sixteen.
+A lane reads 16 bytes of a key at once. Of values it reads a transposed matrix; of codes a matrix of pairs, two
+dimensions of two positions.
 
-Codes become fp16, which holds each exactly: by the GPU's own conversion, or before 8.9 by shifts, 2**-8 of them.
-Queries are fp16, too, each row times the power of two that brings its largest number to 2**12: what lies 36 binades
-below that is lost. Scales and powers of two multiply scores and results, in float32: nothing is rounded to bf16 here.
+Codes are converted to fp16, which holds each exactly: by the GPU's own conversion, or before 8.9 by shifts, to 2**-8
+times their value. Queries are fp16, too, each row times the power of two that brings its largest number to 2**12;
+numbers 36 binades below that are lost. Scales and powers of two multiply scores and results in float32; nothing is
+rounded to bf16 here.
 
-Of a warp, for 16 positions of heads of 128 and 8 queries: 24 products; of codes 32 words at 2 conversions, and 16
-permutations, where shifts, masks and a product of bf16 took some 300 instructions.
+For 16 positions of heads of 128 and 8 queries a warp needs 24 products. For codes it needs 2 conversions for each of 32
+words, and 16 permutations, where shifts, masks and a product of bf16 took some 300 instructions.
 """
 
 from typing import Any
@@ -23,18 +25,17 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 __all__ = ["make_arrange_queries", "make_products"]
 
 SIGNS, MAGNITUDES = 0x80008000, 0x3F803F80  # of fp16
-SHIFTED = 2.0**8  # what numbers made by shifts lack
-LARGEST = 127 + 12  # the exponent, as float32 has it, to which a row's largest query is brought
+SHIFTED = 2.0**8  # the missing factor of numbers made by shifts
+LARGEST = 127 + 12  # the biased float32 exponent to which a row's largest query is scaled
 
 
 def make_products(shape: AttentionShape) -> tuple[Any, Any]:
-    """`add_scores`: of two groups of 8 positions; `add_values`: weights times values, to sums times their factors."""
+    """Make `add_scores`, for two groups of 8 positions, and `add_values`, which scales sums and adds weighed values."""
     return _make_add_scores(shape), _make_add_values(shape)
 
 
 def _make_halves(shape: AttentionShape) -> tuple[Any, Any]:
-    """Functions of four codes in a word: the numbers of bytes 0 and 1 and of 2 and 3; of bytes 0 and 2 and of 1 and
-    3."""
+    """Make two device functions that convert a word of codes: bytes 0 and 1, 2 and 3; or bytes 0 and 2, 1 and 3."""
     if shape.converts:
 
         @device_function
@@ -86,8 +87,11 @@ def _make_add_scores(shape: AttentionShape) -> Any:
 
 
 def _make_add_coded_scores(shape: AttentionShape) -> Any:
-    """Every other product of a row is added to one sum, the others to a second: with few queries these are the rows of
-    a tile's halves, whose operand then holds twice the dimensions, and no zeros."""
+    """A device function that adds every other product of a row to one sum, the others to a second sum.
+
+    With few queries the two sums are the rows of a tile's halves. Its operand then has twice the dimensions, and no
+    zeros.
+    """
     row_swizzle, pitch, row_tiles, few = make_swizzle(shape), shape.row_bytes, shape.row_tiles, shape.few
     words, num_sums, (in_order, _) = shape.warp_dim // 8, 16 * shape.row_tiles, _make_halves(shape)
 
@@ -174,14 +178,16 @@ def _make_add_values(shape: AttentionShape) -> Any:
 
 
 def make_arrange_queries(shape: AttentionShape) -> Any:
-    """A function that makes loaded queries what products with codes take: fp16, with each row's multiplier of scores
-    after them, and the multiplier of results."""
+    """A device function that converts loaded queries for products with codes: to fp16.
+
+    Each row's multiplier of scores follows, then the multiplier of results.
+    """
     words, eights = shape.warp_dim // 8, shape.eights
     unit = 1.0 if shape.converts else SHIFTED
 
     @device_function
     def narrow(queries: Any, first: Any) -> Any:
-        """The power of two that a row's numbers lack, of which a lane has a quarter."""
+        """Return the power of two by which a row's numbers are scaled; a lane has a quarter of the row."""
         both = uint32(0)
         for word in range(words):
             both = ptx.max_bf16_pair(both, queries[first + word] & uint32(0x7FFF7FFF))

@@ -1,12 +1,12 @@
-"""One warp's part of one tile: scores of 16 positions, online softmax, weighted values; all in registers.
+"""This module has one warp's share of one tile: scores of 16 positions, online softmax, weighted values, in registers.
 
-Scores are q k * scale * log2(e) in float32; weights are powers of two of their distance from the running peak, which
-of codes is renewed only where a score exceeds it by HEADROOM: sums are rarely multiplied then. The weights' sum is kept
-in float32 from the unrounded weights, the product with the values takes them rounded to bf16, or to fp16.
-A row that sees none of the positions keeps its bits: its factor is exactly 1 and its weights are exactly 0.
-Of the widest heads two warps have the same positions, and half of the dimensions each: they add up their scores through
-shared memory, and have the same weights.
-Both operands of a product have their inner index permuted alike, so that a lane reads 16 bytes at a time.
+Scores are q k * scale * log2(e) in float32. Weights are powers of two of their distance from the running peak. For
+codes the peak is only updated if a score exceeds it by HEADROOM, so that sums are rarely multiplied. The sum of the
+unrounded weights is kept in float32; the product with the values takes weights rounded to bf16, or to fp16. A row that
+sees none of the positions keeps its bits: its factor is exactly 1 and its weights are exactly 0. For the widest heads
+two warps have the same positions, and half of the dimensions each. They add up their scores through shared memory, and
+so have the same weights. The inner index of both operands of a product has the same permutation, so that a lane reads
+16 bytes at a time.
 """
 
 import math
@@ -44,16 +44,18 @@ MINUS_INFINITY = -math.inf
 
 
 def query_words(shape: AttentionShape) -> int:
-    """Words of a lane's queries, of bf16 with those of rows that a tile lacks; of caches of codes the multipliers of
-    rows' scores, that of results and the queries' owner come after them."""
+    """Return the words of a lane's queries. For bf16 they include rows that a tile lacks.
+
+    For caches of codes they are followed by the multipliers of rows' scores, that of results, and the queries' owner.
+    """
     words = shape.warp_dim // 8
     return shape.eights * (words + 1) + 2 if shape.coded else 2 * shape.row_tiles * words
 
 
 def make_forget(shape: AttentionShape) -> Any:
-    """The function that clears an item's registers; where it ends, so that they are free between items.
+    """A device function that clears an item's registers at its end, so that they are free between items.
 
-    Queries that took work to arrange stay, where there is room: a block's next item is often of the same rows.
+    Arranged queries stay if there are registers for them, since a block's next item often has the same rows.
     """
     num_totals, num_queries, eights = shape.eights * shape.warp_dim // 4, query_words(shape), shape.eights
     stay = _queries_stay(shape)
@@ -76,7 +78,7 @@ def _queries_stay(shape: AttentionShape) -> bool:
 
 
 def make_attend(shape: AttentionShape) -> Any:
-    """The function that adds one step's tile, described by `words`, to a warp's sums; an item's first loads queries."""
+    """A device function that adds one step's tile, described by `words`, to a warp's sums; first it loads queries."""
     load_queries, add_multiplied = _make_load_queries(shape), _make_score(shape)
     hide, weigh, drop_broken = _make_hide(shape), _make_weigh(shape), _make_drop(shape)
     break_scores, add_halves, cap = _make_break(shape), _make_add_halves(shape), _make_cap(shape)
@@ -91,7 +93,7 @@ def make_attend(shape: AttentionShape) -> Any:
         totals: Any, queries: Any, peaks: Any, norms: Any, q: Any, row_ends: Any, plan: Any, words: Any,
         stage: Any, rows: Any, scale: Any, kv_scales: Any, warp: Any, lane: Any, values: Any,
     ) -> None:  # fmt: skip
-        """values: what `copy_values` takes, and where scores are exchanged, where keys and values take turns."""
+        """values: the arguments of `copy_values`, and the place to exchange scores if keys and values take turns."""
         entry, row_tile = entry_of(words[0]), int32(row_tile_of(words[0]) * row_tiles)
         if words[0] & uint32(FIRST_STEP):
             load_queries(queries, q, kv_scales, words[0], row_tile, rows, scale, lane)
@@ -132,7 +134,7 @@ def make_attend(shape: AttentionShape) -> Any:
 
 
 def _make_score(shape: AttentionShape) -> Any:
-    """A function: a row's scores of 16 positions, of which a lane has four, multiplied as weights want them."""
+    """A device function that returns a row's scores of 16 positions, of which a lane has four, scaled for weights."""
     add_scores, _ = make_products(shape)
     eights, num_scores, coded, at = shape.eights, 8 * shape.row_tiles, shape.coded, shape.eights * shape.warp_dim // 8
 
@@ -152,7 +154,7 @@ def _make_score(shape: AttentionShape) -> Any:
 
 
 def _make_break(shape: AttentionShape) -> Any:
-    """A function: scores of positions whose value, in this warp's half, is not finite become NaN."""
+    """A device function that sets scores to NaN for positions whose value, in this warp's half, is not finite."""
     eights = shape.eights
 
     @device_function
@@ -168,10 +170,10 @@ def _make_break(shape: AttentionShape) -> Any:
 
 
 def _make_add_halves(shape: AttentionShape) -> Any:
-    """A function of two warps, which have four between them: each adds the other's scores to its own.
+    """A device function of two warps: each adds the other's scores to its own. They are four warps apart.
 
-    They pass where the warp's keys were, or in turns where `exchange_bytes` are kept: the other must have read them
-    before that is written again.
+    Scores are exchanged in the memory of the warp's keys, or if keys and values take turns in that of `exchange_bytes`.
+    The other warp must have read them before that memory is written again.
     """
     eights, apart = shape.eights, 4 * (exchange_bytes(shape) or shape.stage_bytes)
 
@@ -199,12 +201,15 @@ def _make_add_halves(shape: AttentionShape) -> Any:
 
 
 def exchange_bytes(shape: AttentionShape) -> int:
-    """Bytes of a warp's scores, kept next to its stages where keys and values take turns."""
+    """Return the bytes of a warp's scores, which are kept next to its stages if keys and values take turns."""
     return 512 * shape.eights if shape.takes_turns else 0
 
 
 def _make_cap(shape: AttentionShape) -> Any:
-    """A function: scores s, times log2(e), become c tanh(s / c), times log2(e), as c (1 - 2 / (exp(2 s / c) + 1))."""
+    """A device function that caps scores s, given times log2(e): c tanh(s / c), as c (1 - 2 / (exp(2 s / c) + 1)).
+
+    The result is times log2(e), too.
+    """
     eights, limit = shape.eights, (shape.softcap or 1.0) * LOG2_E
 
     @device_function
@@ -220,7 +225,10 @@ def _make_cap(shape: AttentionShape) -> Any:
 
 
 def _make_load_queries(shape: AttentionShape) -> Any:
-    """Query fragments of the item's row tiles; rows past the last are zero. Those of an item before may be there."""
+    """A device function that loads query fragments of the item's row tiles, unless an earlier item left the same.
+
+    Rows past the last are zero.
+    """
     group, kv_heads, eights, coded = shape.group, shape.kv_heads, shape.eights, shape.coded
     words, row_bytes, num_words = shape.warp_dim // 8, 2 * shape.head_dim, query_words(shape)
     piece_bytes, arrange, stay = (32 if coded else 16), make_arrange_queries(shape), _queries_stay(shape)
@@ -257,7 +265,7 @@ def _make_load_queries(shape: AttentionShape) -> Any:
 
 
 def _make_hide(shape: AttentionShape) -> Any:
-    """Select minus infinity where a row may not look, and NaN where it looks at a value that is not finite."""
+    """A device function that sets scores of hidden positions to minus infinity, and of values not finite to NaN."""
     group, eights, first = shape.group, shape.eights, shape.first
     windowed, window, keep_end = shape.window is not None, shape.window or 0, shape.first + shape.keep_first
 
@@ -288,7 +296,7 @@ def _make_hide(shape: AttentionShape) -> Any:
 
 
 def _make_weigh(shape: AttentionShape) -> Any:
-    """From scores to weights and factors; renews the peaks and the sums of weights, which are each lane's own."""
+    """A device function that makes weights and factors of scores, and updates peaks and each lane's sums of weights."""
     eights, coded = shape.eights, shape.coded
     pack, exp2 = (ptx.f16_pair, ptx.exp2_approx_ftz) if coded else (ptx.bf16_pair, ptx.exp2_approx)
 
@@ -319,10 +327,10 @@ def _make_weigh(shape: AttentionShape) -> Any:
 
 
 def _make_drop(shape: AttentionShape) -> Any:
-    """Zero the value rows that are not finite, and return a bit for each.
+    """A device function that zeroes value rows that are not finite, and returns a bit for each.
 
-    Weight 0 times infinity would reach rows that do not see the position: a draft may not break the rows before it.
-    Codes of NaN may come out as numbers: of these keys are looked through, too.
+    Weight 0 times infinity would be NaN in rows that do not see the position: a draft may not break rows before it.
+    Codes of NaN may be decoded to numbers, so for codes the keys are checked, too.
     """
     pitch, coded = shape.row_bytes, shape.coded
     pieces = pitch // 16

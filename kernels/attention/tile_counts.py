@@ -1,7 +1,7 @@
-"""Tiles that a launch of attention walks, counted on the host from lengths, masks and shapes as the kernel walks them.
+"""This module counts on the host the tiles that a launch of attention walks, from lengths, masks and shapes.
 
-A step of the kernel is a tile of 64 positions for an item's query rows, or for one of its rows alone where a tree's
-positions are in it. It launches nothing.
+A step of the kernel is a tile of 64 positions for an item's query rows, or for only one of its rows if the tile has
+positions of a tree. Nothing is launched.
 """
 
 from collections.abc import Iterator, Sequence

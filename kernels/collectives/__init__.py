@@ -1,1 +1,1 @@
-"""Kernels of collectives: all-reduce and all-gather of rows, reduce-scatter of many, sums of gathered parts."""
+"""Kernels of collectives: all-reduce and all-gather of rows, reduce-scatter of many rows, sums of gathered parts."""

@@ -1,10 +1,9 @@
-"""Rows of all ranks gathered, or added up, with the residual stream and the norm after them; one launch each.
+"""These kernels gather or all-reduce rows of all ranks, with the residual sum and the norm after them; one launch each.
 
-Every rank runs the same launch at the same place of its stream: a block pushes its part of a row to all peers, waits
-for theirs in its own memory (`peers.words`) and adds the parts as a tree over the ranks, in their order, so that all
-ranks have the same bits, and those of one GPU that adds the same tree. A block counts its own exchanges, so programs of
-any shape may follow each other as long as all ranks run the same ones. More rows than a channel has go by several
-launches.
+Every rank runs the same launch at the same place of its stream. A block pushes its partial row to all peers, waits for
+theirs in its own memory (`peers.words`) and adds them as a tree, in the order of ranks. So all ranks have the same
+bits, and one GPU that adds the same tree has them, too. A block counts its own all-reduces. So programs of any shape
+may follow each other, if all ranks run the same ones. More rows than a channel holds take several launches.
 """
 
 from dataclasses import dataclass
@@ -35,23 +34,24 @@ __all__ = [
     "gather_ranks",
 ]  # fmt: skip
 
-SEGMENT_THREADS = 128  # of a block that has a part of a row: 1024 numbers
+SEGMENT_THREADS = 128  # threads of a block for a part of a row: 1024 numbers
 COUNTERS = 4  # int32 a block: its last epoch, whether it gave up, two unused
-SLOTS = 2  # slots that take turns
+SLOTS = 2  # slots that alternate
 MAX_WIDTH = 262144
 GATHER, SUM, ADD, NORM = "gather", "sum", "add", "norm"
 
 
 @dataclass(frozen=True)
 class Channel:
-    """The memory by which the ranks exchange rows of one width; `channel_shapes` has its shapes.
+    """The memory for all-reduces of rows of one width; `channel_shapes` has its shapes.
 
     rank      of the GPU that launches
-    areas     by rank, what its peers push to: every GPU writes to all of them
+    areas     by rank, the memory to which its peers push; every GPU writes to all areas
     counters  this rank's own epochs, zero at first
-    abort     [1] int64 in pinned memory, of all ranks and the host: not zero ends all waits
-    whole     one block has a whole row, as norms need it; else each 1024 numbers have a block
-    early     the next launch may start while this one waits; not where ranks share a GPU, whose blocks it would fill
+    abort     [1] int64 in pinned memory, shared by all ranks and the host: not zero ends all waits
+    whole     whether one block has a whole row, as norms need; else a block has 1024 numbers
+    early     whether the next launch may start while this one waits; not if ranks share a GPU, since the next launch's
+              blocks would fill it
     """
 
     rank: int
@@ -85,9 +85,9 @@ class Channel:
 
 
 def channel_shapes(ranks: int, rows: int, width: int, whole: bool = False) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes of a rank's area, int64, and its counters, int32, for all-reduces of up to so many rows.
+    """The shapes of a rank's area, int64, and its counters, int32, for all-reduces of up to `rows` rows.
 
-    Raises ShapeError for a width that rows cannot have.
+    Raises ShapeError for an unsupported width.
     """
     if width < CHUNK or width % CHUNK or width > MAX_WIDTH:
         raise ShapeError(f"ranks exchange rows of a multiple of {CHUNK} numbers, at most {MAX_WIDTH}, not {width}")
@@ -101,7 +101,7 @@ def _segments(width: int, whole: bool) -> int:
 
 
 def _own_values(columns: int) -> Any:
-    """A device function: 8 numbers of this rank's part; zeros stand after its columns."""
+    """A device function: 8 numbers of this rank's partial row, with zeros after its columns."""
     ragged = columns % CHUNK != 0  # rows are then no whole times 16 bytes either
 
     @device_function
@@ -134,7 +134,8 @@ def _own_values(columns: int) -> Any:
 
 
 def _part(number: int, stride: int, columns: int) -> Any:
-    """A device function: 8 numbers of one rank's part, its own or what it pushes, and whether it was given up."""
+    """A device function: 8 numbers of one rank's partial row, this rank's own or a pushed one, and whether the wait was
+    given up."""
     own_values = _own_values(columns)
 
     @device_function
@@ -157,7 +158,7 @@ def _rounded(values: Any) -> Any:
 
 
 def _tree(first: int, last: int, stride: int, columns: int) -> Any:
-    """A device function: the parts of ranks `first` to `last` - 1 added up, the sums of two halves at every joint."""
+    """A device function: the sum of ranks `first` to `last` - 1, as a tree of halves."""
     if last - first == 1:
         return _part(first, stride, columns)
     half = (first + last + 1) // 2
@@ -173,7 +174,7 @@ def _tree(first: int, last: int, stride: int, columns: int) -> Any:
 
 
 def _gather(ranks: int, stride: int, columns: int) -> Any:
-    """A device function: every rank's part stored after each other, `apart` bytes from one to the next."""
+    """A device function that stores every rank's partial row, with a distance of `apart` bytes."""
     last = _part(ranks - 1, stride, columns)
     before = _gather(ranks - 1, stride, columns) if ranks > 1 else None
 
@@ -192,14 +193,14 @@ def _gather(ranks: int, stride: int, columns: int) -> Any:
 
 
 def _make_push(ranks: int, stride: int, columns: int) -> Any:
-    """A device function: a chunk of this rank's part, left with all peers; `place` lies that far into their areas."""
+    """A device function that pushes a chunk of this rank's partial row to all peers; `place`: offset in their areas."""
     own_values = _own_values(columns)
 
     @device_function
     def push(x: Any, rank: Any, areas: Any, place: Any, chunk: Any, epoch: Any) -> None:
         words = bits_of(own_values(x, chunk))
         for other in range(1, ranks):
-            peer = int64(rank + int64(other))  # each begins with the next one: nobody is written to by all at once
+            peer = int64(rank + int64(other))  # each begins with the next rank: not all write to one at once
             if peer >= int64(ranks):
                 peer = int64(peer - int64(ranks))
             target = area_of(peer, areas) + place + int64(chunk) * int64(16)
@@ -212,10 +213,10 @@ def _make_push(ranks: int, stride: int, columns: int) -> Any:
 def _make_all_reduce(
     width: int, ranks: int, mode: str, whole: bool, early: bool, eps: float = 0.0, columns: int = 0, wide: bool = False
 ) -> Kernel:
-    """The exchange of rows: grid (parts of a row, M).
+    """The kernel: grid (parts of a row, M).
 
-    columns  of this rank's own part, where it is narrower than the rows; 0: it is not
-    wide     the norm's weight is float32
+    columns  of this rank's own partial row, if it is narrower than the rows; 0: it is not
+    wide     whether the norm's weight is float32
     """
     functions = make_norm_functions(wide)
     no_weights, load_first_weights, finish_norm = functions.no_weights, functions.load_first, functions.finish
@@ -251,7 +252,7 @@ def _make_all_reduce(
         while chunk < end:
             push(mine, rank, areas, place + rank * per_rank, chunk, epoch)
             chunk = uint32(chunk + uint32(threads))
-        cuda.syncthreads()  # all have read the counter
+        cuda.syncthreads()  # all threads have read the counter
         if thread == uint32(0):
             ptx.store_global_u32(counter, epoch)
         received, given_up = area_of(rank, areas) + place, lost
@@ -316,12 +317,12 @@ def _calls(
 
 
 def gather_ranks(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> list[KernelCall]:
-    """All ranks' x, by rank.
+    """Gather all ranks' x, in order of ranks.
 
-    x    [M, N]     float32       this rank's part, which may be narrower than others'
-    out  [R, M, W]  float32  out  the same bits on every rank, zeros after parts that are narrower than W, which is the
-                                  channel's width; NaN where a wait was given up
-    A launch for every `channel.rows` rows. Raises ShapeError for shapes that the channel does not take.
+    x    [M, N]     float32       this rank's part, which may be narrower than other ranks' parts
+    out  [R, M, W]  float32  out  W is the channel's width; the same bits on every rank, zeros after narrower parts; NaN
+                                  if a wait was given up
+    A launch for every `channel.rows` rows. Raises ShapeError for shapes that the channel does not support.
     """
     check_shape("out", out, len(channel.areas), x.shape[0], channel.width)
     check_dtype(torch.float32, out=out)
@@ -329,21 +330,21 @@ def gather_ranks(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> lis
 
 
 def all_reduce(x: torch.Tensor, *, channel: Channel, out: torch.Tensor) -> list[KernelCall]:
-    """The sum of all ranks' x, in the ranks' order, as a tree.
+    """All-reduce x: the sum over ranks, in their order, as a tree.
 
-    x    [M, N]  float32       this rank's part
-    out  [M, N]  float32  out  the same bits on every rank; NaN where a wait was given up
-    Launches and errors as `gather_ranks` has them.
+    x    [M, N]  float32       this rank's partial sums
+    out  [M, N]  float32  out  the same bits on every rank; NaN if a wait was given up
+    Launches and errors are those of `gather_ranks`.
     """
     check_dtype(torch.float32, out=out)
     return _calls(SUM, x, channel, {"out": out})
 
 
 def all_reduce_add(x: torch.Tensor, a: torch.Tensor, *, channel: Channel, total: torch.Tensor) -> list[KernelCall]:
-    """The residual sum a + x, rounded once, x added up over all ranks.
+    """All-reduce x and add it to the residual stream a; the sum is rounded once.
 
     a, total  [M, N]  bf16  the residual stream; out
-    Launches and errors as `gather_ranks` has them.
+    Launches and errors are those of `gather_ranks`.
     """
     check_dtype(torch.bfloat16, a=a, total=total)
     return _calls(ADD, x, channel, {"a": a, "total": total})
@@ -353,9 +354,9 @@ def all_reduce_add_norm(
     x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None = None, *, channel: Channel,
     total: torch.Tensor, out: torch.Tensor, eps: float,
 ) -> list[KernelCall]:  # fmt: skip
-    """`all_reduce_add` and the norm of what was rounded, as `add_norm` gives it; dead rows have a sum but norm zero.
+    """`all_reduce_add` and the norm of the rounded sum, as `add_norm` computes it; a dead row's norm is zero.
 
-    Over a channel of whole rows. Launches and errors as `gather_ranks` has them.
+    The channel must have whole rows. Launches and errors are those of `gather_ranks`.
     """
     if not channel.whole:
         raise ShapeError("the norm of a row needs a channel whose blocks have whole rows")
@@ -366,7 +367,7 @@ def all_reduce_add_norm(
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that stand for all, to compile without a GPU."""
+    """Representative specialisations, to compile without a GPU."""
     return [
         _make_all_reduce(4096, 2, NORM, True, True, 1e-5),
         _make_all_reduce(2880, 2, ADD, False, True),

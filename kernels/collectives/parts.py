@@ -1,4 +1,4 @@
-"""The rows of all ranks, gathered by each: their sum, or their columns side by side."""
+"""These kernels combine gathered rows of all ranks: they sum them, or put their columns side by side."""
 
 from functools import cache
 from itertools import pairwise
@@ -23,7 +23,7 @@ THREADS = 128
 
 
 def _tree(first: int, last: int) -> Any:
-    """A device function: 8 numbers of ranks `first` to `last` - 1 added up, by neighbouring pairs."""
+    """A device function: the sum of 8 numbers of ranks `first` to `last` - 1, as a tree of neighbouring pairs."""
     if last - first == 1:
 
         @device_function
@@ -56,7 +56,7 @@ def _make_sum(ranks: int) -> Kernel:
 
 
 def _finder(starts: tuple[int, ...], first: int, last: int) -> Any:
-    """A device function: the rank, from `first` to `last` - 1, that has a column, and its own column there."""
+    """A device function: the rank, from `first` to `last` - 1, that has a column, and the column's index there."""
     if last - first == 1:
         start = starts[first]
 
@@ -80,7 +80,7 @@ def _finder(starts: tuple[int, ...], first: int, last: int) -> Any:
 
 @cache
 def _make_join(columns: int, ranks: int, unit: int, width: int) -> Kernel:
-    """Grid (blocks of a row, M); a thread has a column."""
+    """The kernel: grid (blocks of a row, M), a thread for each column."""
     find = _finder(bounds(columns, ranks, unit), 0, ranks)
 
     def all_gather(parts: Any, out: Any, apart: Any) -> None:
@@ -97,11 +97,11 @@ def _make_join(columns: int, ranks: int, unit: int, width: int) -> Kernel:
 
 
 def sum_ranks(parts: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
-    """The sum over ranks in float32, by neighbouring pairs, as `exchange` adds them.
+    """Sum over ranks in float32, as the same tree as `all_reduce`.
 
     parts  [R, M, N]  float32
     out    [M, N]     float32  out
-    One launch. Raises ShapeError for shapes that do not fit, and where M * N is no multiple of 8.
+    One launch. Raises ShapeError for shapes that do not fit, and if M * N is no multiple of 8.
     """
     ranks, rows, width = parts.shape
     check_shape("out", out, rows, width)
@@ -113,9 +113,9 @@ def sum_ranks(parts: torch.Tensor, *, out: torch.Tensor) -> list[KernelCall]:
 
 
 def all_gather(parts: torch.Tensor, *, out: torch.Tensor, unit: int) -> list[KernelCall]:
-    """The columns of all ranks side by side, V cut into R parts of whole units, see `reference.all_reduce.cuts`.
+    """Put the columns of all ranks side by side; V has R parts of whole units, see `reference.collectives.cuts`.
 
-    parts  [R, M, N]  float32       columns past a rank's own are not read
+    parts  [R, M, N]  float32       columns after a rank's own are not read
     out    [M, V]     float32  out
     One launch. Raises ShapeError for shapes that do not fit.
     """
@@ -132,5 +132,5 @@ def all_gather(parts: torch.Tensor, *, out: torch.Tensor, unit: int) -> list[Ker
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that stand for all, to compile without a GPU."""
+    """Representative specialisations, to compile without a GPU."""
     return [_make_sum(2), _make_sum(8), _make_join(128256, 8, 16, 16032), _make_join(32000, 2, 16, 16000)]

@@ -1,13 +1,13 @@
-"""Many rows added up over ranks, each rank its share of them, with the residual stream and the norm after them.
+"""This all-reduce of many rows is a reduce-scatter and an all-gather, with the residual sum and the norm after it.
 
-Row r is rank r mod R's. The others push their parts of it to that rank, which adds all as a tree in the ranks' order,
-adds the residual, rounds, and pushes the sum to the others: of a row that crosses twice, but for a rank's own share,
-that is a part in float32 and a sum in bf16, where `exchange` pushes every part to everybody, in words twice as long.
-Numbers have no words of their own here: after a block's part of a row comes one word that counts.
+Rank r mod R sums row r. The other ranks push their partial rows to it. It adds them as a tree in the order of ranks,
+adds the residual, rounds, and pushes the sum to the others. So a row crosses the link twice, once in float32 and once
+in bf16, except a rank's own rows. `all_reduce` pushes every partial row to all ranks, in words of twice the size. Here
+numbers have no epoch of their own: one counter word follows a block's part of a row.
 
-A block pushes a row, adds one up, or takes one's sum. Those that push wait for nobody and leave, so that parts cross
-at the link's speed; the others wait for blocks of the same row: those of one launch must start in their order, and
-those of all ranks run next to each other. Ranks that share a GPU have no room for that.
+A block pushes a row, sums a row, or takes a row's sum. Pushing blocks wait for no other block, so that rows cross at
+the link's speed. The other blocks wait for blocks of the same row. So the blocks of a launch must start in order, and
+the blocks of all ranks must run at the same time, which ranks that share a GPU cannot do.
 """
 
 from dataclasses import dataclass
@@ -28,19 +28,19 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, float32, 
 
 __all__ = ["RowShares", "examples", "share_add", "share_add_norm", "share_words"]
 
-BLOCKS_AN_SM = {2: 3, 4: 2}  # by ranks; of more, registers allow one
+BLOCKS_AN_SM = {2: 3, 4: 2}  # by number of ranks; for more ranks registers allow one
 
 
 @dataclass(frozen=True)
 class RowShares:
-    """The memory by which ranks add up their shares of rows of one width.
+    """The memory for the reduce-scatter of many rows of one width.
 
     rank   of the GPU that launches
-    areas  [share_words] int64, by rank, zero at first: a word for each row and rank that counts, the parts of this
-           rank's rows, and the sums of others'
-    rows   the most of a launch
+    areas  [share_words] int64, by rank, zero at first: a counter for each row and rank, the partial rows that this rank
+           sums, and the sums of other ranks' rows
+    rows   the most rows of a launch
     width  numbers of a row
-    abort  [1] int64 in pinned memory, of all ranks and the host: not zero ends all waits
+    abort  [1] int64 in pinned memory, shared by all ranks and the host: not zero ends all waits
     """
 
     rank: int
@@ -56,7 +56,7 @@ class RowShares:
 
 
 def share_words(ranks: int, rows: int, width: int) -> int:
-    """The int64 of a rank's area. Raises ShapeError for a width that rows cannot have."""
+    """The number of int64 in a rank's area. Raises ShapeError for an unsupported width."""
     check_width(width)
     return (_sums_at(ranks, rows, width) + rows * width * 2) // WORD_BYTES
 
@@ -70,7 +70,7 @@ def _sums_at(ranks: int, rows: int, width: int) -> int:
 
 
 def _make_part(number: int) -> Any:
-    """A device function: 4 numbers of one rank's part of a row, its own or what it pushed."""
+    """A device function: 4 numbers of one rank's partial row, this rank's own or a pushed one."""
 
     @device_function
     def part(x: Any, rank: Any, parts: Any, per_rank: Any, offset: Any) -> Any:
@@ -84,7 +84,7 @@ def _make_part(number: int) -> Any:
 
 
 def _make_tree(first: int, last: int) -> Any:
-    """A device function: the parts of ranks `first` to `last` - 1 added up, the sums of two halves at every joint."""
+    """A device function: the sum of ranks `first` to `last` - 1, as a tree of halves."""
     if last - first == 1:
         return _make_part(first)
     half = (first + last + 1) // 2
@@ -101,7 +101,7 @@ def _make_tree(first: int, last: int) -> Any:
 
 @device_function
 def _await(place: Any, epoch: Any, abort: Any, code: Any, lost: Any, failed: Any) -> None:
-    """Wait for a peer's word; the block's other threads hear of a wait that was given up."""
+    """Wait for a peer's counter; all threads of the block learn if the wait was given up."""
     _, lost = await_word(place, epoch, abort, code, lost)
     ptx.fence_system()
     if lost != uint32(0):
@@ -109,8 +109,9 @@ def _await(place: Any, epoch: Any, abort: Any, code: Any, lost: Any, failed: Any
 
 
 def _make_place_of(ranks: int) -> Any:
-    """A device function: the row of a block. Those that push come first, then those that add up, then those that take:
-    so whatever a block waits for is done by a block before it, on another rank.
+    """A device function: the row of a block. Pushing blocks come first, then summing ones, then those that take sums.
+
+    So a block waits only for blocks with smaller numbers, on another rank.
     """
 
     @device_function
@@ -127,7 +128,7 @@ def _make_place_of(ranks: int) -> Any:
 
 
 def _make_push_part(width: int) -> Any:
-    """A device function: a row of this rank's part goes to the rank that adds it up, by runs of 512 bytes a warp."""
+    """A device function that pushes a partial row to the rank that sums it, in runs of 512 bytes a warp."""
     pieces = width // 4  # of 16 bytes
 
     @device_function
@@ -143,7 +144,7 @@ def _make_push_part(width: int) -> Any:
 
 
 def _make_take_sum(chunks: int) -> Any:
-    """A device function: a row's sum goes from what a peer left to the stream; the thread's first chunk."""
+    """A device function that copies a pushed sum to the residual stream; returns the thread's first chunk."""
 
     @device_function
     def take_sum(source: Any, total: Any, thread: Any, failed: Any) -> Any:
@@ -162,8 +163,8 @@ def _make_take_sum(chunks: int) -> Any:
 
 
 def _make_add_parts(width: int, ranks: int, shares: int) -> Any:
-    """A device function: a row of this rank's share is added up, and goes to the stream and to all peers; the thread's
-    first chunk."""
+    """A device function that sums a row of this rank's share, and stores it in the residual stream and at all peers;
+    returns the thread's first chunk."""
     chunks, add_up = width // CHUNK, _make_tree(0, ranks)
 
     @device_function
@@ -242,7 +243,7 @@ def _make(width: int, ranks: int, rows: int, normed: bool, eps: float = 0.0, wid
             return
         if thread == uint32(0):
             failed[0] = lost
-        cuda.syncthreads()  # all have read the count
+        cuda.syncthreads()  # all threads have read the count
         if owner != rank:
             if thread == uint32(0):
                 place = own + words_at + owner * int64(WORD_BYTES)
@@ -298,10 +299,10 @@ def _calls(
 
 
 def share_add(x: torch.Tensor, a: torch.Tensor, *, shares: RowShares, total: torch.Tensor) -> list[KernelCall]:
-    """The residual sum a + x, rounded once, x added up over all ranks in their order, as a tree.
+    """All-reduce x, as a tree in the order of ranks, and add it to the residual stream a; the sum is rounded once.
 
-    x         [M, N]  float32    this rank's part
-    a, total  [M, N]  bf16       the residual stream; out, the same bits on every rank; NaN where a wait was given up
+    x         [M, N]  float32    this rank's partial sums
+    a, total  [M, N]  bf16       the residual stream; out, the same bits on every rank; NaN if a wait was given up
     A launch for every `shares.rows` rows. Raises ShapeError for rows of another width.
     """
     return _calls(x, a, shares, total, (), 0.0)
@@ -311,12 +312,12 @@ def share_add_norm(
     x: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None = None, *, shares: RowShares,
     total: torch.Tensor, out: torch.Tensor, eps: float,
 ) -> list[KernelCall]:  # fmt: skip
-    """The same sum, and its RMS norm, bit for bit what `rms_norm` gives of it.
+    """`share_add` and the RMS norm of its sum, with the bits of `rms_norm`.
 
     weight    [N]     bf16 or float32
-    row_live  [M]     uint8; None: all rows are live; dead ones are normed to zeros
+    row_live  [M]     uint8; None: all rows are live; a dead row's norm is zero
     out       [M, N]  bf16  out
-    Launches and errors as `share_add` has them.
+    Launches and errors are those of `share_add`.
     """
     check_shape("weight", weight, x.shape[1])
     check_shape("out", out, *x.shape)
@@ -326,7 +327,7 @@ def share_add_norm(
 
 
 def examples() -> list[Kernel]:
-    """Specialisations that stand for all, to compile without a GPU."""
+    """Representative specialisations, to compile without a GPU."""
     made = [_make(4096, 2, 2048, False), _make(8192, 8, 2048, True, 1e-5), _make(2880, 2, 4096, True, 1e-5)]
     made.append(_make(4096, 2, 2048, True, 1e-5))
     return [*made, _make(5120, 4, 2048, True, 1e-6, True)]

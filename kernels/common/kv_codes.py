@@ -1,8 +1,8 @@
-"""E4m3 codes of keys and values in registers, as `lowlat.kernels.reference.attention.kv_codes` means them.
+"""This module decodes e4m3 codes of keys and values in registers, as in `kernels.reference.attention.kv_codes`.
 
-A word has four codes. Their signs and seven further bits, put at bits 15 and 10 to 4 of a bf16, are their values times
-2**-120, subnormal numbers too; one product with 2**120 times the scale brings them to their size, rounded once. Pairs
-are of every other code, bytes 0 and 2 and bytes 1 and 3: so no byte is moved to another half of the word.
+A word has four codes. A code's sign is put at bit 15 of a bf16, and its seven other bits at bits 10 to 4. That is its
+value times 2**-120, for subnormal numbers, too. One product with 2**120 times the scale gives the number, rounded once.
+Pairs are of bytes 0 and 2, and of bytes 1 and 3, so that no byte has to move to the other half of the word.
 """
 
 from typing import Any
@@ -22,20 +22,20 @@ REBIAS, SHIFT = 0xC4000000 + 0x7FFFF, 20  # the exponents' biases, 7 less 127, a
 
 @device_function
 def load_scale(scales: Any, index: Any) -> Any:
-    """The scale of keys or values of a head: of heads' keys first, then of heads' values."""
+    """Load the scale of a head's keys or values; all heads' keys come first, then all heads' values."""
     return ptx.load_global_f32(scales + int64(index) * 4)
 
 
 @device_function
 def load_multiplier(scales: Any, index: Any) -> Any:
-    """A scale as `decode` takes it: 2**120 times it, in bf16, twice."""
+    """Load a scale in the form of `decode`: 2**120 times the scale, in bf16, in both halves of a word."""
     bits = ptx.bits_of_float(ptx.mul_rn(load_scale(scales, index), float32(TWO_TO_120)))
     return uint32(bits | (bits >> uint32(16)))
 
 
 @device_function
 def decode(word: Any, multiplier: Any) -> Any:
-    """The numbers of bytes 0 and 2, and of bytes 1 and 3, as pairs of bf16; of a code for NaN 480 times the scale."""
+    """Decode bytes 0 and 2, and bytes 1 and 3, to pairs of bf16; the code of NaN gives 480 times the scale."""
     signs = uint32(SIGNS)
     even = (uint32(word << uint32(8)) & signs) | (uint32(word << uint32(4)) & uint32(MAGNITUDES))
     odd = (word & signs) | ((word >> uint32(4)) & uint32(MAGNITUDES))
@@ -45,13 +45,13 @@ def decode(word: Any, multiplier: Any) -> Any:
 
 @device_function
 def nan_bits(word: Any) -> Any:
-    """A word whose bits 7, 15, 23 and 31 tell which of four codes are NaN; the other bits mean nothing."""
+    """Return a word whose bits 7, 15, 23 and 31 say which of four codes are NaN; its other bits are undefined."""
     return uint32((word & uint32(0x7F7F7F7F)) + uint32(0x01010101))
 
 
 @device_function
 def decode_in_order(word: Any, multiplier: Any) -> Any:
-    """The numbers of bytes 0 and 1, and of bytes 2 and 3, as pairs of bf16; NaN is NaN."""
+    """Decode bytes 0 and 1, and bytes 2 and 3, to pairs of bf16; the code of NaN gives NaN."""
     even, odd = decode(word, multiplier)
     broken = nan_bits(word) & uint32(0x80808080)
     if broken:
@@ -63,7 +63,7 @@ def decode_in_order(word: Any, multiplier: Any) -> Any:
 
 @device_function
 def encode(value: Any, scale: Any) -> Any:
-    """The code of a float32 number, rounded to bf16 first, as a key or value of the compute dtype is."""
+    """Encode a float32 number, which is first rounded to bf16, as keys and values of the compute dtype are."""
     rounded = ptx.float_of_bits(uint32(ptx.bf16_bits(value) << uint32(16)))
     bits = ptx.bits_of_float(ptx.div_rn(rounded, scale))
     sign, magnitude = (bits >> uint32(24)) & uint32(0x80), bits & uint32(0x7FFFFFFF)
@@ -79,6 +79,6 @@ def encode(value: Any, scale: Any) -> Any:
 
 @device_function
 def four_codes(a: Any, b: Any, c: Any, d: Any, scale: Any) -> Any:
-    """The codes of four numbers in a word, the first in byte 0."""
+    """Encode four numbers to a word, the first in byte 0."""
     low = encode(a, scale) | uint32(encode(b, scale) << uint32(8))
     return uint32(low | uint32(encode(c, scale) << uint32(16)) | uint32(encode(d, scale) << uint32(24)))

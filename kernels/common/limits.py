@@ -1,8 +1,8 @@
-"""Limits of kernels: the sizes and parameters of operations that they compute, each said once, next to the kernels.
+"""This module has the limits of kernels: the sizes and parameters that they take, each written once.
 
-A `Limit` says which sizes a kernel takes. The kernel refuses others by `check`; a table `LIMITS` in the `limits` module
-of each package of kernels names it for an operation's extent, by which a whole Program is refused before a weight is
-read, see `lowlat.lowering.covers`. These modules load neither a compiler nor a driver.
+A `Limit` says which sizes a kernel takes, and the kernel refuses others by `check`. The `LIMITS` table in the `limits`
+module of each package of kernels applies it to an operation's extent. By these tables a whole Program is refused before
+a weight is read, see `lowlat.lowering.covers`. These modules load neither a compiler nor a driver.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ __all__ = ["Asked", "Excess", "Limit", "OnlyParam", "Param", "Rule", "Size"]
 class Limit:
     """The sizes that a kernel takes: listed values, or multiples of a number within bounds.
 
-    values    all that it takes; empty: whatever the others allow
-    multiple  of which a size is one
-    least, most  bounds, included; most None: there is none
-    words     that say which these are; empty: made of the others
+    values    the only sizes that it takes; empty: all that the other fields allow
+    multiple  a size must be a multiple of it
+    least, most  inclusive bounds; most None: no upper bound
+    words     text of the limit for messages; empty: made from the other fields
     """
 
     values: tuple[int, ...] = ()
@@ -33,13 +33,13 @@ class Limit:
     words: str = ""
 
     def takes(self, size: int) -> bool:
-        """Whether a size is one of these."""
+        """Whether the kernel takes a size."""
         if self.values:
             return size in self.values
         return size % self.multiple == 0 and self.least <= size and (self.most is None or size <= self.most)
 
     def check(self, name: str, size: int) -> None:
-        """Raise ShapeError, naming the size and the limit, for a size that it does not take."""
+        """Raise ShapeError, with the size and the limit, for a size that the kernel does not take."""
         if not self.takes(size):
             raise ShapeError(f"{name} must be {self}, got {size}")
 
@@ -58,8 +58,8 @@ class Limit:
 class Asked(NamedTuple):
     """An operation as limits see it.
 
-    sizes    what the symbols of its schema stand for
-    params   its parameters; those that are absent have their defaults
+    sizes    the sizes of its schema's symbols
+    params   its parameters; omitted ones have their defaults
     weights  the names of its arguments that are weights
     """
 
@@ -69,7 +69,7 @@ class Asked(NamedTuple):
 
 
 class Excess(NamedTuple):
-    """A size or a parameter of an operation beyond its kernels' limits: its name, what they take, and what it is."""
+    """A size or a parameter of an operation beyond its kernels' limits: its name, the limit, and its value."""
 
     name: str
     taken: str
@@ -82,10 +82,10 @@ _expression = lru_cache(maxsize=None)(parse)
 
 @dataclass(frozen=True)
 class Size:
-    """The rule that an extent of an operation is within a limit; one that nothing tells is let through.
+    """The rule that an extent of an operation is within a limit; an unknown extent passes.
 
     extent  an expression over the symbols of the operation's schema
-    name    of it, as configs have it
+    name    its name in configs
     """
 
     extent: str
@@ -103,8 +103,8 @@ class Size:
 class Param:
     """The rule that a parameter is a size within a limit.
 
-    param  its name, among the operation's
-    name   of it, as configs have it
+    param  its name in the operation
+    name   its name in configs
     """
 
     param: str
@@ -120,7 +120,7 @@ class Param:
 class OnlyParam:
     """The rule that a parameter has one of the values that kernels compute.
 
-    values  None: without it
+    values  the values; a None among them stands for an absent parameter
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Loads and stores by address, for small kernels: of one element, in two instructions, and of rows, 16 bytes at a time.
+"""This module loads and stores by address, for small kernels: an element in two instructions, or rows by 16 bytes.
 
 Indices are int64 and count elements. Indexing an array would add a sign check and a product by every extent.
 """
@@ -33,19 +33,19 @@ MAX_THREADS = 512
 
 @device_function
 def int_at(base: Any, index: Any) -> Any:
-    """An int32, as int64."""
+    """Load an int32, as int64."""
     return int64(ptx.load_global_i32(base + int64(index) * int64(4)))
 
 
 @device_function
 def long_at(base: Any, index: Any) -> Any:
-    """An int64."""
+    """Load an int64."""
     return ptx.load_global_i64(base + int64(index) * int64(8))
 
 
 @device_function
 def byte_at(base: Any, index: Any) -> Any:
-    """A uint8, as int64."""
+    """Load a uint8, as int64."""
     return int64(ptx.load_global_u8(base + int64(index)))
 
 
@@ -68,7 +68,7 @@ def set_byte(base: Any, index: Any, value: Any) -> None:
 
 
 def wide_count(name: str, tensor: torch.Tensor) -> int:
-    """How many times 16 bytes a row of the tensor's last extent has. Raises ShapeError where it is no whole number."""
+    """Count the 16-byte elements of a row of the tensor's last extent. Raises ShapeError if it is no multiple of 16."""
     size = tensor.shape[-1] * tensor.element_size()
     if size % WIDE or tensor.data_ptr() % WIDE:
         raise ShapeError(f"rows of {name} must be whole multiples of {WIDE} bytes, got {size}")
@@ -76,29 +76,29 @@ def wide_count(name: str, tensor: torch.Tensor) -> int:
 
 
 def threads_for(count: int) -> int:
-    """Threads of a block that copies a row of `count` wide elements, two a thread at a time where it is long."""
+    """Return the threads of a block that copies a row of `count` wide elements; in long rows a thread takes two."""
     return min(MAX_THREADS, -(-count // 32) * 32)
 
 
 @device_function
 def divide(value: Any, divisor: Any) -> Any:
-    """Quotient and remainder of a number from 0 to 2**32 - 1: by a constant, one product and one difference."""
+    """Return quotient and remainder of a number from 0 to 2**32 - 1; a constant divisor takes one product."""
     quotient = int64(uint32(value) // uint32(divisor))
     return quotient, int64(value) - quotient * divisor
 
 
 @device_function
 def turns(count: Any, threads: Any) -> Any:
-    """How often all threads together must take one of `count` things each: a constant for constants.
+    """Return the number of turns in which all threads together take `count` elements; a constant for constants.
 
-    A loop whose number of turns is known costs nothing where it is one; else the compiler unrolls it fourfold.
+    If a loop's number of turns is known and is one, the loop costs nothing. Else the compiler unrolls it fourfold.
     """
     return int64(uint32(count + threads - 1) // uint32(threads))
 
 
 @device_function
 def copy_row(thread: Any, threads: Any, count: Any, source: Any, target: Any) -> None:
-    """Copy `count` wide elements, two loads at a time: a load after a store would wait for it."""
+    """Copy `count` wide elements, two loads at a time, since a load after a store would wait for the store."""
     for turn in range(turns(count, threads * 2)):
         place = thread + turn * (threads * 2)
         if place < count:

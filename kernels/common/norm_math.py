@@ -1,8 +1,8 @@
-"""The one order in which every kernel sums the squares of a row, and how it scales by them, as device functions.
+"""This module sums a row's squares, in the one order of every kernel, and scales by them; device functions.
 
-A block of THREADS threads works on a row. Thread t adds the squares of the 8-element chunks t, t + THREADS, .. in
-element order by fused multiply-adds; a butterfly adds the lanes of each warp, and the warps' sums are added in order.
-So the bits of a norm depend on the row and its width alone, whichever kernel computes it.
+A block of THREADS threads has a row. Thread t adds the squares of the 8-element chunks t, t + THREADS, .. in element
+order by fused multiply-adds; a butterfly adds the lanes of each warp, and the warps' sums are added in order. So the
+bits of a norm depend on the row and its width alone, whichever kernel computes it.
 """
 
 import math
@@ -36,19 +36,19 @@ EVERY_LANE = 0xFFFFFFFF
 
 @device_function
 def low_value(word: Any) -> Any:
-    """The first of two packed bf16, as float32."""
+    """Return the first of two packed bf16, as float32."""
     return float_of_bits(uint32(word) << uint32(16))
 
 
 @device_function
 def high_value(word: Any) -> Any:
-    """The second of two packed bf16, as float32."""
+    """Return the second of two packed bf16, as float32."""
     return float_of_bits(uint32(word) & uint32(0xFFFF0000))
 
 
 @device_function
 def add_squares(total: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """total plus the squares of a chunk, four words of two bf16, in element order."""
+    """Add the squares of a chunk, four words of two bf16, to total, in element order."""
     for word in (a, b, c, d):
         low, high = low_value(word), high_value(word)
         total = fma_rn(low, low, total)
@@ -58,7 +58,7 @@ def add_squares(total: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
 
 @device_function
 def lane_sum(value: Any) -> Any:
-    """The sum over a warp's lanes by butterfly, the same bits in each."""
+    """Sum over a warp's lanes by butterfly; each lane gets the same bits."""
     for offset in (16, 8, 4, 2, 1):
         value = add_rn(value, cuda.shfl_xor_sync(EVERY_LANE, value, offset))
     return value
@@ -66,10 +66,10 @@ def lane_sum(value: Any) -> Any:
 
 @device_function
 def block_sum(value: Any, sums: Any) -> Any:
-    """The sum over a block of THREADS threads, the same bits in each: lanes by butterfly, then warps in order.
+    """Sum over a block of THREADS threads, lanes by butterfly, then warps in order; each thread gets the same bits.
 
-    sums  [WARPS] float32, shared memory that nobody reads or writes meanwhile; a second call needs another array,
-    or a barrier before it. All threads of the block must come here.
+    sums  [WARPS] float32, shared memory that no thread uses otherwise during the call; a second call needs another
+    array, or a barrier before it. All threads of the block must call it.
     """
     value = lane_sum(value)
     thread = uint32(cuda.threadIdx.x)
@@ -83,8 +83,9 @@ def block_sum(value: Any, sums: Any) -> Any:
 
 
 def make_block_sum(warps: int) -> Any:
-    """A function: `block_sum` of a block of so many warps, whose other chunks are past the row's end: the same bits.
+    """A device function that is `block_sum` for a block of fewer warps, with the same bits.
 
+    The missing warps' chunks must be past the row's end.
     sums  [WARPS] float32, shared memory on a multiple of 16 bytes, which is read four at a time
     """
 
@@ -110,20 +111,20 @@ def make_block_sum(warps: int) -> Any:
 
 @device_function
 def inverse_rms(total: Any, width: Any, eps: Any) -> Any:
-    """1 / sqrt(total / width + eps), every step rounded once; total is the sum of squares."""
+    """Return 1 / sqrt(total / width + eps), every step rounded once; total is the sum of squares."""
     mean = float32(total) / float32(width)
     return float32(1.0) / float32(math.sqrt(add_rn(mean, float32(eps))))
 
 
 @device_function
 def normalised(x: Any, inverse: Any, weight: Any) -> Any:
-    """One element of the norm, before it is rounded to the compute dtype."""
+    """Return one element of the norm, before it is rounded to the compute dtype."""
     return mul_rn(mul_rn(x, inverse), weight)
 
 
 @device_function
 def normalised_pair(word: Any, inverse: Any, weights: Any) -> Any:
-    """Two packed bf16 elements normalised by two packed bf16 weights, packed again."""
+    """Normalise two packed bf16 elements by two packed bf16 weights, and pack them again."""
     return bf16_pair(
         normalised(low_value(word), inverse, low_value(weights)),
         normalised(high_value(word), inverse, high_value(weights)),

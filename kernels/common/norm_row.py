@@ -1,6 +1,6 @@
-"""Device functions on whole rows: chunks of 16 bytes, rows of a weight in either layout, the norm of a row.
+"""This module has device functions on whole rows: chunks of 16 bytes, rows of a weight in either layout, a row's norm.
 
-A block of `norm_math.THREADS` threads has a row; thread t has its chunks t, t + THREADS, .. and keeps the first in
+A block of `norm_math.THREADS` threads has a row. Thread t has its chunks t, t + THREADS, .. and keeps the first in
 registers, so a row of up to 8 * THREADS elements is read once.
 """
 
@@ -49,7 +49,7 @@ TILE_BYTES = 2048  # 16 weight rows by 64 columns, see `packing`
 
 @device_function
 def table_row(table: Any, token: Any, width: Any, tiled: Any) -> Any:
-    """The address of a weight's row: row-major [V, width], or packed tile-major as `packing` says."""
+    """Return the address of a weight's row: row-major [V, width], or in packed tiles as in `packing`."""
     row = int64(token)
     if tiled:
         steps = int64((width + 63) // 64)
@@ -60,7 +60,7 @@ def table_row(table: Any, token: Any, width: Any, tiled: Any) -> Any:
 
 @device_function
 def chunk_address(row: Any, chunk: Any, tiled: Any) -> Any:
-    """The address of 8 elements of a row of bf16, in either layout of `table_row`."""
+    """Return the address of 8 elements of a row of bf16, in either layout of `table_row`."""
     at = int64(chunk)
     if tiled:
         in_step = ((at >> int64(2)) & int64(1)) * int64(512) + (at & int64(3)) * int64(16)
@@ -70,7 +70,7 @@ def chunk_address(row: Any, chunk: Any, tiled: Any) -> Any:
 
 @device_function
 def gather_chunk(table: Any, token: Any, chunk: Any, target: Any, width: Any, tiled: Any) -> None:
-    """Copy 8 elements of a weight's row, in either layout of `table_row`, to their place in a row; zeros of -1."""
+    """Copy 8 elements of a weight's row, in either layout of `table_row`, to a row; zeros for token -1."""
     words = (uint32(0), uint32(0), uint32(0), uint32(0))
     if token >= 0:
         words = load_global_nc_128(chunk_address(table_row(table, token, width, tiled), chunk, tiled))
@@ -79,7 +79,7 @@ def gather_chunk(table: Any, token: Any, chunk: Any, target: Any, width: Any, ti
 
 @device_function
 def is_live(row_live: Any, row: Any) -> Any:
-    """Whether a row is live; all are where the address of the flags is 0."""
+    """Return whether a row is live; all are if the address of the flags is 0."""
     live = True
     if row_live != int64(0):
         live = load_global_u8(row_live + int64(row)) != uint32(0)
@@ -88,7 +88,7 @@ def is_live(row_live: Any, row: Any) -> Any:
 
 @device_function
 def load_first(row: Any, width: Any, tiled: Any) -> Any:
-    """This thread's first chunk of a row, four words; zeros past the row's end."""
+    """Load this thread's first chunk of a row, four words; zeros past the row's end."""
     thread = uint32(cuda.threadIdx.x)
     words = (uint32(0), uint32(0), uint32(0), uint32(0))
     if thread < uint32(width // 8):
@@ -98,7 +98,7 @@ def load_first(row: Any, width: Any, tiled: Any) -> Any:
 
 @device_function
 def store_row(first: Any, source: Any, tiled: Any, target: Any, live: Any, width: Any) -> None:
-    """Store a row whose first chunks are held, zeros for a dead one; the others are copied from `source`."""
+    """Store a row, zeros for a dead one. Its threads hold their first chunks; the others are copied from `source`."""
     chunk, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
     words = first
     while chunk < chunks:
@@ -112,7 +112,7 @@ def store_row(first: Any, source: Any, tiled: Any, target: Any, live: Any, width
 
 @device_function
 def chunk_values(row: Any, chunk: Any, wide: Any) -> Any:
-    """8 elements of a row as float32, from float32 (wide) or bf16."""
+    """Load 8 elements of a row as float32, from float32 (wide) or bf16."""
     if wide:
         address = row + int64(chunk) * int64(32)
         a, b, c, d = load_global_128(address)
@@ -142,7 +142,7 @@ def chunk_values(row: Any, chunk: Any, wide: Any) -> Any:
 
 @device_function
 def add_row(a: Any, b: Any, wide: Any, target: Any, width: Any) -> Any:
-    """Store the sum of two rows, rounded to bf16; this thread's first chunk of it is returned, zeros past the end.
+    """Store the sum of two rows, rounded to bf16. Returns this thread's first chunk of it, zeros past the end.
 
     a     bf16
     b     float32 (wide) or bf16
@@ -168,9 +168,9 @@ def add_row(a: Any, b: Any, wide: Any, target: Any, width: Any) -> Any:
 
 @device_function
 def row_inverse(first: Any, source: Any, tiled: Any, sums: Any, width: Any, eps: Any) -> Any:
-    """1 / rms of a row whose first chunks are held, with the row's other chunks read from `source`.
+    """Return 1 / rms of a row. Its threads hold their first chunks; the others are read from `source`.
 
-    sums  [WARPS] float32, shared; all threads of the block must come here, once
+    sums  [WARPS] float32, shared; all threads of the block must call it, once
     """
     thread, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
     more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
@@ -187,12 +187,12 @@ def row_inverse(first: Any, source: Any, tiled: Any, sums: Any, width: Any, eps:
 class NormFunctions:
     """Device functions of a norm whose weight is bf16, or float32.
 
-    load_weights  a chunk of the weight, by its address and the chunk's number: `size` words
-    load_ahead    the same, for a load that stays before the wait: see `ptx.load_ahead_128`
-    no_weights    as many zeros
-    held          a chunk's weights, from an array where its words begin at a place
-    scale         a chunk's four words by 1 / rms and the chunk's weights, packed again
-    load_first    this thread's first chunk of the weight, asked for before the kernel before has ended
+    load_weights  loads a chunk of the weight by its address and the chunk's number: `size` words
+    load_ahead    does the same, by a load that stays before the wait: see `ptx.load_ahead_128`
+    no_weights    returns as many zeros
+    held          takes a chunk's weights from an array, from a place on
+    scale         multiplies a chunk's four words by 1 / rms and the chunk's weights, and packs them again
+    load_first    loads this thread's first chunk of the weight, before the previous kernel has ended
     finish        `finish_norm`
     """
 
@@ -207,12 +207,12 @@ class NormFunctions:
 
 
 def weights_label(wide: bool) -> str:
-    """The ending of a kernel's name, by the dtype of a norm's weight."""
+    """Return the suffix of a kernel's name for the dtype of a norm's weight."""
     return "_w32" if wide else ""
 
 
 def make_norm_functions(wide: bool) -> NormFunctions:
-    """The functions for a weight of float32 (wide), or of bf16."""
+    """Make the device functions for a weight of float32 (wide), or of bf16."""
     load_weights, load_ahead, no_weights, held, scale = (
         (_load_wide, _load_wide_ahead, _no_wide, _held_wide, _scale_wide)
         if wide
@@ -241,10 +241,10 @@ def make_norm_functions(wide: bool) -> NormFunctions:
         width: Any,
         eps: Any,
     ) -> None:
-        """The RMS norm of a row whose first chunks are held, with the row's other chunks read from `source`.
+        """Store the RMS norm of a row. Its threads hold their first chunks; the others are read from `source`.
 
-        target, copy  addresses of the result and of a second one, 0 for none; zeros for a dead row
-        sums          [WARPS] float32, shared; all threads of the block must come here, once
+        target, copy  addresses of the result and of a second copy, 0 for none; zeros for a dead row
+        sums          [WARPS] float32, shared; all threads of the block must call it, once
         """
         chunk, chunks = uint32(cuda.threadIdx.x), uint32(width // 8)
         more = width > 8 * THREADS  # a constant: rows of one chunk a thread compile without the loads below
@@ -268,7 +268,7 @@ def make_norm_functions(wide: bool) -> NormFunctions:
 
 
 def _make_loaders(load_128: Any) -> tuple[Any, Any]:
-    """The loads of a chunk's weights, of bf16 and of float32, by an instruction of 16 bytes."""
+    """Make the loads of a chunk's weights, of bf16 and of float32, from an instruction of 16 bytes."""
 
     @device_function
     def load_narrow(weight: Any, chunk: Any) -> Any:
@@ -330,7 +330,7 @@ def _scale_wide(words: Any, inverse: Any, weights: Any) -> Any:
 
 @device_function
 def _wide_pair(word: Any, inverse: Any, low: Any, high: Any) -> Any:
-    """Two packed bf16 elements normalised by the bits of two float32 weights, packed again."""
+    """Normalise two packed bf16 elements by two float32 weights, given as bits, and pack them again."""
     return bf16_pair(
         normalised(low_value(word), inverse, float_of_bits(low)),
         normalised(high_value(word), inverse, float_of_bits(high)),

@@ -1,7 +1,9 @@
-"""Philox4x32-10 and its uniform numbers as device functions, bit for bit those of `kernels.reference.sampling.random`.
+"""This module has Philox4x32-10 and its uniform numbers as device functions.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The caller makes
-counters and keys.
+The bits are those of `kernels.reference.sampling.random`.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011. The caller makes counters
+and keys.
 """
 
 from typing import Any
@@ -23,9 +25,9 @@ LARGEST = float32(random.LARGEST)
 
 @device_function
 def philox(counter0: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any, key1: Any) -> Any:
-    """Four random words, uint32, for a counter of four words and a key of two, uint32 all.
+    """Return four random words for a counter of four words and a key of two, all uint32.
 
-    Time: 20 products of 64 bits. The words are kept in 64 bits with the upper half zero, where no sum wraps.
+    Time: 20 products of 64 bits. The words are kept in 64 bits with the upper half zero, so no sum wraps.
     """
     c0, c1, c2, c3 = uint64(counter0), uint64(counter1), uint64(counter2), uint64(counter3)
     k0, k1 = uint64(key0), uint64(key1)
@@ -38,7 +40,7 @@ def philox(counter0: Any, counter1: Any, counter2: Any, counter3: Any, key0: Any
 
 @device_function
 def uniform(word: Any) -> Any:
-    """A float32 in (0, 1) from a word: (2 word + 1) rounded once to float32, times 2**-33, at most 1 - 2**-24."""
+    """Return a float32 in (0, 1): (2 word + 1) rounded once to float32, times 2**-33, at most 1 - 2**-24."""
     wide = uint64(word)
     value = float32(wide + wide + ONE) * SPACING
     return value if value < LARGEST else LARGEST

@@ -1,7 +1,7 @@
-"""How warps that multiply hand a tile's partial sums to warps that finish it, while the first go on multiplying.
+"""This module passes a tile's partial sums from mainloop warps to epilogue warps, while the mainloop warps multiply on.
 
-Sums lie in areas of shared memory that are used in turn. An area has two barriers: that it is full, where all warps
-that give arrive, and that it is free, where all warps that take arrive.
+Sums are in areas of shared memory that are used in turn. An area has two barriers: producers arrive at one when the
+area is full, and consumers at the other when it is free.
 """
 
 from dataclasses import dataclass
@@ -12,20 +12,21 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, uint32
 
 __all__ = ["BARRIER_BYTES", "Pipeline", "make_pipeline"]
 
-BARRIER_BYTES = 16  # of an area
-FREE = 8  # from the barrier of a full area to that of a free one
+BARRIER_BYTES = 16  # both barriers of an area
+FREE = 8  # bytes from an area's full barrier to its free barrier
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Device functions of the barriers' place, an area, and the parity of its phase or the lane.
+    """Device functions of a pipeline. They take the barriers' address, an area, its phase's parity, or the lane.
 
-    begin       (barriers) of one thread, before a barrier of the block
-    await_free  (barriers, area, parity) of a warp that gives; the first parity is 1
-    give        (barriers, area, lane) of a warp whose lanes have stored
-    await_full  (barriers, area, parity) of a warp that takes; the first parity is 0
-    release     (barriers, area, lane) of a warp whose lanes have read; it tells every block of a cluster
-    after       (area, parity) -> the next area's
+    begin       (barriers) initialises them; one thread calls it, before a barrier of the block
+    await_free  (barriers, area, parity) waits for a free area; a producer warp calls it, first with parity 1
+    give        (barriers, area, lane) marks an area as full; a producer warp calls it after its stores
+    await_full  (barriers, area, parity) waits for a full area; a consumer warp calls it, first with parity 0
+    release     (barriers, area, lane) marks an area as free in every block of a cluster; a consumer calls it after
+                its reads
+    after       (area, parity) returns those of the next area
     """
 
     begin: Any
@@ -37,10 +38,10 @@ class Pipeline:
 
 
 def make_pipeline(areas: int, producers: int, consumers: int, *, suspends: bool, cluster: int = 1) -> Pipeline:
-    """A pipeline for so many areas and warps.
+    """Make a pipeline for these numbers of areas, producer warps and consumer warps.
 
-    suspends  a waiting warp may be suspended, as `Gpu.suspends` has it
-    cluster   blocks, in each of which an area is free when the consumers of all have read theirs
+    suspends  a waiting warp may be suspended, see `Gpu.suspends`
+    cluster   blocks of a cluster; an area is free when the consumers of all of them have read theirs
     """
     is_over = ptx.barrier_is_over_soon if suspends else ptx.barrier_is_over
 

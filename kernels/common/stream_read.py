@@ -1,7 +1,7 @@
-"""Read memory once and fold it into a few words: the bandwidth that a GPU's memory can deliver to a kernel.
+"""This module reads memory once and folds it into a few words, to measure the bandwidth that a GPU's memory delivers.
 
-The words are written, so that no load can be left out, and their exclusive or is
-that of all words read, so that a caller can check it.
+The words are written, so that the compiler can omit no load. Their exclusive or is that of all words read, so that a
+caller can check it.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, types, uint32
 
 __all__ = ["examples", "stream_read"]
 
-LOADS = 4  # of 16 bytes, under way at once in a thread
+LOADS = 4  # of 16 bytes, in flight at once in a thread
 DEFAULT_THREADS = 512
 
 
@@ -60,12 +60,12 @@ def _make(threads: int, blocks: int, spread: bool) -> Kernel:
 def stream_read(
     source: torch.Tensor, *, out: torch.Tensor, blocks: int, threads: int = DEFAULT_THREADS, spread: bool = False
 ) -> list[KernelCall]:
-    """Read every byte of `source` once, 16 at a time past L1, and fold it by exclusive or.
+    """Read every byte of `source` once, 16 at a time, bypassing L1, and fold it by exclusive or.
 
     source  any shape and dtype, contiguous, of a multiple of 16 bytes, 16-byte aligned
     out     [blocks * threads]  int32, out: one word a thread
-    blocks  the grid; a few times the number of SMs, each of which holds 2048 threads at most
-    spread  all blocks sweep one front together; otherwise a block reads one run of memory at a time
+    blocks  the grid: a few times the number of SMs, each of which holds at most 2048 threads
+    spread  all blocks read neighbouring memory at the same time; else a block reads one run of memory at a time
     Time: the bytes over the GPU's bandwidth. Captured: yes. Raises ShapeError for other sizes.
     """
     size = source.numel() * source.element_size()
@@ -75,7 +75,7 @@ def stream_read(
         raise ShapeError(f"stream_read reads contiguous memory, got strides {source.stride()}")
     if tuple(out.shape) != (blocks * threads,) or out.element_size() != 4:
         raise ShapeError(f"out must be [{blocks * threads}] of 4 bytes each, got {list(out.shape)} of {out.dtype}")
-    # not dependent: a launch that starts inside the one before would be timed as less than it takes
+    # not dependent: if a launch started before the previous one ended, its measured time would be too short
     return [KernelCall(_make(threads, blocks, spread), (blocks, 1, 1), (source, size, out), dependent=False)]
 
 

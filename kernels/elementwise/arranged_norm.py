@@ -1,7 +1,7 @@
-"""RMS norms of whole rows, alone or after a residual sum, that leave them as a prefill GEMM reads them.
+"""This module has RMS norms of whole rows, alone or after a residual sum, that store rows as a prefill GEMM reads them.
 
 A block has a row, as in `norm`. Four neighbouring lanes have 32 columns of it, exchange them, and store them arranged,
-see `lowlat.kernels.gemm.prefill.activation_layout`. Rows that others read, too, are also stored as they are.
+see `lowlat.kernels.gemm.prefill.activation_layout`. Rows that other launches read, too, are also stored in plain order.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
-"""RMS norms of whole rows, alone or after a residual sum, that leave codes of the rows as a prefill GEMM reads them.
+"""This module has RMS norms of whole rows, alone or after a residual sum, that store the codes a prefill GEMM reads.
 
-A block has a row, in registers. It has the bits of `coded_rows` after the norms of `arranged_norm`.
+A block has a row, in registers. Its bits are those of `coded_rows` after the norms of `arranged_norm`.
 """
 
 from functools import cache
@@ -25,7 +25,7 @@ ALONE, NARROW, WIDE = "", "bf16", "f32"  # what is added to a row before its nor
 
 
 def _make_load_chunk(added: str) -> Any:
-    """A function: a chunk of a row, or of the sum of two, which is stored."""
+    """A device function that loads a chunk of a row, or adds and stores a chunk of two rows."""
     wide = added == WIDE
 
     if added == ALONE:

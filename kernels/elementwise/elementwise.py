@@ -1,4 +1,4 @@
-"""Copies, rounding, residual sums and the gated activation on their own: for where no GEMM takes them over.
+"""This module has copies, rounding, residual sums and gated activations as kernels, for when no GEMM includes them.
 
 Every thread has 8 elements, or 16 bytes.
 """

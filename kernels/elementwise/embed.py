@@ -1,6 +1,7 @@
-"""Embedding rows, from a row-major weight or from the packed one that the LM head's GEMM reads; with the first norm.
+"""This module gathers embedding rows from a row-major weight, or from the packed one of the LM head's GEMM.
 
-Tied embeddings so need one copy. A scale multiplies rows in float32, each number rounded once.
+So tied embeddings need one copy. It may also compute the first norm. A scale multiplies rows in float32, each number
+rounded once.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""RMS norms of whole rows, alone, after a residual sum, or of the parts of a row; one launch each.
+"""This module has RMS norms of whole rows: alone, after a residual sum, or of the parts of a row; one launch each.
 
 A block has a row, and sums its squares in the order of `norm_math`. The residual stream is bf16; a GEMM's output may
 still be float32.

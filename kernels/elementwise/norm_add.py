@@ -1,4 +1,4 @@
-"""The norm of a layer's output, the residual sum, its scale and the norm after it, in one launch.
+"""This module has the norm of a layer's output, the residual sum, its scale and the next norm, in one launch.
 
 A layer with norms on both sides rounds a GEMM's output, norms it, adds it to the residual stream, may multiply the sum
 by a number, and norms it for the next GEMM. A block has a row and keeps it in registers. It sums squares in the order
@@ -82,7 +82,7 @@ def _times_pair(word: Any, factor: Any) -> Any:
 
 
 def _make_load_number(scaled: str) -> Any:
-    """A function: the number by which a sum is multiplied, by its address."""
+    """A device function that loads the number by which a sum is multiplied, from its address."""
     wide, there = scaled == "float32", scaled != ""
 
     @device_function

@@ -1,4 +1,4 @@
-"""Embeddings of a token for each layer: the inputs of all layers, made once a forward pass, and a layer's gate.
+"""This module makes a token's embeddings for each layer: all layers' inputs, once a forward pass, and a layer's gate.
 
 A warp norms the inputs of a row and a layer. Lane i has chunks i, i + 32, .. of 8 elements and adds their squares in
 order by fused multiply-adds, then the lanes' sums by a butterfly. So a row's bits depend on the row alone.

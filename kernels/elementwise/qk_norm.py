@@ -1,9 +1,9 @@
-"""The norm of every query and key head (Qwen3), alone; `rotate` has the same before it rotates.
+"""This module norms every query and key head (Qwen3), alone; `rotate` does the same before it rotates.
 
-A warp has a head of a row; lane i has elements 4i to 4i + 3 of both halves, and of heads of 512 also 128 + 4i to
+A warp has a head of a row. Lane i has elements 4i to 4i + 3 of both halves, and of heads of 512 also 128 + 4i to
 128 + 4i + 3. A head's norm sums each lane's squares by fused multiply-adds, the lower half first, and the lanes by a
 butterfly (offsets 16, 8, 4, 2, 1). So a row's bits depend on the row alone. Values may be normed, too, without a
-weight, and be the keys as they come.
+weight, and may be the keys before their norm.
 """
 
 from dataclasses import dataclass
@@ -83,7 +83,7 @@ def load_four(address: Any, active: Any) -> Any:
 
 
 def weights_loader(wide: bool) -> tuple[Any, int]:
-    """A function: four weights of a head as float32, by their address; and their bytes. wide: they are float32."""
+    """A device function that loads four weights of a head as float32; and their bytes. wide: they are float32."""
     return (load_four, 16) if wide else (_load_narrow, 8)
 
 

@@ -1,8 +1,8 @@
-"""Rotary embedding of a GEMM's heads, with Qwen3's norm of each head before it and the KV write after it.
+"""This module has rotary embedding of a GEMM's heads, with the norm of heads before it (Qwen3) and the KV write after.
 
-Lanes have a head's elements as `qk_norm` says, so that a lane's elements are each other's partners; where only the
-first elements of a head turn, lanes exchange them. The rotation is two products and a sum, each rounded, as torch does
-it. So a row's bits depend on the row alone.
+Lanes have a head's elements as in `qk_norm`, so that each pair to rotate is in one lane. If only a head's first
+elements are rotated, lanes exchange them. The rotation is two products and a sum, each rounded, as in torch. So a row's
+bits depend on the row alone.
 """
 
 from collections.abc import Sequence

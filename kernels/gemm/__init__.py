@@ -1,4 +1,1 @@
-"""GEMMs with packed weights: `decode` for 1 to 64 rows, `prefill` for hundreds.
-
-Nothing here knows a model.
-"""
+"""GEMMs with packed weights: `decode` for a step's rows, `prefill` for hundreds."""

@@ -1,7 +1,7 @@
-"""Parts of K that are summed one by one and added as a tree, so that any number of GPUs has the same bits.
+"""This module describes parts of K that are summed by themselves and added as a tree, the same for any number of GPUs.
 
-A part is whole steps of 64 columns, and its sum begins at zero: its bits depend on its columns alone, whichever warp or
-GPU sums it.
+A part is whole steps of 64 columns, and its sum begins at zero. So its bits depend on its columns alone, whichever warp
+or GPU sums it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ __all__ = ["KParts", "add_four", "load_four", "make_part_of_warp", "make_span_of
 
 @dataclass(frozen=True)
 class KParts:
-    """How K is cut into parts, as `all_reduce.cuts.bounds` cuts it.
+    """The parts of K, with the bounds of `collectives.cuts.bounds`.
 
-    count  of parts: 1, 2, 4 or 8
-    unit   steps of 64 columns that stay together
+    count  number of parts: 1, 2, 4 or 8
+    unit   a part has whole units of so many steps of 64 columns
     """
 
     count: int
@@ -30,23 +30,23 @@ class KParts:
 
     @classmethod
     def of(cls, count: int, columns: int, depth: int) -> "KParts":
-        """So many parts of K in units of so many columns. Raises ShapeError where a part is not made of whole steps."""
+        """Make parts of K from a count and a unit in columns. Raises ShapeError if a part does not have whole steps."""
         if columns % TILE_COLUMNS or depth % TILE_COLUMNS:
             raise ShapeError(f"parts of K are whole steps of {TILE_COLUMNS} columns, not units of {columns} of {depth}")
         return cls(count, columns // TILE_COLUMNS)
 
     @property
     def name(self) -> str:
-        """Its part of a kernel's name."""
+        """The suffix for a kernel's name."""
         return f"parts{self.count}x{self.unit}"
 
     def ends(self, steps: int) -> Sequence[int]:
-        """The steps at which parts begin, and the end of the last one."""
+        """Return the first step of each part, and the end of the last."""
         return bounds(steps, self.count, self.unit)
 
 
 def make_span_of(parts: KParts, steps: int) -> Any:
-    """A device function: the first step of a part, by its number, and the one after its last."""
+    """A device function that returns a part's first step, by its number, and the step after its last."""
     levels, unit, units = parts.count.bit_length() - 1, parts.unit, -(-steps // parts.unit)
 
     @device_function
@@ -64,7 +64,7 @@ def make_span_of(parts: KParts, steps: int) -> Any:
 
 
 def make_part_of_warp(parts: KParts, steps: int) -> Any:
-    """A device function of a warp: the first step of its part, the one after its last, and its set of warps."""
+    """A device function that returns the first step of a warp's part, the step after its last, and its set of warps."""
     span_of, mask, shift = make_span_of(parts, steps), parts.count - 1, parts.count.bit_length() - 1
 
     @device_function
@@ -76,10 +76,10 @@ def make_part_of_warp(parts: KParts, steps: int) -> Any:
 
 
 def make_tree(make_part: Callable[[int], Any], first: int, last: int, add: Any = ptx.add_rn) -> Any:
-    """A device function (place, given): the sum of parts `first` to `last` - 1 by neighbouring pairs.
+    """A device function (place, given) that adds up parts `first` to `last` - 1 by neighbouring pairs.
 
-    make_part  from a part's number, a device function (place, given): its value
-    add        a device function: the sum of two values
+    make_part  makes from a part's number a device function (place, given) that returns the part's value
+    add        a device function that adds two values
     """
     if last - first == 1:
         return make_part(first)
@@ -95,12 +95,12 @@ def make_tree(make_part: Callable[[int], Any], first: int, last: int, add: Any =
 
 @device_function
 def add_four(a: Any, b: Any) -> Any:
-    """The sums of two times four float32."""
+    """Add four float32 to four others."""
     return ptx.add_rn(a[0], b[0]), ptx.add_rn(a[1], b[1]), ptx.add_rn(a[2], b[2]), ptx.add_rn(a[3], b[3])
 
 
 @device_function
 def load_four(place: Any) -> Any:
-    """Four float32 at an address of a multiple of 16."""
+    """Load four float32 at an address that is a multiple of 16."""
     a, b, c, d = ptx.load_global_128(place)
     return ptx.float_of_bits(a), ptx.float_of_bits(b), ptx.float_of_bits(c), ptx.float_of_bits(d)

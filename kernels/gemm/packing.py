@@ -1,7 +1,7 @@
-"""Weights in the order in which the lanes of a warp read them, and back; the row permutations of fused epilogues.
+"""This module packs weights in the order in which a warp's lanes read them, and back; it permutes rows for epilogues.
 
-A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns and cut into tiles of 16 rows by 64
-columns, 2 KiB each, stored tile row by tile row, the k steps of one tile row side by side.
+A matrix [N, K] is padded with zeros to multiples of 16 rows and 64 columns, and divided into tiles of 16 rows by 64
+columns, 2 KiB each. They are stored tile row by tile row, with the k steps of a tile row one after another.
 """
 
 from collections.abc import Callable
@@ -40,8 +40,8 @@ class PackedMatrix:
     rows     N, before padding
     columns  K, before padding
     order    [N] int64 or None: row i of the packed matrix is row order[i] of the original
-    held     uint8: the tiles and, after them, float32 scales of the packed rows; None: these have no scales
-    tile_format  how the tiles hold numbers: other than plain, `tiles` are bytes of steps
+    held     uint8: the tiles and, after them, float32 scales of the packed rows; None: rows have no scales
+    tile_format  the format of the tiles; if it is not plain, `tiles` are bytes of steps
     """
 
     tiles: torch.Tensor
@@ -53,7 +53,7 @@ class PackedMatrix:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All that a GEMM reads."""
+        """The tensors that a GEMM reads."""
         return self.tiles if self.held is None else self.held
 
     @property
@@ -69,7 +69,7 @@ class PackedMatrix:
         return self.memory.nbytes
 
     def placed(self, place: Callable[[torch.Tensor], torch.Tensor]) -> "PackedMatrix":
-        """The same matrix with its memory where `place` puts a tensor's content."""
+        """Return the same matrix in other memory; `place` copies a tensor and returns the copy."""
         memory = place(self.memory)
         if self.held is None:
             return replace(self, tiles=memory)
@@ -78,7 +78,7 @@ class PackedMatrix:
 
 
 def pack(weight: torch.Tensor, order: torch.Tensor | None = None) -> PackedMatrix:
-    """Pack [N, K], its rows taken in `order` first. Raises ShapeError for anything but a matrix."""
+    """Pack a matrix [N, K], with its rows in `order`. Raises ShapeError for anything but a matrix."""
     if weight.dim() != 2:
         raise ShapeError(f"a packed weight must be a matrix, got shape {list(weight.shape)}")
     rows, columns = weight.shape
@@ -94,7 +94,7 @@ def pack(weight: torch.Tensor, order: torch.Tensor | None = None) -> PackedMatri
 
 
 def unpack_rows(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix [N, K] with its rows as they are packed; where it is padded, a part of a larger one."""
+    """Return the matrix [N, K] with its rows in packed order; a padded matrix is a view of a larger one."""
     height, width, _ = packed.tiles.shape
     units = packed.tiles.view(torch.complex128)  # a lane's 8 columns, or what makes 16 bytes: copied as one
     tiles = units.view(height, width, 2, 2, 8, 4, -1).permute(0, 2, 4, 1, 3, 5, 6)
@@ -103,7 +103,7 @@ def unpack_rows(packed: PackedMatrix) -> torch.Tensor:
 
 
 def unpack(packed: PackedMatrix) -> torch.Tensor:
-    """The original matrix [N, K]."""
+    """Return the original matrix [N, K]."""
     matrix = unpack_rows(packed)
     if packed.order is None:
         return matrix.contiguous()
@@ -114,7 +114,7 @@ def unpack(packed: PackedMatrix) -> torch.Tensor:
 
 @cache
 def gate_up_permutation(width: int) -> torch.Tensor:
-    """Rows of a fused gate and up matrix [2I, N] so that a tile holds 8 gates and their 8 ups: [2I] int64.
+    """Return the order of rows of a fused gate and up matrix [2I, N] by which a tile has 8 gates and their 8 ups: [2I].
 
     Raises ShapeError unless I is a multiple of 8.
     """
@@ -125,7 +125,7 @@ def gate_up_permutation(width: int) -> torch.Tensor:
 
 
 def runs_of(order: torch.Tensor) -> torch.Tensor:
-    """Where each run of eight packed rows lies in the original: [N / 8] int32, from an order [N] of `PackedMatrix`.
+    """Return the original first row of each run of eight packed rows, [N / 8] int32, from an order [N].
 
     Raises ShapeError for an order that is not made of runs of eight consecutive rows.
     """
@@ -139,7 +139,7 @@ def runs_of(order: torch.Tensor) -> torch.Tensor:
 
 @cache
 def rope_permutation(num_rotated_heads: int, num_plain_heads: int, head_dim: int) -> torch.Tensor:
-    """Rows of a fused q, k, v matrix so that a tile holds 8 dimensions of a head and their 8 rotation partners.
+    """Return the order of rows of a fused q, k, v matrix by which a tile has 8 dimensions of a head and their partners.
 
     Rotated heads come first (queries, keys), plain ones after. Returns [(R + P) * D] int64. Raises ShapeError unless
     D is a multiple of 16.
@@ -155,7 +155,7 @@ def rope_permutation(num_rotated_heads: int, num_plain_heads: int, head_dim: int
 
 
 def gather_rows(packed: PackedMatrix, indices: torch.Tensor) -> torch.Tensor:
-    """Rows [n, K] of a packed matrix that has no order of its own; indices [n] int64 below N."""
+    """Gather rows [n, K] of a packed matrix without an order; indices [n] int64 below N."""
     height, width, _ = packed.tiles.shape
     tiles = packed.tiles.view(height, width, 2, 2, 8, 4, 8)
     rows = tiles[indices // TILE_ROWS, :, indices % TILE_ROWS // 8, :, indices % 8]

@@ -1,8 +1,8 @@
-"""Tiles of dense weights as decode's GEMMs read them: 16 rows by 64 columns, a step of a tile after the other.
+"""This module describes the tiles of dense weights for decode GEMMs: 16 rows by 64 columns, one step after another.
 
 A step has codes, and after them words of scales, one for each group of rows i and i + 8: two bf16 scales, or a float32
-scale of the one and a word of the other; and, where there are zero points, words of two bf16 numbers, 128 and the zero
-point less than zero; or, where blocks of few columns have scales, words of those. A lane has its codes in pieces of 16
+scale of the one and a word of the other. If there are zero points, words of two bf16 numbers follow, 128 and the zero
+point less than zero. If blocks of few columns have scales, words of those follow. A lane has its codes in pieces of 16
 bytes, 512 bytes from one piece to the next.
 """
 

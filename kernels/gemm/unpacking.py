@@ -1,4 +1,4 @@
-"""A quantised weight unpacked to rows of bf16 in one launch, for a library's products; bound by memory."""
+"""This module unpacks a quantised weight to rows of bf16 in one launch, for a library's GEMMs; memory-bound."""
 
 from functools import cache
 from typing import Any
@@ -47,7 +47,7 @@ def unpack_weight(*, weight: PackedMatrix, out: torch.Tensor) -> list[KernelCall
 
 
 def _make_store(width: int) -> Any:
-    """A function: a lane's sixteen words to their places."""
+    """A device function that stores a lane's sixteen words at their places."""
     pitch = 2 * TILE_COLUMNS * width
 
     @device_function

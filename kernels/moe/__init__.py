@@ -1,4 +1,1 @@
-"""MoE layers: packed experts, the router, and the GEMMs of few rows (`decode`) and of many (`prefill`).
-
-Nothing here knows a model.
-"""
+"""Kernels of MoE layers: packed experts, the router, and GEMMs for few rows (`decode`) and for many (`prefill`)."""

@@ -1,6 +1,6 @@
-"""Formats of experts' matrices: plain and MXFP4 as they are, and those of dense layers, by the same tiles.
+"""This module has the formats of experts' matrices: plain, MXFP4, and those of dense layers, with the same tiles.
 
-A dense format's tile has its codes as words, and what dense GEMMs find after the codes as scales.
+A dense format's tile has its codes as words. The data that dense GEMMs find after the codes are its scales.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
-"""Fragments of experts' weights in the formats of dense layers: steps of a tile decoded in registers and multiplied.
+"""This module decodes and multiplies experts' weights in the formats of dense layers: steps of a tile, in registers.
 
-Where groups of columns have scales, decode scales a group's sum in float32 and joins it to the others, as dense GEMMs
-do; prefill multiplies the numbers by them, rounded to bf16, so that a pair's sums are those of plain weights. Scales of
-rows are the epilogues'.
+If groups of columns have scales, decode scales a group's sum in float32 and adds it to the others, as dense GEMMs do.
+Prefill multiplies the numbers by them, rounded to bf16, so that a pair's sums are those of plain weights. The epilogues
+apply scales of rows.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def _own(tiles: TileFormat) -> tuple[Any, Callable[[int], Any], Callable[[int], 
 
 
 def _make_scales(tiles: TileFormat, group: int) -> Any:
-    """A function: the float32 scales of a group, of a row and of the row 8 below."""
+    """A device function that loads a group's float32 scales, of a row and of the row 8 below."""
     wide, at = tiles.wide, group * (tiles.scale_words + tiles.zeros) * WORD_BYTES
 
     @device_function
@@ -46,7 +46,7 @@ def _make_scales(tiles: TileFormat, group: int) -> Any:
 
 
 def make_multiply_step(tiles: TileFormat) -> Any:
-    """A function: a step of a tile, see `WeightFormat.decode_fragment`."""
+    """A device function that multiplies a step of a tile, see `WeightFormat.decode_fragment`."""
     load, expand, beside = _own(tiles)
     expand_first, expand_second, last = expand(0), expand(1), max(tiles.groups, 1) - 1
     beside_first, beside_second = beside(0), beside(last)
@@ -85,7 +85,7 @@ def make_multiply_step(tiles: TileFormat) -> Any:
 
 
 def _make_scaled(tiles: TileFormat, half: int) -> Any:
-    """A function: numbers of half a step as expanded, times the scales of their groups where they have some."""
+    """A device function that multiplies half a step's expanded numbers by the scales of their groups, if any."""
     group = half if tiles.groups > 1 else 0
     _, make_expand, make_beside = _own(tiles)
     expand, beside, load_scales = make_expand(half), make_beside(group), _make_scales(tiles, group)
@@ -113,7 +113,7 @@ def _make_scaled(tiles: TileFormat, half: int) -> Any:
 
 
 def make_multiply_tiles(tiles: TileFormat, multiply: Any) -> Any:
-    """A function: see `WeightFormat.prefill_fragment`."""
+    """A device function that multiplies tiles, see `WeightFormat.prefill_fragment`."""
     load, first_half, second_half = _own(tiles)[0], _make_scaled(tiles, 0), _make_scaled(tiles, 1)
     tile_bytes, scale_bytes = tiles.code_bytes, tiles.words * WORD_BYTES
 

@@ -1,4 +1,4 @@
-"""Experts' matrices in the order in which the lanes of a warp read them, in any format, and back."""
+"""This module packs experts' matrices in the order in which a warp's lanes read them, and unpacks them."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

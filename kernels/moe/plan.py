@@ -1,4 +1,4 @@
-"""How the GEMMs of an MoE layer are cut, and the constants that their parts share."""
+"""This module plans the GEMMs of an MoE layer for few rows, and has the constants that their modules share."""
 
 import itertools
 from collections.abc import Iterator

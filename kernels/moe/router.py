@@ -1,8 +1,8 @@
-"""The router of an MoE layer: the logits of each row's experts, with the norm before them, and top-k routing.
+"""This module launches the router of an MoE layer: the norm, the logits of each row's experts, and top-k routing.
 
-Where rows are few, the launch that multiplies does the top-k routing for itself (`mlp`), and `router_logits` does the
-rest; `router` is the whole operation in two launches. A prompt's many rows, which are normed already, are multiplied by
-tensor cores (`prefill_router`), whose sums have bits of their own.
+For few rows, the launch of the experts' GEMMs does the top-k routing itself (`mlp`), and `router_logits` the rest;
+`router` is the whole operation in two launches. A prompt's many rows are already normed, and tensor cores multiply them
+(`prefill_router`); their sums have other bits.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
-"""The kernel of a router's logits, with the norm before it or without.
+"""This module has the kernel of a router's logits, with or without the norm before it.
 
-A block has four experts and a few rows. It fetches its experts' weights before the kernel before it has ended, norms
-its rows in the order of `norm_math` where it is asked to, and multiplies: four warps share an expert, each with a
-quarter of the columns, so a logit's order of accumulation depends on the width alone. Rows are multiplied as bf16, as
-they are stored: the bits of a row do not depend on which kernel normed it.
+A block has four experts and a few rows. It fetches its experts' weights before the previous kernel has ended, norms its
+rows in the order of `norm_math` if asked to, and multiplies. Four warps share an expert, each with a quarter of the
+columns, so a logit's order of accumulation depends on the width alone. Rows are multiplied as stored bf16, so a row's
+bits do not depend on the kernel that normed it.
 """
 
 from functools import cache
@@ -265,7 +265,7 @@ def _make_invert(width: int, eps: float) -> Any:
 
 
 def _make_kept_weights(wide: bool) -> Any:
-    """A function: a chunk's weights, where `keep_norm` has put them."""
+    """A device function that loads a chunk's weights from where `keep_norm` has stored them."""
 
     @device_function
     def narrow(kept: Any, chunk: Any) -> Any:

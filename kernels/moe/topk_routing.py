@@ -1,8 +1,7 @@
-"""Top-k routing: each row's experts and their shares by its logits.
+"""This module has top-k routing: it chooses each row's experts and their weights from its logits.
 
-A warp has a row, and leaves its experts and their shares in shared memory. Where rows are few, every block of an MoE
-layer routes all of them for itself (`make_route`), and `expert_list` reads what it left; `route_top_k` is a launch of
-its own.
+A warp has a row, and stores its experts and their weights in shared memory. For few rows, every block of an MoE layer
+routes all rows for itself (`make_route`), and `expert_list` reads the result; `route_top_k` is a launch of its own.
 """
 
 import math
@@ -119,7 +118,7 @@ def route_top_k(
 
 
 def make_route(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool = False, shared: bool = False) -> Any:
-    """A function of all threads: route the rows of `count` pairs, ids and shares to `area`; one barrier."""
+    """A device function of all threads that routes `count` pairs' rows, with ids and weights to `area`; one barrier."""
     route_row, warps = _make_route_row(plan, top_k, num_experts, over_all, shared), plan.threads // 32
 
     @device_function
@@ -134,7 +133,7 @@ def make_route(plan: RoutingArea, top_k: int, num_experts: int, over_all: bool =
 
 
 def _make_largest(first: int, count: int) -> Any:
-    """A function: the largest of some keys, as a tree."""
+    """A device function that finds the largest of several keys, as a tree."""
     if count == 1:
 
         @device_function
@@ -152,7 +151,7 @@ def _make_largest(first: int, count: int) -> Any:
 
 
 def _make_lowest(first: int, count: int) -> Any:
-    """A function: the lowest expert of a lane's whose key is a given one, else EVERY_LANE; as a tree."""
+    """A device function that finds a lane's lowest expert with a given key, else EVERY_LANE; as a tree."""
     if count == 1:
 
         @device_function
@@ -170,7 +169,7 @@ def _make_lowest(first: int, count: int) -> Any:
 
 
 def _make_find_by_tree(own: int) -> Any:
-    """A function of a warp: the largest key of all lanes' and the lowest expert that has it; some key is not 0."""
+    """A device function of a warp that finds the largest key of all lanes, and its lowest expert; some key is not 0."""
     largest, lowest = _make_largest(0, own), _make_lowest(0, own)
 
     @device_function
@@ -253,7 +252,7 @@ def _make_route_row(plan: RoutingArea, top_k: int, num_experts: int, over_all: b
 
 
 def make_publish(plan: RoutingArea, most: int) -> Any:
-    """A function of all threads: the last block writes ids and shares of `count` pairs, at most so many, to memory."""
+    """A device function of all threads: the last block writes ids and weights of at most `count` pairs to memory."""
     shares_at, threads, turns = plan.shares_at, plan.threads, -(-most // plan.threads)
 
     @device_function

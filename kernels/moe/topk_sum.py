@@ -1,4 +1,4 @@
-"""The sum of an MoE layer's weighed outputs, from a row's first expert to its last, in a launch of its own."""
+"""This module adds up a row's weighted outputs, from its first expert to its last, in a launch of its own."""
 
 from functools import cache
 from typing import Any

@@ -1,1 +1,1 @@
-"""Kernels of gated delta nets: convolution, the rule over a step's rows and over prompts, gated norm, lengths."""
+"""Kernels of gated delta nets: convolution, the delta rule over a step's rows and over prompts, gated norm, lengths."""

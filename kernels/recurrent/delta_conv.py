@@ -1,10 +1,10 @@
-"""The causal convolution of a gated delta net, alone: a thread has four channels of a slot's rows, or of eight rows of
-a prompt's chunk.
+"""This module has the causal convolution of a gated delta net as kernels, for a step's rows and for a prompt's chunk.
 
-A step's thread keeps the inputs of its channels in the ring. Of a chunk, the threads that have its first rows read the
-inputs before them from the ring, and then write what later steps read there: no others come to their channels of it. A
-prompt's thread asks for all its rows at once, before it knows which are live. Warps of a block have runs of rows that
-follow each other, so that the three rows before a run are read from the memory once for both.
+A thread has four channels of a slot's rows, or of eight rows of a chunk. A step's thread stores the inputs of its
+channels in the ring. In a chunk, the threads with its first rows read the inputs before them from the ring. Then they
+write the inputs there that later steps read; no other threads of the chunk access these channels of the ring. A
+prompt's thread loads all its rows at once, before it knows which are live. Warps of a block have consecutive runs of
+rows, so that the three rows before a run are read from memory once for both.
 """
 
 from functools import cache

@@ -1,8 +1,8 @@
-"""Device functions of gated delta nets: the convolution's sum, gates, l2 norms, the gated norm.
+"""This module has device functions of gated delta nets: the convolution's sum, gates, l2 norms, the gated norm.
 
-A step's kernels and those of prompts call the same ones: what a row is convolved to, its gates and its norm do not
-depend on which of them it meets. Results of rounding to bf16 are float32 here. Four neighbouring numbers of a head are
-a lane's; sums over a head add a lane's squares by fused multiply-adds in order, then the lanes by a butterfly.
+Kernels of steps and of prompts call the same functions, so a row's convolution, gates and norm do not depend on the
+kernel. Results that are rounded to bf16 are float32 here. A lane has four neighbouring numbers of a head. Sums over a
+head add a lane's squares by fused multiply-adds in order, then the lanes by a butterfly.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""The gated norm of a delta net's heads, alone: a thread has four neighbouring columns of a row.
+"""This module has the gated norm of a delta net's heads as a kernel; a thread has four neighbouring columns of a row.
 
-The columns of a block of the recurrence are summed first, then these sums in order: the bits are those of the step's
-kernel, which norms what it makes.
+The columns of a block of the recurrence are summed first, then these sums in order. So the bits are those of the step's
+kernel, which norms its own output.
 """
 
 from functools import cache

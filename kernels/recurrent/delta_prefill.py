@@ -1,8 +1,8 @@
-"""The gated delta rule over a chunk of a prompt, a tile of up to 32 positions after another, on tensor cores.
+"""This module applies the gated delta rule to a chunk of a prompt on tensor cores, in tiles of up to 32 positions.
 
-Columns of a state do not depend on each other: a warp has 16 columns of a head in registers and a block 8 to 64. What
-rows bring is made by a launch before, for all tiles at once (`delta_tiles`); a tile of it, and its rows' keys, queries
-and values, are copied to shared memory two tiles ahead. The products: `delta_tile_math`.
+Columns of a state do not depend on each other: a warp has 16 columns of a head in registers, and a block 8 to 64. A
+launch before computes the rows' contributions for all tiles at once (`delta_tiles`). A tile of these, and its rows'
+keys, queries and values, are copied to shared memory two tiles ahead. `delta_tile_math` has the products.
 """
 
 import math

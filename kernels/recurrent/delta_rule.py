@@ -1,4 +1,4 @@
-"""The launches of the gated delta rule over a step's rows: alone, and with the operations before and after it."""
+"""This module launches the gated delta rule over a step's rows, alone or with the operations before and after it."""
 
 from typing import Any
 

@@ -1,9 +1,10 @@
-"""The gated delta rule over a step's rows, alone or with the convolution before it and the gated norm after it.
+"""This module has the kernel of the gated delta rule over a step's rows, alone or with convolution and gated norm.
 
-Four warps have up to 32 columns of a head's state in registers, 8 columns a warp: they apply the pending rows, write
-the state once, and go on through the step's rows. The blocks of a head are a cluster where its norm follows: each tells
-the others its part of the sum of squares. Every block convolves the query and the key of its head by itself, in shared
-memory; one of them stores what later steps read. Rings by position keep readers and writers of a launch apart.
+Four warps have up to 32 columns of a head's state in registers, 8 columns a warp. They apply the pending rows, write
+the state once, and continue through the step's rows. If the norm follows, the blocks of a head are a cluster, and each
+sends its part of the sum of squares to the others. Every block convolves the query and the key of its head by itself,
+in shared memory; one of them stores the inputs for later steps. Rings by position keep reads and writes of a launch
+apart.
 
 Without drafts a step reads and writes a state once, 8 bytes a number. The output is o = decay S^T q + d (k q) with the
 state before the row, so that both products of a row are summed at once.

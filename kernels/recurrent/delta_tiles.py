@@ -1,9 +1,9 @@
-"""The kernel makes what a prompt's rows bring to the gated delta rule, a tile of up to 32 positions at a time.
+"""This module has the kernel that computes the contributions of a prompt's rows to the gated delta rule, tile by tile.
 
-It needs no state. A block has a tile of a key head: it multiplies keys and queries by keys, and each of its warps then
-solves a value head's tile, see `delta_tile_math`. Tiles are cut by absolute position, so they are the same in chunks of
-any size. Rows that a tile lacks, before the chunk, past its live rows or past the tile's own, have keys, queries and
-betas of zero and a decay of one.
+A tile has up to 32 positions. The kernel needs no state. A block has a tile of a key head: it multiplies keys and
+queries by keys, and each of its warps then solves a value head's tile, see `delta_tile_math`. Tiles are at fixed
+absolute positions, so they are the same in chunks of any size. Rows that a tile lacks, before the chunk, past its live
+rows or past the tile's own, have keys, queries and betas of zero and a decay of one.
 """
 
 from functools import cache

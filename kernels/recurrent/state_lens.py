@@ -1,4 +1,4 @@
-"""The lengths of recurrent states, set once a step or a chunk, after the last layer."""
+"""This module sets the lengths of recurrent states, once a step or a chunk, after the last layer."""
 
 from functools import cache
 from typing import Any

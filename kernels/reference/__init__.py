@@ -1,7 +1,7 @@
-"""The executable specification: every operation of a step by its torch meaning, on any device.
+"""This package is the executable specification: it has every operation of a step in torch, for any device.
 
-`OPERATIONS` maps an operation's kind to its schema and its function, which stand together, see `schema`. Operations
-write into the arrays they are handed and keep a row's bits independent of its company, see `row_blocks` and
+`OPERATIONS` maps an operation's kind to its schema and its function, which are written together (see `graphs.schema`).
+Operations write into the arrays that they are given. A row's bits do not depend on other rows, see `row_blocks` and
 `gemm.linear`.
 """
 

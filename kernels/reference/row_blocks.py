@@ -1,9 +1,9 @@
-"""How the reference keeps a row's bits independent of its company.
+"""This module applies functions row by row, so that a row's bits do not depend on other rows.
 
-Torch's vectorised transcendental functions and reductions treat the tail of a tensor differently from its body,
-so a row's bits could depend on how many rows surround it. Here such functions see one row at a time, always of
-the same shape; plain additions, multiplications and comparisons are exact at any shape. A chunk of prefill has
-one fixed shape and is processed whole.
+Torch's vectorised transcendental functions and reductions treat the tail of a tensor differently from its body, so a
+row's bits could depend on the number of rows. Here such functions get one row at a time, always of the same shape.
+Plain additions, multiplications and comparisons give the same bits at any shape. A chunk of prefill has one fixed
+shape and is processed whole.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 __all__ = ["map_rows", "sigmoid", "tanh", "without_tail"]
 
-VECTOR = 32  # numbers that a vectorised loop takes at once, at most
+VECTOR = 32  # the most numbers that a vectorised loop takes at once
 
 
 def map_rows(
@@ -21,7 +21,7 @@ def map_rows(
     row_live: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write function(rows[i]) to out[i] for each live row, zero to the dead.
+    """Write function(rows[i]) to out[i] for each live row, and zero for dead rows.
 
     rows      [M, ...]  input
     row_live  [M]       uint8; None: all rows at once (a chunk of fixed shape)
@@ -38,20 +38,20 @@ def map_rows(
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """The sigmoid of rows [..., N], a number's bits the same at any place and in any N.
+    """Return the sigmoid of rows [..., N]; a number's bits depend neither on its place nor on N.
 
-    The tail of a vectorised loop takes another sigmoid than its body: here there is none.
+    Torch's vectorised loop computes its tail by another sigmoid than its body. Here there is no tail.
     """
     return without_tail(torch.sigmoid, x)
 
 
 def tanh(x: torch.Tensor) -> torch.Tensor:
-    """The hyperbolic tangent of rows [..., N], as `sigmoid`."""
+    """Return the hyperbolic tangent of rows [..., N], in the way of `sigmoid`."""
     return without_tail(torch.tanh, x)
 
 
 def without_tail(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """An elementwise function of rows [..., N], a number's bits the same at any place and in any N."""
+    """Apply an elementwise function to rows [..., N]; a number's bits depend neither on its place nor on N."""
     width = x.shape[-1]
     tail = -width % VECTOR
     return function(torch.nn.functional.pad(x, (0, tail)))[..., :width] if tail else function(x)

@@ -1,4 +1,4 @@
-"""Host-side checks that the arrays handed to an operation fit each other, and the rows that are live."""
+"""This module checks on the host that an operation's arrays fit each other, and lists the live rows."""
 
 import torch
 
@@ -14,11 +14,11 @@ def check_shape(name: str, tensor: torch.Tensor, *expected: int) -> None:
 
 
 def rows_of_slots(x: torch.Tensor, commit_lens: torch.Tensor) -> int:
-    """The rows that each slot has.
+    """Return R, the number of rows of each slot.
 
     x            [B * R, W]
     commit_lens  [B]  int32
-    Raises ShapeError where there is no slot, or the rows are not as many for each.
+    Raises ShapeError if there is no slot, or if B does not divide the number of rows.
     """
     batch, count = commit_lens.shape[0], x.shape[0]
     if not batch:
@@ -29,9 +29,9 @@ def rows_of_slots(x: torch.Tensor, commit_lens: torch.Tensor) -> int:
 
 
 def live_rows(row_live: torch.Tensor | None, num_rows: int) -> list[bool]:
-    """Whether each of M rows is live; None: all are.
+    """List for each of M rows whether it is live.
 
-    row_live  [M] or [B, T]  uint8
+    row_live  [M] or [B, T]  uint8; None: all rows are live
     Raises ShapeError unless there are `num_rows` entries.
     """
     if row_live is None:

@@ -1,7 +1,7 @@
-"""The likeliest id of each row, from the best pairs that the GEMM of its logits left: a chain's draft.
+"""This module finds each row's likeliest id, a chain's draft, from the best pairs that the GEMM of its logits left.
 
-A warp a row. A lowest id wins among equals. Where a chain's next draft is made by a vector of this one, the warp
-gathers that, too.
+A warp has a row. Of equal logits the lowest id wins. If a chain's next draft is computed from this token's vector, the
+warp gathers that, too.
 """
 
 import functools

@@ -1,10 +1,11 @@
-"""Exact bounds of top_k and top_p for a row that lies in the shared memory of several blocks: device functions.
+"""This module finds the exact bounds of top_k and top_p for a row in the shared memory of several blocks.
 
-Every number of a row is a distance below the likeliest, and is ranked by the bits of its magnitude: 0 is the
-likeliest. A bound is found from its leading byte on: each block adds up weights by the next byte (counts for
-top_k, masses for top_p), the blocks add into the row's table, all wait for each other, and each reads the sums. All
-weights are integers, so the order of additions does not matter. The blocks of a row must be resident together: they
-are at most those of `limits.VOCABULARY`, neighbours in the grid, and wait for nobody else.
+All are device functions. Every number of a row is a distance below the likeliest, and is ranked by the bits of its
+magnitude; the likeliest is 0. A bound is found byte by byte, from the leading byte on. Each block adds up weights by
+the value of the next byte (counts for top_k, masses for top_p). The blocks add theirs to the row's table, wait for each
+other, and read the sums. All weights are integers, so the order of additions does not matter. The blocks of a row must
+be resident together: they are at most those of `limits.VOCABULARY`, neighbours in the grid, and wait for no other
+block.
 """
 
 import functools

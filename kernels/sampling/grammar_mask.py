@@ -1,9 +1,9 @@
-"""The masks of a slot's grammar on a chunk of logits in shared memory: device functions of `sample`.
+"""This module applies a slot's grammar mask to a chunk of logits in shared memory; device functions of `sample`.
 
-The host writes the masks of a step into pinned memory while the step runs, and their length after them: the count of
-committed tokens that they follow. Trips over the bus to one address run one after another: so a row's first block alone
-waits for that word and tells the row's others in the GPU's memory. Each reads its part of a mask after that, 16 bytes
-a lane where rows are aligned.
+The host writes the masks of a step into pinned memory while the step runs, and after them the number of committed
+tokens that they follow. Reads of one address over the bus run one after another. So only a row's first block waits for
+that word, and tells the row's other blocks through the GPU's memory. Each block then reads its part of a mask, 16 bytes
+a lane if rows are aligned.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""Penalties, biases and banned stops on a chunk of logits in shared memory: a device function of `sample`.
+"""This module applies penalties, biases and banned stops to a chunk of logits in shared memory, for `sample`.
 
-Penalties, biases and bans, in the order and with the roundings of `kernels.reference.sampling.sample`. It draws
-nothing.
+The order and the roundings are those of `kernels.reference.sampling.sample`.
 """
 
 import functools

@@ -1,8 +1,7 @@
-"""The likeliest of a row in order, spread over several blocks a row: device functions on the pairs of `select`.
+"""This module ranks the likeliest tokens of a row over several blocks; device functions on the pairs of `select`.
 
-Each warp ranks the numbers it owns, one warp merges the block's ranked lists, and one warp of the last block merges
-the row's, in groups where they are many. A list is `stride` pairs of two words each, best first; (0, 0) follows the
-last.
+Each warp ranks its own numbers, one warp merges the block's ranked lists, and one warp of the last block merges the
+row's, in groups if there are many. A list is `stride` pairs of two words each, best first; (0, 0) follows the last.
 """
 
 import functools

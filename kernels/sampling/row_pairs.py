@@ -1,7 +1,7 @@
-"""The best pairs of rows of logits for which no GEMM left any, where `sample` and `argmax` stand alone; finite flags.
+"""This module makes the best pairs of rows of logits if no GEMM left them, for `sample` and `argmax`; and finite flags.
 
-A block reads a chunk of a row and leaves its best pair, as `select` has pairs; so a kernel that begins with pairs finds
-those that the LM head's GEMM would have left, cut otherwise.
+A block reads a chunk of a row and stores its best pair, in the form of `select`. So a kernel that begins with pairs
+finds them as the LM head's GEMM would leave them, except that the chunks differ.
 """
 
 import functools

@@ -1,12 +1,12 @@
-"""The target's draw at every live node, and whether its logits are finite, in one launch of a block a chunk.
+"""This module draws the target's token at every live node, and flags finite logits, in one launch with a block a chunk.
 
-A row's largest logit comes from the best pairs that the logits' GEMM left (or `row_pairs` makes), and ends a greedy row
-in its first block, whose others leave at once. Where a slot wishes for another order (penalties, biases, bans, the
-masks of a grammar, for which it waits), each block processes its chunk, and the row's largest is the best of theirs.
-Where a row is drawn, its blocks find the bounds of top_k and top_p where they are set, add noise, and find the largest.
-Order and roundings are those of `kernels.reference.sampling.sample`.
-A draw depends on nothing but its own row, its slot's state and its position. The state that the step's first
-kernel settled (slots and their parameters) is read before the kernel before this one has ended.
+A row's largest logit comes from the best pairs that the GEMM of the logits left (or that `row_pairs` makes). For a
+greedy row its first block stores the token, and the others exit at once. If a slot has penalties, biases, bans or a
+grammar (for whose masks it waits), each block processes its chunk, and the row's largest is the largest of theirs. For
+a sampled row, its blocks find the bounds of top_k and top_p if they are set, add noise, and find the largest. Order and
+roundings are those of `kernels.reference.sampling.sample`. A draw depends only on its own row, its slot's state and its
+position. State that the step's first kernel has set (slots and their parameters) is read before the previous kernel has
+ended.
 """
 
 import functools
@@ -82,7 +82,7 @@ from lowlat.kernels.toolchain.ptx import (
 
 __all__ = ["examples", "sample"]
 
-MAX_ROWS = 64  # a slot
+MAX_ROWS = 64  # of a slot
 PAIRS = 2 * WARPS
 SUMS = WARPS + 2
 MAGNITUDE = 0x7FFFFFFF
@@ -111,11 +111,11 @@ def sample(
 ) -> list[KernelCall]:
     """Draw the target's token at every live node, and on request flag the rows whose logits are finite.
 
-    The arguments of the reference's `sample`, and
-    best    [B * T, n, 2]  int32  what the logits' GEMM left, with the limit FINITE (`decode_gemm.PartialArgmax`); None:
-                                  one more launch makes them
-    finite  [B, T]         uint8  out: 1 for a live row without NaN or infinity; None: kept to itself
-    target_tokens is -1 for a dead row, a pad slot, or where a grammar allows nothing, 0 where logits are not finite.
+    It takes the arguments of the reference's `sample`, and
+    best    [B * T, n, 2]  int32  best pairs of the logits' GEMM, with the limit FINITE (`decode_gemm.PartialArgmax`);
+                                  None: one more launch makes them
+    finite  [B, T]         uint8  out: 1 for a live row without NaN or infinity; None: the flags are not stored
+    target_tokens is -1 for a dead row, a pad slot, or if a grammar allows nothing, and 0 if logits are not finite.
     grammar_masks and grammar_ready may lie in pinned host memory.
     Time: plain greedy rows are not read, others once. Raises ShapeError for arguments that do not fit, V above 327680,
     and T above 64 or above the rows of the masks.
@@ -147,7 +147,7 @@ def sample(
 
 @device_function
 def _whole_best(partials: Any, count: Any, pairs: Any) -> Any:
-    """The best of a row's pairs, the same in every thread of the block.
+    """Return the best of a row's pairs, in every thread of the block.
 
     partials  address of the row's [count, 2] uint32; pairs: as in `block_best`
     """
@@ -162,7 +162,7 @@ def _whole_best(partials: Any, count: Any, pairs: Any) -> Any:
 
 @device_function
 def _scale(chunk: Any, largest: Any, temperature: Any) -> None:
-    """Turn a chunk's logits, which all threads see, into (logit - largest) / temperature, each operation rounded."""
+    """Replace a chunk's logits, which all threads see, by (logit - largest) / temperature, each operation rounded."""
     for part in range(CHUNK // THREADS):
         place = part * THREADS + cuda.threadIdx.x
         below = add_rn(float_of_bits(chunk[place]), -largest)
@@ -171,7 +171,7 @@ def _scale(chunk: Any, largest: Any, temperature: Any) -> None:
 
 @device_function
 def _noisier(key: Any, low: Any, bits: Any, index: Any, word: Any, bound: Any, min_p: Any) -> Any:
-    """The better of a pair and a token with its noise, if the token may be drawn."""
+    """Return the better of a pair and a token with its noise, if the token may be drawn, else the pair."""
     if uint32(bits & uint32(MAGNITUDE)) > bound or (min_p > float32(0.0) and probabilities(bits) < min_p):
         return key, low
     noise = -float32(math.log(-float32(math.log1p(-uniform(word)))))
@@ -180,7 +180,7 @@ def _noisier(key: Any, low: Any, bits: Any, index: Any, word: Any, bound: Any, m
 
 @device_function
 def _own_draw(staged: Any, first: Any, bound: Any, min_p: Any, seed: Any, position: Any) -> Any:
-    """The best pair of logits and noise among the tokens that a thread owns."""
+    """Return the best pair of logit plus noise among a thread's own tokens."""
     key, low = uint32(0), uint32(0)
     low_seed, high_seed = uint32(seed & 0xFFFFFFFF), uint32((seed >> 32) & 0xFFFFFFFF)
     for group in range(cuda.blockDim.x // (THREADS // GROUPS)):  # not a constant: copies would cost registers
@@ -199,7 +199,7 @@ def _own_draw(staged: Any, first: Any, bound: Any, min_p: Any, seed: Any, positi
 
 @functools.cache
 def _make_find_bounds(width: int) -> Any:
-    """A device function: the bound of what top_k and top_p leave of a row, and how many tables of masses it used."""
+    """A device function that finds a row's bound of top_k and top_p, and the number of tables of masses it used."""
     find_bound = make_find_bound(count_chunks("logits", width))
 
     @device_function
@@ -219,7 +219,7 @@ def _make_find_bounds(width: int) -> Any:
 
 @device_function
 def _agreed_best(key: Any, low: Any, pairs: Any, largest: Any, counter: Any, chunk: Any, chunks: Any) -> Any:
-    """The best pair of a row from each thread's, the same in all blocks of the row, which wait for each other.
+    """Return the best pair of a row from each thread's, in all blocks of the row, which wait for each other.
 
     largest  address of the row's [chunks, 2] uint32; counter: of its barrier, zero before; pairs: as in `block_best`
     """
@@ -232,7 +232,7 @@ def _agreed_best(key: Any, low: Any, pairs: Any, largest: Any, counter: Any, chu
 
 @functools.cache
 def _make_processed_best(width: int, rows: int) -> Any:
-    """A device function: the best pair of a row whose numbers a slot's wishes change, after that."""
+    """A device function that applies a slot's penalties, biases, bans and mask, and then finds a row's best pair."""
     chunks, apply_history = count_chunks("logits", width), make_apply_history(width, rows)
     aligned = -(-width // 32) % 4 == 0  # each row's mask
 
@@ -254,16 +254,16 @@ def _make_processed_best(width: int, rows: int) -> Any:
         counter: Any,
         chunk: Any,
     ) -> Any:
-        """(whether this block finishes the row, key, low); of a row that is drawn all blocks get the pair.
+        """Return (whether this block finishes the row, key, low); for a sampled row all blocks get the pair.
 
-        staged   [CHUNK] uint32  shared: the block's chunk, which each thread sees as far as it owns it; processed here
-        touched  whether the wishes touch this chunk
-        masked   whether a grammar does
+        staged   [CHUNK] uint32  shared: the block's chunk, whose own words each thread sees; processed in place
+        touched  whether penalties, biases or bans change this chunk
+        masked   whether the slot has a grammar
         state    prompt_seen, output_counts, bias_ids, bias_values, stop_ids
         guide    addresses of the row's mask and of the slot's word, and the slot's length, see `await_masks`
         largest  address of the row's [chunks, 2] uint32
         counter  address of the row's counters
-        The key is BROKEN where the row held a number that is not finite before.
+        The key is BROKEN if a number of the row was not finite before.
         """
         words = load_words(shared_address(staged))
         broken = words_broken(words, first, width, uint32(FINITE))

@@ -1,10 +1,10 @@
-"""How a row of float32 numbers is spread over blocks, and how its largest is found: device functions.
+"""This module distributes a row of float32 numbers over blocks, and finds its largest; device functions.
 
-A row of V numbers is cut into chunks of CHUNK, one block of THREADS threads each, by V alone; so nothing depends on
-how many rows there are. Numbers are ordered by an unsigned key (0.0 and -0.0 are equal) and then by the lowest
-index, both kept as one pair (key, low) with low = 2**32 - 1 - index: the larger pair comes first. (0, 0) is no
-number at all, and a key of BROKEN, above every other, says that the row holds a number that it may not hold. The
-last block of a row to arrive, by a counter, finishes the row.
+A row of V numbers is divided into chunks of CHUNK, one block of THREADS threads each. The chunks depend on V alone, not
+on the number of rows. Numbers are ordered by an unsigned key (0.0 and -0.0 are equal) and then by the lowest index.
+Both are kept as one pair (key, low) with low = 2**32 - 1 - index: the larger pair comes first. (0, 0) means no number.
+A key of BROKEN, above every other, means that the row has a forbidden number. The last block of a row to arrive, by a
+counter, finishes the row.
 """
 
 import functools
@@ -79,7 +79,7 @@ copies_wait_all = copies_wait(0)
 
 
 def count_chunks(name: str, width: int) -> int:
-    """Blocks that share a row. Raises ShapeError outside of VOCABULARY."""
+    """Return the number of blocks that share a row. Raises ShapeError for a width outside of VOCABULARY."""
     VOCABULARY.check(f"{name}: columns", width)
     return -(-width // CHUNK)
 
@@ -88,9 +88,9 @@ def count_chunks(name: str, width: int) -> int:
 def make_stage(width: int) -> Any:
     """A device function that starts to copy a chunk of 4-byte words into shared memory, `pad` past the row's end.
 
-    Its arguments: shared address (16-byte aligned), address of the row, first index of the chunk, pad (uint32).
-    Copies are 16 bytes wide where rows of `width` words are aligned to that. `copies_wait_all` shows each thread
-    the words that it owns; a barrier after it, all words.
+    Its arguments are: shared address (16-byte aligned), address of the row, first index of the chunk, pad (uint32).
+    Copies are 16 bytes wide if rows of `width` words are so aligned. After `copies_wait_all` each thread sees its own
+    words; after a further barrier it sees all words.
     """
     wide = width % 4 == 0
 
@@ -116,7 +116,7 @@ def make_stage(width: int) -> Any:
 
 @device_function
 def order_key(bits: Any) -> Any:
-    """The key of a float32 given by its bits: unsigned keys are ordered as the numbers are, 0.0 as -0.0."""
+    """Return the key of a float32 given by its bits: unsigned keys are ordered like the numbers, 0.0 equal to -0.0."""
     if bits > uint32(SIGN):
         return uint32(bits ^ uint32(LARGEST_WORD))
     return uint32(bits | uint32(SIGN))
@@ -124,7 +124,7 @@ def order_key(bits: Any) -> Any:
 
 @device_function
 def value_of_key(key: Any) -> Any:
-    """The number that has this key; 0.0 for both zeros."""
+    """Return the number with this key; 0.0 for both zeros."""
     if key >= uint32(SIGN):
         return float_of_bits(uint32(key ^ uint32(SIGN)))
     return float_of_bits(uint32(key ^ uint32(LARGEST_WORD)))
@@ -132,13 +132,13 @@ def value_of_key(key: Any) -> Any:
 
 @device_function
 def index_of_low(low: Any) -> Any:
-    """The index after the second half of a pair."""
+    """Return the index that the second half of a pair encodes."""
     return int64(LARGEST_WORD) - int64(low)
 
 
 @device_function
 def better(key: Any, low: Any, bits: Any, index: Any) -> Any:
-    """The pair, or that of a number with a larger key; numbers come in ascending order of their indices."""
+    """Return the pair, or that of the number if its key is larger; numbers must come in ascending order of indices."""
     other = order_key(bits)
     if other > key:
         return other, uint32(int64(LARGEST_WORD) - index)
@@ -147,7 +147,7 @@ def better(key: Any, low: Any, bits: Any, index: Any) -> Any:
 
 @device_function
 def load_words(staged: Any) -> Any:
-    """The words of a chunk at a shared address that a thread owns, in fours."""
+    """Load a thread's own words of a chunk at a shared address, in fours."""
     place = uint32(staged + 16 * uint32(cuda.threadIdx.x))
     return (
         load_shared_128(place),
@@ -167,7 +167,7 @@ def _best_of_four(key: Any, low: Any, four: Any, index: Any) -> Any:
 
 @device_function
 def words_best(words: Any, first: Any) -> Any:
-    """The best pair among the words that a thread owns.
+    """Return the best pair among a thread's own words.
 
     first  index of the chunk's first number; pads must be minus infinity, which loses to the number before it
     """
@@ -188,7 +188,7 @@ def _worst_of_four(four: Any, index: Any, width: Any) -> Any:
 
 @device_function
 def words_broken(words: Any, first: Any, width: Any, largest: Any) -> Any:
-    """Whether a magnitude above `largest` (bits) is among the words of the row that a thread owns; pads are none."""
+    """Return whether one of a thread's own words of the row has a magnitude above `largest` (bits), without pads."""
     index = first + int64(4 * cuda.threadIdx.x)
     worst = max(_worst_of_four(words[0], index, width), _worst_of_four(words[1], index + STRIDE, width))
     worst = max(worst, _worst_of_four(words[2], index + 2 * STRIDE, width))
@@ -197,7 +197,7 @@ def words_broken(words: Any, first: Any, width: Any, largest: Any) -> Any:
 
 @device_function
 def warp_best(key: Any, low: Any) -> Any:
-    """The best pair of a warp, the same in every lane; all lanes must come here."""
+    """Return the best pair of a warp, in every lane; all lanes must call it."""
     best = warp_max(key)
     mine = low if key == best else uint32(0)
     return best, warp_max(mine)
@@ -205,9 +205,9 @@ def warp_best(key: Any, low: Any) -> Any:
 
 @device_function
 def block_best(key: Any, low: Any, pairs: Any) -> Any:
-    """The best pair of a block, in its first warp alone; all threads must come here.
+    """Return the best pair of a block, valid only in its first warp; all threads must call it.
 
-    pairs  [2 * WARPS] uint32, shared memory that nobody reads or writes meanwhile
+    pairs  [2 * WARPS] uint32, shared memory that no thread uses otherwise during the call
     """
     thread = cuda.threadIdx.x
     key, low = warp_best(key, low)
@@ -225,9 +225,9 @@ def block_best(key: Any, low: Any, pairs: Any) -> Any:
 
 @device_function
 def is_last(counter: Any, chunks: Any) -> Any:
-    """Count a block of a row in; whether it is the last of `chunks`, which puts the counter back to zero.
+    """Count the arrival of a row's block. Returns whether it is the last of `chunks`, which resets the counter.
 
-    counter  its address. For one whole warp, whose lanes see what all blocks wrote before, if this is the last.
+    counter  its address. One whole warp calls it; if its block is the last, its lanes see all blocks' earlier writes.
     """
     lane = cuda.threadIdx.x & 31
     before = 0
@@ -244,7 +244,7 @@ def is_last(counter: Any, chunks: Any) -> Any:
 
 @device_function
 def greater(key: Any, low: Any, other_key: Any, other_low: Any) -> Any:
-    """The better of two pairs."""
+    """Return the better of two pairs."""
     if other_key > key or (other_key == key and other_low > low):
         return other_key, other_low
     return key, low
@@ -252,7 +252,10 @@ def greater(key: Any, low: Any, other_key: Any, other_low: Any) -> Any:
 
 @device_function
 def best_partial(partials: Any, chunks: Any) -> Any:
-    """The best of a row's pairs, one a chunk, in every lane; partials: address of [chunks, 2] uint32. For a warp."""
+    """Return the best of a row's pairs, one a chunk, in every lane of a warp.
+
+    partials  address of [chunks, 2] uint32
+    """
     key, low = uint32(0), uint32(0)
     for part in range(cuda.threadIdx.x & 31, chunks, 32):
         its_key, its_low = load_global_64(partials + 8 * int64(part))
@@ -262,12 +265,12 @@ def best_partial(partials: Any, chunks: Any) -> Any:
 
 @device_function
 def row_best(key: Any, low: Any, pairs: Any, partials: Any, counter: Any, chunk: Any, chunks: Any) -> Any:
-    """The best pair of a row from each thread's: (whether this block finishes the row, key, low).
+    """Return the best pair of a row from each thread's: (whether this block finishes the row, key, low).
 
     pairs     as in `block_best`
     partials  address of the row's [chunks, 2] uint32
     counter   address of the row's counter, zero before and after
-    All threads of all blocks of the row must come here; only the first warp of one block gets True.
+    All threads of all blocks of the row must call it; only the first warp of one block gets True.
     """
     key, low = block_best(key, low, pairs)
     last = False

@@ -1,1 +1,1 @@
-"""Kernels of drafts by their probabilities: how sure a draft model is; growth, choice and paths of dynamic trees."""
+"""Kernels of speculation: acceptance and commit, draft rows, dynamic trees, drafts from text, draft lengths."""

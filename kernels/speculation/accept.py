@@ -1,6 +1,6 @@
-"""Acceptance and commit: `accept`, `truncate`, `commit` and `draft_rows` of the reference, alone or all in one launch.
+"""This module launches `accept`, `truncate`, `commit` and `draft_rows` of the reference, alone or all in one launch.
 
-A block has a slot. A tree's rows may be compacted after all of it: compaction reads nothing that a commit changes.
+A block has a slot. A tree's rows may be compacted after that, since compaction reads nothing that a commit changes.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""The kernel of acceptance and commit: a block a slot, a thread a row and a path, all that it reads in shared memory.
+"""This module has the kernel of acceptance and commit: a block a slot, a thread a row and a path.
 
-It is specialised by an `AcceptPlan`, and knows addresses only.
+All inputs are in shared memory. It is specialised by an `AcceptPlan`. Arrays are passed as addresses.
 """
 
 from dataclasses import astuple, dataclass

@@ -1,7 +1,7 @@
-"""The choice of a draft length: `choose_draft_length` of the reference, alone or in the kernel of a step's start.
+"""This module has `choose_draft_length` of the reference as a kernel, alone or in the kernel of a step's start.
 
-A thread adds up a length, and one chooses, and sets the condition of the SWITCH node whose bodies are the lengths,
-where there is one.
+Each thread adds up one length. One thread chooses, and sets the condition of the SWITCH node over lengths, if there is
+one.
 """
 
 from dataclasses import astuple, dataclass

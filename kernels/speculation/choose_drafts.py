@@ -1,6 +1,6 @@
-"""The choice between a model's drafts and those from text, in one launch: the reference's `choose_drafts`.
+"""This module has `choose_drafts` of the reference as a kernel, which chooses a model's drafts or those from text.
 
-A block a slot: its threads bring everything into shared memory at once, and one of them learns and chooses.
+A block has a slot. Its threads load everything into shared memory at once, and one of them learns and chooses.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
-"""The rows of drafters that draft all positions in one pass, laid out; embedded and normed, too.
+"""This module lays out the rows of draft models that draft all positions in one pass, and may embed and norm them.
 
-A block a row. Rows are whole multiples of 16 bytes, of any dtype where nothing is normed.
+A block has a row. Rows are whole multiples of 16 bytes, of any dtype if nothing is normed.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""The EAGLE3 draft model's attention input: normed embedding next to normed hidden state, in one launch.
+"""This module makes the EAGLE3 draft model's attention input in one launch: normed embedding, then normed hidden state.
 
-Two blocks have a row: the left half is the token's embedding, the right half the hidden state, which comes from the fc,
-or in deeper levels of the tree from the parent's fed-back state. A chain's deeper level takes its tokens from the best
-pairs of the level above, without a launch in between.
+Two blocks have a row. The left half is the token's embedding. The right half is the hidden state: the fc's output, or
+in deeper levels of the tree the state that the parent's row feeds back. A chain's deeper level takes its tokens from
+the best pairs of the level above, without a launch in between.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A level of the draft's tree on its own: its rows laid out, and its children's tokens, where no other kernel does it.
+"""This module lays out a level of the draft tree and stores its children's tokens, if no other kernel does it.
 
 Rows are whole multiples of 16 bytes.
 """

@@ -1,6 +1,6 @@
-"""Rows gathered between the target and the draft model: features, slots' rows from the last on, features at block ends.
+"""This module copies rows between the target and the draft model: features, slots' last rows, features at block ends.
 
-One launch each, a block a row. Rows are whole multiples of 16 bytes.
+Each is one launch, with a block for each row. Rows are whole multiples of 16 bytes.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""The likeliest draft ids of each row, as target ids, with their log-softmax.
+"""This module takes the likeliest draft ids of each row, as target ids, with their log-softmax.
 
-Each block ranks its chunk of a row and sums its exponentials; the last block of a row puts them together, in an order
-that is fixed by the vocabulary alone.
+Each block ranks its chunk of a row and sums its exponentials. The last block of a row combines them, in an order that
+is fixed by the vocabulary alone.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""The draft model's proposals: the likeliest draft ids of each row, as target ids, and the tree's children of these.
+"""This module takes the likeliest draft ids of each row, as target ids, and stores them as children in the tree.
 
-Chains (k = 1) go through `argmax`, which reads pairs. Trees rank: each block its chunk, the last block of a row the
-row.
+Chains (k = 1) use `argmax`, which reads pairs. For trees each block ranks its chunk, and the last block of a row ranks
+the row.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""The growth of a dynamic tree: a level's drafts entered, the best of them laid out as rows, the best of all chosen.
+"""This module grows a dynamic tree: it adds a level's drafts, lays out the best as rows, and chooses the best of all.
 
-A draft's place in the order is the number of drafts that are better, which a thread counts in shared memory. Rows are
-whole multiples of 16 bytes.
+A draft's place in the order is the number of better drafts, which a thread counts in shared memory. Rows are whole
+multiples of 16 bytes.
 """
 
 from functools import cache

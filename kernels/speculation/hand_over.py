@@ -1,4 +1,4 @@
-"""A dynamic tree's nodes as the next step verifies them: a thread has a node, and walks up to the root."""
+"""This module stores a dynamic tree for the next step, with masks and paths; a thread walks from a node to the root."""
 
 from functools import cache
 from typing import Any

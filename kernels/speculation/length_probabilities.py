@@ -1,7 +1,7 @@
-"""How a step's drafts fared, counted: `learn_draft_lengths` of the reference, alone or in the kernel of a step's end,
-and `join_lengths`, the beginning of a slot's record.
+"""This module has `learn_draft_lengths` of the reference, alone or in the kernel of a step's end, and `join_lengths`.
 
-One block: all acceptance probabilities lie in shared memory; a thread counts a slot, and another all of them in turn.
+It is one block, with all acceptance probabilities in shared memory. One thread counts a slot, and another counts all
+slots in turn.
 """
 
 from dataclasses import astuple, dataclass

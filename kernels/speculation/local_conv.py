@@ -1,4 +1,4 @@
-"""DFlash2's kernels: the convolution along a block's rows, and the walk through candidates, each in one launch."""
+"""This module has DFlash2's kernels: the convolution along a block's rows, and the walk through candidates."""
 
 from functools import cache
 from typing import Any

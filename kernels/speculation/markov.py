@@ -1,4 +1,4 @@
-"""DSpark's kernels after its block's rows: parents' tokens and vectors, the gate of these, biased logits."""
+"""This module has DSpark's kernels after its block's rows: parent tokens and vectors, their gate, biased logits."""
 
 import math
 from functools import cache

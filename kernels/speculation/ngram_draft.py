@@ -1,7 +1,7 @@
-"""Drafts copied from a slot's own text in one launch, a block a slot: the reference's `ngram_draft`.
+"""This module has `ngram_draft` of the reference as a kernel, which copies drafts from a slot's text; a block a slot.
 
-All threads look at every position of the text for the suffix's last token, many loads under way at a time; only where
-it stands are the tokens before it compared.
+All threads compare every position of the text with the suffix's last token, with many loads in flight. Only at matches
+are the tokens before it compared.
 """
 
 from functools import cache

@@ -1,6 +1,6 @@
-"""The opening of a wide step, and drafts from texts that requests name: the reference's, each in a launch.
+"""This module launches the start of a wide step, and drafts from texts that requests name, each in one launch.
 
-The search is that of `suffix_draft`, in other memory: the texts lie in the host's, which is read over the bus.
+The search is that of `suffix_draft`, but the texts are in the host's memory, which is read over the bus.
 """
 
 from functools import cache

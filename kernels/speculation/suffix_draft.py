@@ -1,7 +1,7 @@
-"""Drafts from what followed the ends of a slot's text, in one launch, a block a slot: the reference's `suffix_draft`.
+"""This module has `suffix_draft` of the reference as a kernel, which drafts from a slot's own text; a block a slot.
 
-All threads look for the text's last token, a tile of positions at a time from the end on, and compare the tokens before
-it where it stands. After each tile the best matches so far are kept, so that few of the next can be better. Then a
+All threads search the text's last token, a tile of positions at a time from the end on, and compare the tokens before
+it at matches. After each tile only the best matches so far are kept, so that few of the next tile can be better. Then a
 warp takes each length of an ending, and a lane each of its places.
 """
 

@@ -1,4 +1,4 @@
-"""The rows of a draft model that reads tokens alone, in one launch."""
+"""This module lays out the rows of a draft model that reads only tokens, in one launch."""
 
 from functools import cache
 from typing import Any

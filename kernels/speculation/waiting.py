@@ -1,6 +1,7 @@
-"""Rows that wait for the draft model, and their features: the reference's `waiting_rows`, `take_features` and
-`keep_features`, each in a launch; the first two together, with the draft model's rows. Rows are
-whole multiples of 16 bytes.
+"""This module lays out the rows that wait for the draft model, and copies their features.
+
+It has `waiting_rows`, `take_features` and `keep_features` of the reference, each in a launch, and the first two
+together with the draft model's rows. Rows are whole multiples of 16 bytes.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,1 @@
-"""A step's bookkeeping on the device: its beginning, acceptance and commit, publication.
-
-It knows tokens and lengths, and neither logits nor models.
-"""
+"""Kernels of a step's bookkeeping on the device: its start, its checks, and its publication."""

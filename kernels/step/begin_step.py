@@ -1,8 +1,7 @@
-"""A step's start: `apply_commands`, `list_active_slots`, `gather_rows` and `publish_rows` of the reference, alone or in
-one launch.
+"""This module launches a step's start, of four operations, each alone or all in one launch.
 
-One block does all. Of a joining slot's `tokens`, the first LENGTH are copied and the others stay as they are: nothing
-reads them.
+They are `apply_commands`, `list_active_slots`, `gather_rows` and `publish_rows` of the reference. One block does it
+all. Of a joining slot's `tokens`, only the first LENGTH are copied; the others are never read.
 """
 
 from collections.abc import Mapping
@@ -30,11 +29,11 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True)
 class Choice:
-    """The parameters of `choose_draft_length`, next to its arrays.
+    """The parameters of `choose_draft_length`, without its arrays.
 
-    row           of the costs: the bucket's
-    most_waiting  positions that may wait for the draft model; 0: nothing waits
-    condition     the handle of the SWITCH node that the choice is for; None: there is none
+    row           the bucket's row of the costs
+    most_waiting  the most positions that may wait for the draft model; 0: positions never wait
+    condition     the handle of the SWITCH node that the choice controls; None: there is none
     """
 
     row: int
@@ -50,9 +49,9 @@ class Choice:
 def apply_commands(**arguments: torch.Tensor) -> list[KernelCall]:
     """`apply_commands` of the reference, whose arguments these are, by name.
 
-    command_ring, command_tail and staged_* may lie in pinned host memory. At most a whole ring of commands waits.
-    Time: one trip to the host's memory, and a few microseconds for each slot that joins. Raises ShapeError for shapes
-    that do not fit, and for other arguments, as all functions here do.
+    command_ring, command_tail and staged_* may be in pinned host memory. At most a whole ring of commands waits.
+    Time: one access to the host's memory, and a few microseconds for each slot that joins. Like all functions here it
+    raises ShapeError for shapes that do not fit, and for other arguments.
     """
     return _calls(arguments, applies=True)
 
@@ -65,8 +64,8 @@ def list_active_slots(**arguments: torch.Tensor) -> list[KernelCall]:
 def gather_rows(**arguments: torch.Tensor) -> list[KernelCall]:
     """`gather_rows` of the reference, whose arguments these are, by name.
 
-    grammar_forced and grammar_decided may lie in pinned host memory. With more than one row, a slot that has a grammar
-    waits until grammar_decided is its length or more; a launch that waits too long ends as a failed one.
+    grammar_forced and grammar_decided may be in pinned host memory. With more than one row, a slot with a grammar waits
+    until grammar_decided is at least its length; a launch that waits too long ends with an error.
     """
     return _calls(arguments, gathers=True)
 
@@ -86,14 +85,14 @@ def begin_step(
     choice: Choice | None = None,
     most_drafts: int = 0,
 ) -> list[KernelCall]:
-    """`gather_rows` and operations before and after it, by the arguments of all.
+    """Launch `gather_rows` with operations before and after it; takes the arguments of all.
 
-    applies      False: without `apply_commands`
-    lists        False: without `list_active_slots`; `slots` says which rows are laid out
-    tells        False: without `publish_rows`, of which `most_drafts` is
-    hands        True: after `tree_masks`
-    choice       with `choose_draft_length`; None: without
-    Time: two trips over memory, and a few microseconds for each slot that joins.
+    applies      run `apply_commands`, too
+    lists        run `list_active_slots`, too; else `slots` lists the slots
+    tells        run `publish_rows`, too, with `most_drafts`
+    hands        run `tree_masks` first
+    choice       run `choose_draft_length` with these parameters; None: do not
+    Time: two accesses to memory, and a few microseconds for each slot that joins.
     """
     return _calls(
         arguments,
@@ -118,7 +117,7 @@ def _calls(
     choice: Choice | None = None,
     most_drafts: int = 0,
 ) -> list[KernelCall]:
-    """The launch of these operations over arguments by name."""
+    """Make the launch of these operations, from arguments by name."""
     operations = (
         *((slots.apply_commands, applies), (slots.list_active_slots, lists), (slots.gather_rows, gathers)),
         *((slots.publish_rows, tells), (tree_masks, hands), (choose_draft_length, choice is not None)),

@@ -1,11 +1,12 @@
-"""The kernel of a step's start: one block applies commands, lists active slots, lays out the rows to verify, and tells.
+"""This module has the kernel of a step's start, of one block.
 
-Where widths are chosen, the same block chooses a step's, or first hands the drafts that it verifies to the state.
+It applies commands, lists active slots, lays out the rows to verify, and publishes them. If each step chooses its draft
+length, the same block chooses it; or it first stores the drafts that the step verifies in state.
 
-The commands and what joining slots begin with lie in pinned host memory, a microsecond away. So the rows are laid out
-while the ring's tail is on its way, and once more where there are commands. A step may have been launched before the
-host has read the one ahead of it: where it verifies drafts, a slot with a grammar waits for what the host forces. It is
-specialised by a `BeginStepPlan`.
+The commands and the first state of joining slots are in pinned host memory, a microsecond away. So the rows are laid
+out while the ring's tail is being read, and again if there are commands. A step may have been launched before the host
+has read the previous one's results. If it verifies drafts, a slot with a grammar waits for the host's forced tokens.
+The kernel is specialised by a `BeginStepPlan`.
 """
 
 from dataclasses import astuple, dataclass

@@ -1,7 +1,7 @@
-"""Device functions of a step's checks: the least of what fails, how it is told, and a slot that is dropped.
+"""This module has the device functions of a step's checks: they find the first failure, report it, and drop the slot.
 
-Of all that fails at a slot the least is told, by code and then place: threads keep their own, and meet at the least
-of all. It knows addresses only.
+Of all failures of a slot the one with the lowest code is reported, then with the lowest place. Each thread keeps its
+own lowest, and the block takes the lowest of all. Arrays are passed as addresses.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""The kernels of the checks of rows, those to verify and the accepted ones: a block each, for one slot after the other.
+"""This module has the kernels that check the rows to verify and the accepted rows: one block each, slot after slot.
 
-They are specialised by plans, and know addresses only.
+They are specialised by plans. Arrays are passed as addresses.
 """
 
 from dataclasses import astuple, dataclass

@@ -1,6 +1,6 @@
-"""The kernels of the checks of slots, before a step and after its commit: a block each, for one slot after the other.
+"""This module has the kernels that check slots before a step and after its commit: one block each, slot after slot.
 
-They are specialised by plans, and know addresses only.
+They are specialised by plans. Arrays are passed as addresses.
 """
 
 from dataclasses import astuple, dataclass

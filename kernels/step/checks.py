@@ -1,6 +1,6 @@
-"""Checks of a step: `check_slots`, `check_rows`, `check_accepted` and `check_commit` of the reference, a launch each.
+"""This module launches a step's checks: `check_slots`, `check_rows`, `check_accepted`, `check_commit`, a launch each.
 
-They are for debugging: a block of its own looks at all slots, a few microseconds each.
+They are for debugging. Each is one block that looks at all slots, for a few microseconds.
 """
 
 from lowlat.errors import ShapeError

@@ -1,9 +1,9 @@
-"""The host's words to a step, read by the first rank alone and forwarded to all: a launch of its own before the step.
+"""This module forwards the host's words to all ranks, in a launch of its own before the step.
 
-The host writes while steps run, so two GPUs that read for themselves might see a command, or the end of a loop, in
-different steps. Counts alone are forwarded: the commands themselves lie in pinned memory that all GPUs read, and stand
-there until the step that takes them has been published. Rank 0 forwards again only after the step has exchanged rows,
-see `peers.words`.
+Only the first rank reads the host's words. The host writes while steps run. If two GPUs read for themselves, they might
+see a command, or the end of a loop, in different steps. Only counts are forwarded. The commands themselves are in
+pinned memory that all GPUs read, and stay there until the step that takes them has been published. Rank 0 forwards
+again only after the step has exchanged rows between ranks, see `peers.words`.
 """
 
 from dataclasses import dataclass

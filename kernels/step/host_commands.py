@@ -1,6 +1,6 @@
-"""The host's commands in the kernel of a step's start: whether some wait, and what each of them does to its slot.
+"""This module applies the host's commands in the kernel of a step's start, if there are any, each to its slot.
 
-Commands and what joining slots begin with lie in pinned host memory.
+Commands and the first state of joining slots are in pinned host memory.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
-"""Drafts that are handed to the state, with their masks and paths: parts of the kernels of a step's end and its start.
+"""This module stores drafts with their masks and paths in state, for the kernels of a step's end and start.
 
-They are a block's: it meets between what is loaded and what is written. They know addresses only.
+Its device functions are run by a whole block, which synchronises between loads and stores. Arrays are passed as
+addresses.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
-"""The end of a step: the drafts go to the next step, and its results into the ring that the host polls.
+"""This module launches a step's end: it stores drafts for the next step, and results in the ring that the host polls.
 
-`tree_masks` and `publish` of the reference, each alone or both in one launch. A publication may decide whether a loop
-on the device goes on.
+It has `tree_masks` and `publish` of the reference, alone or both in one launch. A publication may decide whether a loop
+on the device continues.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from lowlat.kernels.toolchain.launches import Given, among, fit, launches
 __all__ = ["LoopControl", "end_step", "examples", "finish_step", "for_condition", "publish", "tree_masks"]
 
 THREADS = 512
-MAX_ROWS = 2048  # of all slots: three words of shared memory each
+MAX_ROWS = 2048  # of all slots; each takes three words of shared memory
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class LoopControl:
 
 
 def publish(*, ring_count: torch.Tensor, loop: LoopControl | None = None, **arguments: Any) -> list[KernelCall]:
-    """Write one entry of the ring, then advance its head, as the reference's `publish`, whose arguments these are.
+    """Write one entry of the ring, then advance its head, as the reference's `publish`, with its arguments.
 
     ring_count  [1]  int64  updated: the entries written so far, on the device; ring_head is only written
-    ring_* but the count may lie in pinned host memory; the head is released after all else is visible to the host.
-    Time: one block; one trip to memory, the stores over the bus, and a fence. Raises ShapeError.
+    All ring_* except the count may be in pinned host memory. The head is released after all other writes are visible
+    to the host. Time: one block; one access to memory, the stores over the bus, and a fence. Raises ShapeError.
     """
     return _calls({**arguments, "ring_count": ring_count}, loop)
 
@@ -70,9 +70,9 @@ def tree_masks(given: Given) -> list[KernelCall]:
 def finish_step(
     *, publication: Mapping[str, torch.Tensor], loop: LoopControl | None = None, **masks: torch.Tensor
 ) -> list[KernelCall]:
-    """`tree_masks`, whose other arguments `masks` are, and `publish` in one launch.
+    """Launch `tree_masks`, with its arguments in `masks`, and `publish`, as one kernel.
 
-    publication  the arguments of `publish` by name, but the loop
+    publication  the arguments of `publish` by name, without the loop
     Raises ShapeError for shapes that do not fit.
     """
     return _calls({**masks, **publication}, loop)
@@ -84,10 +84,10 @@ def end_step(
     kept: Mapping[str, torch.Tensor] | None = None,
     loop: LoopControl | None = None,
 ) -> list[KernelCall]:
-    """`publish`, `learn_draft_lengths` and maybe `keep_features` in one launch, whose arguments these are by name.
+    """Launch `publish`, `learn_draft_lengths` and perhaps `keep_features` as one kernel; arguments are by name.
 
     kept  None: no features are kept
-    Time: that of `publish`: the others are blocks of their own. Raises ShapeError for shapes that do not fit.
+    Time: that of `publish`, since the others have blocks of their own. Raises ShapeError for shapes that do not fit.
     """
     keeping = NOTHING_KEPT if kept is None else keeping_plan(fit(waiting.keep_features, kept))
     if kept is not None:
@@ -107,7 +107,7 @@ def _calls(
     learning: LearningPlan = NOTHING_LEARNT,
     keeping: KeepingPlan = NOTHING_KEPT,
 ) -> list[KernelCall]:
-    """The launch of `publish`, `tree_masks` or both, as the arguments by name say; others' names do not count."""
+    """Make the launch of `publish`, `tree_masks` or both, by the arguments that are given; others are ignored."""
     given: dict[str, Any] = {name: value for name, value in arguments.items() if name in ARGUMENTS}
     publishing, drafting, looping = "ring_tokens" in given, "draft_nodes" in given, loop is not None
     batch, rows = given["accepted_tokens" if publishing else "draft_nodes"].shape
@@ -130,13 +130,13 @@ def _calls(
 
 
 def _publishing(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
-    """The plan with a publication. Raises ShapeError for shapes that do not fit."""
+    """Add a publication to a plan. Raises ShapeError for shapes that do not fit."""
     ring, columns = fit(publish_reference, among(publish_reference, given)).sizes("R", "n")
     return replace(plan, ring=ring, columns=columns)
 
 
 def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPlan:
-    """The plan with the drafts' masks and paths. Raises ShapeError for shapes that do not fit."""
+    """Add the drafts' masks and paths to a plan. Raises ShapeError for shapes that do not fit."""
     fit(reference.tree_masks, among(reference.tree_masks, given))
     check_shape("topology_masks", given["topology_masks"], plan.rows)
     check_shape("drafts", given["drafts"], plan.max_batch, plan.max_rows)
@@ -148,7 +148,7 @@ def _drafting(plan: PublishPlan, given: Mapping[str, torch.Tensor]) -> PublishPl
 
 
 def for_condition(call: KernelCall, condition: int) -> KernelCall:
-    """The same call deciding by another node's condition, its last argument; the call itself where it does not decide.
+    """Return the call with another node's condition as its last argument; a call without a condition is unchanged.
 
     condition  the node's handle, which is known only while its graph is captured
     """

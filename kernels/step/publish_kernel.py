@@ -1,9 +1,9 @@
-"""The kernel of a step's end: one block hands the drafts to the next step and writes an entry of the ring.
+"""This module has the kernel of a step's end: one block stores the drafts for the next step and an entry of the ring.
 
-Where widths are chosen, other blocks keep the features of what was committed, and one counts how the drafts fared, all
-while the first waits for the host's memory. The ring lies in pinned host memory: nothing is read from there but the
-flag that stops a device loop, and the ring's head is released by one thread after all others have written. It is
-specialised by a `PublishPlan`.
+If each step chooses its draft length, other blocks store the features of committed positions, and one counts the
+accepted drafts, while the first block waits for the host's memory. The ring is in pinned host memory. Only the flag
+that stops a device loop is read from there. One thread releases the ring's head after all others have written. The
+kernel is specialised by a `PublishPlan`.
 """
 
 from dataclasses import astuple, dataclass

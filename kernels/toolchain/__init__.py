@@ -1,4 +1,4 @@
-"""From a Python function to machine code: Numba's CUDA target, inline PTX, the compiler and its cache.
+"""This package compiles Python functions to machine code: Numba's CUDA target, inline PTX, the compiler and its cache.
 
-No kernel is here.
+The kernels themselves are in the other folders.
 """

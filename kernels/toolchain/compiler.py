@@ -1,4 +1,4 @@
-"""From a Kernel to machine code for one compute capability, with what it uses; kept on disk between runs.
+"""This module compiles a Kernel to machine code for one compute capability, and keeps it on disk between runs.
 
 It needs no GPU: NVVM makes PTX, nvJitLink makes the cubin and reports registers, stack and shared memory.
 """
@@ -24,12 +24,12 @@ from lowlat.kernels.toolchain.numba_cuda import compile_lto, compile_ptx, fork_c
 __all__ = ["CompiledKernel", "compile_ahead", "compile_kernel", "is_kept", "link"]
 
 logger = logging.getLogger("lowlat")
-_refused: set[Path] = set()  # directories of which it was said that they cannot be written
+_refused: set[Path] = set()  # directories that cannot be written, and for which a warning was given
 
 WORTH_FORKING = 4  # kernels
-PATIENCE_S = 300.0  # with a process that compiles the same: several times what a kernel takes on a machine that is full
-ATTEMPTS = 2  # of a link whose log is empty: one in thousands, on a machine whose cores are all taken
-# what the linker says of a kernel, and the assembler of a whole program
+PATIENCE_S = 300.0  # wait for another process that compiles the same: several times a kernel's time on a busy machine
+ATTEMPTS = 2  # to link, if the log is empty: this happens once in thousands, when all cores of a machine are busy
+# the linker's report on a kernel, and the assembler's on a whole program
 LINKED = re.compile(r"used (?P<registers>\d+) registers.*?(?P<stack>\d+) stack(?:, (?P<shared>\d+) bytes smem)?")
 WHOLE = re.compile(
     r"Compiling entry function '(?P<entry>[\w$]+)'.*?(?P<stack>\d+) bytes stack frame.*?"
@@ -40,11 +40,11 @@ WHOLE = re.compile(
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """Machine code and what it uses.
+    """Machine code and the resources that it uses.
 
     entry        the name of the entry in `code`
-    code         a cubin; or PTX, where the driver links
-    registers    a thread; 0 where the driver links
+    code         a cubin; or PTX, if the driver links it
+    registers    a thread; 0 if the driver links it
     stack_bytes  a thread: spills and arrays in local memory
     shared_bytes static
     """
@@ -57,15 +57,15 @@ class CompiledKernel:
 
     @property
     def is_cubin(self) -> bool:
-        """Whether `code` is machine code."""
+        """Whether `code` is machine code, not PTX."""
         return self.code.startswith(b"\x7fELF")
 
 
 def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory: Path | None = None) -> CompiledKernel:
-    """Compile, or take from `cache_directory` what an earlier run compiled from the same sources.
+    """Compile a kernel, or take from `cache_directory` the code that an earlier run compiled from the same sources.
 
-    Code that another machine compiled with the same compilers is taken too; an unknown version of NVVM equals any. What
-    another process is compiling is waited for, at most PATIENCE_S.
+    Code from another machine with the same compilers is taken too; an unknown version of NVVM equals any. If another
+    process is compiling the kernel, this one waits for it, at most PATIENCE_S.
 
     Raises DeviceError when the linker refuses the PTX, with its log, and for machine code that is known to be wrong.
     """
@@ -73,19 +73,19 @@ def compile_kernel(kernel: Kernel, capability: tuple[int, int], cache_directory:
         return _compile(kernel, capability)
     path = _path(kernel, capability, cache_directory)
     made = _made_once(kernel, capability, path, PATIENCE_S)
-    if made is None:  # whoever holds the lock hangs, or was stopped
+    if made is None:  # the process that holds the lock hangs, or was stopped
         made = _compile(kernel, capability)
         _write(path, made)
     return made
 
 
 def _made_once(kernel: Kernel, capability: tuple[int, int], path: Path, patience_s: float) -> CompiledKernel | None:
-    """The code of a kernel, from its file or compiled for it; None where another process takes longer to compile it."""
+    """Read a kernel's code from its file, or compile it into it; None if another process still compiles it then."""
     known = _read(path)
     if known is not None:
         return known
     with locked(path, patience_s) as is_mine:
-        known = _read(path)  # what the process before wrote
+        known = _read(path)  # the process that held the lock before may have written it
         if known is None and is_mine:
             known = _compile(kernel, capability)
             _write(path, known)
@@ -95,16 +95,16 @@ def _made_once(kernel: Kernel, capability: tuple[int, int], path: Path, patience
 def compile_ahead(
     kernels: Iterable[Kernel], capability: tuple[int, int], cache_directory: Path, workers: int | None = None
 ) -> int:
-    """Compile what the cache lacks in forked processes, which touch no device; returns how many it lacked.
+    """Compile the kernels that the cache lacks, in forked processes that touch no device. Returns their number.
 
     workers  None: one for each core
 
-    Each takes what no process has begun, of this program or another. What others are compiling, and kernels that fail,
-    are left to `compile_kernel`, which waits, or tells why.
+    Each process takes kernels that no process has begun, of this program or another. It skips kernels that others are
+    compiling, and kernels that fail; `compile_kernel` then waits for them, or raises the error.
     """
     unique = {kernel.name: kernel for kernel in kernels}.values()
     missing = [kernel for kernel in unique if not _is_known(_path(kernel, capability, cache_directory))]
-    random.Random(os.getpid()).shuffle(missing)  # processes that start together begin with other ones, and share them
+    random.Random(os.getpid()).shuffle(missing)  # so programs that start together begin with different kernels
     count = min(len(os.sched_getaffinity(0)) if workers is None else workers, len(missing))
     if len(missing) < WORTH_FORKING or count < 2:
         return len(missing)
@@ -112,14 +112,14 @@ def compile_ahead(
     for worker in range(count):
         child = fork_compiler()
         if child == 0:
-            _refused.add(cache_directory)  # the parent compiles what was not kept, and says so
+            _refused.add(cache_directory)  # no warning here: the parent compiles what was not kept, and gives it
             try:
                 first = len(missing) * worker // count
                 for kernel in missing[first:] + missing[:first]:
                     with contextlib.suppress(Exception):
                         _made_once(kernel, capability, _path(kernel, capability, cache_directory), patience_s=0)
             finally:
-                os._exit(0)  # no clean-up of the parent's threads, files and device
+                os._exit(0)  # without clean-up of the parent's threads, files and device
         children.append(child)
     for child in children:
         os.waitpid(child, 0)
@@ -149,10 +149,10 @@ def _compile(kernel: Kernel, capability: tuple[int, int]) -> CompiledKernel:
 def link(
     ptx: str, entry: str, capability: tuple[int, int], name: str, specific: bool = False, lto: bytes | None = None
 ) -> CompiledKernel:
-    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log, or for an error of the assembler's own.
+    """Assemble PTX to a cubin. Raises DeviceError with the assembler's log, or if the assembler's code is wrong.
 
     specific  with the instructions that no later capability has
-    lto       the same kernel as `compile_lto` gives it, to be assembled in place of the PTX, as a whole program
+    lto       the same kernel from `compile_lto`; it is assembled in place of the PTX, as a whole program
     """
     pattern, log = WHOLE if lto else LINKED, ""
     for _ in range(ATTEMPTS):
@@ -168,7 +168,7 @@ def link(
 
 
 def _is_known(path: Path) -> bool:
-    """Whether a file is there and its header tells of this NVVM; a damaged one is found out when it is read."""
+    """Whether a file exists and its header names this NVVM. A damaged file is only noticed when it is read."""
     try:
         with path.open("rb") as file:
             return _is_of_this_assembler(json.loads(file.readline()).get("assembler"))
@@ -181,7 +181,7 @@ def _is_of_this_assembler(other: str) -> bool:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """The content of a file; None where there is none, or not the whole of what was written."""
+    """Return the content of a file; None if there is no file, or an incomplete one."""
     try:
         header, code = path.read_bytes().split(b"\n", 1)
         fields = json.loads(header)
@@ -194,7 +194,7 @@ def _read(path: Path) -> CompiledKernel | None:
 
 
 def _write(path: Path, compiled: CompiledKernel) -> None:
-    """Atomically: another process may be doing the same. A cache that cannot be written is one warning."""
+    """Write a file atomically: another process may be writing it, too. An unwritable cache gives one warning."""
     fields = asdict(compiled)
     code = fields.pop("code")
     fields["assembler"], fields["digest"] = assembler(), hashlib.sha256(code).hexdigest()
@@ -215,7 +215,7 @@ def _write(path: Path, compiled: CompiledKernel) -> None:
 
 
 def _assemble(ptx: str, name: str, target: str, lto: bytes | None) -> tuple[bytes, str]:
-    """A cubin, and what the linker says of it. Raises DeviceError with the linker's error."""
+    """Return a cubin and the linker's log. Raises DeviceError with the linker's error."""
     from cuda.bindings import nvjitlink
 
     options = [f"-arch={target}", "-verbose", "-O3", *(["-lto"] if lto else [])]

@@ -1,7 +1,7 @@
-"""Digests of everything that decides what a kernel compiles to: by them the cache knows which kernels are stale.
+"""This module computes digests of all that decides a kernel's machine code, so that the cache knows stale kernels.
 
-A kernel's digest covers its constants, what its function closes over, and the sources of the modules that it takes
-functions from, with all that those import below lowlat.kernels. It is the same in every version of Python.
+A kernel's digest covers its constants, the values that its function closes over, and the sources of the modules from
+which it takes functions, with all that these import below lowlat.kernels. It is the same in every version of Python.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ from lowlat.kernels.toolchain.kernel import Kernel
 __all__ = ["assembler", "compilers", "kernel_digest", "source_digest", "sources_of"]
 
 PACKAGE = "lowlat.kernels"
-SOURCES = Path(__file__).resolve().parents[1]  # of the package; its references too: kernels take constants from them
-COMPILER = SOURCES / "toolchain" / "compiler.py"  # what every kernel goes through
-# what these say of a kernel is digested, or changes none
+SOURCES = Path(__file__).resolve().parents[1]  # the package, with its references: kernels take constants from them
+COMPILER = SOURCES / "toolchain" / "compiler.py"  # every kernel goes through it
+# left out: the facts that these give about a kernel are digested by value, and the rest changes no kernel
 APART = {SOURCES / "toolchain" / name for name in ("digests.py", "kernel.py", "launches.py")}
 COMPILERS = ("numba-cuda", "numba", "llvmlite", "nvidia-nvjitlink")
 UNKNOWN = "unknown"
@@ -31,13 +31,13 @@ IMPORT = re.compile(r"^\s*(?:from|import)\s+(lowlat\.kernels[\w.]*)(?:\s+import\
 
 @cache
 def compilers() -> tuple[str, ...]:
-    """The compilers that a kernel goes through but for `assembler`'s, with their versions."""
+    """Return the compilers that a kernel goes through, with their versions; without `assembler`'s."""
     return tuple(f"{package} {_version(package)}" for package in COMPILERS)
 
 
 @cache
 def assembler() -> str:
-    """The version of NVVM, which makes PTX; "unknown" where it comes with a CUDA toolkit."""
+    """Return the version of NVVM, which makes PTX; "unknown" if it comes with a CUDA toolkit."""
     return _version("nvidia-nvvm")
 
 
@@ -50,7 +50,7 @@ def _version(package: str) -> str:
 
 @cache
 def source_digest() -> str:
-    """A digest of all kernels' sources and the compilers' versions."""
+    """Return a digest of all kernels' sources and the compilers' versions."""
     digest = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -60,9 +60,9 @@ def source_digest() -> str:
 
 @cache
 def kernel_digest(kernel: Kernel) -> str:
-    """A digest of all that decides what one kernel compiles to, but for NVVM's version and the target.
+    """Return a digest of all that decides one kernel's machine code, except NVVM's version and the target.
 
-    Made once a process: a start asks for it when it compiles ahead, and when it loads.
+    It is computed once a process: a start asks for it when it compiles ahead, and again when it loads the kernel.
     """
     modules: set[str] = set()
     meaning = _meaning(kernel.function, set(), modules)
@@ -73,14 +73,14 @@ def kernel_digest(kernel: Kernel) -> str:
 
 
 def _file_of(module: str) -> Path | None:
-    """The file of a module that is no part of the compilers, whose versions tell enough."""
+    """Return the file of a module; None for modules of the compilers, whose versions are digested instead."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return None if file is None or module.partition(".")[0] in ("numba", "llvmlite") else Path(file).resolve()
 
 
 @cache
 def _digest_of(files: frozenset[Path]) -> str:
-    """A digest of files and all that they import below the package."""
+    """Return a digest of files and of all files that they import below the package."""
     digest = hashlib.sha256()
     for path in sorted(sources_of(files)):
         digest.update(_content(path).encode())
@@ -88,9 +88,9 @@ def _digest_of(files: frozenset[Path]) -> str:
 
 
 def sources_of(files: Iterable[Path]) -> set[Path]:
-    """The files, and those of all modules below the package that they import, however far away.
+    """Return the files, and those of all modules below the package that they import, directly or not.
 
-    Modules that only describe kernels are left out, with those that they import.
+    Modules that only describe kernels are left out, with their imports.
     """
     found, ahead = set[Path](), list(files)
     while ahead:
@@ -108,12 +108,12 @@ def _content(path: Path) -> str:
 
 @cache
 def _imported(path: Path) -> tuple[Path, ...]:
-    """The files of the modules below the package that a file names in its imports, wherever those stand."""
+    """Return the files of the modules below the package that a file imports, at its top or inside of functions."""
     return tuple(each for name, members in IMPORT.findall(_content(path)) for each in _files(name, members))
 
 
 def _files(name: str, members: str) -> Iterator[Path]:
-    """The files of an import: a module's, or those of a package's modules that are its members, else the package's."""
+    """Yield the files of an import: a module's; or for each imported member of a package its own, or __init__."""
     place = SOURCES.joinpath(*name.removeprefix(PACKAGE).split("."))
     if place.with_suffix(".py").is_file():
         yield place.with_suffix(".py")
@@ -124,7 +124,10 @@ def _files(name: str, members: str) -> Iterator[Path]:
 
 
 def _meaning(value: Any, seen: set[int], modules: set[str]) -> Any:
-    """A value that two closures share exactly when they compile to the same; `modules` gets what defines its parts."""
+    """Return a value that is equal for two closures exactly if they compile to the same.
+
+    modules  out: the names of the modules that define its parts
+    """
     function = _python_function(value)
     if function is not None:
         modules.add(function.__module__)
@@ -156,7 +159,7 @@ def _meaning(value: Any, seen: set[int], modules: set[str]) -> Any:
 
 
 def _python_function(value: Any) -> FunctionType | None:
-    """The function after a device function or an intrinsic, or a plain one."""
+    """Return the Python function of a device function or an intrinsic, or a plain function itself; else None."""
     for name in ("py_func", "_defn"):
         inner = getattr(value, name, None)
         if isinstance(inner, FunctionType):

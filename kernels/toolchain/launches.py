@@ -1,7 +1,7 @@
-"""Launches of an operation: functions that take what its reference takes, bound by name and checked by its schema.
+"""This module makes an operation's launch function: it takes the arguments of the reference, and checks them.
 
-A kernel's module says what is launched for arguments that fit. Names, dtypes and shapes are those of the schema, which
-stands once, with the reference.
+Names, dtypes and shapes are checked by the operation's schema, which is written once, with the reference. The kernel's
+module says what is launched for arguments that fit.
 """
 
 import inspect
@@ -26,9 +26,9 @@ Calls = list[KernelCall]
 class Given:
     """The arguments of an operation, which fit its schema.
 
-    arrays   by name, in the order of the schema; optional ones that are absent are left out
-    params   the parameters by name, with their defaults
-    symbols  what the symbols of the schema stand for
+    arrays   by name, in the order of the schema; absent optional ones are left out
+    params   the parameters by name; omitted ones have their defaults
+    symbols  the sizes of the schema's symbols
     """
 
     arrays: Mapping[str, torch.Tensor]
@@ -37,27 +37,27 @@ class Given:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All arrays, in the order of the schema."""
+        """Return all arrays, in the order of the schema."""
         return tuple(self.arrays.values())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.arrays[name]
 
     def get(self, name: str) -> Argument:
-        """An array as a kernel's argument; 0 where it is absent."""
+        """Return an array as a kernel's argument; 0 if it is absent."""
         return self.arrays.get(name, 0)
 
     def take(self, *names: str) -> tuple[Argument, ...]:
-        """Arrays as a kernel's arguments; 0 for those that are absent."""
+        """Return arrays as a kernel's arguments; 0 for each absent one."""
         return tuple(map(self.get, names))
 
     def sizes(self, *symbols: str) -> tuple[int, ...]:
-        """The sizes that symbols of the schema stand for."""
+        """Return the sizes of symbols of the schema."""
         return tuple(self.symbols[symbol] for symbol in symbols)
 
 
 def fit(reference: Callable[..., None], arguments: Mapping[str, Any]) -> Given:
-    """The arguments of an operation, by name. Raises ShapeError for arrays that do not fit its schema."""
+    """Check an operation's arguments, given by name. Raises ShapeError for arrays that do not fit its schema."""
     operation = operation_of(reference)
     symbols, names = fit_arguments(operation, arguments)
     parameters = operation.schema.parameters
@@ -66,15 +66,15 @@ def fit(reference: Callable[..., None], arguments: Mapping[str, Any]) -> Given:
 
 
 def among(reference: Callable[..., None], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation among those of several, by name."""
+    """Return an operation's arguments out of the arguments of several operations, by name."""
     schema = operation_of(reference).schema
     return {name: arguments[name] for name in (*schema.arguments, *schema.parameters) if name in arguments}
 
 
 def launches(reference: Callable[P, None]) -> Callable[[Callable[[Given], Calls]], Callable[P, Calls]]:
-    """Make a function with the parameters of an operation's reference of one that takes them fitted.
+    """Decorate a function of `Given`, so that it takes the parameters of the operation's reference.
 
-    Its calls raise ShapeError for arrays that do not fit the operation's schema.
+    Calls of the result raise ShapeError for arrays that do not fit the operation's schema.
     """
     return lambda calls: _bound(reference, calls)
 
@@ -82,7 +82,7 @@ def launches(reference: Callable[P, None]) -> Callable[[Callable[[Given], Calls]
 def launches_with(
     reference: Callable[..., None],
 ) -> Callable[[Callable[Concatenate[Given, ...], Calls]], Callable[..., Calls]]:
-    """As `launches`, of a kernel that also takes, by keyword, what its operation does not have, such as workspaces."""
+    """Do as `launches` does, for a function with keyword arguments that the operation lacks, such as workspaces."""
     return lambda calls: _bound(reference, calls)
 
 
@@ -98,8 +98,10 @@ def _bound(reference: Callable[..., None], calls: Callable[..., Calls]) -> Calla
 
 
 class _Binder:
-    """Arguments by name, in the order of a function's signature, as `inspect.Signature.bind` finds them in ten times
-    the time: a load makes thousands of launches."""
+    """Bind arguments to names, in the order of a function's signature.
+
+    `inspect.Signature.bind` gives the same in ten times the time, and a load makes thousands of launches.
+    """
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._signature = inspect.signature(function)
@@ -110,12 +112,12 @@ class _Binder:
         self._takes_others = len(own) < len(parameters)
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Bind arguments. Raises TypeError as a call of the function does."""
+        """Bind arguments. Raises TypeError, as a call of the function does."""
         given = self._by_name(args, kwargs) if args or not self._required <= kwargs.keys() else kwargs
         found = {name: given.get(name, default) for name, default in self._defaults.items()}
         others = {name: value for name, value in given.items() if name not in found}
         if others and not self._takes_others:
-            self._signature.bind(**given)  # which says what is wrong
+            self._signature.bind(**given)  # it raises, and names the wrong argument
         return found | others
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

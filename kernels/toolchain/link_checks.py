@@ -1,10 +1,10 @@
-"""Checks of linked machine code for the two known errors of NVIDIA's assembler (nvJitLink 13.0).
+"""This module checks linked machine code for two known errors of NVIDIA's assembler (nvJitLink 13.0).
 
-1. A copy from global to shared memory with a hint for the L2, of an address that is the same in all lanes, becomes an
+1. A copy from global to shared memory with a hint for the L2, from an address that is the same in all lanes, becomes an
    instruction that no GPU executes.
-2. A number that is counted on and then scaled to an address is counted on twice.
-`ptx.varying` keeps both away; whether it was forgotten shows in the machine code alone. No disassembler is needed:
-instructions are 128 bits, the opcode in the lowest 12. A kernel takes 0.2 ms, the longest 1.4.
+2. If a number is increased by a constant and then scaled to an address, the constant is added twice.
+`ptx.varying` avoids both errors, but only the machine code shows if a kernel forgot it. No disassembler is needed:
+instructions are 128 bits, with the opcode in the lowest 12. A check takes 0.2 ms, that of the longest kernel 1.4.
 """
 
 import struct
@@ -27,7 +27,7 @@ HINTED_COPY, UNIFORM_COPY = "cp.async.cg.shared.global.L2::cache_hint", 0xDAE
 
 
 def check_linked(name: str, ptx: str, cubin: bytes) -> None:
-    """Raise DeviceError, naming the kernel, where the assembler has made one of its known errors."""
+    """Raise DeviceError, which names the kernel, if the assembler has made one of its known errors."""
     way_out = "use executor 'reference', or another release of nvidia-nvjitlink"
     if HINTED_COPY in ptx and count_opcodes(cubin)[UNIFORM_COPY]:
         raise DeviceError(
@@ -43,26 +43,27 @@ def check_linked(name: str, ptx: str, cubin: bytes) -> None:
 
 
 def count_opcodes(cubin: bytes) -> Counter[int]:
-    """How often each opcode stands in the executable sections of an ELF file of 64 bits."""
+    """Count each opcode in the executable sections of a 64-bit ELF file."""
     return Counter(low & OPCODE for low in instructions(cubin))
 
 
 def instructions(cubin: bytes) -> Iterator[int]:
-    """The lower halves of all instructions, 64 bits each: the opcode, and from bit 16 on registers of 8 bits."""
+    """Yield the lower 64 bits of each instruction: the opcode, and from bit 16 on registers of 8 bits."""
     return (low for low, _ in whole_instructions(cubin))
 
 
 def whole_instructions(cubin: bytes) -> Iterator[tuple[int, int]]:
-    """Both halves of all instructions: the upper one has modifiers and what the scheduler is told."""
+    """Yield both halves of each instruction; the upper one has modifiers and the scheduling information."""
     for code in _executable_sections(cubin):
         yield from struct.iter_unpack("<QQ", code)
 
 
 def counted_twice(code: Iterable[tuple[int, int]]) -> list[int]:
-    """Where a number is counted on by c, scaled by s as an address, and read at c * s from there, as if it were not.
+    """Return the indices of the reads whose address has a constant in it twice (error 2), among all instructions.
 
-    Bases of tables are multiples of 16 bytes: an offset that leaves c * s below 16 is taken for one that has it in it.
-    Of instructions of 9.0, in a straight line; the places of the reads among all instructions.
+    The pattern: c is added to a number, the sum is scaled by s to an address, and the read is at offset c * s from it.
+    Bases of tables are multiples of 16 bytes. So an offset counts that is c * s modulo 16, with c * s below 16.
+    Only straight runs of instructions of 9.0 are searched.
     """
     known, found = list(code), []
     for start, (low, _) in enumerate(known):

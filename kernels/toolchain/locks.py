@@ -1,4 +1,4 @@
-"""Lock files, by which one process does what several ask for at once, and the others wait for what it wrote."""
+"""This module provides lock files: one process writes a file that several need, and the others wait for it."""
 
 import contextlib
 import fcntl
@@ -14,11 +14,11 @@ POLL_S = 0.02
 
 @contextlib.contextmanager
 def locked(path: Path, patience_s: float) -> Iterator[bool]:
-    """Hold the lock of a file that is to be written; gives whether the caller should write it.
+    """Hold the lock of a file that is to be written. Yields whether the caller should write it.
 
-    False says that another process held the lock for all of `patience_s`. Where no lock can be had, in a folder that
-    cannot be written or on a file system without locks, it is True for everybody. The system frees the lock of a
-    process that was killed. Lock files are removed by who held them: one that stays after a kill is taken over.
+    It yields False if another process held the lock for all of `patience_s`. If no lock is possible, in a folder that
+    cannot be written or on a file system without locks, it yields True to every process. The system frees the lock of
+    a killed process. A process removes its lock file when it is done; one left by a killed process is taken over.
     """
     lock = path.with_suffix(".lock")
     try:
@@ -40,7 +40,7 @@ def locked(path: Path, patience_s: float) -> Iterator[bool]:
 
 
 def _acquired(lock: Path, deadline: float) -> int:
-    """A locked file's descriptor. Raises BlockingIOError at the deadline, and OSError where there are no locks."""
+    """Lock a file and return its descriptor. Raises BlockingIOError at the deadline, and OSError without locks."""
     lock.parent.mkdir(parents=True, exist_ok=True)
     while True:
         descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
@@ -60,7 +60,7 @@ def _acquired(lock: Path, deadline: float) -> int:
 
 
 def _is_the_file(descriptor: int, lock: Path) -> bool:
-    """Whether a lock file is still there under its name: who held it before may have removed it since it was opened."""
+    """Whether an opened lock file still has its name: the previous holder may have removed it in the meantime."""
     try:
         return os.path.samestat(os.fstat(descriptor), lock.stat())
     except FileNotFoundError:

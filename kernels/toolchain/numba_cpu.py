@@ -1,6 +1,6 @@
-"""The one module that imports Numba's CPU target: how a Python function becomes machine code of several threads.
+"""This module compiles Python functions to multi-threaded CPU code; it alone imports Numba's CPU target.
 
-It is imported when the first kernel is needed: a process that packs no weights loads no compiler.
+It is imported when the first such function is needed, so that a process that packs no weights loads no compiler.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ def fma(_context: Any, _a: Any, _b: Any, _c: Any) -> Any:
 
 
 def cpu_function(function: Callable[..., Any]) -> Any:
-    """A function that kernels call."""
+    """Make a function that CPU kernels call."""
     return njit(error_model="numpy")(function)
 
 
 def cpu_kernel(function: Callable[..., Any]) -> Any:
-    """A function whose `prange` loops share threads; it holds no lock of Python's while it runs.
+    """Compile a function whose `prange` loops run on several threads; it releases Python's GIL while it runs.
 
-    Machine code is kept next to the module's byte code, or among the user's caches; where neither can be written, every
-    process compiles.
+    Machine code is kept next to the module's byte code, or among the user's caches. If neither can be written, every
+    process compiles it again.
     """
     options = {"parallel": True, "nogil": True, "error_model": "numpy"}
     try:
@@ -41,5 +41,5 @@ def cpu_kernel(function: Callable[..., Any]) -> Any:
 
 
 def use_threads(count: int) -> None:
-    """Let the kernels that this thread starts use so many threads, NUMBA_NUM_THREADS at most."""
+    """Let the kernels that this thread starts use `count` threads, at most NUMBA_NUM_THREADS."""
     set_num_threads(min(count, config.NUMBA_NUM_THREADS))

@@ -1,6 +1,6 @@
-"""The one module that takes Numba's CUDA target for others, and how a Python function becomes PTX without a GPU.
+"""This module compiles Python functions to PTX without a GPU; all others get Numba's CUDA target from it.
 
-`NUMBA_ENABLE_CUDASIM=1` gives Numba's simulator instead, which runs the integer kernels in CI.
+With `NUMBA_ENABLE_CUDASIM=1` it gives Numba's simulator instead, which runs the integer kernels in CI.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from typing import Any
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # numba-cuda takes its place by a .pth file, which Python reads in an environment's own folder alone: not in those
-    # of PYTHONPATH or `pip install --target`
+    # numba-cuda replaces numba.cuda through a .pth file. Python reads it only in an environment's own folder, not in
+    # those of PYTHONPATH or `pip install --target`
     import_module("_numba_cuda_redirector")
     from numba import config
 
@@ -47,8 +47,8 @@ __all__ = [
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 SHARED_ARRAY = "_cudapy_smem_"  # Numba's name of an array in shared memory, before its number
-RARELY = (100_000, 50, 1000)  # Numba makes millions of small objects and keeps most: to look for cycles is in vain
-_functions: dict[Hashable, Any] = {}  # what `device_function` has made
+RARELY = (100_000, 50, 1000)  # gc thresholds: Numba makes millions of small objects and keeps most of them
+_functions: dict[Hashable, Any] = {}  # the results of `device_function`
 _compiling = threading.Lock()  # Numba's compiler is not re-entrant, and the device is replaced while it runs
 
 if not SIMULATED:
@@ -56,41 +56,41 @@ if not SIMULATED:
 
 
 def device_function(function: Callable[..., Any]) -> Any:
-    """A function that kernels call; it is inlined where the compiler sees fit.
+    """Make a device function, which kernels call; the compiler may inline it.
 
-    Functions of one code that close over the same constants and functions are one, however many kernels make them: each
-    is typed and lowered once a process.
+    Several kernels may make the same function: the same code that closes over the same constants and functions. They
+    then share one, which is typed and lowered once a process.
     """
     key = None if SIMULATED else _meaning(function)
     if key is None:
         return cuda.jit(device=True)(function)
-    if key not in _functions:  # to make one takes Numba a while
+    if key not in _functions:  # Numba takes a while to make one
         _functions[key] = cuda.jit(device=True)(function)
     return _functions[key]
 
 
 def _meaning(function: Callable[..., Any]) -> Hashable | None:
-    """Equal for functions that compile to the same; None where that cannot be told."""
+    """Return a key that is equal for functions that compile to the same; None if that cannot be decided."""
     if function.__kwdefaults__:
         return None
     try:
         cells = tuple(_typed(cell.cell_contents) for cell in function.__closure__ or ())
         key = (function.__code__, function.__module__, function.__defaults__, cells)
         hash(key)
-    except (TypeError, ValueError):  # a cell that cannot be hashed, or is not yet filled
+    except (TypeError, ValueError):  # a cell's content cannot be hashed, or the cell is still empty
         return None
     return key
 
 
 def _typed(value: Any) -> Hashable:
-    """A value that differs from an equal one that is something else, as 1 is from True and 1.0, and 0.0 from -0.0."""
+    """Return a value with its type and sign, so that 1, True and 1.0 differ, and 0.0 and -0.0."""
     if isinstance(value, tuple):
         return (tuple, *map(_typed, value))
     return type(value), value.hex() if isinstance(value, float) else value
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
-    """A function of a typing context that gives a signature and the code to generate, made callable from kernels."""
+    """Make a function of a typing context, which returns a signature and a code generator, callable from kernels."""
     return extending.intrinsic(function)
 
 
@@ -111,7 +111,10 @@ class _Capability:
 
 @contextlib.contextmanager
 def _pretend_device(capability: tuple[int, int]) -> Iterator[None]:
-    """Device functions ask for the current device's capability while they are typed; no device is needed else."""
+    """Replace the current device by one of this capability: Numba asks for it while it types device functions.
+
+    Nothing else in a compilation needs a device.
+    """
     from numba.cuda import dispatcher
 
     known = dispatcher.get_current_device
@@ -123,13 +126,13 @@ def _pretend_device(capability: tuple[int, int]) -> Iterator[None]:
 
 
 def fork_compiler() -> int:
-    """os.fork, while no other thread compiles: a child could never take the lock that such a thread holds.
+    """Call os.fork while no other thread compiles: a child could never take the lock that such a thread holds.
 
-    Nor may a child collect what was garbage before: events and streams would ask a device that it does not have. It
-    does nothing but compile: looking for cycles after each kernel took 6 % of its time.
+    The child's garbage collector skips the parent's objects: to free events and streams needs a device, which the child
+    does not have. It also runs rarely: the search for cycles after each kernel took 6 % of a child's time.
     """
     with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forks next to threads: the child needs none
+        warnings.simplefilter("ignore", DeprecationWarning)  # about forks with threads: the child needs no thread
         child = os.fork()
         if child == 0:
             gc.freeze()
@@ -138,14 +141,14 @@ def fork_compiler() -> int:
 
 
 def target_of(capability: tuple[int, int], specific: bool = False) -> str:
-    """The name of a capability in PTX and the assembler. specific: with the instructions that no later one has."""
+    """Return a capability's name in PTX and the assembler. specific: with the instructions that no later one has."""
     return f"sm_{capability[0]}{capability[1]}{'a' if specific else ''}"
 
 
 def _numbered_anew(ptx: str) -> str:
-    """PTX whose functions and shared arrays are numbered from 1 in the order in which they come.
+    """Number the functions and shared arrays of a kernel's PTX from 1, in order of appearance.
 
-    Numba numbers them as it meets them, so that what a process compiled before stood in a kernel's names.
+    Numba's numbers count on through a process, so that a kernel's names would depend on what was compiled before it.
     """
     arrays: dict[str, int] = {}
     functions: dict[str, int] = {}
@@ -172,10 +175,10 @@ def compile_ptx(
 ) -> tuple[str, str]:
     """Compile a kernel to PTX for a compute capability; no GPU is needed.
 
-    launch_bounds   threads a block at most, or (threads, least blocks an SM)
-    specific        it has instructions of this capability alone
-    Returns the PTX and the name of its entry. Dependent launch exists from capability 9.0 on: its statements are
-    left out below, where a kernel starts only after the one before it anyway.
+    launch_bounds   the most threads a block, or (threads, least blocks an SM)
+    specific        it uses instructions that only this capability has
+    Returns the PTX and the name of its entry. Dependent launch exists from capability 9.0 on. Below, its statements are
+    left out: there a kernel starts only after the one before it has ended.
     """
     with _compiling, _pretend_device(capability), _rare_collections(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -196,7 +199,7 @@ def compile_ptx(
 def compile_lto(
     function: Callable[..., None], signature: tuple[Any, ...], capability: tuple[int, int], launch_bounds: Any = None
 ) -> bytes:
-    """Compile a kernel to the intermediate code that a linker optimises and assembles; arguments as `compile_ptx`."""
+    """Compile a kernel to intermediate code, which the linker optimises and assembles; arguments as `compile_ptx`."""
     with _compiling, _pretend_device(capability), _rare_collections(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         code, _ = cuda.compile(

@@ -1,7 +1,7 @@
-"""Every PTX instruction that kernels use by name, as functions of Numba kernels; all inline assembly is here.
+"""This module has the PTX instructions that kernels call by name, as functions of Numba kernels.
 
-Addresses are int64 (global) or uint32 (shared); bf16 values are their bits. Under Numba's simulator the few that
-integer kernels use have Python meanings, and the others are absent.
+Addresses are int64 (global) or uint32 (shared). A bf16 value is passed as its bits. Under Numba's simulator the few
+instructions that integer kernels use have Python meanings (`simulated_ptx`), and the others are absent.
 """
 
 from typing import Any
@@ -49,19 +49,19 @@ _LETTER = {i32: "r", u32: "r", u16: "h", i64: "l", u64: "l", f32: "f"}
 
 
 def ir_type(kind: Any) -> Any:
-    """LLVM's type for one of Numba's numbers."""
+    """Return LLVM's type for a numeric type of Numba."""
     return _IR[kind]
 
 
 def instruction(
     text: str, returns: Any, arguments: tuple[Any, ...], *, pure: bool = False, together: bool = False
 ) -> Any:
-    """An intrinsic for one statement of PTX.
+    """Make an intrinsic of one statement of PTX.
 
-    text      operands as $0, $1, ..: results first, then arguments
+    text      operands are $0, $1, ..: results first, then arguments
     returns   a type, a tuple of equal types as (type, count), or None
-    pure      may be moved and merged: no memory, no effect
-    together  all lanes of a warp execute it at once: the compiler may not copy it into branches
+    pure      it has no effect and reads no memory, so the compiler may move and merge it
+    together  all lanes of a warp execute it at once, so the compiler may not copy it into branches
     """
     kind, count = returns if isinstance(returns, tuple) else (returns, 0 if returns is None else 1)
     result = types.void if count == 0 else kind if count == 1 else types.UniTuple(kind, count)
@@ -86,7 +86,7 @@ def instruction(
 
 
 def _typed(signature: Any, codegen: Any, count: int) -> Any:
-    """Numba wants a function of exactly as many parameters as the intrinsic has."""
+    """Make the typed intrinsic. Numba wants a function with exactly as many parameters as the intrinsic has."""
     if count == 0:
         return intrinsic(lambda context: (signature, codegen))
     if count == 1:
@@ -104,18 +104,19 @@ def _typed(signature: Any, codegen: Any, count: int) -> Any:
     raise ValueError(f"no intrinsic of {count} arguments")
 
 
-# dependent launch: a kernel may start before the one before it ends, and must wait before it touches its results
+# Programmatic dependent launch (PDL): a kernel may start before the previous one ends. It must wait before it reads or
+# writes anything that the previous one may use.
 wait_for_previous_kernel = instruction("griddepcontrol.wait;", None, ())
 let_next_kernel_start = instruction("griddepcontrol.launch_dependents;", None, ())
 
-# Global memory. Which load is right, by PTX's memory model:
-#   after wait_for_previous_kernel a plain one, of whatever any kernel before has written: griddepcontrol.wait makes
-#     all that the kernel before wrote visible, which itself had waited so. To read past L1 is then a mere hint.
-#   before it the nc form, of what no kernel of the step writes (weights); it is kept out of L1. Where a builder is told
-#     that slots' lengths and tables are older than the kernel before (`early_metadata`), those too: that kernel let
-#     this one start after it had waited for whoever wrote them.
-#     The assembler moves nc loads down past the wait where no branch stands between; `load_ahead_128` it does not move.
-#   of what blocks of this launch write meanwhile, or those of the one before, the relaxed ones below.
+# Global memory. PTX's memory model decides which load is right:
+#   After wait_for_previous_kernel: plain loads, for data that any earlier kernel wrote. griddepcontrol.wait makes all
+#     writes of the previous kernel visible, and that kernel has itself waited so. To bypass L1 is then only a hint.
+#   Before it: nc loads, which stay out of L1, for data that no kernel of the step writes (weights). If a builder knows
+#     that slots' lengths and tables are older than the previous kernel (`early_metadata`), nc loads read those, too:
+#     the previous kernel let this one start only after it had itself waited for the kernel that wrote them.
+#     The assembler moves nc loads down past the wait if no branch is between. It does not move `load_ahead_128`.
+#   For data that blocks of this launch, or of the previous one, write meanwhile: the relaxed loads below.
 load_global_nc_128 = instruction("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_ahead_128 = instruction("ld.global.L1::no_allocate.L2::128B.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 load_global_128 = instruction("ld.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
@@ -140,7 +141,7 @@ store_global_i64 = instruction("st.global.s64 [$0], $1;", None, (i64, i64))
 store_global_u8 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u8 [$0], t; }", None, (i64, u32))
 store_global_u32 = instruction("st.global.u32 [$0], $1;", None, (i64, u32))
 store_global_u16 = instruction("{ .reg .u16 t; cvt.u16.u32 t, $1; st.global.u16 [$0], t; }", None, (i64, u32))
-# where the last number is not zero, without a branch: chains of instructions before several go side by side
+# It stores if the last number is not zero, without a branch, so that the computations of several such stores overlap.
 store_global_u16_if = instruction(
     "{ .reg .u16 t; .reg .pred p; setp.ne.u32 p, $2, 0; cvt.u16.u32 t, $1; @p st.global.u16 [$0], t; }",
     None,
@@ -159,17 +160,17 @@ load_shared_matrix_x4_transposed = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", (u32, 4), (u32,), together=True
 )
 
-# asynchronous copies from global to shared memory, 16 bytes past L1; the second form writes zeros where bytes is 0
+# asynchronous copies from global to shared memory, of 16 bytes, bypassing L1; the second writes zeros if bytes is 0
 copy_async_16 = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", None, (u32, i64))
 copy_async_16_or_zero = instruction("cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;", None, (u32, i64, u32))
-# Data that a step reads once leaves the L2 first: what it reads again, code and rows, stays there. The number is what
-# createpolicy.fractional.L2::evict_first with 1.0 gives on 8.0, 9.0, 10.0 and 12.0, as their machine code shows; made
-# again at every copy it costs five instructions.
+# The L2 evicts data first that a step reads once, so that code and rows, which are read again, stay there. The policy's
+# number is the result of createpolicy.fractional.L2::evict_first with 1.0 on 8.0, 9.0, 10.0 and 12.0, read from their
+# machine code. To create it at every copy would cost five instructions.
 _ONCE = "{ .reg .b64 policy; mov.b64 policy, 0x12F0000000000000; "
 copy_async_16_once = instruction(
     _ONCE + "cp.async.cg.shared.global.L2::cache_hint.L2::128B [$0], [$1], 16, policy; }", None, (u32, i64)
 )
-# likewise for lanes whose number is not zero, without a branch
+# the same copies, only in lanes whose number is not zero, without a branch
 copy_async_16_if = instruction(
     "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.cg.shared.global.L2::128B [$0], [$1], 16; }",
     None,
@@ -182,18 +183,18 @@ copy_async_16_once_if = instruction(
     None,
     (u32, i64, u32),
 )
-# The same address, which the assembler takes for another one in each lane. Of one that is the same in all it may make a
-# copy by a uniform register, which with a hint for the L2 comes out as an illegal instruction (nvJitLink 13.0, 9.0).
-# And what is counted on and then scaled to an address it may count on twice: it puts the count into the address as if
-# that stood before it, and takes the sum all the same. It does neither to a number that it does not know.
+# They return the same address, but the assembler cannot know that it is the same in all lanes. This avoids two of its
+# errors (nvJitLink 13.0, 9.0). 1. An address that is the same in all lanes may be copied by a uniform register; with
+# a hint for the L2 that becomes an illegal instruction. 2. If a number is increased and then scaled to an address, the
+# increase may be added twice: it moves into the address's offset, and the increased number is still used.
 varying = instruction("{ .reg .u32 t; mov.u32 t, %laneid; shr.u32 t, t, 5; add.u32 $0, $1, t; }", u32, (u32,))
 varying_long = instruction(
     "{ .reg .u32 t; .reg .u64 w; mov.u32 t, %laneid; shr.u32 t, t, 5; cvt.u64.u32 w, t; add.u64 $0, $1, w; }",
     i64,
     (i64,),
 )
-# The same number, which the assembler keeps in a register: what comes from a lane it does not compute again where it is
-# used, as it does with sums and products, in loops too.
+# They return the same number, and the assembler keeps it in a register. It may compute sums and products again at each
+# use, in loops, too, but not a value that comes from a lane.
 kept = instruction(
     "{ .reg .u32 t; mov.u32 t, %laneid; shfl.sync.idx.b32 $0, $1, t, 31, 0xffffffff; }", u32, (u32,), together=True
 )
@@ -204,27 +205,27 @@ kept_long = instruction(
     (i64,),
     together=True,
 )
-# 4 bytes, by way of L1: of memory that is not aligned to 16
+# 4 bytes through L1, for memory that is not aligned to 16 bytes
 copy_async_4 = instruction("cp.async.ca.shared.global [$0], [$1], 4;", None, (u32, i64))
 copies_commit = instruction("cp.async.commit_group;", None, ())
 
 
-# barriers of arrivals in shared memory, 8 bytes each: a phase ends when as many arrivals as `init` said have come.
-# Whoever waits gives the parity of the phase; of a new barrier phase 1 counts as over.
+# Barriers in shared memory (mbarrier), 8 bytes each: a phase ends after the number of arrivals that `init` set.
+# A wait names the parity of its phase; at a new barrier phase 1 counts as over.
 barrier_init = instruction("mbarrier.init.shared.b64 [$0], $1;", None, (u32, u32))
 barrier_arrive = instruction("{ .reg .b64 t; mbarrier.arrive.shared.b64 t, [$0]; }", None, (u32,))
 barrier_is_over = instruction(
     "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
 )
-# from 9.0 on; it sleeps a while before it says no
+# from 9.0 on; the warp sleeps a while before the answer is no
 barrier_is_over_soon = instruction(
     "{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [$1], $2; selp.u32 $0, 1, 0, p; }", u32, (u32, u32)
 )
 # among the lanes of a warp
 sync_warp = instruction("bar.warp.sync 0xffffffff;", None, (), together=True)
-sync_two_warps = instruction("bar.sync $0, 64;", None, (u32,), together=True)  # of a block, by the barrier's number
-# One warp, by a barrier of the block. Where lanes may have parted, as far as the assembler knows, it writes long code
-# around `sync_warp` twice, and has fewer registers for each.
+sync_two_warps = instruction("bar.sync $0, 64;", None, (u32,), together=True)  # by the number of a block's barrier
+# It synchronises one warp by a barrier of the block. If lanes may have diverged, as far as the assembler knows, it
+# duplicates long code around `sync_warp`, and has fewer registers for each copy.
 sync_one_warp = instruction("bar.sync $0, 32;", None, (u32,), together=True)
 ballot = instruction(
     "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }", u32, (u32,), together=True
@@ -234,56 +235,58 @@ count_bits = instruction("popc.b32 $0, $1;", u32, (u32,), pure=True)
 
 
 def copies_wait(pending: int) -> Any:
-    """An intrinsic that waits until at most `pending` groups of copies are under way; made outside the kernel."""
+    """Make an intrinsic that waits until at most `pending` groups of copies are in flight. Call it outside a kernel."""
     return instruction(f"cp.async.wait_group {pending};", None, ())
 
 
-# arithmetic whose rounding is spelled out: the compiler may not contract it
+# arithmetic with explicit rounding, which the compiler may not contract
 mul_rn = instruction("mul.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 add_rn = instruction("add.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 div_rn = instruction("div.rn.f32 $0, $1, $2;", f32, (f32, f32), pure=True)
 fma_rn = instruction("fma.rn.f32 $0, $1, $2, $3;", f32, (f32, f32, f32), pure=True)
 rcp_approx = instruction("rcp.approx.f32 $0, $1;", f32, (f32,), pure=True)
-rcp_approx_ftz = instruction("rcp.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # of what is above 2**126: 0
+rcp_approx_ftz = instruction("rcp.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # above 2**126: 0
 exp2_approx = instruction("ex2.approx.f32 $0, $1;", f32, (f32,), pure=True)
-exp2_approx_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # what is below 2**-126 is 0
+exp2_approx_ftz = instruction("ex2.approx.ftz.f32 $0, $1;", f32, (f32,), pure=True)  # below 2**-126: 0
 bf16_bits = instruction("{ .reg .b16 t; cvt.rn.bf16.f32 t, $1; cvt.u32.u16 $0, t; }", u32, (f32,), pure=True)
-# (a & b) | c: one operation, which the assembler does not find where two of these are constants
+# (a & b) | c in one instruction; the assembler does not find it by itself if two of the operands are constants
 and_or = instruction("lop3.b32 $0, $1, $2, $3, 0xEA;", u32, (u32, u32, u32), pure=True)
-# a word's bytes, or zeros, by the four numbers of a selector: 0 to 3 of a byte, 4 of a zero
+# It picks four bytes of a word by the selector's four digits: 0 to 3 for a byte of the word, 4 for a zero.
 pick_bytes = instruction("prmt.b32 $0, $1, 0, $2;", u32, (u32, u32), pure=True)
-# a pair of the first of two numbers, and of the second: of a product's operand they cost nothing
+# They return a pair with the low half of a word twice, or the high half. As operands of a product they cost nothing.
 both_low = instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {l, l}; }", u32, (u32,), pure=True)
 both_high = instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; mov.b32 $0, {h, h}; }", u32, (u32,), pure=True)
-# the 64 bits of a product of two words: the lower ones, and the upper ones
+# the 64-bit product of two words, as its lower and its upper word
 mul_wide = instruction("{ .reg .b64 t; mul.wide.u32 t, $2, $3; mov.b64 {$0, $1}, t; }", (u32, 2), (u32, u32), pure=True)
-# (a ^ b) & c: one operation
+# (a ^ b) & c in one instruction
 xor_and = instruction("lop3.b32 $0, $1, $2, $3, 0x28;", u32, (u32, u32, u32), pure=True)
 fma_bf16_pair = instruction("fma.rn.bf16x2 $0, $1, $2, $3;", u32, (u32, u32, u32), pure=True)
 bf16_pair = instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
 f16_pair = instruction("cvt.rn.f16x2.f32 $0, $2, $1;", u32, (f32, f32), pure=True)  # the first in the low half
 max_bf16_pair = instruction("max.bf16x2 $0, $1, $2;", u32, (u32, u32), pure=True)
-# four e4m3 codes as numbers of fp16: of bytes 0 and 1, and of bytes 2 and 3; from 8.9 on
+# It converts a word of four e4m3 codes to two pairs of fp16: of bytes 0 and 1, and of bytes 2 and 3; from 8.9 on.
 e4m3_to_f16 = instruction(
     "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }",
     (u32, 2),
     (u32,),
     pure=True,
 )
-# the e4m3 codes of two float32, rounded to nearest, ties to even, at most 448: the first in the low byte; from 8.9 on
+# It converts two float32 to e4m3 codes, the first in the low byte: rounded to nearest, ties to even, at most 448; from
+# 8.9 on.
 e4m3_pair = instruction(
     "{ .reg .b16 t; cvt.rn.satfinite.e4m3x2.f32 t, $2, $1; cvt.u32.u16 $0, t; }", u32, (f32, f32), pure=True
 )
-# of two such pairs the second's low byte, the first's, the second's high byte, the first's
+# It interleaves two such pairs: the second's low byte, the first's low byte, the second's high byte, the first's.
 interleave_codes = instruction("prmt.b32 $0, $1, $2, 0x1504;", u32, (u32, u32), pure=True)
-# bits of b where the mask has ones, else of a: one operation
+# bits of b where the mask is 1, else of a, in one instruction
 select_bits = instruction("lop3.b32 $0, $1, $2, $3, 0xD8;", u32, (u32, u32, u32), pure=True)
 swap_middle_bytes = instruction("prmt.b32 $0, $1, 0, 0x3120;", u32, (u32,), pure=True)
 float_of_bits = instruction("mov.b32 $0, $1;", f32, (u32,), pure=True)
 bits_of_float = instruction("mov.b32 $0, $1;", u32, (f32,), pure=True)
-# the same number, where it stands: what is computed from it is not moved out of a loop, to wait in registers
+# It returns the same number, but the compiler cannot move it: so results computed from it are not moved out of a loop,
+# where they would occupy registers.
 stay_here = instruction("mov.b32 $0, $1;", i32, (i32,))
-# over all 32 lanes of a warp, the same in each
+# reductions over all 32 lanes of a warp; each lane gets the result
 warp_max = instruction("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
 warp_sum = instruction("redux.sync.add.u32 $0, $1, 0xffffffff;", u32, (u32,), together=True)
 # D = A B + C for one warp: A 16x16 bf16 row-major, B 16x8 bf16 column-major, C and D 16x8 float32
@@ -296,7 +299,10 @@ mma_f16 = instruction(MMA_BF16.replace("bf16", "f16"), (f32, 4), _MMA_OPERANDS, 
 
 
 def load_shared_tiles(count: int, stride: int) -> Any:
-    """An intrinsic: 16 bytes at each of `count` shared addresses `stride` apart, as a tuple of 4 * count words."""
+    """Make an intrinsic that loads 16 bytes at each of `count` shared addresses, `stride` bytes apart.
+
+    It returns a tuple of 4 * count words.
+    """
 
     @intrinsic
     def load(context: Any, address: Any) -> Any:
@@ -319,10 +325,11 @@ def load_shared_tiles(count: int, stride: int) -> Any:
 
 
 def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
-    """An intrinsic: one A fragment by `count` B fragments, words `word` and `word + 1` of each tile's four.
+    """Make an intrinsic that multiplies one A fragment by `count` B fragments and adds to accumulators.
 
-    It takes accumulators as a tuple of 4 * total float32, the four words of A and the tuple of B's words, and returns
-    the accumulators with tiles `first` to `first + count - 1` renewed.
+    B's fragments are words `word` and `word + 1` of each tile's four. It takes the accumulators, a tuple of 4 * total
+    float32, the four words of A and the tuple of B's words. It returns the accumulators, with tiles `first` to
+    `first + count - 1` updated.
     """
 
     @intrinsic
@@ -349,10 +356,11 @@ def mma_bf16_tiles(total: int, first: int, count: int, word: int) -> Any:
 
 
 def fma_tiles(total: int, first: int, count: int, wanted: tuple[int, ...] = (0, 1, 2, 3)) -> Any:
-    """An intrinsic: accumulators, 4 * total float32, and `count` tiles of sums, scaled, added to them from `first` on.
+    """Make an intrinsic that adds `count` tiles of scaled sums to accumulators, from tile `first` on.
 
-    A tile's first two sums are of one row, the others of the row 8 below, which have a scale each.
-    wanted: of a tile's four sums those that are added; the accumulators of the others stay.
+    The accumulators are 4 * total float32. A tile's first two sums belong to one row, the other two to the row 8 below.
+    Each of the two rows has its scale.
+    wanted: which of a tile's four sums are added; the accumulators of the others stay.
     """
 
     @intrinsic
@@ -376,7 +384,11 @@ def fma_tiles(total: int, first: int, count: int, wanted: tuple[int, ...] = (0, 
 
 
 def store_shared_tiles(total: int, first: int, count: int, offsets: tuple[int, int, int, int], stride: int) -> Any:
-    """An intrinsic: store tiles `first` to `first + count - 1` of `total`, a tile's four float32 at byte `offsets`."""
+    """Make an intrinsic that stores tiles `first` to `first + count - 1` of `total` to shared memory.
+
+    offsets  in bytes, of a tile's four float32
+    stride   in bytes, from a tile to the next
+    """
 
     @intrinsic
     def store(context: Any, address: Any, accumulators: Any) -> Any:
@@ -397,7 +409,7 @@ def store_shared_tiles(total: int, first: int, count: int, offsets: tuple[int, i
 
 
 def zeros(count: int) -> Any:
-    """An intrinsic: a tuple of `count` float32 zeros."""
+    """Make an intrinsic that returns a tuple of `count` float32 zeros."""
 
     @intrinsic
     def make(context: Any) -> Any:
@@ -411,11 +423,11 @@ def zeros(count: int) -> Any:
     return make
 
 
-# order between blocks and with the host
+# memory order between blocks, and with the host
 atomic_add_gpu = instruction("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (i64, u32))
 load_acquire_gpu = instruction("ld.acquire.gpu.global.u32 $0, [$1];", u32, (i64,))
 load_acquire_system = instruction("ld.acquire.sys.global.s64 $0, [$1];", i64, (i64,))
-# past L1 as well, but later loads need not wait for it
+# It bypasses L1, too, but later loads need not wait for it.
 load_relaxed_gpu_f32 = instruction("ld.relaxed.gpu.global.f32 $0, [$1];", f32, (i64,))
 load_relaxed_gpu_128 = instruction("ld.relaxed.gpu.global.v4.u32 {$0,$1,$2,$3}, [$4];", (u32, 4), (i64,))
 store_relaxed_gpu_f32 = instruction("st.relaxed.gpu.global.f32 [$0], $1;", None, (i64, f32))
@@ -423,7 +435,7 @@ store_relaxed_gpu_u16 = instruction(
     "{ .reg .u16 t; cvt.u16.u32 t, $1; st.relaxed.gpu.global.u16 [$0], t; }", None, (i64, u32)
 )
 store_release_system = instruction("st.release.sys.global.s64 [$0], $1;", None, (i64, i64))
-# Words of eight bytes, a number and its epoch, one or two at a time: each is whole wherever it is seen.
+# One or two words of eight bytes, each a number and its epoch. A reader always sees a whole word.
 load_relaxed_system_word = instruction(
     "{ .reg .b64 s; ld.relaxed.sys.global.b64 s, [$2]; mov.b64 {$0,$1}, s; }", (u32, 2), (i64,)
 )
@@ -442,13 +454,13 @@ store_relaxed_system_words = instruction(
 )
 fence_system = instruction("fence.acq_rel.sys;", None, ())
 
-# ends the launch, which then has failed
+# It ends the launch with an error.
 trap = instruction("trap;", None, ())
 
 
 @intrinsic
 def shared_address(context: Any, array: Any) -> Any:
-    """The 32-bit address in shared space of a shared array."""
+    """Return the 32-bit address of an array in shared memory."""
     signature = u32(array)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -462,7 +474,7 @@ def shared_address(context: Any, array: Any) -> Any:
 
 @intrinsic
 def array_address(context: Any, array: Any) -> Any:
-    """The global address of an array's first element."""
+    """Return the global address of an array's first element."""
     signature = i64(array)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -472,7 +484,7 @@ def array_address(context: Any, array: Any) -> Any:
     return signature, codegen
 
 
-# Resolved by the driver when it loads the PTX: such kernels are not linked ahead.
+# The driver resolves it when it loads the PTX, so kernels that call it are not linked ahead (`Kernel.linked`).
 set_graph_condition: Any = (
     None if SIMULATED else cuda.declare_device("cudaGraphSetConditional", "void(uint64,uint32)", abi="c")
 )

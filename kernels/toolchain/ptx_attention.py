@@ -1,8 +1,8 @@
-"""PTX of attention by warpgroups over whole tuples of registers: products of capability 9.0, and softmax.
+"""This module has the PTX of attention by warpgroups, over tuples of registers: products of 9.0, and softmax.
 
-A product's sums are 64 rows by so many columns: a lane has rows g and g + 8 of its warp's 16, g a quarter of the lane,
-and of each 8 columns two, 2 t and 2 t + 1, t the lane's lowest two bits. In a tuple a tile of 8 columns is four
-numbers: two of the upper row, two of the lower one. Sums belong to the product until `await_products` has had them.
+A product's sums have 64 rows. A lane has rows g and g + 8 of its warp's 16, where g is a quarter of the lane. Of each 8
+columns it has two, 2 t and 2 t + 1, where t is the lane's lowest two bits. In a tuple a tile of 8 columns is four
+numbers: two of the upper row, two of the lower row. Sums may not be used before `await_products` has returned them.
 """
 
 from collections.abc import Sequence
@@ -34,12 +34,12 @@ __all__ = [
     "weigh_rows",
 ]
 
-SLICE = 16  # columns of the first matrix that one instruction takes
-ROW_BYTES = 128  # of 64 numbers: a row of a half
+SLICE = 16  # columns of the first matrix in one instruction
+ROW_BYTES = 128  # bytes of a row of a half, of 64 numbers
 HALF = 64  # columns of a half
 GROUP_ROWS = 64
 
-# what was written to shared memory by plain stores and copies is seen by products that begin later
+# It makes plain stores and copies to shared memory visible to products that begin later.
 fence_copies = instruction("fence.proxy.async.shared::cta;", None, ())
 # a barrier of the four warps of a warpgroup, by its number
 sync_group = instruction("bar.sync $0, 128;", None, (u32,), together=True)
@@ -48,11 +48,11 @@ sync_two_groups = instruction("bar.sync $0, 256;", None, (u32,), together=True)
 
 
 def _statement(text: str, outputs: Any, inputs: Sequence[tuple[Any, int]], *, tied: bool = False) -> Any:
-    """An intrinsic for statements of PTX over tuples of registers.
+    """Make an intrinsic of statements of PTX over tuples of registers.
 
-    outputs  a kind and a count: a tuple; None: nothing
-    inputs   kinds and counts of the arguments; 0: a number of its own
-    tied     the first argument stands where the outputs do
+    outputs  kind and count of the returned tuple; None: nothing is returned
+    inputs   kinds and counts of the arguments; count 0: a single number, no tuple
+    tied     the first argument has the registers of the outputs
     """
     kind, count = outputs or (f32, 0)
     letters = {f32: "f", u32: "r", i32: "r", i64: "l"}
@@ -91,9 +91,10 @@ def _listed(first: int, count: int) -> str:
 
 
 def multiply_scores(dim: int, keys: int) -> Any:
-    """An intrinsic of a warpgroup: begin the products of its 64 queries by so many keys, from zero: keys / 2 sums.
+    """Make an intrinsic of a warpgroup that begins the products of its 64 queries by `keys` keys, from zero.
 
-    It takes the shared addresses of queries and of keys, each in halves of 64 columns: rows of 128 bytes, swizzled.
+    A lane has keys / 2 sums. It takes the shared addresses of queries and of keys, each in halves of 64 columns: rows
+    of 128 bytes, swizzled.
     """
     count = keys // 2
     lines = [
@@ -120,10 +121,10 @@ def multiply_scores(dim: int, keys: int) -> Any:
 
 
 def multiply_values(dim: int, keys: int) -> Any:
-    """An intrinsic of a warpgroup: begin to add the products of its 64 rows of weights by values to dim / 2 sums.
+    """Make an intrinsic of a warpgroup that begins to add the products of its 64 rows of weights by values.
 
-    It takes the sums, the weights of so many keys as `pack_rows` has them, and the shared address of values: rows of
-    128 bytes a key, swizzled, in halves of 64 columns.
+    It takes dim / 2 sums, the weights of `keys` keys from `pack_rows`, and the shared address of values: rows of 128
+    bytes a key, swizzled, in halves of 64 columns.
     """
     count, words, address = dim // 2, dim, dim + keys // 4
     lines = [
@@ -144,22 +145,28 @@ def multiply_values(dim: int, keys: int) -> Any:
 
 
 def await_scores(keys: int, pending: int) -> Any:
-    """An intrinsic of a warpgroup: wait until so many products at most are under way; scores, keys / 2, go through."""
+    """Make an intrinsic of a warpgroup that waits until at most `pending` products are in flight.
+
+    It takes and returns the scores, keys / 2.
+    """
     count = keys // 2
     return _statement(f"wgmma.wait_group.sync.aligned {pending};", (f32, count), [(f32, count)], tied=True)
 
 
 def await_products(dim: int, keys: int) -> Any:
-    """An intrinsic of a warpgroup: wait for all products; sums of `multiply_values` go through it, its words go in."""
+    """Make an intrinsic of a warpgroup that waits for all products; it takes and returns the sums of `multiply_values`.
+
+    It also takes the words of `multiply_values`, so that their registers stay until then.
+    """
     count = dim // 2
     inputs = [(f32, count), (u32, keys // 4)]
     return _statement("wgmma.wait_group.sync.aligned 0;", (f32, count), inputs, tied=True)
 
 
 def cap_rows(count: int, limit: float) -> Any:
-    """An intrinsic: scores s become c tanh(s k / c), as c - 2 c / (2 to the power of f s + 1), f = 2 k log2(e) / c.
+    """Make an intrinsic that caps scores: s becomes c tanh(s k / c), computed as c - 2 c / (2^(f s) + 1).
 
-    It takes the scores and f; the limit is c.
+    It takes the scores and f = 2 k log2(e) / c; `limit` is c.
     """
     whole, double = (f"0f{int(np.float32(value).view(np.uint32)):08X}" for value in (limit, -2.0 * limit))
     lines = ["{ .reg .f32 t;"]
@@ -172,10 +179,10 @@ def cap_rows(count: int, limit: float) -> Any:
 
 
 def hide(count: int) -> Any:
-    """An intrinsic: scores of columns that a row does not see become -inf.
+    """Make an intrinsic that sets the scores of columns that a row does not see to -inf.
 
-    It takes the scores; the last column that the upper row sees and the first one, less 2 t, and the same of the lower
-    row, int32.
+    It takes the scores, then int32: the last and the first column that the upper row sees, each less 2 t, and the same
+    for the lower row.
     """
     lines = ["{ .reg .pred p;"]
     for place in range(count):
@@ -188,7 +195,7 @@ def hide(count: int) -> Any:
 
 
 def largest_of_rows(count: int) -> Any:
-    """An intrinsic: the largest of a lane's scores of the upper row and of the lower one, and of two numbers."""
+    """Make an intrinsic that returns the largest of a lane's scores and a number, for the upper and the lower row."""
     lines = []
     for row, own in enumerate(_of_rows(count)):
         lines += [f"max.f32 a{row}, ${2 + own[0]}, ${2 + count + row}; mov.f32 b{row}, ${2 + own[1]};"]
@@ -199,12 +206,12 @@ def largest_of_rows(count: int) -> Any:
 
 
 def _of_rows(count: int) -> list[list[int]]:
-    """The places of a lane's numbers of the upper row and of the lower one, in the order of columns."""
+    """Return the places of a lane's numbers of the upper row and of the lower row, in order of columns."""
     return [[4 * tile + 2 * row + part for tile in range(count // 4) for part in range(2)] for row in range(2)]
 
 
 def weigh_rows(count: int) -> Any:
-    """An intrinsic: 2 to the power of a scale times each score plus a number of its row: scores, scale, two numbers."""
+    """Make an intrinsic that makes weights: 2^(scale * score + its row's number); takes scores, scale, two numbers."""
     lines = ["{ .reg .f32 t;"]
     for place in range(count):
         offset = 2 * count + 1 + (place % 4 >= 2)
@@ -213,7 +220,7 @@ def weigh_rows(count: int) -> Any:
 
 
 def add_rows(count: int) -> Any:
-    """An intrinsic: the sums of a lane's weights of the upper row and of the lower one."""
+    """Make an intrinsic that adds up a lane's weights of the upper row, and of the lower row."""
     lines = []
     for row, own in enumerate(_of_rows(count)):
         lines += [f"mov.f32 a{row}, ${2 + own[0]}; mov.f32 b{row}, ${2 + own[1]};"]
@@ -224,28 +231,32 @@ def add_rows(count: int) -> Any:
 
 
 def scale_rows(count: int) -> Any:
-    """An intrinsic: sums of the upper row times one number, those of the lower row times another."""
+    """Make an intrinsic that multiplies sums of the upper row by one number, those of the lower row by another."""
     lines = [f"mul.rn.f32 ${place}, ${place}, ${2 * count + (place % 4 >= 2)};" for place in range(count)]
     return _statement(" ".join(lines), (f32, count), [(f32, count), (f32, 0), (f32, 0)], tied=True)
 
 
 def pack_rows(count: int) -> Any:
-    """An intrinsic: neighbours in pairs of bf16, half as many words: fragments of the first matrix, 16 columns by 4."""
+    """Make an intrinsic that packs neighbours to pairs of bf16: fragments of the first matrix, 4 words a slice."""
     words = count // 2
     lines = [f"cvt.rn.bf16x2.f32 ${word}, ${words + 2 * word + 1}, ${words + 2 * word};" for word in range(words)]
     return _statement(" ".join(lines), (u32, words), [(f32, count)])
 
 
 def store_row(words: int, half: int) -> Any:
-    """An intrinsic: a lane's words of the upper row (half 0) or the lower one, 16 bytes apart, to a global address."""
+    """Make an intrinsic that stores a lane's words of the upper row (half 0) or the lower row to global memory.
+
+    They are stored 16 bytes apart from an address on.
+    """
     lines = [f"st.global.u32 [$0+{16 * tile}], ${1 + 2 * tile + half};" for tile in range(words // 2)]
     return _statement(" ".join(lines), None, [(i64, 0), (u32, words)])
 
 
 def store_pieces(words: int, half: int) -> Any:
-    """An intrinsic: a lane's words of the upper row (half 0) or the lower one, 16 bytes to each of several addresses.
+    """Make an intrinsic that stores a lane's words of the upper row (half 0) or the lower row.
 
-    Every four tiles of 8 columns are the lane's piece of 32 columns as `arrange` leaves them.
+    It stores 16 bytes to each of several addresses. Every four tiles of 8 columns are the lane's piece of 32 columns,
+    as `arrange` orders them.
     """
     count = words // 8
     operands = [[f"${count + 2 * (4 * piece + tile) + half}" for tile in range(4)] for piece in range(count)]

@@ -1,7 +1,7 @@
-"""PTX that capability 9.0 brought: bulk copies that count at a barrier, and a warpgroup's `wgmma`.
+"""This module has PTX that is new in capability 9.0: bulk copies with barriers that count bytes, and `wgmma`.
 
-Four warps are a warpgroup. `multiply_group` is an instruction of 9.0 alone: kernels with it are `specific`. Nothing of
-it has a meaning under Numba's simulator.
+A warpgroup is four warps. `multiply_group` exists on 9.0 only, so kernels with it are `specific`. Numba's simulator has
+none of these.
 """
 
 from collections.abc import Sequence
@@ -39,32 +39,32 @@ __all__ = [
     "use_words",
 ]
 
-SLICES = 4  # of 16 columns, of a step
-# The second matrix in shared memory: rows of 128 bytes, whose pieces of 16 bytes are swizzled; 8 rows are 1024 bytes.
-# It is the upper half of a descriptor; the lower one holds the address in units of 16 bytes.
+SLICES = 4  # slices of 16 columns in a step
+# The second matrix in shared memory has rows of 128 bytes, whose 16-byte pieces are swizzled; 8 rows are 1024 bytes.
+# This is the upper half of its descriptor; the lower half has the address in units of 16 bytes.
 SWIZZLED_128 = 1 << 30 | 1024 >> 4
-LOWER = 1 << 16  # a stride that this layout does not use
+LOWER = 1 << 16  # a stride that this layout ignores
 SLICE_UNITS = 2  # from a slice of 16 columns to the next
 
-# what was done to barriers before it is seen by copies that are issued after it
+# It makes earlier changes of barriers visible to copies that are issued later.
 fence_barriers = instruction("fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;", None, ())
-# an arrival that lets the phase wait for so many bytes more
+# It arrives at a barrier, and makes its phase wait for more bytes.
 barrier_expect = instruction("{ .reg .b64 t; mbarrier.arrive.expect_tx.shared.b64 t, [$0], $1; }", None, (u32, u32))
-# from global to shared memory: address there, source, bytes, the barrier that counts them; all multiples of 16
+# It copies from global to shared memory: target, source, bytes (all multiples of 16), the barrier that counts them.
 _BULK = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
 copy_bulk = instruction(f"{_BULK} [$0], [$1], $2, [$3];", None, (u32, i64, u32, u32))
-# and with one of these policies of the L2: what is read once is evicted first (its number as in `ptx`)
+# the same with one of the L2 policies below: data that is read once is evicted first (its number as in `ptx`)
 copy_bulk_hinted = instruction(f"{_BULK}.L2::cache_hint [$0], [$1], $2, [$3], $4;", None, (u32, i64, u32, u32, i64))
-# to the same place of both blocks of a cluster of two, each of whose barriers at the same place counts the bytes
+# It copies to the same place in both blocks of a cluster of two; each block's barrier counts the bytes.
 copy_bulk_to_pair = instruction(
     f"{{ .reg .b16 m; mov.b16 m, 3; {_BULK}.multicast::cluster [$0], [$1], $2, [$3], m; }}", None, (u32, i64, u32, u32)
 )
-# a block's place in its cluster
+# a block's rank in its cluster
 cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", u32, (), pure=True)
-# all threads of a cluster's blocks have come by; of memory it orders nothing
+# a barrier of all threads of a cluster; it orders no memory accesses
 sync_cluster = instruction("barrier.cluster.arrive.relaxed; barrier.cluster.wait;", None, (), together=True)
-# at the barrier at this address of the block with this place in the cluster. It publishes no writes to that block,
-# which would take a fence of all memory: it tells that reads are over, whose values have been used
+# It arrives at the barrier at this address in the block of this rank. It publishes no writes to that block, for which
+# a fence of all memory would be needed. It only signals that reads are done, whose values have been used.
 barrier_arrive_at = instruction(
     "{ .reg .b32 t; mapa.shared::cluster.u32 t, $0, $1; mbarrier.arrive.shared::cluster.b64 _, [t]; }",
     None,
@@ -74,24 +74,24 @@ KEPT_AS_USUAL, READ_ONCE = 0x1000000000000000, 0x12F0000000000000
 
 
 def give_registers(kept: int) -> Any:
-    """An intrinsic of a warpgroup: keep so many registers a thread, a multiple of 8, and leave the others to others."""
+    """Make an intrinsic of a warpgroup that keeps `kept` registers a thread, a multiple of 8, and releases others."""
     return instruction(f"setmaxnreg.dec.sync.aligned.u32 {kept};", None, (), together=True)
 
 
 def take_registers(wanted: int) -> Any:
-    """An intrinsic of a warpgroup: wait until others have left it so many registers a thread, a multiple of 8."""
+    """Make an intrinsic of a warpgroup that waits until it can have `wanted` registers a thread, a multiple of 8."""
     return instruction(f"setmaxnreg.inc.sync.aligned.u32 {wanted};", None, (), together=True)
 
 
 def multiply_group(rows: int, slices: int = SLICES, *, by_codes: bool = False) -> Any:
-    """An intrinsic of a warpgroup: let 64 weight rows be multiplied by `rows` rows of the second matrix.
+    """Make an intrinsic of a warpgroup that begins to multiply 64 weight rows by `rows` rows of the second matrix.
 
-    slices: of 16 columns; all are a step. by_codes: of 32 columns, and both matrices are e4m3 codes in place of bf16,
-    whose sums the tensor cores keep with some 13 bits after the point of the largest of what they add.
-    It takes the sums, float32; a lane's words of the weights, two a slice: of all columns for row g, then
-    for row g + 8, g a quarter of the lane; the shared address of the second matrix; and a number: zero where the sums
-    begin again. The accumulators that it returns hold sums when `await_group` has had them; until then nothing else
-    may.
+    slices: number of slices of 16 columns; SLICES are a step. by_codes: slices have 32 columns, and both matrices are
+    e4m3 codes, not bf16; tensor cores then keep sums with some 13 bits after the leading bit of the largest summand.
+    It takes the sums, float32; a lane's words of the weights, two a slice, of all columns for row g, then for row
+    g + 8, where g is a quarter of the lane; the shared address of the second matrix; and a number, zero if the sums
+    begin again from zero. The returned accumulators are valid after `await_group` has returned them, and may not be
+    used before.
     """
     count, held_words = rows // 2, 4 * slices
     text = _multiply_text(rows, count, slices, by_codes)
@@ -119,7 +119,7 @@ def multiply_group(rows: int, slices: int = SLICES, *, by_codes: bool = False) -
 
 
 def _multiply_text(rows: int, count: int, slices: int, by_codes: bool) -> str:
-    """Slices of 16 columns, or 32 of codes, begun after each other, to be awaited together."""
+    """Write the PTX that begins the products of all slices one after another, to be awaited together."""
     shape, last = ("k32.f32.e4m3.e4m3", "1, 1") if by_codes else ("k16.f32.bf16.bf16", "1, 1, 0")
     words = 2 * count
     address, go_on, own = words + 4 * slices, words + 4 * slices + 1, 2 * slices
@@ -144,10 +144,10 @@ def _multiply_text(rows: int, count: int, slices: int, by_codes: bool) -> str:
 
 
 def await_group(rows: int, words: int = 4 * SLICES, under_way: int = 0) -> Any:
-    """An intrinsic of a warpgroup: wait for all `wgmma` under way, but so many that began last.
+    """Make an intrinsic of a warpgroup that waits for all `wgmma` in flight, except the last `under_way`.
 
-    words: that `multiply_group` took. The sums go through it, and the words of what was waited for go in: until then
-    nothing may be written where they stand.
+    words: the number of words that `multiply_group` took. It takes and returns the sums. It also takes the words of the
+    products that it waits for, so that their registers are not overwritten before.
     """
     count = rows // 2
     tied = [str(number) for number in range(count)]
@@ -175,10 +175,10 @@ def await_group(rows: int, words: int = 4 * SLICES, under_way: int = 0) -> Any:
 
 
 def replace_words(count: int) -> Any:
-    """An intrinsic: the second of two tuples of words, where a number is not zero, as it never is.
+    """Make an intrinsic that returns the first of two tuples of words, or the second if a number is not zero.
 
-    To the assembler a `wgmma` has done with its words when it has begun, and it loads others where they stand: so they
-    are used once more here, after the wait for it.
+    The number is always zero. The assembler assumes that a `wgmma` needs its words no more once it has begun, and would
+    load others into their registers. So this uses the words once more, after the wait for the `wgmma`.
     """
 
     @intrinsic
@@ -200,11 +200,11 @@ def replace_words(count: int) -> Any:
 
 
 def use_words(slices: int) -> Any:
-    """An intrinsic: store the words of a product of so many slices where a number is not zero, as it never is.
+    """Make an intrinsic that stores the words of a product of `slices` slices if a number is not zero.
 
-    After the wait for the product it keeps its words where they stand until then. And the words of a product that is
-    awaited in the next turn of a loop are in registers that the loop begins with: to the assembler they otherwise come
-    from anywhere, and it reserves registers for those of each loop in all others.
+    The number is always zero. After the wait for a product it keeps the product's words in their registers until then.
+    It also fixes the registers of a product that is awaited in the next turn of a loop. Otherwise the assembler does
+    not know where its words come from, and reserves registers for each loop's words in all other loops.
     """
     own = 2 * slices
 
@@ -230,7 +230,7 @@ def use_words(slices: int) -> Any:
 
 
 def add_tiles(count: int) -> Any:
-    """An intrinsic: two tuples of `count` float32, added one by one, each sum rounded by itself."""
+    """Make an intrinsic that adds two tuples of `count` float32 one by one, each sum rounded by itself."""
 
     @intrinsic
     def add(context: Any, first: Any, second: Any) -> Any:
@@ -250,7 +250,7 @@ def add_tiles(count: int) -> Any:
 
 
 def store_sums(count: int, pitch: int) -> Any:
-    """An intrinsic: store `count` float32, four by four, `pitch` bytes apart, from a shared address on."""
+    """Make an intrinsic that stores `count` float32 to shared memory, four by four, `pitch` bytes apart."""
 
     @intrinsic
     def store(context: Any, address: Any, sums: Any) -> Any:
@@ -270,17 +270,20 @@ def store_sums(count: int, pitch: int) -> Any:
 
 
 def load_sums(count: int, pitch: int) -> Any:
-    """An intrinsic: the float32 that `store_sums` stored at a shared address."""
+    """Make an intrinsic that loads the float32 that `store_sums` stored at a shared address."""
     return _load_floats("shared", u32, 4, [part * pitch for part in range(count // 4)])
 
 
 def load_row_numbers(rows: int) -> Any:
-    """An intrinsic: the float32 of a lane's rows of the second matrix, two of every eight, from that of its first."""
+    """Make an intrinsic that loads a float32 for each of a lane's rows of the second matrix, two of every eight.
+
+    It takes the address of the number of the lane's first row.
+    """
     return _load_floats("global", i64, 2, [32 * tile for tile in range(rows // 8)])
 
 
 def _load_floats(space: str, address_kind: Any, width: int, offsets: Sequence[int]) -> Any:
-    """An intrinsic: `width` float32 at each offset, in bytes, from an address in a state space."""
+    """Make an intrinsic that loads `width` float32 at each byte offset from an address in a state space."""
     registers, letter = ",".join(f"${k}" for k in range(width)), "l" if address_kind is i64 else "r"
     constraints = "=f," * width + f"{letter},~{{memory}}"
 
@@ -304,7 +307,7 @@ def _load_floats(space: str, address_kind: Any, width: int, offsets: Sequence[in
 
 
 def store_scaled_half(rows: int, half: int, pitch: int) -> Any:
-    """An intrinsic: as `store_group_half`, of sums times the scale and then times the number of their row.
+    """Make an intrinsic that stores like `store_group_half`, with sums times the scale, then times their row's number.
 
     It takes the numbers of `load_row_numbers(rows)` last.
     """
@@ -332,11 +335,12 @@ def store_scaled_half(rows: int, half: int, pitch: int) -> Any:
 
 
 def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = False) -> Any:
-    """An intrinsic: a lane's sums of one weight row, scaled, plus a number, each to the place of its row of the output.
+    """Make an intrinsic that stores a lane's sums of one weight row, scaled, plus a number.
 
-    It takes the global address of the lane's first row (of t * 2, t the lane's lowest two bits), the scale, the
-    number, and the sums of `multiply_group(rows)`. half: 0 for weight row g, 1 for g + 8. pitch: bytes from row to row.
-    is_scaled: sums are multiplied by the scale, and the product rounded, first; else it is passed over.
+    Each sum goes to its row of the output. It takes the global address of the lane's first row (row 2 t, where t is the
+    lane's lowest two bits), the scale, the number, and the sums of `multiply_group(rows)`. half: 0 for weight row g, 1
+    for g + 8. pitch: bytes from row to row. is_scaled: sums are first multiplied by the scale, and the product is
+    rounded; else the scale is ignored.
     """
     product = "mul.rn.f32 t, $3, $2; add.rn.f32 t, t, $1;" if is_scaled else "add.rn.f32 t, $3, $1;"
 
@@ -361,7 +365,7 @@ def store_group_half(rows: int, half: int, pitch: int, *, is_scaled: bool = Fals
 
 
 def take_sums(rows_sums: int, first: int, count: int) -> Any:
-    """An intrinsic: `count` of a tuple of so many float32, from the first on."""
+    """Make an intrinsic that returns `count` numbers of a tuple of `rows_sums` float32, from place `first` on."""
 
     @intrinsic
     def take(context: Any, sums: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Tiles of recurrent states in registers: a lane's part of a matrix, of which it has a few columns and some rows.
+"""This module has PTX for tiles of recurrent states in registers: a lane's few columns and some rows of a matrix.
 
 A tile is a tuple of float32, column after column. Every sum is a chain of fused multiply-adds in order of the rows, so
-that the bits of a column depend on nothing else. Nothing of it has a meaning under Numba's simulator.
+that a column's bits depend on nothing else. Numba's simulator has none of these.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ __all__ = [
 COLUMNS = 2  # of a lane
 WORDS = 4  # of an access of 16 bytes
 
-# a number into the shared memory of the block with this place in the cluster, at the same address
+# It stores a number at an address of the shared memory of the block with this rank in the cluster.
 store_shared_of_peer = instruction(
     "{ .reg .b32 t; mapa.shared::cluster.u32 t, $0, $1; st.shared::cluster.f32 [t], $2; }", None, (u32, u32, f32)
 )
-# all threads of a cluster's blocks have come by, and see what the others stored before
+# a barrier of all threads of a cluster, after which each sees what the others stored before
 sync_cluster_memory = instruction("barrier.cluster.arrive; barrier.cluster.wait;", None, (), together=True)
 
 
 def load_tile(pieces: int, stride: int) -> Any:
-    """An intrinsic: past L1, 16 bytes at each of `pieces` places 128 bytes apart from an address, for each column.
+    """Make an intrinsic that loads a tile, bypassing L1: for each column 16 bytes at `pieces` places 128 bytes apart.
 
     stride  bytes from a column to the next
     """
@@ -60,7 +60,7 @@ def load_tile(pieces: int, stride: int) -> Any:
 
 
 def store_tile(pieces: int, stride: int) -> Any:
-    """An intrinsic that stores a tile to the places from which `load_tile` takes it."""
+    """Make an intrinsic that stores a tile to the places from which `load_tile` loads it."""
 
     @intrinsic
     def store(context: Any, address: Any, tile: Any) -> Any:
@@ -85,7 +85,7 @@ def _offsets(pieces: int, stride: int) -> Sequence[int]:
 
 
 def tile_sums(rows: int) -> Any:
-    """An intrinsic: the products of a tile's columns with two vectors, each summed over the tile's rows in order.
+    """Make an intrinsic that multiplies a tile's columns by two vectors, each product summed over the rows in order.
 
     It takes a tile of `rows` rows and the vectors as words; the columns' sums with the first vector come first.
     """
@@ -112,7 +112,7 @@ def tile_sums(rows: int) -> Any:
 
 
 def update_tile(rows: int) -> Any:
-    """An intrinsic: a tile after a row of the recurrence; its number s of row i, column j is fma(k[i], d[j], decay s).
+    """Make an intrinsic that updates a tile by a row: s in row i, column j becomes fma(k[i], d[j], decay s).
 
     It takes the tile, k as words, the decay, and d of each column.
     """

@@ -1,8 +1,8 @@
-"""Long runs of a warp's instructions, which a Python function writes out: loops over registers become straight code.
+"""This module lets a Python function write long runs of a warp's instructions: loops over registers are unrolled.
 
-Such a function takes an `Instructions` first, then its arguments, tuples as lists; values are whatever an instruction
-gave. So the same lines make PTX here and are followed on numbers where kernels are walked. Offsets are bytes, constants
-of an instruction. Nothing of it has a meaning under Numba's simulator.
+Such a function takes an `Instructions` first, then its arguments, with tuples as lists. Its values are the results of
+instructions. So the same lines write PTX here, and compute with numbers when tests walk kernels. Offsets are constant
+bytes. Numba's simulator has none of these.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _HIGH = 0xFFFF0000
 
 
 class Instructions:
-    """The instructions of one call; the methods take and give LLVM's values. Floats are float32, words 32 bits."""
+    """The instructions of one call; the methods take and return LLVM's values. Floats are float32, words 32 bits."""
 
     def __init__(self, builder: Any) -> None:
         self._builder = builder
@@ -148,9 +148,9 @@ class Instructions:
 
 
 def unrolled(written: Callable[..., Any], count: int, *arguments: Any) -> Any:
-    """An intrinsic for what a function writes out; it gives a tuple of so many floats, or one, or nothing.
+    """Make an intrinsic of the instructions that a function writes; it returns `count` floats, one, or nothing.
 
-    arguments  of the function after its Instructions: a kind, or a kind and a count for a tuple
+    arguments  kinds of the function's arguments after its Instructions; a kind and a count for a tuple
     """
     kinds = [types.UniTuple(*each) if isinstance(each, tuple) else each for each in arguments]
     result = types.void if count == 0 else f32 if count == 1 else types.UniTuple(f32, count)

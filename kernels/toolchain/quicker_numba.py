@@ -1,8 +1,8 @@
-"""Numba's internals that are replaced: a name that NumPy 2.5 lacks, slow spots of the compiler, an order of chance.
+"""This module replaces internals of Numba: a name that NumPy 2.5 lacks, slow functions, and a random order.
 
-Importing this module imports Numba's CUDA target, with any NumPy that Numba takes; `quicken` puts functions of the same
-results in place of slow ones, since half of a compilation is Numba's own. All is written for READ_FROM, the release of
-numba-cuda that pyproject.toml names.
+Importing this module imports Numba's CUDA target, with any NumPy that Numba supports. `quicken` replaces slow functions
+by faster ones with the same results, since half of a compilation is Numba's own time. All is written for READ_FROM, the
+release of numba-cuda that pyproject.toml names.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ TEXTS = 512  # the modules of which the text for NVVM is kept
 
 
 def quicken() -> None:
-    """Put everything below in place of Numba's own, which each keeps as `__wrapped__`."""
+    """Replace Numba's functions by those below; each keeps the original as `__wrapped__`."""
     _compare_options_quickly()
     _know_types_of_calls()
     _know_sizes_of_numbers()
@@ -68,9 +68,10 @@ def _replace(owner: Any, name: str, function: Any) -> None:
 
 
 def _compare_options_quickly() -> None:
-    """Numba compares and hashes its options at every call that it types, each time as a new dictionary of them all.
+    """Replace the comparison of options.
 
-    Here what was set is compared first, and all options have one hash: few differ.
+    Numba compares and hashes its options at every call that it types, each time as a new dictionary of all. Here only
+    the set options are compared first, and all options have one hash, since few differ.
     """
     options = targetconfig.TargetConfig
 
@@ -83,9 +84,10 @@ def _compare_options_quickly() -> None:
 
 
 def _know_types_of_calls() -> None:
-    """Numba asks all that it knows of an operator, each time that it meets one, which results from numbers as operands.
+    """Cache the types of operators' results.
 
-    Here what it found is kept next to the function, for each context and types of numbers.
+    Each time that Numba meets an operator, it searches all its implementations for the operands' types. Here the result
+    is kept with the function, for each context and types of numbers.
     """
     resolve = types.Function.get_call_type
 
@@ -101,9 +103,10 @@ def _know_types_of_calls() -> None:
 
 
 def _know_sizes_of_numbers() -> None:
-    """Numba has LLVM parse a module to learn how large a variable of a type is, for every variable.
+    """Cache the sizes of numbers.
 
-    Here numbers' sizes are kept; NVVM has one layout of data.
+    For every variable Numba lets LLVM parse a module to get the size of its type. NVVM has one layout of data, so here
+    the sizes of numbers are kept.
     """
     size_of = base.BaseContext.get_abi_sizeof
     numbers = (base.llvmir.IntType, base.llvmir.FloatType, base.llvmir.DoubleType)
@@ -121,18 +124,18 @@ def _know_sizes_of_numbers() -> None:
 
 
 class _InOrder(dict[Any, None]):
-    """A set that is iterated in the order in which things were added."""
+    """A set that is iterated in the order of additions."""
 
     def add(self, each: Any) -> None:
-        """Add something, at the end where it is new."""
+        """Add an element; a new one comes last."""
         self[each] = None
 
 
 def _link_modules_in_order() -> None:
-    """Numba keeps the functions that a kernel calls in a set, by their addresses in memory, and NVVM gets them so.
+    """Pass a kernel's device functions to NVVM in the order in which they are called.
 
-    Where arrays in shared memory lie, and with them the machine code, then differs from process to process. Here
-    functions come in the order in which they are called.
+    Numba keeps them in a set, ordered by their addresses in memory. Then the places of arrays in shared memory, and so
+    the machine code, differ from process to process.
     """
     begin = codegen.CUDACodeLibrary.__init__
 
@@ -144,9 +147,10 @@ def _link_modules_in_order() -> None:
 
 
 def _write_modules_once() -> None:
-    """Numba writes out a device function's module for every kernel that calls it, and rewrites it in NVVM's dialect.
+    """Cache the text of device functions' modules.
 
-    Here both texts are kept: what is linked is finished, and changes no more.
+    For every kernel that calls a device function, Numba writes out its module and rewrites it in NVVM's dialect. A
+    linked module does not change any more, so here both texts are kept.
     """
 
     def written(module: Any) -> Any:
@@ -165,9 +169,10 @@ def _write_modules_once() -> None:
 
 
 def _list_variables_quickly() -> None:
-    """Numba asks every part of an instruction for all classes that it may be of, in two ways of listing variables.
+    """List the variables of statements faster.
 
-    Here what a part may hold is known by its type, and an assignment, which most statements are, is asked one way.
+    Numba tests every part of an instruction for all possible classes, in two ways of listing variables. Here a part's
+    type decides what it may contain, and an assignment, the most frequent statement, is listed in one way.
     """
     collected = ir_utils.compat_list_vars_stmt
 
@@ -191,7 +196,7 @@ _kind: Any = functools.cache(_kind_of)
 
 
 def _variables(_: Any, value: Any) -> Any:
-    """The variables in a part of an instruction."""
+    """List the variables in a part of an instruction."""
     kind = _kind(type(value))
     if kind == OTHER:
         return []
@@ -210,9 +215,9 @@ def _variables(_: Any, value: Any) -> Any:
 
 
 def _postprocess_less() -> None:
-    """Numba finds out after each pass, nine times a function, what lives where; on blocks' entry only for generators.
+    """Compute the liveness of variables only when it is needed.
 
-    Here the rest is found out when something asks for it.
+    Numba computes it after each pass, nine times a function, and on blocks' entry, where only generators need it.
     """
     whole = postproc.PostProcessor.run
 
@@ -231,10 +236,10 @@ def _postprocess_less() -> None:
 
 
 def _live_map(cfg: Any, blocks: Any, used: dict[int, set[str]], defined: dict[int, set[str]]) -> dict[int, set[str]]:
-    """The variables that must live at each block's entry, as `compute_live_map` finds them.
+    """Return the variables that must live at each block's entry, as `compute_live_map` does.
 
-    Only those matter that some block takes from others, a few of all; and liveness, which spreads backwards, is looked
-    for from the last block on.
+    Only variables that a block takes from another block are considered, which are few. Liveness spreads backwards, so
+    the search begins with the last block.
     """
     shared = set[str]().union(*used.values())
     reached = {offset: shared & (defined[offset] | used[offset]) for offset in blocks}

@@ -1,4 +1,4 @@
-"""The meaning of the scalar instructions of `ptx` in Python, for Numba's simulator: loads, stores, order, rounding."""
+"""This module has the scalar instructions of `ptx` in Python, for Numba's simulator: loads, stores, order, rounding."""
 
 import ctypes
 from collections.abc import Callable
@@ -140,18 +140,18 @@ def exp2_approx(x: float) -> np.float32:
 
 
 def _flushed(value: Any) -> np.float32:
-    """A float32; what is nearer to 0 than normal numbers are is 0 of its sign."""
+    """Round to float32; a subnormal number becomes 0 with its sign."""
     number = np.float32(value)
     return np.copysign(np.float32(0), number) if abs(number) < np.float32(2**-126) else number
 
 
 def exp2_approx_ftz(x: float) -> np.float32:
-    """2 to the x; what is below 2**-126 is 0."""
+    """Return 2 to the x; results below 2**-126 are 0."""
     return _flushed(exp2_approx(float(_flushed(x))))
 
 
 def rcp_approx_ftz(x: float) -> np.float32:
-    """1 / x; of what is above 2**126 it is 0, of what is below 2**-126 infinite."""
+    """Return 1 / x; 0 for x above 2**126, infinite for x below 2**-126."""
     with np.errstate(divide="ignore"):
         return _flushed(np.float32(1) / _flushed(x))
 

@@ -1,6 +1,6 @@
-"""Tuned plans by GPU: the tables that are shipped, how they are read, and how a launch's plan is chosen.
+"""This package has tables of tuned plans by GPU, reads them, and chooses a launch's plan.
 
-A table belongs to one GPU. It has an entry for each launch that was measured there, by the launch's kind and key, and
-an entry has the knobs of the fastest plan. Knobs change no bit of any result: the partition of K and the splits of
-attention, which would, are not knobs.
+A table belongs to one GPU. It has an entry for each launch that was measured there, by the launch's kind and key. An
+entry has the knobs of the fastest plan. Knobs change no bit of any result; the partition of K and the splits of
+attention change bits, so they are not knobs.
 """

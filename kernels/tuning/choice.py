@@ -1,4 +1,4 @@
-"""The table of the GPU that is there: the user's own before the shipped one, logged once. It measures nothing."""
+"""This module finds the table of the present GPU, the user's own before the shipped one, and logs it once."""
 
 import logging
 import re
@@ -16,15 +16,15 @@ _said: set[tuple[str, Path | None]] = set()
 
 
 def file_name(gpu_name: str) -> str:
-    """The name of the file of a GPU's table, as `nvidia-h200.json`."""
+    """Return the file name of a GPU's table, such as `nvidia-h200.json`."""
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-") + ".json"
 
 
 def find_table(gpu_name: str, gpu: Gpu, own: Path | None, shipped: Path = SHIPPED) -> TuningTable | None:
-    """The table of a GPU by its name; None where there is none.
+    """Find the table of a GPU by its name; None if there is none.
 
     own      the folder of the user's tables, whose entries take precedence
-    A table of another GPU, or of a part of one, is left out. One that cannot be read is left out with a warning.
+    A table of another GPU, or of a part of one, is ignored. A table that cannot be read is ignored with a warning.
     """
     found = None
     for folder in (shipped, own):
@@ -47,7 +47,7 @@ def find_table(gpu_name: str, gpu: Gpu, own: Path | None, shipped: Path = SHIPPE
 
 
 def tuned_gpu(gpu_name: str, gpu: Gpu, own: Path | None, shipped: Path = SHIPPED) -> Gpu:
-    """The GPU with its table; its commit, or the lack of a table, is logged once for each GPU and folder."""
+    """Return the GPU with its table; log the table's commit, or its absence, once for each GPU and folder."""
     table = find_table(gpu_name, gpu, own, shipped)
     if (gpu_name, own) not in _said:
         _said.add((gpu_name, own))

@@ -1,4 +1,4 @@
-"""The table of one GPU's tuned plans, and the choice of a launch's plan by it."""
+"""This module has the table of one GPU's tuned plans, and chooses a launch's plan by it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -36,11 +36,11 @@ class GpuSizes(Protocol):
 
 
 class Plan(Protocol):
-    """How a launch is cut."""
+    """A plan of a launch."""
 
     @property
     def knobs(self) -> Knobs:
-        """The numbers that a table may choose: none of them changes any bit of the result."""
+        """The numbers that a table may choose; none changes any bit of the result."""
         ...
 
 
@@ -51,11 +51,12 @@ P = TypeVar("P", bound=Plan)
 class Entry:
     """The fastest plan of a launch on a GPU.
 
-    knobs       of the fastest plan, or of the derived one where none was faster by more than noise
-    default_us  time of the plan that is derived without a table; 0.0: not measured
-    best_us     time of these knobs' plan
-    stages      where the launch was met, as `EAGLE3_FC`
-    cases       both times by case, as contexts of attention, of which those above are geometric means; none: one case
+    knobs       those of the fastest plan, or of the derived one if none was faster by more than noise
+    default_us  time of the derived plan, which is used without a table; 0.0: not measured
+    best_us     time of the plan with these knobs
+    stages      the stages with this launch, such as `EAGLE3_FC`
+    cases       both times by case, such as contexts of attention; the times above are their geometric means. None: one
+                case
     """
 
     knobs: Knobs
@@ -69,9 +70,9 @@ class Entry:
 class TuningTable:
     """One GPU's tuned plans, by kind of launch and key.
 
-    GPU              its name, as the driver has it
-    num_multiprocessors, shared_bytes, capability, peak_gb_s  as `Gpu` has them: a part of a GPU is another GPU
-    driver, commit    by which it was measured
+    gpu               the GPU's name by its driver
+    num_multiprocessors, shared_bytes, capability, peak_gb_s  as in `Gpu`: a part of a GPU counts as another GPU
+    driver, commit    the driver and lowlat's commit of the measurements
     read_gb_s         measured bandwidth of streaming reads, GB/s; 0.0: not measured
     entries           by kind, then key
     """
@@ -90,23 +91,23 @@ class TuningTable:
         return sum(map(len, self.entries.values()))
 
     def is_of(self, gpu: GpuSizes) -> bool:
-        """Whether it was measured on a GPU of these sizes."""
+        """Whether the table was measured on a GPU of these sizes."""
         sizes = (gpu.capability, gpu.num_multiprocessors, gpu.shared_bytes)
         return sizes == (self.capability, self.num_multiprocessors, self.shared_bytes)
 
     def find(self, kind: str, key: str) -> Knobs | None:
-        """The knobs of a launch, or None where it has no entry."""
+        """Return the knobs of a launch; None if it has no entry."""
         entry = self.entries.get(kind, {}).get(key)
         return None if entry is None else entry.knobs
 
     def merged(self, other: "TuningTable") -> "TuningTable":
-        """This table with another's entries of the same GPU put in, which take precedence, and its conditions."""
+        """Merge another table of the same GPU into this one; the other's entries and conditions take precedence."""
         kinds = dict.fromkeys([*self.entries, *other.entries])
         entries = {kind: {**self.entries.get(kind, {}), **other.entries.get(kind, {})} for kind in kinds}
         return replace(other, entries=entries, read_gb_s=other.read_gb_s or self.read_gb_s)
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, an entry a line, whole or not at all: what is there took a GPU long to find."""
+        """Write the table as JSON, an entry a line, atomically: the existing table took a GPU long to measure."""
         kinds = []
         for kind, entries in sorted(self.entries.items()):
             lines = [f"  {json.dumps(key)}: {json.dumps(asdict(entry))}" for key, entry in sorted(entries.items())]
@@ -123,7 +124,7 @@ _FACTS = ("gpu", "capability", "num_multiprocessors", "shared_bytes", "peak_gb_s
 
 
 def read_table(path: Path) -> TuningTable:
-    """The table in a file. Raises ConfigError for one that cannot be read or is of another format."""
+    """Read the table in a file. Raises ConfigError for one that cannot be read or has another format."""
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["format"] != FORMAT:
@@ -149,10 +150,10 @@ def _entry(found: Mapping[str, Any]) -> Entry:
 class Planned:
     """The place of a launch in tables of tuned plans.
 
-    kind        of the launch, as `decode_gemm`
-    key         of what its plan depends on
+    kind        the launch's kind, such as `decode_gemm`
+    key         the facts on which its plan depends
     candidates  all plans that it may have, the derived one first; all give the same bits
-    is_tuned    its plan is an entry's of a table
+    is_tuned    its plan comes from an entry of a table
     """
 
     kind: str
@@ -162,16 +163,16 @@ class Planned:
 
 
 def key_of(facts: Mapping[str, Fact]) -> str:
-    """The key of a launch: what its plan depends on, in the order given."""
+    """Return the key of a launch: the facts on which its plan depends, in the order given."""
     return " ".join(f"{name}={int(value) if isinstance(value, bool) else value}" for name, value in facts.items())
 
 
 def choose_plan(
     table: TuningTable | None, kind: str, facts: Mapping[str, Fact], candidates: Sequence[P]
 ) -> tuple[P, Planned]:
-    """The plan of a launch, and its place in tables: the candidate with an entry's knobs, else the first.
+    """Choose the plan of a launch: the candidate with an entry's knobs, else the first. Returns its place, too.
 
-    An entry whose knobs match no candidate, as of an older version, is ignored.
+    An entry whose knobs match no candidate, such as one of an older version, is ignored.
     """
     key = key_of(facts)
     knobs = None if table is None else table.find(kind, key)

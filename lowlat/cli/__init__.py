@@ -1,8 +1,8 @@
-"""The command line: `lowlat COMMAND`. A command's module is imported when the command runs, and not before.
+"""This package is the command line, `lowlat COMMAND`. It imports a command's module only when the command runs.
 
-Exit codes: 0 well; 1 a failure, or a check that did not hold; 2 a wrong option, model directory or request; 3 `inspect
-run` found no active speculation; 130 interrupted. Errors are one line on stderr, and with --json an object with `error`
-on stdout as well; `--debug` shows the traceback.
+Exit codes: 0 success; 1 a failure, or a check that failed; 2 a wrong option, model directory or request; 3 `inspect
+run` found no active speculation; 130 interrupted. An error is one line on stderr; with --json also an object with
+`error` on stdout. `--debug` shows the traceback.
 """
 
 import os
@@ -85,7 +85,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command; what is none is a usage error that names the nearest."""
+        """Return the command. Raises a usage error that names the nearest command for an unknown one."""
         name = args[0]
         if not name.startswith("-") and ALIASES.get(name, name) not in COMMANDS:
             near = [familiar.COMMANDS[name]] if name in familiar.COMMANDS else get_close_matches(name, COMMANDS, n=1)
@@ -96,7 +96,7 @@ class LazyGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an error that it raises becomes a failure in words, unless --debug is given."""
+        """Run the command, and print its error as a message, unless --debug is given."""
         from lowlat.cli.console import log_to_stderr, print_error_json
 
         try:
@@ -118,7 +118,7 @@ class LazyGroup(click.Group):
             raise told from error
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        """Run the command line; without `standalone_mode`, errors and results are the caller's."""
+        """Run the command line; without `standalone_mode`, the caller gets results and errors."""
         group: Any = super()
         if not standalone_mode:
             return group.main(*args, standalone_mode=False, **extra)
@@ -136,21 +136,21 @@ def cli(debug: bool) -> None:
 
 def main() -> None:
     """Run the command line; the entry point `lowlat`."""
-    if sys.stdout is None:  # it was closed; what is opened next would take its place
+    if sys.stdout is None:  # it was closed; the next file opened would get its descriptor
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background job ignores it
         signal.signal(signal.SIGINT, _interrupt)
     if os.getpid() == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)  # the kernel ends no container's first process by a default
+        signal.signal(signal.SIGTERM, _terminate)  # by default the kernel does not end a container's first process
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal's encoding may lack what a model writes
+            stream.reconfigure(errors="replace")  # a terminal's encoding may lack characters of a model's text
     try:
         cli(prog_name="lowlat")
     except SystemExit as end:
         _flush()
         if end.code == INTERRUPTED:
-            os._exit(INTERRUPTED)  # a thread that loads would abort Python's own end, and an interrupted exec change it
+            os._exit(INTERRUPTED)  # a loading thread would abort Python's exit, and an interrupted exec change its code
         raise
     else:
         _flush()

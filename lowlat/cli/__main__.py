@@ -1,4 +1,4 @@
-"""`python -m lowlat.cli` is `lowlat`."""
+"""This module runs `lowlat` as `python -m lowlat.cli`."""
 
 from lowlat.cli import main
 

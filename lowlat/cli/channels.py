@@ -1,6 +1,6 @@
-"""This module shows the channels of an answer in Harmony on a terminal: the final one plain, all others dim.
+"""This module shows the channels of an answer in Harmony on a terminal: the final one plain, the others dim.
 
-A pipe or file gets the answer alone: the final channel, and text that is in no channel.
+A pipe or file gets only the answer: the final channel, and text that is in no channel.
 """
 
 import sys
@@ -18,7 +18,7 @@ ANSWERS = ("final", None)
 
 
 class ChannelWriter:
-    """Streams one answer; `answered` says whether any of it was the answer."""
+    """Streams one answer; `answered` says whether it has had text of the final channel, or of none."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._parser = HarmonyParser(codec)
@@ -48,7 +48,7 @@ class ChannelWriter:
 
 
 def channel_dicts(codec: TextCodec | None, token_ids: list[int]) -> list[dict[str, Any]] | None:
-    """An answer's messages as JSON values; None where the model does not speak Harmony."""
+    """Return an answer's messages as JSON values; None if the model does not use Harmony."""
     messages = parse_channels(codec, token_ids)
     if messages is None:
         return None

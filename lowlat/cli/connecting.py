@@ -1,4 +1,4 @@
-"""Commands ask a server by this module: the options that name it, a connection, one request on it."""
+"""This module connects commands to a server: it has the options that name a server, connects, and sends requests."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,9 +32,9 @@ def server_options(function: F) -> F:
 
 
 def refuse_the_servers_own(ctx: click.Context, model: Path | None = None) -> None:
-    """Raise a usage error for what was settled when the server started: the model, and options of loading one.
+    """Raise a usage error for arguments that a running server has fixed: the model, and options of loading one.
 
-    A command that asks a server where it is given neither MODEL nor an endpoint says so.
+    The message also says if a command uses a server because neither MODEL nor an endpoint was given.
     """
     if model is not None:
         raise click.UsageError("MODEL is settled where the server is started; leave it out with --endpoint")
@@ -49,9 +49,9 @@ def refuse_the_servers_own(ctx: click.Context, model: Path | None = None) -> Non
 
 
 def endpoint_of(endpoint: str | None, model: str | None) -> str:
-    """Where a model of a server with several listens; "" and None are the default endpoint, and the first model.
+    """Return the endpoint of a model in a server of several; "" and None: the default endpoint, and the first model.
 
-    Raises RequestError for a model that is not there, ServerGone for a server without several.
+    Raises RequestError for an unknown model, ServerGone if the server has not several models.
     """
     where = endpoint or default_endpoint()
     if model is None:
@@ -69,7 +69,7 @@ def endpoint_of(endpoint: str | None, model: str | None) -> str:
 
 @contextmanager
 def connected(endpoint: str | None, curve_keys: Path | None, name: str) -> Iterator[Client]:
-    """A connected client; "" and None mean the default endpoint. Raises ServerGone where none answers."""
+    """Connect a client; "" and None mean the default endpoint. Raises ServerGone if no server answers."""
     curve = None
     if curve_keys is not None:
         from lowlat.serving.curve_keys import client_curve
@@ -87,7 +87,7 @@ def connected(endpoint: str | None, curve_keys: Path | None, name: str) -> Itera
 
 
 def _why_missing(socket: Path) -> str | None:
-    """Why a socket file cannot be connected to; None: it is there. A server makes it as it begins, before it loads."""
+    """Return why a socket file cannot be connected to, or None; a server makes the file before it loads the model."""
     try:
         socket.stat()
     except PermissionError as error:
@@ -121,15 +121,15 @@ class ServedModel:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages said before: none, as a server keeps no conversation."""
+        """Return no messages, as a server keeps no conversation."""
         return []
 
     def open_session(self, path: Path) -> None:
-        """Refuse a session's file. Raises RequestError."""
+        """Refuse a session's file, as only a model in this process has one. Raises RequestError."""
         raise RequestError(f"{path} is for a model that runs here; a server keeps no conversation's file")
 
     def keep(self, messages: list[dict[str, Any]]) -> None:
-        """Keep a conversation: nowhere."""
+        """Do nothing, as a server keeps no conversation."""
 
 
 def asked(client: Client, prompt: Any, options: Mapping[str, Any]) -> Asked:

@@ -1,6 +1,6 @@
-"""Commands write by this module: results to stdout, all else to stderr; colours and bars on a terminal only.
+"""This module writes the output of commands: results to stdout, all else to stderr, colours and bars to terminals only.
 
-rich is imported when a table or a bar is drawn.
+It imports rich when it draws a table or a bar.
 """
 
 import json
@@ -31,12 +31,12 @@ __all__ = [
 ]
 
 Update = Callable[[int, int | None], None]  # done, total
-JSON_WANTED = "lowlat.cli.json_wanted"  # in a context's meta: stdout is to hold an object, and does not yet
-PIPE_WIDTH = 1000  # a table is never cut where there is no terminal
+JSON_WANTED = "lowlat.cli.json_wanted"  # in a context's meta: stdout must get a JSON object, and has none yet
+PIPE_WIDTH = 1000  # without a terminal a table is never cut
 
 
 class _StderrHandler(logging.Handler):
-    """Writes the package's log to stderr; outside the traces a line that was written is not repeated."""
+    """Writes the package's log to stderr; a line is not repeated, except in traces."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -51,12 +51,12 @@ class _StderrHandler(logging.Handler):
             if line in self._written:
                 return
             self._written.add(line)
-        print(line, file=sys.stderr)  # not click.echo: a bar that is being drawn makes room for sys.stderr only
+        print(line, file=sys.stderr)  # not click.echo: a progress bar only moves out of the way of sys.stderr
 
 
 @contextmanager
 def log_to_stderr() -> Iterator[None]:
-    """Show the package's log on stderr as long as the context lasts."""
+    """Show the package's log on stderr while the context lasts."""
     logger, handler = logging.getLogger("lowlat"), _StderrHandler()
     level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -79,21 +79,21 @@ def print_json(value: object) -> None:
 
 
 def want_json(context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
-    """Note that stdout is to hold JSON, as the callback of --json: a command that fails says so there, too."""
+    """Note that stdout gets JSON, so that a failing command writes its error there, too; the callback of --json."""
     if value in (True, "-"):
         context.meta[JSON_WANTED] = True
     return value
 
 
 def print_error_json(message: str) -> None:
-    """Write `{"error": message}` where JSON is wanted and there is none yet."""
+    """Write `{"error": message}` if stdout gets JSON and has none yet."""
     if click.get_current_context().meta.get(JSON_WANTED):
-        with suppress(OSError):  # stderr and the exit code tell it
+        with suppress(OSError):  # stderr and the exit code report the error
             print_json({"error": message})
 
 
 def check_json_file(file: str | None) -> None:
-    """Raise ConfigError for a file that `write_json` could not write: a check to be made before measuring."""
+    """Raise ConfigError for a file that `write_json` could not write; call this before measuring."""
     if file is None or file == "-":
         return
     path = Path(file)
@@ -103,7 +103,7 @@ def check_json_file(file: str | None) -> None:
 
 
 def write_json(file: str, value: object) -> None:
-    """Write one JSON object into a file, or on stdout where it is `-`. Raises ConfigError, and as `print_json` does."""
+    """Write one JSON object to a file, or to stdout for `-`. Raises ConfigError, and what `print_json` does."""
     if file == "-":
         print_json(value)
         return
@@ -114,19 +114,19 @@ def write_json(file: str, value: object) -> None:
 
 
 def stream_text(text: str, **style: Any) -> None:
-    """Write text on stdout at once; on a terminal with a style (see `click.style`), without control characters.
+    """Write text to stdout at once; on a terminal with a style (see `click.style`), and without control characters.
 
-    A model's text is not trusted with a terminal's escape sequences; a pipe or file gets it unchanged.
+    A model's text could contain escape sequences for the terminal. A pipe or file gets the text unchanged.
     """
     if sys.stdout.isatty():
         safe = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
         text = click.style(safe, **style) if style else safe
-    click.echo(text, nl=False, color=True)  # True: leave the text's own bytes alone
+    click.echo(text, nl=False, color=True)  # True: write the text's bytes unchanged
     sys.stdout.flush()
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write a table on stdout: columns of numbers to the right; on a pipe in full, without styles."""
+    """Write a table to stdout, with numbers aligned to the right; to a pipe in full width, without styles."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -154,7 +154,7 @@ def _shown(cell: object) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Bytes in the largest binary unit that leaves a whole part: 1536 is `1.50 KiB`."""
+    """Return bytes in the largest binary unit that gives at least 1: 1536 is `1.50 KiB`."""
     if count < 1024:
         return f"{count} B"
     value = count / 1024
@@ -167,7 +167,7 @@ def format_bytes(count: int) -> str:
 
 @contextmanager
 def progress_bar(description: str, *, as_bytes: bool = False) -> Iterator[Update | None]:
-    """A bar on stderr that vanishes at the end; gives its update(done, total), or None without a terminal."""
+    """Show a bar on stderr that vanishes at the end; yields its update(done, total), or None without a terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -192,13 +192,13 @@ def progress_bar(description: str, *, as_bytes: bool = False) -> Iterator[Update
 
 @contextmanager
 def loading_bar(description: str) -> Iterator[Update | None]:
-    """A bar in bytes, for the progress callback of `Runtime.load`."""
+    """Show a bar in bytes, for the progress callback of `Runtime.load`."""
     with progress_bar(description, as_bytes=True) as update:
         yield update
 
 
 def prefill_line(prefill: Mapping[str, int]) -> str:
-    """How much of a prompt is read at once, in words.
+    """Return a text that says how much of a prompt is read at once.
 
     prefill  `chunk`, `max_chunks` and `max_positions` of a report
     """

@@ -1,6 +1,6 @@
-"""A command that fails says so by this module: a line on stderr, JSON on stdout under --json, an exit code.
+"""This module reports the failure of a command: a line on stderr, JSON on stdout with --json, and an exit code.
 
-The line begins with `error: `, whoever refused: a flag's type, a model's reader, a server, or stdout itself.
+The line always begins with `error: `, for errors of options, models, servers and stdout alike.
 """
 
 import os
@@ -50,7 +50,7 @@ def failure(error: Exception) -> Failure:
 
 
 def message_of(error: click.ClickException) -> str:
-    """The text of an error, without a full stop; an unknown option's names the one that is meant."""
+    """Return the text of an error, without a full stop; for an unknown option it suggests the meant one."""
     if isinstance(error, click.NoSuchOption) and (meant := meant_option(error)) is not None:
         return f"No such option {error.option_name!r:.80}. Did you mean {meant!r}?"
     return error.format_message().removesuffix(".")
@@ -58,7 +58,7 @@ def message_of(error: click.ClickException) -> str:
 
 @contextmanager
 def failures_told() -> Iterator[None]:
-    """Tell what a command raises, and end the process with its exit code."""
+    """Report what a command raises, and end the process with the exit code."""
     try:
         yield
     except click.exceptions.NoArgsIsHelpError as error:
@@ -70,15 +70,15 @@ def failures_told() -> Iterator[None]:
     except (KeyboardInterrupt, click.Abort):
         _tell("interrupted")
         sys.exit(INTERRUPTED)
-    except OSError as error:  # of stdout: a command's own errors are failures by now
+    except OSError as error:  # an error of stdout; a command's own errors are failures by now
         _tell(f"error: {_described(error)}")
         sys.exit(FAILED)
 
 
 def flush_output(stream: TextIO) -> None:
-    """Write what a stream still holds; what a full disk or a reader that left does not take is dropped.
+    """Flush a stream; output that a full disk or a closed pipe does not take is dropped.
 
-    Exits with 1 where something was dropped: Python itself would print a traceback and exit with 120.
+    Exits with 1 if something was dropped; Python itself would print a traceback and exit with 120.
     """
     try:
         stream.flush()

@@ -1,4 +1,4 @@
-"""This module has the names of other tools' commands and options, for the message that refuses them here.
+"""This module has the names of other tools' commands and options, for error messages that suggest lowlat's.
 
 The tools are vLLM, SGLang, TensorRT-LLM, llama.cpp and Ollama.
 """

@@ -1,4 +1,4 @@
-"""This module has the outcome of one request, wherever it ran, and shows it as JSON or as a closing line.
+"""This module has the result of one request, in process or in a server, and shows it as JSON or as a closing line.
 
 It loads neither torch nor NumPy, so that a client of a server starts at once.
 """
@@ -17,20 +17,20 @@ __all__ = ["Asked", "Generation"]
 
 
 class Chunks(AbstractContextManager["Chunks"], Protocol):
-    """The chunks of one request, here or from a server; leaving it cancels what has not ended."""
+    """The chunks of one request, in process or from a server; leaving it cancels a running request."""
 
     def __iter__(self) -> Iterator[Chunk]: ...
 
 
 @dataclass
 class Generation:
-    """The outcome of one request.
+    """The result of one request.
 
-    text         None without a tokenizer
-    reasoning    of a parsed answer, what the model thought before
-    max_context  tokens of prompt and answer that it could have had; 0: not known
+    text         its text; None without a tokenizer
+    reasoning    with parsing, the model's reasoning
+    max_context  limit of prompt and answer together, in tokens; 0: not known
     metrics      its figures as JSON values
-    record       the same as the runtime keeps it, where that is this process's own
+    record       the runtime's record of these figures, if it ran in this process
     channels     the messages of an answer that is written in channels
     """
 
@@ -59,7 +59,7 @@ class Generation:
         self.metrics = chunk.metrics or self.metrics
 
     def to_dict(self, device: str | None, speculation_error: str | None = None) -> dict[str, Any]:
-        """All of it as JSON values; what did not happen is left out."""
+        """Return the result as JSON values, without parts that do not apply."""
         result: dict[str, Any] = {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -84,7 +84,7 @@ class Generation:
         return result
 
     def closing_line(self) -> str:
-        """Tokens, speed, acceptance, end: one line for people."""
+        """Return one line for people: tokens, speed, acceptance, and how it ended."""
         metrics = self.metrics
         parts = [f"{len(self.token_ids)} tokens", f"{metrics.get('tokens_per_s', 0.0):.1f} tokens/s"]
         speculation = metrics.get("eagle_speculation")
@@ -98,7 +98,7 @@ class Generation:
         return ", ".join(parts)
 
     def ending(self) -> str:
-        """How it ended, in words; where it was cut, what allows more."""
+        """Return how it ended, in words; if it was cut off, also the option that allows more."""
         if self.finish_reason != "length":
             return "ended by itself" if self.finish_reason == "stop" else str(self.finish_reason)
         cut = f"cut at {len(self.token_ids)} tokens"
@@ -108,16 +108,16 @@ class Generation:
 
 
 class Asked:
-    """One request under way, here or at a server; `generation` is its outcome so far, also where it was interrupted."""
+    """A request under way, in process or in a server; `generation` is its result so far, also after an interrupt."""
 
     def __init__(self, chunks: Chunks, *, has_text: bool, max_context: int = 0) -> None:
         self.generation = Generation(text="" if has_text else None, max_context=max_context)
         self._chunks = chunks
 
     def run(self, on_chunk: Callable[[Chunk], None] | None = None) -> Generation:
-        """Read it to its end, handing on each chunk; one that breaks off keeps its outcome, with `error`.
+        """Read the request to its end, and pass each chunk on; one that breaks off keeps its result, with `error`.
 
-        Ctrl-C cancels it. Raises RequestError, Busy for a request that was not taken.
+        Ctrl-C cancels it. Raises RequestError or Busy for a request that was refused.
         """
         generation = self.generation
         try:

@@ -1,7 +1,7 @@
-"""The help of commands: `--help` on two screens, with the options that people set, `--help-all` with every option.
+"""This module writes the help of commands: `--help` has common options on two screens, `--help-all` has every option.
 
-Options that are declared in a record stand in the sections of their records. What `--help` leaves out has a flag, too;
-where it is rare, it is given by --set name=value.
+Options that a record declares are in the section of the record. Options that `--help` leaves out have flags, too; rare
+ones are set by --set name=value.
 """
 
 import re
@@ -24,12 +24,12 @@ COMMON = frozenset(
         *("temperature", "top_p", "seed", "stop", "max_tokens", "json_schema"),
     }
 )
-OWN = "options"  # the section of a command's own
+OWN = "options"  # the section of a command's own options
 ALL = "lowlat.cli.help_all"  # in a context's meta
-MANY_CHOICES = 12  # characters of a value's name
-BRIEF_COLUMN = 22  # of the first column on the page of `--help`
+MANY_CHOICES = 12  # choices with more characters are listed in the help's text
+BRIEF_COLUMN = 22  # width of the first column of `--help`
 COLUMN = 30
-WHOLE = 1000  # characters that no sentence of help has
+WHOLE = 1000  # more characters than any sentence of help
 _CLAUSE = re.compile(r"(?<=[.;]) ")
 
 
@@ -128,7 +128,7 @@ def _show_all(ctx: click.Context, _parameter: click.Parameter, value: bool) -> N
 def _write(
     formatter: click.HelpFormatter, title: str, records: Sequence[tuple[str, str]], *, brief: bool = False
 ) -> None:
-    """Write a section, where it has rows; brief: of each text as much as fits into one line, a clause at least."""
+    """Write a section if it has rows; brief: only as much of each text as fits into one line, at least a clause."""
     if not records:
         return
     if brief:
@@ -143,7 +143,7 @@ def _clauses(text: str) -> list[str]:
 
 
 def _fitting(text: str, width: int) -> str:
-    """The first clauses of a text that fit into a width, and its default where that fits, too."""
+    """Return the first clauses of a text that fit into a width, and its default if that fits, too."""
     text, bracket, default = text.partition("  [")
     if text.startswith("["):
         return text

@@ -1,4 +1,4 @@
-"""This module loads a model in this process to chat with, as `lowlat.cli.connecting` reaches a server's."""
+"""This module loads a model in this process for a chat; `lowlat.cli.connecting` has the same for a server's model."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,16 +30,16 @@ class LocalModel:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """The messages said before, by the session's file."""
+        """Return the earlier messages in the session's file."""
         return [] if self._session is None else list(self._session.data.get("messages", ()))
 
     def open_session(self, path: Path) -> None:
-        """Go on with the session of a file, or begin one that is kept there. Raises SessionError."""
+        """Continue the session in a file, or begin one for it. Raises SessionError."""
         self._path = path
         self._session = self._runtime.load_session(path) if path.exists() else self._runtime.session("chat")
 
     def keep(self, messages: list[dict[str, Any]]) -> None:
-        """Write the session's file, where there is one and something was said. Raises SessionError."""
+        """Write the session's file, if there is one and the chat has a message. Raises SessionError."""
         if self._session is not None and self._path is not None and self._session.token_ids:
             self._session.data["messages"] = messages
             self._session.save(self._path)

@@ -1,4 +1,4 @@
-"""This module finds models that the command line names: it downloads them, or reads their configs alone."""
+"""This module finds models that the command line names: it downloads them, or reads only their configs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,13 +26,13 @@ def _bar(model: str | Path) -> Iterator[hub.Progress | None]:
 
 
 def local_target(model: Path, dtype: str = "auto") -> Path:
-    """The directory of a target, fetched where it is a repository's name. Raises ConfigError."""
+    """Return the directory of a target; a repository is downloaded. Raises ConfigError."""
     with _bar(model) as update:
         return fetch_target(model, dtype=dtype, progress=update)
 
 
 def local_draft_model(model: Path, target: Path | None) -> Path:
-    """The directory of a draft model, fetched where it is a repository's name and fits. Raises ConfigError."""
+    """Return the directory of a draft model; a repository is downloaded if it fits. Raises ConfigError."""
     with _bar(model) as update:
         if target is None or find_repository(model) is None:
             return hub.fetch(model, progress=update)

@@ -1,6 +1,6 @@
-"""Commands share these options: flags made of the declared options, and how they become lowlat's own records.
+"""This module has the options that commands share: it makes flags of declared options, and records of their values.
 
-Defaults are the records' own: an option that was not given is not passed on.
+The records have the defaults; an option that was not given is not passed on.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-DIRECTORY = click.Path(path_type=Path)  # a command's own to check, or its loader's
-PATHS = {"curve_keys": FOLDER, "tree": FILE, "draft_vocab": FILE}  # what must be there
+DIRECTORY = click.Path(path_type=Path)  # checked by the command, or by its loader
+PATHS = {"curve_keys": FOLDER, "tree": FILE, "draft_vocab": FILE}  # paths that must exist
 SAMPLING, SPECULATION, RUNTIME = "sampling", "speculation", "runtime"  # sections of the help
 RECORD_SECTIONS: dict[type, str] = {SamplingParams: SAMPLING, SpeculativeConfig: SPECULATION, RuntimeConfig: RUNTIME}
 MAX_DIGITS = 20
 MAX_OPTION_BYTES = 1 << 20
-STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype", "activations")  # of how a target's numbers are held
+STORED = ("quantize", "quantize_lm_head", "kv_cache_dtype", "activations")  # options of a target's formats
 NO_DEMO_MODELS = (
     "the demo models are not installed: `pip install lowlat-demo-models` (from a checkout: `pip install "
     "./lowlat/demo`), or name a model, as in `lowlat chat Qwen/Qwen3-0.6B`"
@@ -124,10 +124,10 @@ class NumberOrWord(click.ParamType[float | str]):
 
 
 def bundled(part: str) -> Path:
-    """The path of a demo model's directory (target, head: its draft model, chat_head), or of the prompts for them.
+    """Return the path of a demo model's directory (target, head: its draft model, chat_head), or of their prompts.
 
-    A checkout has the models next to the prompts; an installed lowlat has those of the wheel lowlat-demo-models.
-    Raises ConfigError where neither is there.
+    A checkout has the models next to the prompts; an installed lowlat uses those of the wheel lowlat-demo-models.
+    Raises ConfigError if neither exists.
     """
     path = _bundled(part)
     if path is None:
@@ -152,12 +152,12 @@ def _bundled(part: str) -> Path | None:
 def declared_options(
     function: F, options: Iterable[Option], section: str = "", sections: Mapping[str, str] | None = None
 ) -> F:
-    """Add declared options as flags, in their order; one that is not given is None, or () where it is repeatable.
+    """Add declared options as flags, in their order; an option that is not given is None, or () if it is repeatable.
 
-    Rare ones share the flag --set; one of them that is not given is left out.
+    Rare options share the flag --set; those that are not given are left out.
 
-    section   the section of the help for those that name none themselves
-    sections  sections by key, where they are of several records
+    section   the section of the help for options without one
+    sections  sections by key, if the options are of several records
     """
     found = list(options)
     for option in reversed(found):
@@ -355,10 +355,10 @@ def draft_model_option(help: str, name: str = "head") -> Callable[[F], F]:
 def speculative_config(
     values: Mapping[str, Any], default_draft_model: Path | None = None, *, needed: bool = False
 ) -> SpeculativeConfig | None:
-    """Build SpeculativeConfig from the options given; None where no draft model is named and there is no default.
+    """Build SpeculativeConfig from the given options; None without a draft model, named or by default.
 
-    Raises ConfigError for values out of range, for an option that needs a draft model where there is none, and, where
-    it is `needed` or --strict is given, for a draft model that is not there.
+    Raises ConfigError for values out of range, and for an option that needs a draft model if there is none. With
+    `needed` or --strict it also raises ConfigError for a draft model that does not exist.
     """
     from lowlat.serving.config import SETTINGS, speculative_config
 

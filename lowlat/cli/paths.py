@@ -1,6 +1,6 @@
-"""This module checks paths of the command line as they are read, before torch is imported.
+"""This module checks paths of the command line when they are parsed, before torch is imported.
 
-They look at what stands in the file system; what is in a file is its reader's to check.
+It checks only the file system; the readers of files check their contents.
 """
 
 import os
@@ -34,7 +34,7 @@ TELLING = ("*.safetensors", "*.gguf", "*.bin", "adapter_config.json", "params.js
 
 
 def check_model(model: str | Path) -> None:
-    """Raise ConfigError for what is neither a repository's name nor a directory with a model."""
+    """Raise ConfigError unless the path is a repository's name or a directory with a model."""
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").exists() and not _any(path, TELLING):
@@ -97,7 +97,7 @@ def _check_new_file(path: Path) -> None:
 
 
 def check_new_folder(path: Path) -> None:
-    """Raise ConfigError for a folder that can be neither made nor written to."""
+    """Raise ConfigError for a folder that cannot be made or written to."""
     above = path
     while not above.exists():
         above = above.parent

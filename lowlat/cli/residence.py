@@ -1,4 +1,4 @@
-"""This module asks a running server to sleep or wake, and says the state that its model then has."""
+"""This module asks a running server to let its model sleep or wake, and prints the resulting state."""
 
 from pathlib import Path
 

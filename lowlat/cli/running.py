@@ -25,18 +25,18 @@ from lowlat.text import TextCodec
 
 __all__ = ["Generation", "chat_ids", "default_context", "load_runtime", "run_request"]
 
-LONG_PREFILLS = 2  # chunks: a shorter prompt is done before a bar could be read
+LONG_PREFILLS = 2  # chunks; a shorter prompt is done before anyone could read a bar
 
 
 def default_context(model: Path, wanted: int | None) -> int:
-    """The context asked for, or the usual one where the model has room for it. Raises ConfigError."""
+    """Return the context asked for, or the default, limited by the model's. Raises ConfigError."""
     if wanted is not None:
         return wanted
     return min(RuntimeConfig.max_context, read_model_config(model).usual_context)
 
 
 class _Bars(ExitStack):
-    """One bar at a time: a new one takes the place of the last."""
+    """Shows one bar at a time: a new one replaces the last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def load_runtime(
     reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
     **options: Any,
 ) -> Runtime:
-    """Load a runtime after bars: of the bytes fetched and read and, on a GPU, of its graphs.
+    """Load a runtime, with bars for the bytes downloaded and read and, on a GPU, for its graphs.
 
     reserve  see `Runtime.load`
     Raises ConfigError.

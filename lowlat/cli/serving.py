@@ -1,6 +1,6 @@
-"""This module runs a server for `lowlat serve`: it loads with bars, says how to reach it, and serves to the end.
+"""This module runs a server for `lowlat serve`: it loads with bars, prints how to reach it, and serves until it ends.
 
-torch is imported in that thread, when the endpoint is already this server's: so a taken endpoint is refused at once.
+The decode thread imports torch, after the server has locked its endpoint. So a taken endpoint is refused at once.
 """
 
 import json
@@ -51,11 +51,11 @@ SAMPLING = (
 
 @dataclass(frozen=True)
 class Pair:
-    """The model, and its draft model, that are served where none is named.
+    """The default model and draft model, which are served if the settings name none.
 
-    target       gives the model's directory, which may have to be fetched
-    draft_model  gives its draft model's directory
-    name         what clients are told it is called; None: its directory's name
+    target       returns the model's directory, and downloads it if necessary
+    draft_model  returns the draft model's directory
+    name         the model's name for clients; None: its directory's name
     """
 
     target: Callable[[], Path]
@@ -71,15 +71,15 @@ def _chat_model() -> Path:
 
 BUNDLED = Pair(partial(bundled, "target"), partial(bundled, "head"), "lowlat-demo")
 CHAT = Pair(_chat_model, partial(bundled, "chat_head"), "SmolLM2-135M-Instruct")
-SWITCH_INTERVAL_S = 0.0005  # a thread that has work waits no longer for one that computes; Python's own is 5 ms
+SWITCH_INTERVAL_S = 0.0005  # the longest wait for a computing thread's GIL; Python's default is 5 ms
 
 
 def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Worker | None = None) -> int:
     """Serve until drained or failed; returns the exit code.
 
-    unnamed  what is served where the settings name no model
-    worker   of a supervisor, which is told that the model is ready; None: whoever started this is
-    Raises ConfigError before anybody could connect.
+    unnamed  the pair to serve if the settings name no model
+    worker   the supervisor's worker, which reports that the model is ready; None: stdout gets the ready line
+    Raises ConfigError before any client could connect.
     """
     if settings["model"] is not None:
         check_model(settings["model"])
@@ -130,9 +130,9 @@ def serve(settings: ServeConfig, unnamed: Pair, *, json_output: bool, worker: Wo
 
 
 def _check_free(endpoint: Endpoint) -> None:
-    """Refuse a tcp:// address that cannot be bound, which the server itself would find when all is loaded.
+    """Refuse a tcp:// address that cannot be bound; the server itself would notice only after the load.
 
-    A name that only libzmq knows, as of a network interface, is left to it. Raises ConfigError.
+    A name that only libzmq knows, such as that of a network interface, is not checked. Raises ConfigError.
     """
     if endpoint.scheme != "tcp" or not endpoint.port.isdigit():
         return
@@ -147,9 +147,9 @@ def _check_free(endpoint: Endpoint) -> None:
 
 @contextmanager
 def _drained_by_signals(server: Server) -> Iterator[None]:
-    """Start the server, and from then on let signals drain it: whoever reads that it is ready may end it at once.
+    """Start the server, and then let signals drain it, as a reader of the ready line may end it at once.
 
-    While it loads, signals do what they do to any process.
+    During the load, signals have their default effect.
     """
     server.start()
     before = {number: signal.signal(number, lambda *_: server.drain()) for number in ending_signals()}
@@ -166,7 +166,7 @@ class _Loading:
 
     def __init__(self, settings: ServeConfig, unnamed: Pair, worker: Worker | None) -> None:
         self._settings, self._worker = settings, worker
-        self.sleep_bytes: dict[str, int] = {}  # that leave each device when it sleeps
+        self.sleep_bytes: dict[str, int] = {}  # bytes that leave each device in a sleep
         self._speculative = settings.speculation(unnamed.draft_model() if settings["model"] is None else None)
         if self._speculative is not None and self._speculative.strict and self._speculative.model is not None:
             check_model(self._speculative.model)
@@ -177,7 +177,7 @@ class _Loading:
 
     @rare_collections()
     def make_engine(self) -> "RuntimeEngine":
-        """Load; called in the thread that will decode."""
+        """Load the model, in the thread that will decode."""
         from lowlat.cli.running import load_runtime
         from lowlat.models.advice import advice_line, sampling_defaults
         from lowlat.serving.engine import RuntimeEngine
@@ -222,7 +222,7 @@ def _facts(info: EngineInfo, runtime: "Runtime") -> dict[str, Any]:
 
 
 def _how_to_reach(facts: dict[str, Any], curve_keys: Path | None) -> str:
-    """Lines to copy: one of Python, one for the shell."""
+    """Return lines to copy that use the server: one for Python, one for the shell."""
     endpoint = facts["endpoint"]
     own = "" if endpoint == default_endpoint() else endpoint
     python = json.dumps(own) if own else ""

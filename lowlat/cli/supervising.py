@@ -1,4 +1,4 @@
-"""This module runs a server of several models for `lowlat serve`: a supervisor, a process a model, one gateway."""
+"""This module runs a server of several models for `lowlat serve`: a supervisor, one gateway, a process a model."""
 
 import os
 import sys
@@ -23,8 +23,8 @@ __all__ = ["serve_models", "serve_supervised"]
 def serve_models(settings: ServeConfig, tables: Sequence[ModelTable], *, json_output: bool) -> int:
     """Serve several models until a signal ends the server; returns the exit code.
 
-    settings  the server's own
-    Raises ConfigError where nothing could be served.
+    settings  the server's own settings
+    Raises ConfigError if no model could be served.
     """
     from lowlat.cli.paths import check_model
 

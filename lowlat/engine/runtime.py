@@ -1,7 +1,7 @@
 """A runtime loads models once, and then answers prompts. It owns weights, buffers and the KV pool.
 
-One thread owns a runtime: the program's own, which submits and steps (`lowlat.engine.stepped`), or
-`lowlat.engine.calls.driver`'s, which answers calls from any thread and event loop.
+One thread owns a runtime. It is either the program's thread, which calls `submit` and `step` (`lowlat.engine.stepped`),
+or the driver's (`lowlat.engine.calls.driver`), which answers calls from any thread and event loop.
 """
 
 from __future__ import annotations  # help() shows signatures as they are written here
@@ -39,18 +39,19 @@ logger = logging.getLogger("lowlat.engine.runtime")
 
 
 class Runtime(SteppedRuntime):
-    """Decodes requests against one target, with speculation where a speculator is loaded.
+    """Decodes requests with one target, with speculation if a speculator is loaded.
 
     Use `Runtime.load`; as a context manager it closes itself. `generate`, `chat` and `stream`, and `agenerate`, `achat`
-    and `astream` for asyncio, answer from any thread or task, several at once: the first such call starts a thread that
-    owns the runtime from then on. `submit` and `step` are for a program that wants that loop for its own.
+    and `astream` for asyncio, may be called from any thread or task, several at once. The first such call starts a
+    thread that then owns the runtime. `submit` and `step` are for a program that runs this loop itself.
 
     codec               the tokenizer; None: there is none
-    device_choice       where it runs, and why
-    memory              what it holds there
-    speculation_error   why a draft model is not used
+    device_choice       its device and executor, and the reason
+    memory              the memory that it holds there
+    speculation_error   why a draft model is not used; None: it is used, or there is none
     speculation_limits  the sizes of speculation that were loaded, by option; `SpeculativeConfig.check` reads them
-    numerics            a digest of all that decides results' bits, 16 hexadecimal digits: see `lowlat.engine.numerics`
+    numerics            the digest of everything that decides the bits of results, 16 hexadecimal digits: see
+                        `lowlat.engine.numerics`
     checks              refuses requests; any thread may ask it
     grammars            compiles the grammars of requests; any thread may ask it
     """
@@ -67,15 +68,15 @@ class Runtime(SteppedRuntime):
         reserve: Callable[[Sequence[DeviceNeed]], None] | None = None,
         **options: Unpack[RuntimeOptions],
     ) -> Self:
-        """Load a model and, where asked for, a speculator.
+        """Load a model and, with `speculative`, a speculator.
 
-        model       a Hugging Face directory, or `ORG/NAME[@REVISION]` of a repository, fetched into the hub's
-                    cache; or a target that was opened otherwise
+        model       a Hugging Face directory, or `ORG/NAME[@REVISION]` of a repository, which is downloaded into the
+                    hub's cache; or an `OpenedTarget`
         progress    called with bytes read and bytes in all
-        captured    called with graphs captured and graphs in all, where the executor captures
+        captured    called with graphs captured and graphs in all, if the executor captures
         downloaded  called with bytes fetched and bytes in all, for each repository; None: huggingface_hub's own bars
         reserve     called before memory is taken, with the bytes needed and free of each device: it may wait until
-                    others have made way
+                    others have freed memory
         options     fields of RuntimeConfig: max_batch, max_context, dtype, device, ...
         Raises ConfigError for anything wrong with the directory, the draft model (under strict) or an option.
         """
@@ -92,26 +93,26 @@ class Runtime(SteppedRuntime):
         return runtime
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Answer:
-        """Answer a prompt, and return when the answer is whole: `runtime.generate("Once", max_tokens=32).text`.
+        """Answer a prompt, and return when the answer is complete: `runtime.generate("Once", max_tokens=32).text`.
 
         prompt   text, token ids, or a chat's messages: [{"role": "user", "content": "..."}, ...]
-        params   how tokens are chosen; options given by name go before its fields
+        params   sampling parameters; options given by name override its fields
         options  the fields of SamplingParams by name (max_tokens, temperature, stop, seed, json_schema, ...), and
                  tool_choice, template_options, allow_special, cache_salt, timeout_s: see CallOptions
-        Messages go through the model's chat template, with `tools` where there are any. Their answer is parsed
-        (`Answer.reasoning`, `Answer.tool_calls`) unless parse="none" says otherwise, and may be as long as the context
-        has room for, up to 4096 tokens, where neither params nor max_tokens is given; that of other prompts up to 256.
-        Any thread may call, several at once; more than have a slot wait. Ctrl-C cancels the request.
-        Raises RequestError for what cannot be served; StreamError, with the tokens that came, where the request fails,
-        timeout_s passes or the runtime is closed meanwhile; DeviceError when the device has failed.
+        Messages go through the model's chat template, with `tools` if there are any. Their answer is parsed
+        (`Answer.reasoning`, `Answer.tool_calls`) unless parse="none". Without params and max_tokens, the answer to
+        messages has up to 4096 tokens, or what the context allows; the answer to other prompts has up to 256.
+        Any thread may call, several at once; calls without a slot wait. Ctrl-C cancels the request.
+        Raises RequestError for a request that cannot be served; StreamError, with the tokens so far, if the request
+        fails, timeout_s passes or the runtime is closed; DeviceError when the device has failed.
         """
         with self._stream(prompt, params, options, each=False) as stream:
             return stream.answer()
 
     def chat(self, messages: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Answer:
-        """Answer a chat: `runtime.chat("Who are you?").text`; `messages.append(answer.message)` goes on with it.
+        """Answer a chat: `runtime.chat("Who are you?").text`; `messages.append(answer.message)` continues it.
 
-        messages  as in `generate`; a text alone is one message of the user
+        messages  as in `generate`; a text is one message of the user
         The other arguments and errors are those of `generate`. `stream` takes messages, too.
         """
         return self.generate(as_chat(messages), params, **options)
@@ -119,8 +120,8 @@ class Runtime(SteppedRuntime):
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[CallOptions]) -> Stream:
         """Answer a prompt chunk by chunk: `for chunk in runtime.stream("Once"): print(chunk.text, end="")`.
 
-        The request begins at once. Leaving the stream before its end cancels it; `Stream.answer` reads what is left and
-        returns the whole. Arguments and errors are those of `generate`.
+        The request begins at once. Leaving the stream before its end cancels it; `Stream.answer` reads the rest and
+        returns the whole answer. Arguments and errors are those of `generate`.
         """
         return self._stream(prompt, params, options, each=True)
 
@@ -152,23 +153,23 @@ class Runtime(SteppedRuntime):
         best_of: int | None = None,
         **options: Unpack[CallOptions],
     ) -> list[Answer]:
-        """Answer a prompt n times, which is read once: the answers part where they begin.
+        """Answer a prompt n times; the prompt is prefilled once, and the answers share its KV.
 
-        n        answers; each has a seed of its own, the first the one that was given
+        n        answers; each has a seed of its own, the first the given one
         best_of  answers that are made; the n likeliest by the mean logprob of their tokens are returned, the best first
-        The other arguments and errors are those of `generate`; where one answer fails, the others are cancelled. A
-        session goes on from the first answer that is returned.
+        The other arguments and errors are those of `generate`. If one answer fails, the others are cancelled. A session
+        continues from the first returned answer.
         """
         return answer_choices(self, prompt, n, best_of, params, options)
 
     def session(self, session_id: str, *, cache_salt: str = "", ttl_s: float | None = None) -> Session:
-        """Open a session, or find the one that lives under its id: `runtime.generate(text, session=session)`.
+        """Open a session, or find the live one with this id: `runtime.generate(text, session=session)`.
 
         session_id  1 to 128 printable characters
-        cache_salt  as in `submit`; sessions of two salts are two, whatever their ids
-        ttl_s       how long it lives after its last request; None: session_ttl_s. What it has read stays on the device,
-                    and in the tiers of the cache, while other prefixes can go
-        Any thread may call. Raises RequestError for an id or a time that is none.
+        cache_salt  as in `submit`; sessions of different salts are different, even with one id
+        ttl_s       its lifetime after its last request; None: session_ttl_s. Its prefix stays on the device, and in the
+                    tiers of the cache, while other prefixes can be evicted
+        Any thread may call. Raises RequestError for an invalid id or time.
         """
         self._check_open()
         return open_session(self, session_id, cache_salt, ttl_s)
@@ -182,26 +183,26 @@ class Runtime(SteppedRuntime):
         ttl_s: float | None = None,
         force: bool = False,
     ) -> Session:
-        """Open a session that `Session.save` has written, here or in another process; it goes on where it ended.
+        """Open a session that `Session.save` has written, here or in another process; it continues where it ended.
 
-        session_id  its name from here on; None: the one that it had
-        force       take its tokens where its state is of no use here: of another model's files or `numerics`; they are
-                    read again with the next request
-        Raises SessionError, which says what is wrong: no session's file, torn or altered, another model's, or other
-        numerics. RequestError for a name in use, or tokens that this model does not have.
+        session_id  its new name; None: the old one
+        force       take only its tokens if its state does not fit, since it has another model's files or `numerics`;
+                    the next request then prefills them again
+        Raises SessionError, which says what is wrong: no session file, a torn or altered one, another model's, or other
+        numerics. Raises RequestError for a name in use, or tokens that this model does not have.
         """
         self._check_open()
         return load_session(self, Path(path), session_id, cache_salt, ttl_s, force=force)
 
     @owned
     def sleep(self) -> None:
-        """Give the device's memory of weights, KV and scratch back, until `wake`; harmless when repeated.
+        """Free the device's memory of weights, KV and scratch until `wake`; harmless when repeated.
 
-        Weights go to pinned host memory, which they keep from then on: later sleeps copy nothing. Shared prefixes go to
-        the tiers of the cache (host_cache_gib, cache_dir), and are found there after `wake`; without tiers they are
-        lost. Graphs and their addresses stay. Requests are refused meanwhile.
-        Raises ConfigError for a runtime without can_sleep; CapacityError while there are requests, or where the host
-        has no memory for the weights: it stays awake then; DeviceError when the device has failed.
+        Weights are copied to pinned host memory, and stay there: later sleeps copy nothing. Shared prefixes go to the
+        tiers of the cache (host_cache_gib, cache_dir), and are found there after `wake`; without tiers they are lost.
+        Graphs and their addresses stay. Requests are refused meanwhile.
+        Raises ConfigError for a runtime without can_sleep; CapacityError while there are requests, or if the host has
+        no memory for the weights, and the runtime then stays awake; DeviceError when the device has failed.
         """
         self._check_usable()
         if self._requests:
@@ -214,16 +215,16 @@ class Runtime(SteppedRuntime):
     def wake(self) -> None:
         """Take the device's memory again, at the same addresses, with the weights; harmless when repeated.
 
-        Raises CapacityError where others hold the device's memory: it stays asleep, and `wake` may be called again.
-        DeviceError when the device has failed.
+        Raises CapacityError if others hold the device's memory: it stays asleep, and `wake` may be called again.
+        Raises DeviceError when the device has failed.
         """
         self._check_usable()
         self._sleep.wake()
 
     def close(self) -> None:
-        """Drop requests, buffers, KV and weights, and give their memory back; harmless when repeated.
+        """Drop requests, buffers, KV and weights, and free their memory; harmless when repeated.
 
-        Calls that wait for an answer get a StreamError of the code "closed".
+        Calls that wait for an answer get a StreamError with the code "closed".
         """
         if os.getpid() != self._process:
             return  # all of it is the other process's

@@ -1,6 +1,6 @@
-"""This module lets one runtime sleep: its memory leaves the device, its prefixes go to the tiers, and all comes back.
+"""This module puts a runtime to sleep: its memory leaves the device, and its prefixes go to the tiers, until it wakes.
 
-What stays on the device is small: captured graphs, the libraries' memory, counters and command buffers.
+Only little stays on the device: captured graphs, the libraries' memory, counters and command buffers.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger("lowlat.engine.sleep")
 
 
 class Sleep:
-    """Puts a runtime to sleep and wakes it; `asleep` says which it is."""
+    """Puts a runtime to sleep and wakes it; `asleep` says whether it sleeps."""
 
     def __init__(self, executor: Executor, kvcache: KVCache, steps: Steps, guard: ChangeGuard) -> None:
         self._executor, self._kvcache, self._steps, self._guard = executor, kvcache, steps, guard
@@ -72,7 +72,7 @@ class Sleep:
                     self._executor.device, self._times["wake_s"])  # fmt: skip
 
     def report(self) -> dict[str, Any]:
-        """Bytes, and the seconds that the last sleep and wake took, as JSON; nothing where it cannot sleep."""
+        """Bytes, and the seconds of the last sleep and wake, as JSON; empty if the runtime cannot sleep."""
         residence = self._executor.residence
         if residence is None:
             return {}

@@ -1,8 +1,8 @@
-"""This is the part of a runtime that its owner alone runs: requests are submitted, stepped, paused and cancelled.
+"""This module has the methods of a runtime that only its owning thread calls: submit, step, pause, cancel and others.
 
-A prompt's first token comes out of prefill and is given to the caller at once; then every active slot gets a decode
-step before anything else is prefilled. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduling` the queue
-and the slots, `lowlat.engine.steps` runs the steps.
+Prefill gives a prompt's first token, which the caller gets at once. Then every active slot gets a decode step before
+the next prefill. `lowlat.engine.requests` has the requests, `lowlat.engine.scheduling` the queue and the slots, and
+`lowlat.engine.steps` runs the steps.
 """
 
 from __future__ import annotations  # help() shows signatures as they are written here
@@ -45,9 +45,9 @@ T = TypeVar("T")
 
 
 class SteppedRuntime:
-    """Decodes requests that are submitted and stepped by one thread, which owns it; `Runtime` has what users call.
+    """Decodes requests that one thread, its owner, submits and steps; `Runtime` adds the methods for any thread.
 
-    `driver` is the thread of its own that owns it once calls from any thread are answered; None: its program's does.
+    `driver` is the runtime's own thread, which owns it after the first call from any thread; None: the program's does.
     """
 
     def __init__(self, loaded: Loaded, config: RuntimeConfig) -> None:
@@ -97,12 +97,12 @@ class SteppedRuntime:
         """Queue a request and return its id.
 
         prompt         token ids [n], n >= 1, or text (needs a tokenizer)
-        allow_special  special tokens that a text spells become these tokens; otherwise they stay text
-        cache_salt     only requests of the same salt share cached prefixes: others cannot learn, by the time to the
-                       first token, what was asked before
-        session        that it belongs to, or its id: its prefix stays while that lives; see `Runtime.session`
+        allow_special  whether special tokens spelled in the text become these tokens; otherwise they stay text
+        cache_salt     only requests with the same salt share cached prefixes; so others cannot learn earlier prompts
+                       from the time to the first token
+        session        its session, or the session's id: its prefix stays while the session lives; see `Runtime.session`
         Raises RequestError for a prompt or parameter that cannot be served, CapacityError when the queue is full;
-        LowlatError where calls such as `generate` have a thread step the runtime.
+        LowlatError if the driver's thread steps the runtime, after calls such as `generate`.
         """
         self._check_takes("submit")
         record, salt = record_of(self, session, cache_salt)
@@ -121,11 +121,11 @@ class SteppedRuntime:
         session: NamedSession | str | None = None,
         max_prompt_tokens: int | None = None,
     ) -> OpenPrompt:
-        """Queue a request whose prompt is still being written: `append` reads what comes, `finish` begins the answer.
+        """Queue a request whose prompt is still being written: `append` adds text, `finish` starts the answer.
 
-        max_prompt_tokens   tokens of the prompt at most, for which KV is reserved; None: all that max_context allows
-        The other arguments and errors are those of `submit`; the answer's tokens are those of the whole prompt.
-        One that gets nothing for pause_deadline_s is ended.
+        max_prompt_tokens  the most tokens of the prompt, for which KV is reserved; None: all that max_context allows
+        The other arguments and errors are those of `submit`. The answer has the same tokens as for the whole prompt.
+        A request that gets nothing for pause_deadline_s is ended.
         """
         self._check_takes("open_prompt")
         record, salt = record_of(self, session, cache_salt)
@@ -138,7 +138,7 @@ class SteppedRuntime:
 
     @owned
     def grow_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
-        """Add token ids, which no later text can change, to an open prompt: see `OpenPrompt.append`."""
+        """Add token ids to an open prompt; later text must not change them. See `OpenPrompt.append`."""
         self._check_usable()
         request = self._requests.find(request_id)
         with self._guard.unless_refused():
@@ -155,15 +155,16 @@ class SteppedRuntime:
     def step(self, num_speculative_tokens: int | None = None) -> list[StepOutput]:
         """Admit, run at most one prefill chunk, and one decode step for every active slot.
 
-        Where the chunk is a prompt's last its first token is returned at once, and the next call begins with the step.
-        num_speculative_tokens   depth S of this step; None: the configured one, 0 without a speculator. Only steps of
-                                 the configured depth are run ahead of the caller
-        Returns what each request gained, ends included; steps that ran meanwhile are in it, too, so a request may be
-        there several times, in order. Where it returns such steps alone, this call has admitted no request.
-        Raises ConfigError for a depth without a bucket, DeviceError when the device has failed.
-        Ctrl-C, or another exception that breaks it off, is harmless while it waits for a device: the next call goes on.
-        Elsewhere tokens may be lost, as always with the reference executor: then later calls raise DeviceError.
-        LowlatError is raised where calls such as `generate` have a thread step the runtime.
+        If the chunk is a prompt's last one, its first token is returned at once, and the next call begins with the
+        step.
+        num_speculative_tokens  draft length S of this step; None: the configured one, 0 without a speculator. Only
+                                steps of the configured draft length are launched ahead of the caller
+        Returns the new tokens and the ends of requests. Steps that were launched ahead are included, so a request may
+        be there several times, in order. If only such steps are returned, this call has admitted no request.
+        Raises ConfigError for a draft length without a bucket, DeviceError when the device has failed.
+        Ctrl-C, or another exception, is harmless while the call waits for a device: the next call goes on. Elsewhere
+        tokens may be lost, as always with the reference executor: later calls then raise DeviceError.
+        Raises LowlatError if the driver's thread steps the runtime, after calls such as `generate`.
         """
         self._check_by_hand("step")
         self._check_usable()
@@ -176,16 +177,16 @@ class SteppedRuntime:
 
     @property
     def busy(self) -> bool:
-        """Whether there is anything left to step for; where a step was broken off, requests that it left unfinished.
+        """Whether there is any work for `step`, also after a step that an exception ended.
 
-        Paused requests are not, nor is a prompt of which all that is known was read, nor one that waits for what these
-        hold (`summary()["held_up"]`). What becomes ready by itself does so at `deadline`.
+        Paused requests are no work, nor are open prompts whose known tokens were all read, nor requests that wait for
+        memory that these hold (`summary()["held_up"]`). A request that becomes ready by itself does so at `deadline`.
         """
         return self._owes_outputs or (not self._closed and self.scheduler.busy)
 
     @property
     def ready(self) -> bool:
-        """Whether a step would do anything now; a runtime that is busy may only wait for a copy, or a file."""
+        """Whether a step would do anything now; a busy runtime may only wait for a copy, or a file."""
         return self._owes_outputs or (not self._closed and self.scheduler.ready)
 
     @property
@@ -197,25 +198,25 @@ class SteppedRuntime:
         return bool(self._requests.outputs) or (deadline is not None and time.monotonic() >= deadline)
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called, in any thread, when the runtime may have become ready by itself; it may not block."""
+        """Call `wake`, in any thread, when the runtime may have become ready by itself; `wake` must not block."""
         if self._tiers is not None:
             self._tiers.on_read = wake
 
     @property
     def deadline(self) -> float | None:
-        """The time of the monotonic clock at which there is something to step for, whatever is asked; None: never.
+        """The time of the monotonic clock at which `step` has work without a new call; None: never.
 
-        A request that waits for its caller is ended then, or the host is asked again for memory that it has refused.
+        At that time a request that waits for its caller is ended, or memory that the host refused is requested again.
         """
         times = (self._requests.deadlines.first, self.scheduler.retry_at)
         return min((each for each in times if each is not None), default=None)
 
     @owned
     def speculate(self, num_speculative_tokens: int) -> None:
-        """Set the depth S of the steps from here on, 0 to the depth that was loaded, while there is no request.
+        """Set the draft length S of later steps, 0 to the loaded one, while there are no requests.
 
-        Raises ConfigError for a depth without a bucket, while requests are there, and in strict mode for no drafts
-        where there is a speculator.
+        Raises ConfigError for a draft length without a bucket, while there are requests, and in strict mode for 0 with
+        a speculator.
         """
         self._check_usable()
         check_depth(num_speculative_tokens, self.ladder)
@@ -236,13 +237,13 @@ class SteppedRuntime:
 
     @owned
     def pause(self, request_id: str, *, deadline_s: float | None = None) -> bool:
-        """Let a request give its slot to others until `resume`; it then goes on with the tokens that it would have had.
+        """Take a request out of its slot until `resume`; its tokens stay the same.
 
         deadline_s  seconds after which it is ended with an error of the code "deadline"; None: pause_deadline_s
-        What its slot holds goes to host memory (pause_gib); its KV stays in its blocks while nobody needs them, and
-        goes there, too, then. A request that has no token yet gives its blocks back, and goes on from what is shared of
-        its prompt. Returns False where it ended before it could be paused: its last output comes with the next step's.
-        Raises RequestError for one that is unknown, paused already or whose prompt is open; CapacityError where host
+        Its slot's state goes to host memory (pause_gib). Its KV stays in its blocks until another request needs them,
+        and then goes to host memory, too. A request without a token frees its blocks, and later goes on from the shared
+        part of its prompt. Returns False if it ended before it could be paused: the next step returns its last output.
+        Raises RequestError for a request that is unknown, paused already or whose prompt is open; CapacityError if host
         memory has no space for it; DeviceError when the device has failed.
         """
         self._check_usable()
@@ -256,9 +257,9 @@ class SteppedRuntime:
 
     @owned
     def resume(self, request_id: str) -> None:
-        """Let a paused request have a slot again, before those of its priority that came after it.
+        """Queue a paused request again, before requests of its priority that came after it.
 
-        Raises RequestError for one that is not paused, or has ended.
+        Raises RequestError for a request that is not paused, or has ended.
         """
         self._check_usable()
         request = self._requests.find(request_id)
@@ -267,10 +268,10 @@ class SteppedRuntime:
 
     @owned
     def set_draft_limit(self, request_id: str, max_draft_tokens: int | None) -> None:
-        """Change how many draft tokens of a live request are verified in one step, from the next launched step on.
+        """Limit the draft tokens of a live request that a step verifies, from the next launched step on.
 
-        max_draft_tokens   as in SamplingParams: None is as many as the bucket has, 0 none at all
-        No token depends on it. Raises RequestError for an unknown or ended request, or a limit out of range.
+        max_draft_tokens  as in SamplingParams; None: as many as the bucket has; 0: none
+        It changes no token. Raises RequestError for an unknown or ended request, or a limit out of range.
         """
         self._check_usable()
         self._steps.changes.limit_drafts(self._requests.limit_drafts(request_id, max_draft_tokens))
@@ -290,7 +291,7 @@ class SteppedRuntime:
 
     @owned
     def summary(self) -> dict[str, Any]:
-        """Return totals since the load, as JSON: blocks such as `eagle_speculation` only of what has run."""
+        """Return totals since the load, as JSON; blocks such as `eagle_speculation` are there only if it has run."""
         self._check_open()
         totals = self._requests.totals()
         return {
@@ -311,7 +312,7 @@ class SteppedRuntime:
 
     @owned
     def slots(self) -> list[dict[str, Any]]:
-        """List the requests that have a slot, by slot, as JSON: phase, tokens of prompt and completion, their bound."""
+        """List the requests in slots as JSON, by slot: phase, tokens of prompt and completion, the limit on both."""
         return self._requests.describe()
 
     @property
@@ -321,16 +322,16 @@ class SteppedRuntime:
 
     @property
     def sessions(self) -> SessionBook:
-        """The sessions that live; of the thread that steps."""
+        """The live sessions; for the owning thread."""
         return self._requests.sessions
 
     def fill_blocks(self) -> None:
-        """Write to the device what was found for its blocks; for the thread that steps."""
+        """Write found contents of blocks to the device; for the owning thread."""
         self._steps.moves.fill()
 
     @owned
     def owned_call(self, what: Callable[[SteppedRuntime], T]) -> T:
-        """Have something done by the runtime's owner, between two steps."""
+        """Have the runtime's owner call a function between two steps."""
         self._check_usable()
         return what(self)
 
@@ -353,12 +354,12 @@ class SteppedRuntime:
         return self._content_facts
 
     def adopt_thread(self) -> None:
-        """Hand the runtime to the calling thread; the one before must be done with it. Makes its device current."""
+        """Make the calling thread the owner, and the device current in it; the old owner must not use the runtime."""
         self._check_by_hand("adopt_thread")
         make_current(self.device_choice.device)
 
     def _check_by_hand(self, name: str) -> None:
-        """Raise LowlatError for a call that the driver's thread alone may make."""
+        """Raise LowlatError for a call that only the driver's thread may make."""
         self._check_open()
         if self.driver is not None and not self.driver.is_current and not self.driver.has_ended:
             raise LowlatError(
@@ -367,7 +368,7 @@ class SteppedRuntime:
             )
 
     def _check_takes(self, name: str) -> None:
-        """Raise LowlatError for a call by which a request comes, where none may."""
+        """Raise LowlatError for a call that adds a request, if no request may be added."""
         self._check_by_hand(name)
         self._check_usable()
         if self.asleep:
@@ -384,7 +385,7 @@ class SteppedRuntime:
             )
 
     def _check_usable(self) -> None:
-        """Raise LowlatError for a closed runtime, DeviceError for one whose step, or other change, was broken off."""
+        """Raise LowlatError for a closed runtime, DeviceError after a step or another change that was interrupted."""
         self._check_open()
         self._guard.check()
 

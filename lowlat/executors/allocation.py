@@ -1,4 +1,4 @@
-"""Every executor allocates by this module: the state of all programs, constants kept once, blocks cleared."""
+"""This module has the allocation that all executors share: state, shared constants, and the clearing of blocks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,21 +13,21 @@ STATE_ROLES = (Role.STATE, Role.COMMAND, Role.PUBLICATION)  # one address for al
 
 
 def pinned_names(specs: Iterable[BufferSpec]) -> set[str]:
-    """The buffers that lie in host memory where kernels run: commands of the host, and what is published for it."""
+    """The buffers in pinned host memory, with kernels: the host's commands, and publications."""
     roles = (Role.COMMAND, Role.PUBLICATION)
     return {spec.name for spec in specs if spec.role in roles}
 
 
 def first_rows(program: Program, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """By name, the leading rows that a program has of buffers with more rows than it declares: commands that it reads,
-    and state that it leaves."""
+    """The leading rows of buffers of which a program declares fewer rows, by name: commands that it reads, and state
+    that it writes."""
     specs = {spec.name: spec.shape for spec in program.specs(Role.COMMAND, Role.STATE) if spec.name in buffers}
     fewer = {name: shape[0] for name, shape in specs.items() if shape[0] < buffers[name].shape[0]}
     return {name: buffers[name][:count] for name, count in fewer.items()}
 
 
 class SharedConstants:
-    """Programs' constants on one device, one copy of equal ones: RoPE's tables are the same in every bucket."""
+    """Programs' constants on one device, with one copy of equal ones: RoPE tables are the same in every bucket."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,7 +63,7 @@ def clear_blocks(state: BufferSet, blocks: Sequence[int], device: torch.device, 
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give the memory that torch keeps for later, and that nothing uses, back to the device."""
+    """Free the unused memory in torch's cache."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

@@ -1,12 +1,11 @@
 """This module makes many copies between device and host memory in few calls of the driver, on their own streams.
 
-A content lies in as many places as a model has layers: torch's copies, one by one, would take the host longer than the
-bus. The driver's batch goes to the copy engines, and leaves the SMs alone. Where a driver has no batches the copies are
-started one after the other.
+A block has a part in the cache of every layer. Torch's copies, one by one, would take the host longer than the bus. The
+driver's batch uses the copy engines, not the SMs. If a driver has no batches, the copies are started one by one.
 
-The thread that starts copies shares Python's lock and the driver's with the one that steps, which must not find either
-taken for long. So the addresses of copies are made by arrays, a call of the driver has few copies, and few calls are
-under way: a call that finds a stream's queue full waits in the driver, and whoever launches a step waits for it.
+The thread that starts copies shares Python's lock and the driver's lock with the thread that steps, and must not hold
+them for long. So the addresses of copies are computed with arrays, a call of the driver has few copies, and few calls
+are in flight: a call that finds a stream's queue full waits in the driver, and a launch of a step waits for it.
 """
 
 import ctypes

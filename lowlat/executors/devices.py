@@ -32,9 +32,9 @@ class DeviceChoice:
 
 
 def rank_devices(choice: DeviceChoice, size: int, named: Sequence[int] = ()) -> list[torch.device]:
-    """The devices of so many ranks: those that are named, else the chosen one and those after it.
+    """The devices of ranks: the named ones, else the chosen one and those after it.
 
-    Without kernels all ranks share the chosen one. Raises ConfigError for a GPU that is not there.
+    Without kernels all ranks share the chosen device. Raises ConfigError for a GPU that is not there.
     """
     if not choice.has_kernels:
         return [choice.device] * size
@@ -48,14 +48,14 @@ def rank_devices(choice: DeviceChoice, size: int, named: Sequence[int] = ()) -> 
 
 
 def nvidia_gpu_present() -> bool:
-    """Whether this machine shows an NVIDIA GPU, usable or not."""
+    """Whether this machine has an NVIDIA GPU, usable or not."""
     return Path("/proc/driver/nvidia/gpus").is_dir() or shutil.which("nvidia-smi") is not None
 
 
 def choose_device(device: str, executor: str) -> DeviceChoice:
     """Resolve the options `device` and `executor`.
 
-    Raises ConfigError for an unknown or unusable device, and for an executor that it cannot have.
+    Raises ConfigError for an unknown or unusable device, and for an executor that the device does not support.
     """
     if executor not in EXECUTORS:
         raise ConfigError(f"executor must be one of {', '.join(EXECUTORS)}, got {executor!r}")
@@ -91,7 +91,7 @@ def leave_a_core() -> int:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a device current in the calling thread: launches need a CUDA context, which is current per thread."""
+    """Make a device current in the calling thread: launches need a CUDA context, and each thread has its own."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # an allocation and a launch: set_device alone may put the context off

@@ -1,4 +1,4 @@
-"""The eager executor issues launches one by one, an NVTX range a stage. It is for debugging and profiling."""
+"""The eager executor issues launches one by one, with an NVTX range for each stage, for debugging and profiling."""
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -18,7 +18,7 @@ __all__ = ["EagerExecutor"]
 
 
 class EagerExecutor(KernelExecutor):
-    """Issues a program's launches in order on its own stream; they are loaded when the program first runs."""
+    """Issues a program's launches in order on its own stream; it loads them when the program first runs."""
 
     name = "eager"
 
@@ -30,9 +30,9 @@ class EagerExecutor(KernelExecutor):
         return {}
 
     def step(self, bucket: Bucket, meanwhile: Callable[[], None] | None = None) -> None:
-        """Issue one step; `meanwhile` is called right after its beginning, since a hook waits for each group.
+        """Issue one step; `meanwhile` is called right after its first stage, since a hook waits for each group.
 
-        Where the step chooses its width, the host waits for the choice and issues that body.
+        If the step chooses its draft length, the host waits for the choice and issues that body.
         """
         if is_choice(bucket):
             bucket = chosen_body(bucket, self.state, self._issue_and_wait)
@@ -75,7 +75,7 @@ class EagerExecutor(KernelExecutor):
             hook(op, {argument: buffers[name] for argument, name in names.items() if name not in group.hidden})
 
     def set_hook(self, hook: OpHook | None) -> None:
-        """Call `hook(op, arguments)` after each group of a step for its operations, buffers that it hides left out."""
+        """Call `hook(op, arguments)` for each operation after its group, without the buffers that the group hides."""
         self._hook = hook
 
     def close(self) -> None:

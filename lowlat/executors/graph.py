@@ -1,6 +1,6 @@
-"""The graph executor captures every program's launches into a CUDA graph at the start, and replays it each time.
+"""The graph executor captures every program's launches into a CUDA graph at the start, and then replays these graphs.
 
-Where it is asked to, it also captures each bucket as a loop: a WHILE node whose body is the step.
+With `device_loop` it also captures each bucket as a loop: a WHILE node whose body is the step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,15 +27,15 @@ from lowlat.step.variants import bodies_of, is_choice, may_repeat
 
 __all__ = ["GraphExecutor", "check_call"]
 
-NO_CONDITION = 0  # stands for the handle of a condition that is made only while its graph is captured
+NO_CONDITION = 0  # replaces a condition's handle, which exists only while its graph is captured
 
 
 class GraphExecutor(KernelExecutor):
-    """Captures every bucket, the largest first, and all of prefill; then nothing is allocated or compiled any more.
+    """Captures every bucket, the largest first, and all of prefill; after that it allocates and compiles nothing.
 
-    looping   capture every bucket of steps as a loop, too; see `lowlat.executors.LoopingExecutor`
+    looping   whether to capture every bucket of steps as a loop, too; see `lowlat.executors.LoopingExecutor`
     progress  called with buckets captured and buckets in all
-    Raises DeviceError for a capture that holds anything but the step's kernels, or an address that nobody owns.
+    Raises DeviceError for a capture that holds anything but the step's kernels, or an address without an owner.
     """
 
     name = "graph"
@@ -66,7 +66,7 @@ class GraphExecutor(KernelExecutor):
             bodies = {bucket: self._lower(bucket, self._control()) for bucket in repeated}
             self.launcher.compile_ahead(call for groups in bodies.values() for call in _calls(groups))
             self._check_addresses([*self._groups.values(), *bodies.values()])
-            self._pool = torch.cuda.MemPool()  # of what a library's operations take: it must live as long as the graphs
+            self._pool = torch.cuda.MemPool()  # memory of library operations; it must live as long as the graphs
             self._run_once(prefills)
             for number, bucket in enumerate(captured):
                 self._graphs[bucket] = self._capture(bucket)
@@ -84,7 +84,7 @@ class GraphExecutor(KernelExecutor):
         return LoopControl(NO_CONDITION, self.state["active"], memory.budget, stop_flag)
 
     def _run_once(self, sizes: Iterable[int]) -> None:
-        """Run prefill over dead rows, so that libraries are loaded and the pool holds what they take."""
+        """Run prefill over dead rows, so that libraries are loaded and have allocated their memory in the pool."""
         with self._failures(), torch.cuda.use_mem_pool(self._pool):
             for size in sorted(sizes, reverse=True):
                 for _, launches in self.prepare(size):
@@ -108,7 +108,7 @@ class GraphExecutor(KernelExecutor):
         return capture_loop(self._core_stream, self._part(bodies[bucket]))
 
     def _part(self, groups: Sequence[LoweredGroup]) -> Body:
-        """Launches that were lowered and compiled before: lowering may copy, which a capture would record."""
+        """The launches of a program, lowered and compiled before capture, which would record copies of lowering."""
         prepared: list[tuple[KernelCall, Launch]] = []
         for call in _calls(groups):
             if isinstance(call, LibraryCall):
@@ -132,7 +132,7 @@ class GraphExecutor(KernelExecutor):
         self._launch(self._graphs, size)
 
     def _launch(self, replays: Replays[Any], key: Size) -> None:
-        """Replay on the executor's stream. Raises DeviceError, which names the device, where it has failed."""
+        """Replay on the executor's stream. Raises DeviceError, which names the device, if it has failed."""
         try:
             replays.launch(key)
         except DeviceError as error:
@@ -140,9 +140,9 @@ class GraphExecutor(KernelExecutor):
             raise DeviceError(f"the device {self.device} failed: {error}") from error
 
     def start_loop(self, bucket: Bucket, budget: int) -> None:
-        """Start at most `budget` steps on the device, after what was started before.
+        """Start at most `budget` steps on the device, after all started work.
 
-        Raises ConfigError where no loops were captured.
+        Raises ConfigError if no loops were captured.
         """
         if bucket not in self._loops or budget < 1:
             raise ConfigError(f"no loop of {budget} steps can be started for {bucket}; see device_loop")
@@ -162,13 +162,13 @@ class GraphExecutor(KernelExecutor):
         return self._await_ring(count, self._loop_memory.stopping)
 
     def mark(self) -> torch.cuda.Event:
-        """An event of the stream, after all that was started, to time it by."""
+        """An event in the stream after all started work, for timing."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
         return event
 
     def forget(self) -> None:
-        """Wait for all steps, then zero what they have written and published: for steps that were only timed."""
+        """Wait for all steps, then zero the state and publications that they wrote: for steps that were only timed."""
         with torch.cuda.stream(self.stream):
             self._synchronize()
             for name, spec in self.state.specs.items():
@@ -178,11 +178,11 @@ class GraphExecutor(KernelExecutor):
             self._synchronize()
 
     def graph(self, size: Size) -> CapturedGraph:
-        """The graph of a bucket, or of prefill over so many positions."""
+        """The graph of a bucket, or of prefill by number of positions."""
         return self._graphs[size]
 
     def loop(self, bucket: Bucket) -> CapturedGraph:
-        """A bucket's loop. Raises KeyError where none was captured."""
+        """The graph of a bucket's loop. Raises KeyError if none was captured."""
         return self._loops[bucket]
 
     def num_kernels(self, bucket: Bucket) -> int:
@@ -190,13 +190,13 @@ class GraphExecutor(KernelExecutor):
         return self._graphs[bucket].num_kernels
 
     def close(self) -> None:
-        """Stop a loop, release the graphs, then buffers and weights. A device that has failed is not waited for."""
+        """Stop a loop, release the graphs, then buffers and weights. On a failed device this does not wait."""
         self.stop_loop()
         if not self._failed:
             self._synchronize()
             self._graphs.close()
             self._loops.close()
-        if self._failed:  # the driver waits for a loop that hangs when it destroys its graph
+        if self._failed:  # to destroy a graph, the driver would wait for its hanging loop
             abandon([self._pool, self._loop_memory, *self._graphs.abandon(), *self._loops.abandon()])
         del self._pool, self._loop_memory
         super().close()
@@ -207,7 +207,7 @@ def _calls(groups: Sequence[LoweredGroup]) -> Iterator[Call]:
 
 
 def check_call(owned: OwnedMemory, call: Call) -> None:
-    """Raise DeviceError for a call that points into memory that nobody owns."""
+    """Raise DeviceError for a call that points into memory without an owner."""
     if isinstance(call, LibraryCall):
         owned.check(call.name, call.tensors)
     else:

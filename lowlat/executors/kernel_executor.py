@@ -1,8 +1,8 @@
-"""The eager and the graph executor share this: buffers, weights, lowered programs, and the wait for the ring.
+"""This module has the base of the eager and the graph executor: buffers, weights, lowered programs, the ring's wait.
 
-Everything that programs touch is allocated here, before the first step: state on the device, the host's commands and
-the publications in pinned memory, one arena of scratch for all programs, workspaces. A library's operations, in
-prefill, take memory of their own while they run.
+It allocates all memory of programs before the first step: state on the device, the host's commands and the publications
+in pinned memory, one arena of scratch for all programs, workspaces. A library's operations, in prefill, take memory of
+their own while they run.
 """
 
 import ctypes
@@ -54,22 +54,22 @@ from lowlat.step.variants import PASS
 __all__ = ["DEFAULT", "KernelExecutor", "KernelOptions", "Size", "abandon"]
 
 POLLS_BETWEEN_CHECKS = 4096
-POLLS_WHILE_STOPPING = 64  # a loop that was stopped ends within two steps
-Size = Bucket | int  # of a step's program: its bucket; of a prefill program: the positions that it takes
+POLLS_WHILE_STOPPING = 64  # a loop that was asked to stop ends within two steps
+Size = Bucket | int  # the key of a program: a step's bucket, or prefill's number of positions
 
 
 @dataclass(frozen=True)
 class KernelOptions:
     """How programs are lowered to kernels and run on one device.
 
-    fuse             False: every operation has launches of its own
+    fuse             whether operations are fused; False: every operation has its own launches
     cache_directory  of compiled kernels; None: `kernel_cache_directory`
     watchdog         its factor and min_s, see `Watchdog`: a step or a prefill that lasts too long is a DeviceError
     place            of a rank among several, on devices of their own, which `ParallelExecutor` runs together
-    residence        where weights, paged state and scratch lie, so that they can leave the device; None: they stay
+    residence        the memory of weights, paged state and scratch, if they can leave the device; None: they stay
     gpu              the device's properties, as `gpu_of` reads them; None: they are read at the start
-    planned          workspaces that were found before; those of programs that it lacks, and all where it was made for
-                     another GPU or another kind of lowering, are found at the start
+    planned          workspaces that were found before. They are found at the start for programs that it lacks, and for
+                     all programs if it was made for another GPU or another way of lowering
     """
 
     fuse: bool = True
@@ -85,25 +85,25 @@ DEFAULT = KernelOptions()
 
 
 def _check_memory(program: Program, groups: Sequence[LoweredGroup]) -> None:
-    """Raise DeviceError where a call is given a buffer without memory: the plan says that none is."""
+    """Raise DeviceError if a call uses a buffer that got no memory, since the plan said that no call uses it."""
     for group in groups:
         if any(tensor.is_meta for call in group.calls for tensor in call.tensors):
             raise DeviceError(f"{program.name}: {group.name} is given a buffer that is planned as unused")
 
 
 def abandon(held: list[Any]) -> None:
-    """Keep objects for ever: where a device has failed, torch ends the process when it frees memory there, pinned host
-    memory too; the driver frees it at the process's end."""
+    """Keep objects for ever. If torch freed memory of a failed device, or pinned host memory, it would end the process;
+    the driver frees it at the process's end."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 
 class KernelExecutor(ABC):
-    """Lowers programs to launches; the two executors differ in how those are issued.
+    """Lowers programs to launches; the two executors issue them in different ways.
 
-    programs  the step's programs by bucket, the largest first; those of first tokens among them
-    prefills  the prefill programs by the positions that they take, ascending; see `build_prefills`
+    programs  the step's programs by bucket, the largest first, first tokens' steps included
+    prefills  the prefill programs by number of positions, ascending; see `build_prefills`
     weights   canonical weights, on any device; experts may be packed already, see `DeviceWeights`
-    options   how they are lowered and run
+    options   how programs are lowered and run
     """
 
     name = "kernels"
@@ -151,7 +151,7 @@ class KernelExecutor(ABC):
         self._synchronize()
 
     def _suiting(self, planned: PlannedWorkspaces | None) -> PlannedWorkspaces | None:
-        """The plan, if it is of programs that are lowered in this executor's way."""
+        """The plan, if its programs were lowered in this executor's way; else None."""
         rank = (0, 1) if self._place is None else (self._place.number, self._place.peers.size)
         suits = planned is not None and planned.suits(
             self.launcher.gpu, rank, fuse=self._fuse, is_invariant=self._is_invariant
@@ -161,10 +161,10 @@ class KernelExecutor(ABC):
     def _allocate_buffers(
         self, with_state: Sequence[Program], prefills: Mapping[int, Program], planned: PlannedWorkspaces | None
     ) -> None:
-        """Allocate the state, and one arena in which every program has its scratch.
+        """Allocate the state, and one arena for the scratch of every program.
 
-        with_state  programs that have all buffers of the state, of their largest sizes
-        planned     what launches are not given gets no memory
+        with_state  programs that declare all state buffers, with their largest sizes
+        planned     the plan; buffers that no launch uses get no memory
         """
         place, residence, device = self._place, self.residence, self.device
         leader = None if place is None else place.leader
@@ -193,7 +193,7 @@ class KernelExecutor(ABC):
 
     def _lower_programs(self, planned: PlannedWorkspaces | None) -> None:
         """Lower all programs, and compile the kernels that they launch."""
-        # the largest of all programs: none may be a second one later, next to a smaller that some launch has
+        # the largest size of all programs first: a larger request later would get other memory than earlier launches
         self.workspace.reserve(self._find_workspaces(planned))
         self._groups = {size: self._lower(size) for size in self._programs}
         self.launcher.compile_ahead(
@@ -207,7 +207,7 @@ class KernelExecutor(ABC):
         return BufferSet(held, self.device, constants, arena=self._arena, offsets=places.offsets)
 
     def _binding(self, size: Size, program: Program, loop: LoopControl | None = None) -> Binding:
-        """A bucket's or a prefill's program, or one of its operations, onto the memory of that size."""
+        """The binding of a bucket's or a prefill's program, or of one of its operations."""
         arguments = self._arguments.device
         scratch = self._scratch[size]
         unused = {spec.name: spec.without_memory() for spec in program.specs(Role.SCRATCH) if spec.name not in scratch}
@@ -223,7 +223,7 @@ class KernelExecutor(ABC):
         )  # fmt: skip
 
     def _find_workspaces(self, planned: PlannedWorkspaces | None) -> Workspaces:
-        """The workspaces of all programs: those that were planned, and of others by lowering few of their layers."""
+        """The workspaces of all programs: planned ones, and for others by lowering a few of their layers."""
         few = (
             self._binding(size, few_layers(program, self._weights.form))
             for size, program in self._programs.items()
@@ -239,11 +239,11 @@ class KernelExecutor(ABC):
         return groups if place is None else place.forwarding(groups, self.state["command_tail"])
 
     def prepare(self, size: Size) -> list[tuple[LoweredGroup, list[Launch]]]:
-        """The groups of a program with their launches, compiled and loaded."""
+        """The groups of a program with their compiled and loaded launches."""
         return [(group, [self.launcher.prepare(call) for call in group.calls]) for group in self._groups[size]]
 
     def groups(self, size: Size) -> tuple[LoweredGroup, ...]:
-        """The lowered groups of a bucket's step, or of prefill over so many positions."""
+        """The lowered groups of a bucket's step, or of prefill by number of positions."""
         return self._groups[size]
 
     def owned(self) -> list[torch.Tensor]:
@@ -264,7 +264,7 @@ class KernelExecutor(ABC):
             meanwhile()
 
     def wait_until(self, seen: Callable[[], bool]) -> None:
-        """Return when `seen` says so, of a step that was issued. Raises DeviceError when the device fails or hangs."""
+        """Return when `seen` returns True, for an issued step. Raises DeviceError when the device fails or hangs."""
         polls, since, count = 0, 0.0, int(self._ring_head[0]) + 1
         while not seen():
             self._let_others_run(0)
@@ -275,7 +275,7 @@ class KernelExecutor(ABC):
                 since = self._check_age(since, count)
 
     def prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> None:
-        """Run the prefill program of so many positions, passes, and the one that chooses the first token after it."""
+        """Run the prefill program of `size` positions, then passes, then the program that chooses the first token."""
         self.wait_for_prefill(self.start_prefill(size, first, passes))
 
     def start_prefill(self, size: int, first: Bucket | None = None, passes: int = 0) -> Callable[[], bool]:
@@ -292,7 +292,7 @@ class KernelExecutor(ABC):
             return lambda: bool(self._ring_head[0] > entry)
 
     def wait_for_prefill(self, ended: Callable[[], bool]) -> None:
-        """Return when a prefill has ended: the host may then write the next arguments. Raises DeviceError in a hang."""
+        """Return when a prefill has ended: the host may then write new arguments. Raises DeviceError if it hangs."""
         self._num_prefills += 1
         polls, since, watchdog = 0, 0.0, self._prefill_watchdog
         with self._failures():
@@ -319,9 +319,10 @@ class KernelExecutor(ABC):
         self.wait_published(count)
 
     def _await_ring(self, count: int, stopping: Any = (0,)) -> bool:
-        """Return True when `count` steps have been published, False when the device is idle before.
+        """Return True when `count` steps have been published, False when the device becomes idle before.
 
-        stopping   its first value is not 0 while work that was told to end goes on: it is looked at more often
+        stopping  its first value is not 0 while a loop that was asked to stop still runs: the device is then checked
+                  more often
         """
         head, polls, since, let_others_run = self._ring_head, 0, 0.0, self._let_others_run
         while head[0] < count:
@@ -344,25 +345,25 @@ class KernelExecutor(ABC):
         return since
 
     def _hangs(self, problem: str) -> DeviceError:
-        """The error for work that hangs; what waits for the device later would wait for ever."""
+        """Mark the device as failed, since a later wait for it would never end; returns the error."""
         self._failed = True
         return DeviceError(f"the device {self.device} hangs: {problem}")
 
     def look_at_others(self, look: Callable[[], None]) -> None:
-        """Call `look` whenever a long wait checks the device; it raises DeviceError where another rank has failed."""
+        """Call `look` whenever a long wait checks the device; it raises DeviceError if another rank has failed."""
         self._look_at_others = look
 
     @property
     def failed(self) -> bool:
-        """Whether the device has failed or hangs: it is waited for no more."""
+        """Whether the device has failed or hangs; the host then does not wait for it."""
         return self._failed
 
     def give_up(self) -> None:
-        """Treat the device as failed: another rank's has, and the process must end."""
+        """Treat the device as failed, since another rank's has failed and the process must end."""
         self._failed = True
 
     def settle(self, until: float) -> None:
-        """Wait for what was started, until a time of the monotonic clock; what then still runs counts as hung."""
+        """Wait for started work until a time of the monotonic clock; work that then still runs counts as hung."""
         while not self._failed:
             try:
                 if self.stream.query():
@@ -373,7 +374,7 @@ class KernelExecutor(ABC):
                 self._failed = True
 
     def idle(self) -> bool:
-        """Whether all that was started is done. Raises DeviceError when the device, or another rank's, has failed."""
+        """Whether all started work is done. Raises DeviceError when the device, or another rank's, has failed."""
         if self._look_at_others is not None:
             self._look_at_others()
         with self._failures():
@@ -390,13 +391,16 @@ class KernelExecutor(ABC):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """The device as the thread's own. Raises DeviceError, which names it, where it has failed."""
+        """Make the device current in the thread. Raises DeviceError, which names it, if it has failed."""
         with self._failures(), torch.cuda.device(self.device):
             yield
 
     @torch.inference_mode()
     def write_state(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Write buffers of the state by name, on the executor's stream; what is pinned is not waited for, and kept."""
+        """Write buffers of the state by name, on the executor's stream.
+
+        Copies from pinned values are asynchronous; the values are kept until the copies have ended.
+        """
         with self._failures(), torch.cuda.stream(self.stream):
             pinned = [value for value in values.values() if value.is_pinned()]
             for name, value in values.items():
@@ -424,7 +428,7 @@ class KernelExecutor(ABC):
 
     @property
     def movers(self) -> Sequence[BlockMover]:
-        """The only one."""
+        """The only mover."""
         return (self.mover,)
 
     @torch.inference_mode()
@@ -435,7 +439,7 @@ class KernelExecutor(ABC):
             clear_blocks(self.state, blocks, self.device, pool)
 
     def synchronize(self) -> None:
-        """Wait until all that was started is done. Raises DeviceError when the device has failed."""
+        """Wait until all started work is done. Raises DeviceError when the device has failed."""
         self.counts.synchronisations += 1
         self._synchronize()
 

@@ -1,4 +1,4 @@
-"""A launcher makes launches of kernel calls on one device: it compiles, loads, and lays out the parameters."""
+"""A launcher makes launches from kernel calls on one device: it compiles and loads kernels, and lays out parameters."""
 
 import ctypes
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ _SCALARS: dict[str, Any] = {
 
 
 def check_compilers() -> None:
-    """Raise DeviceError where a library that compiling takes is not found, naming it and the package that has it."""
+    """Raise DeviceError if a library for compiling is missing; the error names it and its package."""
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     for library, package in LIBRARIES.items():
@@ -42,7 +42,7 @@ def check_compilers() -> None:
 
 
 def gpu_of(device: torch.device, *, is_shared: bool = False) -> Gpu:
-    """The properties of a CUDA device by which kernels are cut, with its tuning table where tables are used.
+    """The properties of a CUDA device that plans of kernels depend on, with its tuning table if tables are used.
 
     is_shared  see `Gpu`
     """
@@ -65,7 +65,7 @@ class Launcher:
     """Prepares launches for one CUDA device; every kernel is compiled and loaded once.
 
     gpu        its properties, as `gpu_of` reads them; None: they are read here
-    is_shared  see `Gpu`; of properties that are read here
+    is_shared  see `Gpu`; for properties that are read here
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Launcher:
         self._loaded: dict[str, tuple[Kernel, Any]] = {}
 
     def prepare(self, call: Call) -> Launch:
-        """Compile and load what the call needs. Raises DeviceError or ShapeError."""
+        """Compile and load the call's kernel, and make the launch. Raises DeviceError or ShapeError."""
         from cuda.core import LaunchConfig
 
         if isinstance(call, LibraryCall):
@@ -97,7 +97,7 @@ class Launcher:
         kernel = call.kernel
         blocks, *others = call.grid
         config = LaunchConfig(
-            grid=(blocks // kernel.cluster, *others),  # of clusters, where there are any
+            grid=(blocks // kernel.cluster, *others),  # in clusters, if the kernel has any
             cluster=kernel.cluster if kernel.cluster > 1 else None,
             block=kernel.threads,
             shmem_size=kernel.shared_bytes_on(self.gpu),
@@ -106,7 +106,7 @@ class Launcher:
         return KernelLaunch(kernel.name, self._load(kernel), config, parameters_of(call))
 
     def compile_ahead(self, calls: Iterable[Call]) -> int:
-        """Compile what the cache lacks, on all cores; returns how many kernels it lacked."""
+        """Compile the kernels that the cache lacks, on all cores; returns their number."""
         kernels = (call.kernel for call in calls if isinstance(call, KernelCall))
         return compile_ahead(kernels, self.capability, self._cache)
 
@@ -117,7 +117,7 @@ class Launcher:
         return Stream.from_handle(torch.cuda.current_stream(self.device).cuda_stream)
 
     def load(self, calls: Iterable[Call]) -> list[Launch]:
-        """Compile what the cache lacks, and load everything that calls need, in their order."""
+        """Compile the kernels that the cache lacks, and load all kernels of the calls, in order."""
         made = list(calls)
         self.compile_ahead(made)
         return [self.prepare(call) for call in made]
@@ -133,7 +133,7 @@ class Launcher:
         self.issue(map(self.prepare, calls))
 
     def clear(self) -> None:
-        """Unload every kernel; launches that were prepared may be issued no more."""
+        """Unload every kernel; prepared launches may then not be issued."""
         self._loaded.clear()
 
     def _load(self, kernel: Kernel) -> Any:

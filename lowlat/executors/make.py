@@ -1,4 +1,4 @@
-"""This module makes the executor that a runtime gets: kernels where they cover the model, torch where they do not."""
+"""This module makes a runtime's executor: with kernels if they support the model, else with torch's operations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,9 +41,9 @@ __all__ = [
 
 
 def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
-    """Raise ConfigError for a context that the kernels' attention does not reach, in a layer without a window.
+    """Raise ConfigError for a context beyond the limit of attention kernels, in a layer without a window.
 
-    invariant  splits of positions do not depend on the number of ranks
+    invariant  whether splits of positions are independent of the number of ranks
     """
     windowless = [spec.num_kv_heads for spec in geometry.config.attentions.values() if spec.window is None]
     speculator = geometry.speculator
@@ -61,7 +61,7 @@ def check_positions(geometry: StepGeometry, *, invariant: bool = False) -> None:
 
 
 def refuse_codes(choice: DeviceChoice, ranks: Sequence["Rank"], chunk: int) -> None:
-    """Raise ConfigError where kernels cannot multiply by the codes of rows that prefill asks for.
+    """Raise ConfigError if kernels do not support prefill's GEMMs over e4m3 codes of rows.
 
     chunk  positions of a chunk of prefill
     """
@@ -95,9 +95,9 @@ def refuse_codes(choice: DeviceChoice, ranks: Sequence["Rank"], chunk: int) -> N
 
 
 def refuse_parts(choice: DeviceChoice, *parts: ModelConfig | DraftConfig | None) -> None:
-    """Raise ConfigError where kernels would sum in parts that are not made of their whole steps.
+    """Raise ConfigError for parts of K that are not whole K steps of the kernels.
 
-    parts  geometries of a rank's part of a target, and of its draft model, if it is cut
+    parts  geometries of a rank's shard of the target, and of its draft model, if it is sharded
     """
     for owner, part in zip(("target", "draft model"), parts, strict=False):
         shard = None if part is None else part.shard
@@ -114,7 +114,7 @@ def refuse_parts(choice: DeviceChoice, *parts: ModelConfig | DraftConfig | None)
 
 
 def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
-    """Raise ConfigError where kernels would run one of several parts of a target one by one."""
+    """Raise ConfigError for an executor that cannot run one of several ranks."""
     if choice.executor == "eager" and options.tensor_parallel_size > 1:
         raise ConfigError(
             f"tensor_parallel_size {options.tensor_parallel_size} runs with executor 'graph', or with 'reference' on "
@@ -125,10 +125,10 @@ def refuse_ranks(options: RuntimeConfig, choice: DeviceChoice) -> None:
 def settle_executor(
     choice: DeviceChoice, asked: str, programs: Iterable[Program], weights: Mapping[str, torch.Tensor]
 ) -> DeviceChoice:
-    """The choice for these programs: with `asked` "auto", torch's operations where the kernels do not cover them.
+    """The executor for these programs: with `asked` "auto", the reference executor if kernels do not support them.
 
-    weights  canonical ones, or tensors without content
-    Raises ConfigError where kernels were asked for by name and do not cover them.
+    weights  canonical weights, with or without content
+    Raises ConfigError if an executor with kernels was named and they do not support the programs.
     """
     problem = uncovered(programs, weights) if choice.has_kernels else None
     if problem is None:
@@ -140,10 +140,10 @@ def settle_executor(
 
 
 def planned_gpus(choice: DeviceChoice, devices: Sequence[torch.device]) -> list[Gpu]:
-    """The GPUs for which ranks' kernels are lowered; an H200 stands for one that is not here.
+    """The properties of the GPUs for which ranks' kernels are lowered; an H200's for a GPU that is not there.
 
     devices  of each rank
-    Returns [] where no kernels run.
+    Returns [] if no kernels run.
     """
     if not choice.has_kernels:
         return []
@@ -156,7 +156,7 @@ def planned_gpus(choice: DeviceChoice, devices: Sequence[torch.device]) -> list[
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's work: its part of the target's geometry, the step's programs and those of prefill."""
+    """One rank's work: its shard of the target's geometry, the step's programs and prefill's programs."""
 
     config: ModelConfig
     programs: Mapping[Bucket, Program]
@@ -180,13 +180,13 @@ def make_executor(
     """Allocate, compile and capture. `captured` is called with buckets captured and buckets in all.
 
     ranks      in order; `weights` are whole
-    devices    each rank's own, where there are several ranks
-    fuse       False: every operation has launches of its own, on a device
-    hooks      False: the reference executor takes none
+    devices    the ranks' devices, if there are several ranks
+    fuse       whether kernels fuse operations; False: every operation has its own launches
+    hooks      whether the reference executor accepts hooks
     watchdog   its factor and min_s, see `lowlat.executors.distributed.watchdog`: for work on a device
-    can_sleep  weights, paged state and scratch lie where they can leave the device
+    can_sleep  whether weights, paged state and scratch lie in memory that can leave the device
     planned    each rank's workspaces, for the properties of its own device; (): both are found here
-    Raises ConfigError for a device loop where steps are not captured.
+    Raises ConfigError for a device loop with an executor that does not capture steps.
     """
     if device_loop and choice.executor != "graph":
         raise ConfigError(
@@ -231,7 +231,7 @@ def _make_parallel(
     can_sleep: bool,
     looping: bool,
 ) -> Executor:
-    """A graph executor for each rank, with its options; the weights' files are read once."""
+    """Make a graph executor for each rank; the weights' files are read once."""
     from lowlat.executors.distributed.parallel import ParallelExecutor, exchanged_rows
     from lowlat.executors.distributed.parts import place_parts
     from lowlat.executors.distributed.peers import PeerMemory

@@ -1,4 +1,4 @@
-"""This module makes small copies between a device's buffers and the host that no step waits for."""
+"""This module makes small asynchronous copies between a device's buffers and the host; no step waits for them."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ UNIT = 16  # bytes, at multiples of which copies begin
 
 
 class Peeks:
-    """Copies buffers on the current stream, to host memory that is used again when its copies were seen.
+    """Copies buffers on the current stream, to host memory that is reused after the copies were read.
 
     on_gpu  the memory is pinned: copies then run while the host goes on
     memory  all of it, [n] uint8 each: it must stay where the device has failed
@@ -24,7 +24,7 @@ class Peeks:
         self.memory: list[torch.Tensor] = []
 
     def start(self, buffers: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor] | None]:
-        """Start copies; see `lowlat.executors.Executor.peek`. Raises RuntimeError where the device has failed."""
+        """Start copies; see `lowlat.executors.Executor.peek`. Raises RuntimeError if the device has failed."""
         ends = list(accumulate((-(-each.nbytes // UNIT) * UNIT for each in buffers), initial=0))
         held, found = self._take(ends[-1]), list[torch.Tensor]()
 
@@ -55,18 +55,18 @@ class Peeks:
 
 
 class SentValues:
-    """Host memory from which copies to the device have begun: it is kept until they have ended.
+    """Keeps host memory until the copies from it to the device have ended.
 
-    held  copies that may be under way, each with its memory, in order; the memory must stay where the device has failed
+    held  copies that may still run, each with its memory, in order; the memory must stay if the device has failed
     """
 
     def __init__(self) -> None:
         self.held: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
     def keep(self, values: Sequence[torch.Tensor]) -> None:
-        """Keep the memory of copies that were started on the current stream just now.
+        """Keep the memory of copies that were just started on the current stream.
 
-        What has ended is let go of first. Raises RuntimeError where the device has failed.
+        First it drops the memory of copies that have ended. Raises RuntimeError if the device has failed.
         """
         self.let_go()
         done = torch.cuda.Event()
@@ -74,6 +74,6 @@ class SentValues:
         self.held.append((done, list(values)))
 
     def let_go(self) -> None:
-        """Let go of the memory of copies that have ended. Raises RuntimeError where the device has failed."""
+        """Drop the memory of copies that have ended. Raises RuntimeError if the device has failed."""
         while self.held and self.held[0][0].query():
             self.held.popleft()

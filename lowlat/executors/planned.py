@@ -1,4 +1,4 @@
-"""This module lowers programs onto memory that does not exist, for plans, tables and compilation ahead."""
+"""This module lowers programs without allocating memory, for plans, tables and compilation ahead of time."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -32,7 +32,7 @@ def weights_without_memory(
 ) -> DeviceWeights:
     """The weights as kernels read them, without memory.
 
-    shapes  canonical weights; nothing is read of them but shapes and dtypes
+    shapes  canonical weights, of which only shapes and dtypes are read
     fuse    see `lower`
     """
     layouts, parts = weight_layouts(programs, gpu, fuse=fuse), expert_parts(programs, shapes)
@@ -64,12 +64,12 @@ def planned_workspaces(
     rank: tuple[int, int] = (0, 1),
     fuse: bool = True,
 ) -> PlannedWorkspaces:
-    """The workspaces that an executor of these programs takes.
+    """The workspaces that an executor of these programs needs.
 
     shapes  canonical weights of the rank, on any device
-    rank    the executor's number, and how many there are
+    rank    the executor's number, and the number of ranks
     fuse    see `lower`
-    Raises ConfigError for programs that kernels do not cover.
+    Raises ConfigError for programs that kernels do not support.
     """
     every = tuple(programs)
     experts = expert_parts(every, shapes)

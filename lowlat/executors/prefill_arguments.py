@@ -1,4 +1,4 @@
-"""This module keeps the host's arguments of a chunk of prefill side by side, so that one copy brings them all."""
+"""This module keeps the host's arguments of a chunk of prefill in one block of memory, so that one copy sends them."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,11 @@ __all__ = ["ChunkArguments"]
 
 
 class ChunkArguments:
-    """The commands that prefill programs read, of the most rows: the host's, and the device's copies, by name.
+    """The command buffers of prefill programs, with the most rows: the host's, and the device's copies, by name.
 
-    host    in one block of host memory, pinned where the device is a GPU
-    device  in one block of the device's; on a CPU the host's own
-    Those of another rank may be given, of the same shapes: then the host writes once, for both.
+    host    in one block of host memory, pinned if the device is a GPU
+    device  in one block of device memory; on a CPU the host's own buffers
+    With another rank's arguments, of the same shapes, both ranks share the host's block, which the host writes once.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ChunkArguments:
         self.device = _laid_out(specs, self._there)
 
     def send(self) -> None:
-        """Copy what the host has written, on torch's current stream; the host may not write until that has run."""
+        """Copy the host's arguments on torch's current stream; the host may not write them until the copy has run."""
         if self._there is not self._here:
             self._there.copy_(self._here, non_blocking=True)
 

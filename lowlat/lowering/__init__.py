@@ -1,6 +1,7 @@
-"""Lowering turns Programs into launches by two tables: each operation's own kernels (`operations`), and fusions.
+"""Lowering turns Programs into kernel and library calls by two tables: implementations of operations, and fusions.
 
-`fusion` cuts a program by the second table, `lower` binds what it finds to buffers. `gemm_fusions`, `row_fusions`,
-`step_fusions` and `moe_fusions` hold the entries, `prefill_gemm` and `prefill_attention` the kernels of prefill that
-take libraries, `memory` counts beforehand what all of it takes. Nothing here compiles, launches or captures.
+`operations` has the first table. `gemm_fusions`, `row_fusions`, `step_fusions`, `moe_fusions`, `recurrent_fusions` and
+`prefill_fusions` have the entries of the second. `fusion` cuts a program into groups by it, and `lower` makes each
+group's calls. `prefill_gemm` and `prefill_attention` also call libraries. `memory` computes the memory that lowered
+programs need. This package does not compile, launch or capture.
 """

@@ -1,4 +1,4 @@
-"""A binding is the memory that a program is lowered onto; this module also has the kinds of calls that it becomes."""
+"""A binding is a program with its memory on one device, from which lowering makes calls; their types are here, too."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -26,11 +26,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LibraryCall:
-    """A call of torch's operations on the current stream; a capture records it as it records a kernel's launch.
+    """A call of torch's operations on the current stream; a capture records their launches.
 
-    function     called with `arguments`; it must not wait for the device, and nothing in it may depend on the contents
-                 of tensors
-    is_fallback  a kernel of ours would do it for another GPU, other sizes or plain weights
+    function     called with `arguments`; it must not wait for the device, nor depend on the contents of tensors
+    is_fallback  whether lowlat has a kernel for it on another GPU, for other sizes or for plain weights
     """
 
     name: str
@@ -48,34 +47,34 @@ Call = KernelCall | LibraryCall
 
 
 class AllReduces(Protocol):
-    """The memory by which a rank adds up rows with the others; see `PeerMemory`."""
+    """The peer memory with which a rank sums rows over all ranks; see `PeerMemory`."""
 
     def channel(self, width: int, whole: bool) -> Channel:
-        """The memory of launches that all-reduce rows of a width; whole: each row is one block's, as norms need it."""
+        """The memory of all-reduce launches over rows of a width; whole: one block has a whole row, as norms need."""
 
     def rows(self, width: int, kind: str) -> PeerRows:
-        """The memory of one kind of kernel that adds up rows of a width over ranks as it makes them."""
+        """The memory of a kind of kernel that computes rows of a width and sums them over ranks."""
 
     def shares(self, width: int) -> RowShares:
-        """The memory of launches in which each rank adds up its share of many rows of a width."""
+        """The memory of launches over many rows of a width, of which each rank sums its share."""
 
 
 def decodes(op: Op) -> bool:
-    """Whether an operation runs over the few rows of a step; prefill's GEMMs and experts have kernels of their own."""
+    """Whether an operation runs over a step's few rows; prefill's GEMMs and experts have other kernels."""
     return op.stage is not Stage.PREFILL
 
 
 def triggers_first(op: Op) -> bool:
-    """Whether a small launch lets the next one start before it waits itself: in the target's step.
+    """Whether a small launch lets the next one start before it waits for the one before it: in the target's forward.
 
-    What later kernels read before they wait was written at the step's start there, and weights are asked for the
-    sooner. Drafts' rows are laid out on the way: there launches that wait first make them visible to attention.
+    There later kernels read, before they wait, only buffers from the step's start, and they can load weights earlier.
+    In drafting the rows are laid out between kernels: launches that wait first make them visible to attention.
     """
     return op.stage is Stage.VERIFY
 
 
 def in_parts(op: Op) -> bool:
-    """Whether an operation sums K in parts, as `tp_invariant` asks; each of 8 ranks has a single part."""
+    """Whether an operation sums K in parts, for `tp_invariant`; with 8 ranks each has one part."""
     return "num_parts" in op.params
 
 
@@ -86,9 +85,9 @@ def sum_in_parts(programs: Iterable[Program]) -> bool:
 
 @dataclass(frozen=True)
 class BlockArgmax:
-    """The best pair of each row and block of logits, which the GEMM that made them has written next to them.
+    """The argmax of each row and block of logits, which the LM head's GEMM has written next to the logits.
 
-    logits  the buffer that the logits are in
+    logits  the buffer of the logits
     pairs   [M, blocks, 2] int32
     limit   bits of the largest magnitude that leaves a row whole, see `PartialArgmax`
     """
@@ -102,14 +101,15 @@ class BlockArgmax:
 class Binding:
     """A program with its buffers, weights and workspaces on one device.
 
-    loop            the control of the device loop whose body the step is, if it is one
-    switches        whether the choice of a width is for a SWITCH node
-    num_awaited     MoE layers so far whose logits are awaited; each fills the next one's with sentinels
-    all_reduces     the memory by which this rank adds up rows with others; None: it is the only one
+    loop            the control of the device loop, if the step is its body
+    switches        whether the choice of a draft length sets a SWITCH node's condition
+    num_awaited     number of MoE layers so far whose router logits the next launch awaits word by word; each layer
+                    fills the next one's logits with sentinels
+    all_reduces     the memory with which this rank sums rows over ranks; None: there is one rank
     block_argmax    the argmax of each block of the last GEMM's logits, if it has written one
-    is_invariant    no bit may depend on how many ranks there are: not on extents of which each has a part
-    fresh           buffers that a kernel may still be writing when the next call starts; a cache, of which `kv_write`
-                    alone wrote, with the buffer of the lengths that it wrote after, others with ""
+    is_invariant    whether no bit may depend on the number of ranks
+    fresh           buffers that a kernel may still write when the next call starts. A cache that only `kv_write` wrote
+                    has the buffer of the lengths after which it wrote; others have ""
     """
 
     program: Program
@@ -126,17 +126,17 @@ class Binding:
     fresh: dict[str, str] = field(default_factory=dict)
 
     def wrote(self, op: Op) -> None:
-        """Take what an operation writes for fresh."""
+        """Add the buffers that an operation writes to `fresh`."""
         lens = op.reads.get("write_lens", "")
         for name in op.writes.values():
             self.fresh[name] = lens if self.fresh.get(name, lens) == lens else ""
 
     def arguments(self, op: Op) -> dict[str, Any]:
-        """The buffers and parameters of an operation by argument name; its weights are left out."""
+        """The buffers and parameters of an operation by argument name, without its weights."""
         return op.arguments(self.buffers)
 
     def vectors(self, op: Op) -> dict[str, Any]:
-        """The weights of an operation that reads nothing but vectors and small tables, by argument name."""
+        """The weights of an operation that reads only vectors and small tables, by argument name."""
         return {name: self.weights.vector(weight) for name, weight in op.weights.items()}
 
     def bias(self, op: Op) -> torch.Tensor | None:
@@ -148,7 +148,7 @@ class Binding:
         return self.weights.vector(op.weights["sinks"]) if "sinks" in op.weights else None
 
     def channel(self, width: int, whole: bool = False) -> Channel:
-        """The memory for rows of a width. Raises ConfigError where there is no other rank."""
+        """The memory for rows of a width. Raises ConfigError if there is no other rank."""
         return self._others().channel(width, whole)
 
     def peer_rows(self, width: int, kind: str) -> PeerRows:
@@ -165,9 +165,9 @@ class Binding:
         return self.all_reduces
 
     def k_parts(self, op: Op, depth: int) -> KParts | None:
-        """The parts of K in which an operation sums; None: its kernels cut K as they like.
+        """The parts of K in which an operation sums; None: its kernels choose them.
 
-        Raises ConfigError where parts are not made of whole steps of kernels.
+        Raises ConfigError if a part is not a whole number of a kernel's K steps.
         """
         if not in_parts(op):
             return None
@@ -181,7 +181,7 @@ class Binding:
 
     @cached_property
     def shares_rows(self) -> bool:
-        """Whether GEMMs of many rows have blocks that share them: where there are more slots than FEW_SLOTS."""
+        """Whether GEMMs of many rows divide the rows among blocks: with more slots than FEW_SLOTS."""
         tokens = self.program.buffers.get("tokens")
         return tokens is not None and tokens.shape[0] > FEW_SLOTS
 
@@ -192,7 +192,7 @@ class Binding:
 
     @cached_property
     def prefill_chunk(self) -> int:
-        """The positions of a chunk of prefill. Raises ConfigError for a program that is no prefill."""
+        """The positions of a chunk of prefill. Raises ConfigError for another program."""
         for op in self.program.ops:
             size = op.params.get("chunk_size")
             if op.kind in ("prefill_attention", "refresh_attention") and isinstance(size, int):

@@ -1,4 +1,4 @@
-"""This module counts what lowered programs launch."""
+"""This module counts the launches of lowered programs."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,7 @@
-"""This module refuses programs that kernels do not compute, by name, before they are lowered or a weight is read.
+"""This module refuses operations that kernels do not support, by name, before lowering and before weights are read.
 
-Each package of kernels has a table of its limits by operation, in its `limits` module; they are joined here. Nothing
-here loads a compiler or a driver.
+Each package of kernels has a table of its limits by operation, in its `limits` module; this module joins them. It loads
+no compiler and no driver.
 """
 
 from collections.abc import Iterable, Mapping
@@ -39,9 +39,9 @@ NONE: Weights = MappingProxyType({})
 
 
 def uncovered(programs: Iterable[Program], weights: Weights = NONE) -> str | None:
-    """Why kernels cannot run programs: the first operation that they do not compute, and its size; None: they can.
+    """Why kernels cannot run programs: the first unsupported operation, and its size; None: they can.
 
-    weights  canonical ones, or tensors without content: extents that only a weight has are checked where it is there
+    weights  by canonical name, with or without content; the extents of a missing weight are not checked
     """
     for program in programs:
         for op in program.ops:
@@ -86,7 +86,7 @@ def _excess(
     params: tuple[str, ...],
     *values: Any,
 ) -> Excess | None:
-    """The first limit that an operation exceeds."""
+    """The first limit that an operation exceeds, if any."""
     for name, (_, dtype) in (*reads, *writes):
         if schema.argument(name).dtype == "compute" and dtype != COMPUTE:
             return Excess("dtype", _dtype_name(COMPUTE), _dtype_name(dtype))

@@ -1,7 +1,7 @@
-"""This module keeps weights as kernels read them: matrices packed, vectors as they are, each tensor placed once.
+"""This module keeps weights on the device as kernels read them: matrices packed, vectors as they are, each one once.
 
-The code that lowers a program asks for a weight in a form; the form decides how it is stored, and a weight has one form
-for its whole life. Prefill unpacks a matrix at a time, and none of an MoE layer's experts where kernels run.
+Lowering asks for a weight in a form, which decides how it is stored; a weight never changes its form. Library calls of
+prefill unpack one matrix at a time. Experts are never unpacked if kernels run.
 """
 
 from collections.abc import Callable, Container, Mapping
@@ -23,12 +23,12 @@ __all__ = ["DeviceWeights"]
 class DeviceWeights:
     """Canonical weights on one device.
 
-    source   canonical name -> tensor, on any device; two names of one tensor share its copy; experts that are packed
-             already stand under the name of their GEMM
-    matrices names that GEMMs read: they are packed, the others are placed as they are
-    orders   permutations of the rows of packed matrices, by name; a matrix without one keeps its own
-    experts  names of an MoE layer's GEMMs -> the weights that hold their matrices, as `weight_parts` has them
-    place    makes a tensor of the same content where weights are to lie; None: they lie where torch puts them
+    source    canonical name -> tensor, on any device; two names of one tensor share its copy; packed experts have the
+              name of their GEMM
+    matrices  names that GEMMs read: these are packed, the others are copied as they are
+    orders    row permutations of packed matrices, by name; a matrix without one keeps its order
+    experts   names of an MoE layer's GEMMs -> the weights that hold their matrices, as in `weight_parts`
+    place     copies a tensor to the memory for weights; None: torch allocates it
     Parts of quantised matrices are packed together, under the name that operations have for the matrix. Raises
     ConfigError for a weight whose dtype or format the kernels do not read.
     """
@@ -80,7 +80,7 @@ class DeviceWeights:
         orders: Mapping[str, torch.Tensor],
         stacks: Container[str],
     ) -> None:
-        """Keep a part of a quantised matrix, packed with its last one. Raises ConfigError for other formats.
+        """Collect a part of a quantised matrix; the last part packs it. Raises ConfigError for other formats.
 
         stacks  names of an MoE layer's GEMMs
         """
@@ -116,17 +116,17 @@ class DeviceWeights:
         return self.vector(name).shape if packed is None else torch.Size((packed.rows, packed.columns))
 
     def form(self, name: str) -> object:
-        """Equal for weights that are packed in one format; None for what is not packed."""
+        """A value that is equal for weights packed in one format; None for a weight that is not packed."""
         packed, experts = self._packed.get(name), self._experts.get(name.rpartition(".")[0])
         return packed.tile_format if packed is not None else None if experts is None else experts.format
 
     def table(self, name: str) -> torch.Tensor | PackedMatrix:
-        """An embedding: row-major, or packed where a GEMM reads it too."""
+        """An embedding: row-major, or packed if a GEMM reads it, too."""
         packed = self._packed.get(name)
         return self.vector(name) if packed is None else packed
 
     def vector(self, name: str) -> torch.Tensor:
-        """Anything that is not packed. Raises ConfigError for a weight that is missing."""
+        """A weight that is not packed. Raises ConfigError if it is missing."""
         if name not in self._plain:
             raise ConfigError(f"weight {name} is missing")
         return self._plain[name]
@@ -157,19 +157,19 @@ class DeviceWeights:
         return self._orders[bias]
 
     def permutation(self, name: str) -> torch.Tensor | None:
-        """The permutation of the packed rows of a matrix, or of a GEMM's experts; None: they have their own order."""
+        """The row permutation of a packed matrix, or of a GEMM's experts; None: the rows keep their order."""
         packed = self._packed.get(name) or self._experts.get(name)
         return None if packed is None else packed.order
 
     def places(self, name: str) -> torch.Tensor | None:
-        """The packed place of each original row of a packed matrix, [N] int64 on the device; None: its own.
+        """The packed row of each original row of a packed matrix, [N] int64 on the device; None: the same row.
 
         Raises ConfigError as `matrix` does.
         """
         return self._once(self._places, name, torch.argsort)
 
     def runs(self, name: str) -> torch.Tensor | None:
-        """The original place of each run of eight packed rows, [N / 8] int32 on the device; None: its own.
+        """The original position of each run of eight packed rows, [N / 8] int32 on the device; None: the same.
 
         Raises ConfigError as `matrix` does, ShapeError for an order that is not made of such runs.
         """
@@ -178,7 +178,7 @@ class DeviceWeights:
     def _once(
         self, made: list[tuple[torch.Tensor, torch.Tensor]], name: str, make: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor | None:
-        """A table made of a packed matrix's permutation, once for all matrices of one permutation."""
+        """A table made from a packed matrix's permutation; matrices with the same permutation share it."""
         order = self.matrix(name).order
         if order is None:
             return None
@@ -223,7 +223,7 @@ def _tensors(source: Mapping[str, torch.Tensor | PackedExperts]) -> Mapping[str,
 
 
 class _Waiting:
-    """Collects parts of experts' matrices, and packs the experts of a GEMM when all their parts have come."""
+    """Collects parts of experts' matrices, and packs the experts of a GEMM when it has all their parts."""
 
     def __init__(
         self,
@@ -253,7 +253,7 @@ class _Waiting:
         return True
 
     def check(self, packed: Mapping[str, PackedExperts]) -> None:
-        """Raise ConfigError for the first part that never came."""
+        """Raise ConfigError for the first missing part."""
         for name, parts in self._parts.items():
             missing = [weight for part, weight in parts.items() if part not in self._found.get(name, {})]
             if name not in packed and missing:

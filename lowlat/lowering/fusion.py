@@ -1,8 +1,8 @@
-"""A fusion is data: a pattern of operations and the calls that cover it. This module cuts programs into groups by them.
+"""A fusion is a pattern of operations and the calls that compute it. This module cuts programs into groups by fusions.
 
-Operations are taken in order. At each, the fusions of the table are tried from the first to the last; the first whose
-pattern matches and whose precondition holds covers its run of operations, and an operation that no fusion takes is
-covered by its own kernel. So an operation put in between costs the fusions that it interrupts and nothing else.
+Operations are taken in order. At each one the fusions of the table are tried in order. The first fusion whose pattern
+matches and whose precondition holds covers its run of operations. An operation without a fusion has its own kernel. So
+an operation put in between costs the fusions that it interrupts and nothing else.
 """
 
 from bisect import bisect_left
@@ -47,7 +47,7 @@ class Run:
         return next((op for op in self.ops if op.kind in kinds), None)
 
     def op(self, *kinds: str) -> Op:
-        """The first operation of one of these kinds; the pattern says that there is one."""
+        """The first operation of one of these kinds; the fusion's pattern guarantees that there is one."""
         return next(op for op in self.ops if op.kind in kinds)
 
     def all(self, kind: str) -> list[Op]:
@@ -59,7 +59,7 @@ class Run:
         return self.program.buffers[buffer].shape
 
     def ends(self, buffer: str) -> bool:
-        """Whether a scratch buffer is dead after this run: nothing reads it before it is written again."""
+        """Whether a scratch buffer is dead after this run: no operation reads it before it is written again."""
         if self.program.buffers[buffer].role is not Role.SCRATCH:
             return False
         uses = self.program.uses.get(buffer, ())
@@ -83,14 +83,14 @@ def _no_layouts(run: Run) -> Layouts:
 class Fusion:
     """One entry of the table of fusions.
 
-    pattern  kinds of operations in order, by spaces: `a|b` is either, `a?` may be absent, `a*` may come any number of
-             times; the longest match is tried first
-    saves    launches saved against the operations' own kernels, at least; 0 where the gain is in the operation
+    pattern  kinds of operations in order, separated by spaces: `a|b` is either, `a?` is optional, `a*` is repeated any
+             number of times; the longest match is tried first
+    saves    at least this many launches are saved against the operations' own kernels; 0: the gain is in the operation
              after the run
-    lower    the calls that cover a run
-    applies  the precondition next to the pattern: what the operations read of each other, sizes, the GPU
-    hides    buffers of the run that the calls leave unwritten; nothing may read them after it
-    layouts  permutations of packed weights' rows that the calls rely on, by weight
+    lower    returns the calls that compute a run
+    applies  the precondition besides the pattern: which operations read each other's buffers, sizes, the GPU
+    hides    buffers of the run that the calls do not write; no operation may read them after it
+    layouts  row permutations of packed weights that the calls require, by weight
     """
 
     name: str
@@ -102,9 +102,9 @@ class Fusion:
     layouts: Callable[[Run], Layouts] = _no_layouts
 
     def match(self, program: Program, start: int, gpu: Gpu, layout_of: LayoutOf | None) -> Run | None:
-        """The longest run from `start` on that this fusion covers; None where it covers none.
+        """The longest run from `start` on that this fusion covers; None if there is none.
 
-        layout_of  the permutation of a weight's rows as they are packed; None: the fusion's layouts are free to choose
+        layout_of  the row permutation with which a weight is packed; None: no weight is packed yet
         """
         for count in _counts(_tokens(self.pattern), program.ops, start):
             run = Run(program, start, count)
@@ -118,7 +118,7 @@ class Fusion:
 def cover(
     program: Program, gpu: Gpu, fusions: Sequence[Fusion], layout_of: LayoutOf | None = None
 ) -> Iterator[tuple[Fusion | None, Run]]:
-    """Cut a program into runs, each with its fusion; None: a single operation, by its own kernel."""
+    """Cut a program into runs, each with its fusion; None: a single operation with its own kernel."""
     start, by_kind = 0, _by_first_kind(tuple(fusions))
     while start < len(program.ops):
         possible = by_kind.get(program.ops[start].kind, ())
@@ -158,7 +158,7 @@ def _tokens(pattern: str) -> tuple[_Token, ...]:
 
 
 def _counts(tokens: Sequence[_Token], ops: Sequence[Op], start: int) -> Iterator[int]:
-    """The lengths of the pattern's matches from `start` on, the longest of each token first; no empty one."""
+    """The lengths of the pattern's matches from `start` on, longest first for each token, without empty matches."""
     if not tokens:
         yield 0
         return

@@ -1,8 +1,8 @@
-"""These fusions give a decode GEMM the norm of its rows as a prologue, and its output's operation as an epilogue.
+"""These fusions give a decode GEMM the norm of its rows as a prologue, and the operation on its output as an epilogue.
 
-Every block norms few rows for itself and holds them (`steps_to_hold`); more rows are normed by a launch of their own.
-Epilogues that want values side by side in a tile rely on permuted weight rows. Logits of which one token is chosen
-leave their partial argmax, with which sampling begins.
+If there are few rows, every block norms all of them for itself and holds them (`steps_to_hold`). Otherwise a launch of
+its own norms them. Epilogues that need values side by side in a tile use permuted weight rows. The LM head's GEMM also
+writes its partial argmax, with which sampling begins.
 """
 
 from collections.abc import Sequence
@@ -40,9 +40,9 @@ def _product(run: Run) -> str:
 
 
 def _fits(run: Run, gpu: Gpu) -> bool:
-    """Whether the GEMM is one of few rows and, with a norm before it, its blocks can hold what they norm.
+    """Whether the GEMM has few rows and, with a norm before it, its blocks can hold the normed rows.
 
-    One that sums in parts has neither norm nor activation or rotation, one with a softcap no operation after it.
+    A GEMM that sums in parts has no fused norm, activation or RoPE; one with a softcap has no epilogue operation.
     """
     norm, linear = run.find("rms_norm"), run.op("linear")
     if linear.params.get("softcap") is not None and run.ops[-1] is not linear:
@@ -57,7 +57,7 @@ def _fits(run: Run, gpu: Gpu) -> bool:
 
 
 def _reads_product(kind: str, argument: str) -> Any:
-    """The precondition of an epilogue: the operation of this kind takes the GEMM's output as this argument, once."""
+    """The precondition of an epilogue: the operation of this kind reads the GEMM's output as this argument only."""
 
     def applies(run: Run, gpu: Gpu) -> bool:
         reads = run.op(kind).reads
@@ -76,7 +76,7 @@ def _normed_and_product(run: Run) -> list[str]:
 
 
 def _prologue(binding: Binding, run: Run, keeps: bool = False) -> dict[str, Any]:
-    """The GEMM's operands, with the norm of its rows if the run has one; keeps: which others read, too."""
+    """The GEMM's operands, with the norm of its rows if the run has one; keeps: other operations read its rows, too."""
     linear, norm = run.op("linear"), run.find("rms_norm")
     options: dict[str, Any] = {
         "x": binding.buffers[linear.reads["x"]],
@@ -101,7 +101,7 @@ def _with_silu(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _gates(run: Run, gpu: Gpu) -> bool:
-    """Whether the product is the gate of rows that are there already; not in parts, whose sums come later."""
+    """Whether the product is the gate of rows that exist already; not if it sums in parts, which are added later."""
     return not in_parts(run.op("linear")) and _reads_product("output_gate", "gate")(run, gpu)
 
 
@@ -116,7 +116,7 @@ def _gates_layer(run: Run, gpu: Gpu) -> bool:
 
 
 def _with_layer_gate(binding: Binding, run: Run) -> Sequence[Call]:
-    """The product is the gate of a layer's inputs, which lie among those of all layers."""
+    """Lower a product that gates one layer's slice of the per-layer inputs."""
     given = binding.arguments(run.op("per_layer_gate"))
     inputs = layer_columns(given["inputs"], given["out"].shape[1], given["layer"])
     operands = _prologue(binding, run) | {"gated": inputs, "gated_by": GELU_GATE, "row_live": given.get("row_live")}
@@ -129,7 +129,7 @@ def _with_residual(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _all_reduces(run: Run, gpu: Gpu) -> bool:
-    """Whether the residual stream gets the sum of all ranks' outputs, and each rank has a GPU of its own."""
+    """Whether the sum over ranks is added to the residual stream, and each rank has a GPU of its own."""
     fits = not gpu.is_shared and _fits(run, gpu) and run.op("gather_ranks").reads["x"] == _product(run)
     return fits and adds_ranks(run)
 
@@ -156,7 +156,7 @@ def _plain(binding: Binding, run: Run, best: PartialArgmax | None = None, *, kee
 
 
 def _keeps(run: Run, gpu: Gpu) -> bool:
-    """Whether the norm's rows are read again, and the product is one that no epilogue takes and no argmax."""
+    """Whether the norm's rows are read again, and no epilogue and no argmax applies to the product."""
     product, following = _product(run), run.following
     taken = following is not None and following.kind in EPILOGUES and product in following.reads.values()
     return _fits(run, gpu) and not taken and _limit(run, product) is None
@@ -172,10 +172,10 @@ def _gate_up(run: Run) -> dict[str, torch.Tensor]:
 
 
 def _rotates(run: Run, gpu: Gpu) -> bool:
-    """Whether queries alone, keys and values alone, or all three are rotated, and keys and values written after it."""
+    """Whether the heads are queries, keys and values, or all three, and keys and values are written after RoPE."""
     rope, write = run.op("rope"), run.find("kv_write")
     sizes = {run.shape(name)[2] for name in rope.writes.values()}
-    if 2 * run.shape(rope.reads["cos"])[1] not in sizes:  # of partners, whose rows a tile holds, all must turn
+    if 2 * run.shape(rope.reads["cos"])[1] not in sizes:  # a tile holds pairs of rows, and RoPE must rotate all of them
         return False
     if not _fits(run, gpu) or rope.reads["qkv"] != _product(run) or any(size % TILE_ROWS for size in sizes):
         return False
@@ -211,7 +211,7 @@ def _rotated(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _limit(run: Run, logits: str) -> int | None:
-    """The largest magnitude of a finite row, for the next operation that takes these logits' argmax, if any."""
+    """The largest magnitude of a finite row, if the next operation takes the argmax of these logits; else None."""
     following = run.following
     if following is None or following.reads.get("logits") != logits:
         return None
@@ -225,7 +225,7 @@ def _chosen_from(run: Run, gpu: Gpu) -> bool:
 
 
 def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:
-    """Logits, and the partial argmax of their rows, with which the next operation begins."""
+    """Lower logits with the partial argmax of their rows, with which the next operation begins."""
     product = _product(run)
     limit = _limit(run, product)
     if limit is None:
@@ -234,7 +234,7 @@ def _with_argmax(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _leave_argmax(binding: Binding, run: Run, logits: str, limit: int) -> PartialArgmax:
-    """Where the best pairs go, with which the operation after the run begins."""
+    """The buffer for the partial argmax, with which the operation after the run begins."""
     blocks = binding.gpu.num_multiprocessors
     pairs = binding.workspace("gemm.partial_argmax", (run.shape(logits)[0], blocks, 2), torch.int32)
     binding.block_argmax = BlockArgmax(logits, pairs, limit)
@@ -242,13 +242,13 @@ def _leave_argmax(binding: Binding, run: Run, logits: str, limit: int) -> Partia
 
 
 def _biases(run: Run, gpu: Gpu) -> bool:
-    """Whether the product is a bias of few rows of blocks."""
+    """Whether the product is the bias of a block's logits, and the block has few rows."""
     fits = run.shape(_product(run))[0] <= MAX_BLOCK_ROWS and not in_parts(run.op("linear"))
     return fits and _reads_product("bias_rows", "bias")(run, gpu)
 
 
 def _with_block(binding: Binding, run: Run) -> Sequence[Call]:
-    """Logits of a block's row and the bias, and their partial argmax where the next operation takes it."""
+    """Lower logits of a block's row plus the bias, with their partial argmax if the next operation takes it."""
     biased = run.op("bias_rows")
     given, limit = binding.arguments(biased), _limit(run, biased.writes["out"])
     best = None if limit is None else _leave_argmax(binding, run, biased.writes["out"], limit)

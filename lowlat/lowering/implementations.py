@@ -1,7 +1,7 @@
-"""An implementation says by which kernels or library an operation is lowered, on which GPUs and in which sizes.
+"""An implementation lowers an operation by kernels or a library; it says which GPUs and sizes it supports.
 
-The table of operations lists an operation's implementations in order; the first that covers it on the GPU at hand
-lowers it. A kernel for another capability is one more entry, before those that it takes the place of.
+The table of operations lists the implementations of an operation in order. The first one that supports the operation on
+the runtime's GPU lowers it. A kernel for another capability is one more entry, before the entries that it replaces.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ class Implementation:
     """One way to compute an operation.
 
     name     tells implementations of an operation apart
-    lower    the calls that cover an operation
+    lower    returns the calls that compute an operation
     runs_on  whether a GPU has the instructions, by its capability
-    covers   whether it takes the operation as it stands in a program: its stage, its sizes, how its weight is held
+    covers   whether it supports the operation in a program: its stage, its sizes, the form of its weight
     plans    the kinds of its plans in tuning tables
-    packs    arguments of weights that it reads packed, whatever their format; quantised ones always are
+    packs    arguments of weights that it reads packed in every format; quantised weights are always packed
     """
 
     name: str
@@ -46,7 +46,7 @@ class Implementation:
 
 
 def lower_by(implementations: Sequence[Implementation], binding: Binding, op: Op) -> Sequence[Call]:
-    """The calls of the first implementation that covers an operation. Raises ConfigError where there is none."""
+    """The calls of the first implementation that covers an operation. Raises ConfigError if none does."""
     for each in implementations:
         if each.runs_on(binding.gpu) and each.covers(binding, op):
             return each.lower(binding, op)

@@ -1,4 +1,4 @@
-"""These counts say what an executor launches: kernels, calls of libraries, waits and copies."""
+"""This module has the counts of an executor's launches: kernels, library calls, waits and copies."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ __all__ = ["LaunchCounts"]
 
 @dataclass
 class LaunchCounts:
-    """The launches of all programs of an executor, of all ranks, counted when they were lowered; its waits and copies.
+    """The launches of an executor's programs on all ranks, counted when they were lowered; its waits and copies.
 
-    launches          of our kernels
+    launches          launches of lowlat's kernels
     planned           of these, launches whose plan depends on the GPU: GEMMs, attention, experts
-    tuned             of these, launches whose plans are entries of the GPU's tuning table
-    untuned           kind and key of those that have no entry, each once
+    tuned             of the planned ones, launches whose plan is in the GPU's tuning table
+    untuned           kind and key of the plans that are not in the table, each once
     library_calls     calls of torch's operations; with the reference executor every operation is one
-    fallbacks         of these, calls in place of a kernel of ours, as `KIND in PROGRAM's STAGE`
-    synchronisations  waits for all of the device's work since the load, whoever asked for them
-    copies            copies between host and device since the load, prompts' excepted
+    fallbacks         of these, calls in place of a kernel of lowlat's, as `KIND in PROGRAM's STAGE`
+    synchronisations  waits for all of the device's work since the load
+    copies            copies between host and device since the load, except prompts
     """
 
     launches: int = 0

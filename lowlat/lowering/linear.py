@@ -1,7 +1,7 @@
-"""This module lowers GEMMs by themselves, and narrow ones with the norm of their rows.
+"""This module lowers GEMMs without fusions, and narrow GEMMs with the norm of their rows.
 
-A narrow weight has too few rows for the blocks of a decode GEMM, or of prompts' other one. A step multiplies by it as
-by a router's weight, in the launch that norms its rows, which other GEMMs read then.
+A narrow weight has too few rows for the blocks of the decode GEMM and of prefill's GEMM. In a step the router's kernel
+multiplies by it, in the launch that norms the rows; other GEMMs then read the normed rows.
 """
 
 from collections.abc import Sequence
@@ -46,18 +46,18 @@ def _by_packed(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _is_packed(binding: Binding, op: Op) -> bool:
-    """Whether a narrow weight is packed, as a quantised one is."""
+    """Whether a narrow weight is packed, as quantised ones are."""
     return binding.weights.is_packed(op.weights["weight"])
 
 
 def _by_router(binding: Binding, op: Op) -> Sequence[Call]:
-    """The calls of a router's product, by the same kernel."""
+    """The calls of a narrow GEMM by the router's kernel."""
     given = binding.arguments(op)
     return router_logits(given["x"], binding.weights.vector(op.weights["weight"]), logits=given["out"], gpu=binding.gpu)
 
 
 def _by_narrow_gemm(binding: Binding, op: Op) -> Sequence[Call]:
-    """The calls of a product over a prompt's rows; no bit depends on how many of the weight's rows a rank has."""
+    """The calls of a narrow GEMM over a prompt's rows; no bit depends on a rank's number of weight rows."""
     given, weight = binding.arguments(op), binding.weights.vector(op.weights["weight"])
     return narrow_gemm(given["x"], weight, out=given["out"], workspace=binding.workspace, gpu=binding.gpu)
 
@@ -75,7 +75,7 @@ def _norms(run: Run, gpu: Gpu) -> bool:
 
 
 def _normed_narrow(binding: Binding, run: Run) -> Sequence[Call]:
-    """The norm of all rows, which is kept, and the product."""
+    """Lower the norm of all rows, which is written, and the narrow GEMM."""
     norm, narrow = run.ops
     given, weights = binding.arguments(norm), binding.vectors(norm)
     name = narrow.weights["weight"]

@@ -1,4 +1,4 @@
-"""Lowering makes groups of calls of a program's operations, by the table of fusions and each operation's own kernel."""
+"""This module lowers a program to groups of calls, by the table of fusions and each operation's own kernel."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -34,10 +34,10 @@ FUSIONS = (
 
 @dataclass(frozen=True)
 class LoweredGroup:
-    """Operations that one or more calls cover.
+    """Consecutive operations, and the calls that compute them.
 
-    name    the fusion's, or the operation's kind
-    hidden  buffers that the operations write by their meaning and the calls keep to themselves
+    name    the fusion's name, or the operation's kind
+    hidden  buffers that the operations write, but the calls do not
     """
 
     name: str
@@ -48,25 +48,25 @@ class LoweredGroup:
 
     @property
     def kernel_calls(self) -> tuple[KernelCall, ...]:
-        """The calls that are launches of our kernels."""
+        """The calls that launch lowlat's kernels."""
         return tuple(call for call in self.calls if isinstance(call, KernelCall))
 
     @property
     def written(self) -> tuple[str, ...]:
-        """Buffers that hold what the operations wrote, in order, each once."""
+        """The different buffers that the group has written, in order."""
         names = (name for op in self.ops for name in op.writes.values() if name not in self.hidden)
         return tuple(dict.fromkeys(names))
 
 
 def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
-    """Cover a whole program with calls; every operation has some, whatever stands next to it.
+    """Lower a whole program to groups of calls.
 
-    fuse  False: each operation by its own kernel
-    Raises ConfigError for what kernels do not compute, see `covers`; ShapeError for sizes that do not fit together.
+    fuse  whether to apply fusions; False: each operation has its own kernel
+    Raises ConfigError for an unsupported operation, see `covers`; ShapeError for sizes that do not fit together.
     """
     check_covered(binding.program)
     groups: list[LoweredGroup] = []
-    awaits, fresh = True, binding.fresh  # whether the next call is launched without PDL: after all before it has ended
+    awaits, fresh = True, binding.fresh  # awaits: the next call is launched without PDL, after all others have ended
     fresh.clear()
     for fusion, run in cover(binding.program, binding.gpu, FUSIONS if fuse else (), binding.weights.permutation):
         known = binding.block_argmax
@@ -90,19 +90,19 @@ def lower(binding: Binding, *, fuse: bool = True) -> tuple[LoweredGroup, ...]:
 
 
 def _waits_first(call: Call) -> bool:
-    """Whether a call waits for all before it, and only then lets the next one start."""
+    """Whether a call waits for all calls before it, and only then lets the next one start."""
     return isinstance(call, KernelCall) and call.kernel.waits_before_trigger
 
 
 def _awaits_all(call: Call) -> Call:
-    """The call without programmatic dependent launch: it starts only when all before it has ended."""
+    """The call without programmatic dependent launch: it starts only when all calls before it have ended."""
     return replace(call, dependent=False) if isinstance(call, KernelCall) else call
 
 
 def weight_layouts(programs: Iterable[Program], gpu: Gpu = H200, *, fuse: bool = True) -> dict[str, torch.Tensor]:
-    """The permutations of packed weights' rows that kernels and fusions of these programs want, by weight.
+    """The row permutations of packed weights that kernels and fusions of these programs need, by weight.
 
-    The first program that has a weight decides; a fusion that wants it otherwise is then not applied.
+    The first program with a weight decides. A fusion that needs another permutation is then not applied.
     """
     layouts: dict[str, torch.Tensor] = {}
     seen: set[str] = set()

@@ -1,7 +1,7 @@
-"""This module counts beforehand what lowered programs take of a GPU's memory next to their buffers.
+"""This module computes, before allocation, the GPU memory that lowered programs need besides their buffers.
 
-`lowered_needs` are the workspaces that kernels ask for and the operations that no kernel covers, found by lowering;
-`temporary_bytes` is an upper bound of the memory that torch's operations take for these while they run.
+`lowered_needs` lowers programs to find the workspaces of kernels and the operations without a kernel.
+`temporary_bytes` is an upper bound of the memory that torch's operations take for the latter while they run.
 """
 
 import math
@@ -27,10 +27,10 @@ __all__ = [
 ]  # fmt: skip
 
 ATTENTION = ("prefill_attention", "refresh_attention")
-LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and what the allocator rounds up
+LIBRARY_BYTES = 64 << 20  # workspaces of the matrix libraries, and rounding by the allocator
 SUMS = 4  # float32 copies of attention's sums of weights, at most
-KEPT_ALIKE = 2  # layers of one kind that stand in a row: a layer's launches may depend on the one before it
-OWN_NUMBER = "layer"  # the parameter that says which layer an operation is of
+KEPT_ALIKE = 2  # consecutive layers of one kind that are kept: a layer's launches may depend on the one before it
+OWN_NUMBER = "layer"  # the parameter with an operation's layer
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 ShapeOf = Callable[[str], torch.Size]
@@ -39,7 +39,7 @@ Workspaces = Mapping[tuple[str, torch.dtype], int]
 
 
 class _Asked:
-    """Workspaces without memory, and the most elements that were asked of each."""
+    """Workspaces without memory, with the most elements that were requested of each."""
 
     def __init__(self) -> None:
         self.most: dict[tuple[str, torch.dtype], int] = {}
@@ -52,9 +52,9 @@ class _Asked:
 class LoweredNeeds(NamedTuple):
     """The needs of lowered programs that share their workspaces.
 
-    workspaces  the elements that each needs, by name and dtype
-    by_library  operations that a library covers, each with its program
-    unused      by program scratch that no call is given: fused launches keep to themselves what it would hold; none of
+    workspaces  the elements of each, by name and dtype
+    by_library  operations that a library computes, each with its program
+    unused      by program, the scratch buffers that no call uses, since fused launches do not write them; empty for
                 programs whose scratch never overlaps
     """
 
@@ -66,7 +66,7 @@ class LoweredNeeds(NamedTuple):
 def lowered_needs(bindings: Iterable[Binding], *, fuse: bool = True) -> LoweredNeeds:
     """The needs of programs that share their workspaces.
 
-    bindings  of programs onto any memory, of few layers each; nothing is taken of their own workspaces
+    bindings  programs of few layers each, with any memory; their own workspaces are not used
     fuse      see `lower`
     """
     asked, by_library, unused = _Asked(), list[tuple[Program, Op]](), list[frozenset[str]]()
@@ -83,18 +83,18 @@ def _unused(binding: Binding, groups: Iterable[LoweredGroup]) -> frozenset[str]:
     if not may_overlap(binding.program):
         return frozenset()
     given = {memory_of(tensor) for group in groups for call in group.calls for tensor in call.tensors}
-    uses = binding.program.uses  # others are of layers that were left out
+    uses = binding.program.uses  # a buffer that is not there belongs to a layer that was left out
     scratch = [spec.name for spec in binding.program.specs(Role.SCRATCH) if spec.name in uses]
     return frozenset(name for name in scratch if memory_of(binding.buffers[name]) not in given)
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number of a tensor's memory, of one without any, too: views have that of their base."""
+    """A number that identifies a tensor's memory, also on the meta device; views have their base's number."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def largest(*several: Workspaces) -> Workspaces:
-    """The most elements that are asked of each workspace."""
+    """The most elements that are requested of each workspace."""
     most: dict[tuple[str, torch.dtype], int] = {}
     for sizes in several:
         for key, count in sizes.items():
@@ -103,14 +103,14 @@ def largest(*several: Workspaces) -> Workspaces:
 
 
 def workspace_bytes(workspaces: Workspaces) -> int:
-    """Bytes of workspaces."""
+    """The size of workspaces in bytes."""
     return sum(count * dtype.itemsize for (_, dtype), count in workspaces.items())
 
 
 def few_layers(program: Program, form_of: FormOf) -> Program:
-    """The program without the layers that are like KEPT_ALIKE before them in a row of layers: its workspaces stay.
+    """The program without layers that equal the KEPT_ALIKE layers before them; it needs the same workspaces.
 
-    form_of  equal for weights of one format, by their canonical names
+    form_of  returns an equal value for weights of one format, by canonical name
     """
     ops: list[Op] = []
     seen: dict[object, int] = {}
@@ -125,8 +125,8 @@ def few_layers(program: Program, form_of: FormOf) -> Program:
 
 
 def _layers(program: Program) -> Iterable[tuple[str, list[Op]]]:
-    """The operations of each layer in order, with its name; those of no layer with "". One without weights goes with
-    those before it."""
+    """The operations of each layer in order, with its name; "" for those outside layers. An operation without weights
+    belongs to the layer of the one before it."""
     name, part = "", list[Op]()
     for op in program.ops:
         own = name
@@ -142,7 +142,7 @@ def _layers(program: Program) -> Iterable[tuple[str, list[Op]]]:
 
 
 def _kind(program: Program, op: Op, form_of: FormOf) -> object:
-    """Equal for operations of the same sizes and formats, whichever layer's."""
+    """A value that is equal for operations of the same sizes and formats in all layers."""
     buffers = tuple(
         (argument, spec.shape, spec.dtype, spec.role)
         for argument, spec in ((name, program.buffers[each]) for name, each in (*op.reads.items(), *op.writes.items()))
@@ -153,7 +153,7 @@ def _kind(program: Program, op: Op, form_of: FormOf) -> object:
 
 
 def temporary_bytes(by_library: Iterable[tuple[Program, Op]], shape_of: ShapeOf) -> int:
-    """Bytes that torch's operations take in prefill's largest chunk; none where kernels cover all.
+    """Bytes that torch's operations take in prefill's largest chunk; 0 if kernels compute everything.
 
     by_library  see `LoweredNeeds`
     shape_of    the shape of a GEMM's matrix [N, K] by its canonical name
@@ -174,15 +174,15 @@ def temporary_bytes(by_library: Iterable[tuple[Program, Op]], shape_of: ShapeOf)
 
 
 def _gemm_bytes(size: int, shape: torch.Size) -> int:
-    """The unpacked matrix, and the output in the order of its packed rows."""
+    """Bytes of the unpacked matrix, and of the output in the order of its packed rows."""
     rows, columns = shape
     padded = -(-rows // TILE_ROWS) * TILE_ROWS * -(-columns // TILE_COLUMNS) * TILE_COLUMNS
     return 2 * padded + 4 * size * rows
 
 
 def _attention_bytes(program: Program, op: Op) -> int:
-    """The result and its sums; in float32 where sinks scale it, and a second time, in both, of heads that flash
-    attention does not take."""
+    """Bytes of the result and its sums; in float32 if sinks scale it, and twice, in both dtypes, for heads that flash
+    attention does not support."""
     size, heads, dim = program.buffers[op.reads["q"]].shape
     if op.kind == "refresh_attention":
         return refresh_bytes(size, heads, dim, program.buffers["tokens"].shape[1])

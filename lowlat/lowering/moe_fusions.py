@@ -1,8 +1,8 @@
-"""These fusions cover an MoE layer: in a step the norm with the router, then all else; in prefill the experts' GEMMs.
+"""These fusions cover an MoE layer: in a step the norm with the router, then the rest; in prefill the experts' GEMMs.
 
-In a step the router leaves logits in a workspace, where the blocks of the next launch await them word by word: each
-MoE layer fills the workspace of the one after it with sentinels, before that one may begin. All layers of a program,
-the draft model's among them, have workspaces of one size, so that whatever rows the next one has are filled.
+In a step the router writes logits to a workspace, and the blocks of the next launch await them word by word. To mark
+missing words, each MoE layer fills the next one's workspace with sentinels before that one may begin. All layers of a
+program, the draft model's included, have workspaces of one size, so that all rows of the next one are filled.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ LOGITS = ("moe.logits.even", "moe.logits.odd")
 
 
 def _mixes(run: Run, gpu: Gpu) -> bool:
-    """Whether each operation reads those before it, by the argument that it must, and K is not summed in parts."""
+    """Whether each operation reads the one before it by the right argument, and K is not summed in parts."""
     norm, routing, gate_up, down, *all_reduce, total = run.ops
     summed = down
     if all_reduce:
@@ -67,7 +67,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
     num_experts = weights.vector(router_op.weights["weight"]).shape[0]
     rows, number = routed["x"].shape[0], binding.num_awaited
     binding.num_awaited += 1
-    size = (_most_logits(binding),)  # of all layers: the next one may have more rows, after draft steps of one each
+    size = (_most_logits(binding),)  # the same for all layers: the next one may have more rows than a draft step
     own, following = (binding.workspace(LOGITS[(number + k) % 2], size, torch.float32) for k in range(2))
     logits = own[: rows * num_experts].view(rows, num_experts)
     shared = routed.get("shared", False)
@@ -98,7 +98,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
         limit=first["limit"],
         alpha=first["alpha"],
         activation=first.get("activation", "silu"),
-        early=number > 0,  # nobody filled the first one's logits
+        early=number > 0,  # no layer filled the first one's logits
         peers=binding.peer_rows(width, "moe") if all_reduce else None,
         many=binding.shares_rows,
         gpu=binding.gpu,
@@ -106,7 +106,7 @@ def _moe(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _most_logits(binding: Binding) -> int:
-    """The logits of the program's MoE layer with the most of them, in whole 16 bytes."""
+    """The largest number of router logits of the program's MoE layers, rounded up to 16 bytes."""
     most = max(
         binding.buffers[op.reads["x"]].shape[0] * binding.weights.vector(op.weights["weight"]).shape[0]
         for op in binding.program.ops
@@ -126,7 +126,7 @@ def _norms_routed(run: Run, gpu: Gpu) -> bool:
 
 
 def _normed_router(binding: Binding, run: Run) -> Sequence[Call]:
-    """The norm of all rows, which is kept, and top-k routing."""
+    """Lower the norm of all rows, which is written, and top-k routing."""
     routing = run.op("router")
     given, norm = binding.arguments(routing), _norm(binding, run.op("rms_norm"))
     given["x"] = binding.buffers[run.op("rms_norm").reads["x"]]
@@ -147,7 +147,7 @@ def _activated(run: Run) -> list[str]:
 
 
 def _experts(binding: Binding, run: Run) -> Sequence[Call]:
-    """Both GEMMs of many rows, by one grouping of their pairs."""
+    """Lower both GEMMs over many rows with one grouping of their (row, expert) pairs."""
     gate_up, down = run.op("experts_gate_up"), run.op("experts_down")
     first, second, weights = binding.arguments(gate_up), binding.arguments(down), binding.weights
     return prefill_experts(

@@ -1,7 +1,7 @@
-"""This table has the implementations by which each operation is lowered alone, in the order of preference.
+"""This table has the implementations of each operation without fusions, in order of preference.
 
-A kernel takes its operation's buffers, weights and parameters by the names that the reference has. Where more is
-needed (a table that may be packed, workspaces, the GPU), the operation has a function here.
+A kernel takes its operation's buffers, weights and parameters by the names of the reference's arguments. If a kernel
+needs more (an embedding that may be packed, workspaces, the GPU), the operation has a function here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,7 +107,7 @@ RING_COUNT = "publish.count"  # entries written to the ring so far, kept on the 
 
 
 def lower_alone(binding: Binding, op: Op) -> Sequence[Call]:
-    """The calls that cover one operation by itself. Raises ConfigError for a kind that is not in the table."""
+    """The calls that compute one operation without fusion. Raises ConfigError for a kind that is not in the table."""
     implementations = OPERATIONS.get(op.kind)
     if implementations is None:
         raise ConfigError(f"{binding.program.name}: operation {op.kind} has no kernel; use executor='reference'")
@@ -115,17 +115,17 @@ def lower_alone(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _by_name(build: Callable[..., Sequence[KernelCall]]) -> Lower:
-    """The entry of a kernel that takes just what the reference takes."""
+    """The entry of a kernel with exactly the reference's arguments."""
     return lambda binding, op: build(**binding.arguments(op), **binding.vectors(op))
 
 
 def _with_workspace(build: Callable[..., Sequence[KernelCall]]) -> Lower:
-    """The entry of a kernel that wants workspaces, too."""
+    """The entry of a kernel that also needs workspaces."""
     return lambda binding, op: build(**binding.arguments(op), **binding.vectors(op), workspace=binding.workspace)
 
 
 def _with_gpu(build: Callable[..., Sequence[KernelCall]]) -> Lower:
-    """The entry of a kernel that wants workspaces and plans for the GPU."""
+    """The entry of a kernel that also needs workspaces and plans for the GPU."""
     return lambda binding, op: build(
         **binding.arguments(op), **binding.vectors(op), workspace=binding.workspace, gpu=binding.gpu
     )
@@ -160,7 +160,7 @@ def _attention(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _is_settled(binding: Binding, op: Op) -> bool:
-    """Whether attention may look up and copy, before it waits, the keys and values before its dense lengths."""
+    """Whether attention may copy the keys and values before its dense lengths before it waits."""
     lens, tables = op.reads["dense_lens"], (op.reads.get(name) for name in ("slots", "block_table", "block_lists"))
     caches = (binding.fresh.get(op.reads[name], lens) for name in ("k_cache", "v_cache"))
     return binding.fresh.keys().isdisjoint((lens, *tables)) and all(each == lens for each in caches)
@@ -171,14 +171,14 @@ def _summarise_blocks(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def block_argmax_of(binding: Binding, op: Op) -> torch.Tensor | None:
-    """The argmax of each block of an operation's logits, if the GEMM that made them has written it."""
+    """The argmax of each block of an operation's logits, if the LM head's GEMM has written it."""
     limit, known = INFINITY if op.kind == "draft_topk" else FINITE, binding.block_argmax
     return known.pairs if known is not None and (known.logits, known.limit) == (op.reads["logits"], limit) else None
 
 
 def draft_topk_alone(binding: Binding, op: Op, **children: Any) -> Sequence[Call]:
-    """The calls of `draft_topk`; of what follows it, too, where `children` are arguments of `assign_drafts`, and `then`
-    a level after them."""
+    """The calls of `draft_topk`. With `children`, the arguments of `assign_drafts`, and `then`, the next level's, they
+    also compute these."""
     given, best = {**binding.arguments(op), **binding.vectors(op)}, block_argmax_of(binding, op)
     return draft_topk(**given, **children, best=best if given["k"] == 1 else None, workspace=binding.workspace)
 
@@ -188,7 +188,7 @@ def _sample(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _gather_ranks(binding: Binding, op: Op) -> Sequence[Call]:
-    """Of one rank a copy."""
+    """Lower `gather_ranks` for one rank, as a copy."""
     given = binding.arguments(op)
     x, out = given["x"], given["out"]
     if out.shape[0] == 1:
@@ -232,18 +232,18 @@ def _grouped_down(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def operation_layouts(program: Program) -> dict[str, torch.Tensor]:
-    """The permutations of packed weights' rows that operations want by themselves, by weight."""
+    """The row permutations of packed weights that operations need without fusions, by weight."""
     gate_ups = [op for op in program.ops if op.kind == "experts_gate_up"]
     return {experts_name(op): gate_up_permutation(program.buffers[op.writes["out"]].shape[2]) for op in gate_ups}
 
 
 def early_reads(op: Op) -> list[str]:
-    """The buffers that an operation's kernel reads before it waits; attention does where they are settled."""
+    """The buffers that an operation's kernel reads before it waits."""
     return [op.reads[name] for name in EARLY.get(op.kind, ()) if name in op.reads]
 
 
 def publication(binding: Binding, op: Op) -> dict[str, Any]:
-    """The arguments of `publish`, with the count of entries that the device keeps."""
+    """The arguments of `publish`, with the device's count of ring entries."""
     return {**binding.arguments(op), "ring_count": binding.workspace(RING_COUNT, (1,), torch.int64)}
 
 

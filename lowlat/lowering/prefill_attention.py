@@ -1,15 +1,16 @@
 """This module lowers attention of a chunk of prefill: keys and values are gathered, then flash attention runs.
 
-Flash attention is a kernel of ours on GPUs of capability 9.0; elsewhere, and for a refresh, it is torch's, which takes
-heads of up to 256. Those of 512 have torch's memory-efficient attention there, which is slower.
+On GPUs of capability 9.0 lowlat's kernel computes flash attention. Elsewhere, and for a refresh, torch does, for heads
+of up to 256. Heads of 512 have torch's memory-efficient attention there, which is slower.
 
-How much a chunk sees is read on the device, so one captured chunk serves every start, in time that grows with what it
-sees. Flash attention takes keys in blocks of a fixed size, counted from the first that was gathered, the last block
-first; blocks that a row does not see change nothing of its sums. So a row's bits depend neither on the chunk's size nor
-on the rows next to it.
+The number of positions before a chunk is read on the device. So one captured chunk serves every start, and its time
+grows with these positions. Flash attention takes keys in blocks of a fixed size, counted from the first gathered key,
+the last block first. Blocks that a row does not attend to leave its sums unchanged. So a row's bits depend neither on
+the chunk's size nor on the rows next to it.
 
-A refresh has few rows after a long text, which one thread block a head would have to read alone. So the positions
-before the rows are taken in parts, as sequences of their own, and the results are combined by their log-sum-exps.
+A refresh has few rows after a long text. With one sequence, one thread block a head would read all of it. So the
+positions before the rows are cut into parts, as sequences of their own, and the results are combined by their
+log-sum-exps.
 """
 
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ __all__ = [
     "refresh_bytes",
 ]
 
-FLASH_DIM = REFRESHED_HEAD_DIM.most or 0  # numbers of a head that torch's flash attention takes at most
+FLASH_DIM = REFRESHED_HEAD_DIM.most or 0  # the largest head size of torch's flash attention
 FROM_BOTTOM_RIGHT = 2  # torch's mask by which the last row sees the last key
 PART = 4096  # positions before a refresh's rows that one block of flash attention takes for a head
 
@@ -48,7 +49,7 @@ PART = 4096  # positions before a refresh's rows that one block of flash attenti
 def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int | None) -> list[WorkspaceShape]:
     """The workspaces of a chunk's attention: gathered keys and values [n, G, D], and their lengths [2, 2].
 
-    n is a multiple of ALIGNMENT: tiles of as many positions take no more.
+    n is a multiple of ALIGNMENT, so that whole tiles fit.
     cache  [P, G, block, D]; size: rows; longest: positions of the longest context
     """
     _, groups, _, dim = cache.shape
@@ -61,10 +62,10 @@ def attention_workspaces(cache: BufferSpec, size: int, longest: int, window: int
 def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = None) -> Sequence[Call]:
     """The calls of the reference's `prefill_attention`; queries and caches are bf16.
 
-    arranged  where the result's rows are left as a prefill GEMM reads them, in place of the operation's buffer; of our
-              own flash attention alone
-    Rows past the live ones see zeros in place of what was not written: they are finite wherever q is. Raises ShapeError
-    for dtypes that do not fit, ConfigError for scores that are capped where flash attention is torch's.
+    arranged  the workspace for the result in a prefill GEMM's row layout, instead of the operation's buffer; for
+              lowlat's flash attention only
+    Rows after the live ones read zeros for missing keys and values, so they are finite if q is. Raises ShapeError for
+    dtypes that do not fit, ConfigError for a softcap with torch's flash attention.
     """
     if arranged is None:
         return lower_by(PROMPT_ATTENTION, binding, op)
@@ -74,7 +75,7 @@ def prefill_attention(binding: Binding, op: Op, arranged: torch.Tensor | None = 
 
 
 def _window(binding: Binding, op: Op) -> int | None:
-    """The operation's window, where it is narrower than the longest context."""
+    """The operation's window, if it is smaller than the longest context; else None."""
     window = op.params.get("window")
     return window if isinstance(window, int) and window < binding.max_context else None
 
@@ -84,7 +85,7 @@ def _has_flash(binding: Binding, op: Op) -> bool:
 
 
 def _by_flash(binding: Binding, op: Op, arranged: torch.Tensor | None = None) -> Sequence[Call]:
-    """By our flash attention, of keys and values gathered in tiles."""
+    """Lower to lowlat's flash attention, with keys and values gathered in tiles."""
     window, given = _window(binding, op), binding.arguments(op)
     gather, attended = _gathered(binding, op, window, tiled=True)
     del attended["lengths"]
@@ -96,7 +97,7 @@ def _by_flash(binding: Binding, op: Op, arranged: torch.Tensor | None = None) ->
 
 
 def _by_library(binding: Binding, op: Op) -> Sequence[Call]:
-    """By torch's flash attention."""
+    """Lower to torch's flash attention."""
     window = _window(binding, op)
     _refuse_softcap(binding, op)
     gather, attended = _gathered(binding, op, window)
@@ -118,7 +119,7 @@ def refresh_attention(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _refuse_softcap(binding: Binding, op: Op) -> None:
-    """Raise ConfigError for scores that are capped, which torch's flash attention does not do."""
+    """Raise ConfigError for a softcap, which torch's flash attention does not support."""
     softcap = op.params.get("softcap")
     if softcap is not None:
         raise ConfigError(
@@ -130,7 +131,7 @@ def _refuse_softcap(binding: Binding, op: Op) -> None:
 def _gathered(
     binding: Binding, op: Op, window: int | None, *, tiled: bool = False
 ) -> tuple[Sequence[Call], dict[str, Any]]:
-    """The calls that gather keys and values, as rows or as tiles, and what attention is given of them."""
+    """The calls that gather keys and values, as rows or as tiles, and the arguments of attention for them."""
     given = binding.arguments(op)
     q, k_cache, v_cache = given["q"], given["k_cache"], given["v_cache"]
     held = torch.bfloat16 if given.get("kv_scales") is None else torch.uint8
@@ -174,7 +175,7 @@ def _attend(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Flash attention into `out`; a sink is one more score of each head, [H] float32, of no value."""
+    """Flash attention into `out`; a sink is one more score of each head, [H] float32, without a value."""
     attend = flash_attention if q.shape[-1] <= FLASH_DIM else efficient_attention
     attended, logarithms = attend(q, keys, values, lengths, longest=longest, window=window, scale=scale)
     if sinks is not None:
@@ -193,7 +194,7 @@ def _attend_in_parts(
     sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Attention of rows to the parts of what stands before them, and to themselves; the results' sum into `out`.
+    """Attention of rows to the parts of the positions before them, and to themselves; the results' sum into `out`.
 
     chunk  [2] int32, start and live rows, read on the device
     """
@@ -233,7 +234,7 @@ def flash_parts(
     q, keys, values  as in `flash_attention`
     firsts, ends     [n + 1]  int32, read on the device
     sizes            the most rows and the most keys of a sequence
-    causal           the last row of a sequence stands at its last key; else all rows see all keys
+    causal           whether it is causal, with the last row at the last key; else all rows attend to all keys
     Returns what `flash_attention` does.
     """
     attended, logarithms, *_ = torch.ops.aten._flash_attention_forward(
@@ -252,7 +253,7 @@ def flash_attention(
     window: int | None,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Causal attention of c rows, the last of which stands at the last of the keys.
+    """Causal attention of c rows, with the last row at the last key.
 
     q             [c, H, D]  bf16
     keys, values  [n, G, D]  bf16
@@ -260,7 +261,7 @@ def flash_attention(
     longest       more than any window; the choice of torch's kernel depends on it and on the shapes alone
     Returns [c, H, D] bf16 and the log-sum-exps of the scores, [H, c] float32: 0 and inf where nothing is seen.
     """
-    left = -1 if window is None else window - 1  # keys that a row sees before its own
+    left = -1 if window is None else window - 1  # keys before its own that a row attends to
     attended, logarithms, *_ = torch.ops.aten._flash_attention_forward(
         q, keys, values, lengths[0], lengths[1], q.shape[0], longest, 0.0, True, False,
         scale=scale, window_size_left=left, window_size_right=0,

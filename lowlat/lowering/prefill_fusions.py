@@ -1,8 +1,8 @@
-"""These fusions have the operation before a prompt's GEMM leave its rows as the GEMM reads them.
+"""In these fusions the operation before a prompt's GEMM writes its rows in the layout that the GEMM reads.
 
-That is a norm, with the residual sum before it, attention, or a FFN's GEMM of gates and ups, whose epilogue activates.
-A norm whose rows others read, too, leaves them both ways. Where a GEMM asks for codes of rows, a norm leaves codes;
-after anything else a launch makes them.
+That operation is a norm, with the residual sum before it, or attention, or an FFN's gate and up GEMM with the
+activation as its epilogue. If other operations read a norm's rows, too, it writes both layouts. If a GEMM needs e4m3
+codes of its rows, a norm writes codes; after another operation a launch makes them.
 """
 
 from collections.abc import Callable, Mapping, Sequence

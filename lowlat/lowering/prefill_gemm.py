@@ -1,13 +1,14 @@
-"""This module lowers GEMMs of a chunk of prefill: by packed weights where the GPU has wgmma, else by torch.
+"""This module lowers GEMMs of a chunk of prefill: to a kernel on packed weights if the GPU has wgmma, else to torch.
 
-Numbers of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it; FP8 by row and NVFP4
-are exact, as the scales of their rows multiply what comes out.
+Values of a quantised matrix are rounded to bf16, in registers or by the launch that unpacks it. FP8 by row and NVFP4
+are exact, since the scales of their rows multiply the output.
 
-A row's bits depend on the row and the weight alone: in our GEMM because rows are computed independently, in torch's
-because it always multiplies a whole chunk, padded where there are fewer rows.
+A row's bits depend only on the row and the weight. Lowlat's GEMM computes rows independently. Torch always multiplies a
+whole chunk, padded if there are fewer rows.
 
-Our GEMM reads rows that are arranged. Fusions let the operation before it leave them so, see `prefill_fusions`; else a
-launch arranges them. Where an operation asks for codes of rows, one more launch makes them of the arranged rows.
+Lowlat's GEMM reads rows in a layout called arranged. Fusions make the operation before it write this layout, see
+`prefill_fusions`; otherwise a launch arranges the rows. If an operation needs e4m3 codes of its rows, one more launch
+makes them from the arranged rows.
 """
 
 from collections.abc import Sequence
@@ -36,11 +37,11 @@ __all__ = [
     "codes_workspace", "gemm_of", "given_rows", "multiply_arranged", "multiply_prompt", "partial_sums", "parts_of",
 ]  # fmt: skip
 
-AT_ONCE = KParts(1, 1)  # all of K: where no bit may depend on ranks, who have parts of a weight's rows
+AT_ONCE = KParts(1, 1)  # all of K in one part, so that no bit depends on the number of ranks
 
 
 def activation_workspace(rows: int, width: int) -> WorkspaceShape:
-    """The workspace of an activation [M, I] between two GEMMs, arranged."""
+    """The arranged workspace of an activation [M, I] between two GEMMs."""
     return "prefill.activated", arranged_shape(rows, width), torch.bfloat16
 
 
@@ -50,7 +51,7 @@ def codes_workspace(rows: int, width: int) -> WorkspaceShape:
 
 
 def gemm_of(binding: Binding, op: Op) -> ArrangedGemm | None:
-    """Our GEMM that multiplies as an operation asks, on this GPU, in the program's chunks; None where none does."""
+    """Lowlat's GEMM for an operation on this GPU, in the program's chunks; None: there is none."""
     gemm, weight = arranged_gemm(binding.gpu), binding.weights.matrix(op.weights["weight"])
     if gemm is None or not gemm.covers(binding.prefill_chunk, weight):
         return None
@@ -58,12 +59,12 @@ def gemm_of(binding: Binding, op: Op) -> ArrangedGemm | None:
 
 
 def asks_for_codes(op: Op) -> bool:
-    """Whether a GEMM asks for codes of its rows."""
+    """Whether a GEMM reads e4m3 codes of its rows."""
     return op.params.get("activations") is not None
 
 
 def code_result(binding: Binding, op: Op, arranged: torch.Tensor) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
-    """The call that codes rows for an operation's GEMM, if it asks for codes, and what the GEMM then reads."""
+    """The call that makes codes of rows, if an operation's GEMM needs them, and the buffer that the GEMM then reads."""
     if not asks_for_codes(op):
         return (), arranged
     codes = code_memory(binding, arranged.shape[1], binding.weights.matrix(op.weights["weight"]).columns)
@@ -71,7 +72,7 @@ def code_result(binding: Binding, op: Op, arranged: torch.Tensor) -> tuple[Seque
 
 
 def given_rows(binding: Binding, op: Op) -> tuple[Sequence[Call], torch.Tensor | CodedRows]:
-    """The call that arranges an operation's rows, or codes them, and what its GEMM then reads."""
+    """The call that arranges an operation's rows, or makes codes, and the buffer that its GEMM then reads."""
     rows = binding.arguments(op)["x"]
     if asks_for_codes(op):
         codes = code_memory(binding, *rows.shape)
@@ -91,14 +92,14 @@ def multiply_prompt(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _capped(binding: Binding, op: Op) -> Sequence[Call]:
-    """The softcap of a GEMM's output, where the operation has one."""
+    """The softcap of a GEMM's output, if the operation has one."""
     given = binding.arguments(op)
     cap = given.get("softcap")
     return () if cap is None else soft_cap(given["out"], cap)
 
 
 def _by_library(binding: Binding, op: Op) -> Sequence[Call]:
-    """By the matrix library, from a matrix that is unpacked first."""
+    """Lower to the matrix library, after a launch that unpacks the matrix."""
     given, name = binding.arguments(op), op.weights["weight"]
     weight, chunk = binding.weights.matrix(name), binding.prefill_chunk
     if binding.is_invariant:
@@ -131,14 +132,14 @@ def _by_library(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _most_unpacked(binding: Binding) -> int:
-    """Numbers of the largest quantised matrix that the program multiplies by, unpacked; not of an LM head of decode."""
+    """Elements of the largest quantised matrix that the program's GEMMs unpack; decode's LM head is not among them."""
     names = {op.weights["weight"] for op in binding.program.ops if op.kind in GEMMS and op.stage is Stage.PREFILL}
     matrices = [binding.weights.matrix(name) for name in names if binding.weights.is_packed(name)]
     return max(prod(unpacked_shape(each.rows, each.columns)) for each in matrices if each.tile_format != BF16_TILES)
 
 
 def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
-    """By our GEMM, after a launch that arranges the rows."""
+    """Lower to lowlat's GEMM, after a launch that arranges the rows."""
     given, weight = binding.arguments(op), binding.weights.matrix(op.weights["weight"])
     gemm, columns = gemm_of(binding, op), binding.weights.runs(op.weights["weight"])
     if gemm is None:
@@ -162,7 +163,7 @@ def _by_arranged(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def parts_of(binding: Binding, op: Op, weight: PackedMatrix) -> KParts | None:
-    """The parts of K in which a GEMM sums: its operation's, or all of K at once; None: as its kernels like."""
+    """The parts of K in which a GEMM sums: its operation's, or all of K at once; None: its kernels choose them."""
     return binding.k_parts(op, weight.columns) or (AT_ONCE if binding.is_invariant else None)
 
 
@@ -172,14 +173,15 @@ def arranged_rows(binding: Binding, op: Op) -> torch.Tensor:
 
 
 def _arranged_memory(binding: Binding, rows: int, width: int) -> torch.Tensor:
-    """The workspace of rows [M, K] that are arranged."""
+    """The workspace of arranged rows [M, K]."""
     return binding.workspace("prefill.arranged", arranged_shape(rows, width), torch.bfloat16)
 
 
 def partial_sums(binding: Binding, op: Op, rows: int) -> torch.Tensor:
     """The workspace of the sums of segments of K of an operation's GEMM over so many rows, [S, rows, N].
 
-    It has at most APART_ROWS rows: more never keep segments apart. Of codes K counts two columns as one.
+    It has at most APART_ROWS rows: with more rows segments are never kept apart. For codes, K counts two columns as
+    one.
     """
     weight = binding.weights.matrix(op.weights["weight"])
     width = weight.columns // 2 if asks_for_codes(op) else weight.columns
@@ -189,7 +191,7 @@ def partial_sums(binding: Binding, op: Op, rows: int) -> torch.Tensor:
 
 
 def multiply_arranged(binding: Binding, op: Op, gemm: ArrangedGemm, x: torch.Tensor | CodedRows) -> Sequence[Call]:
-    """The calls of `linear` over rows that are arranged, or coded, which one GEMM takes."""
+    """The calls of `linear` over arranged rows, or codes, by one GEMM."""
     weight, out = binding.weights.matrix(op.weights["weight"]), binding.buffers[op.writes["out"]]
     parts = parts_of(binding, op, weight)
     product = gemm.multiply(
@@ -228,8 +230,8 @@ def _by_unpacked(
 def _multiply_chunks(x: torch.Tensor, weight: torch.Tensor, chunk: int, out: torch.Tensor) -> None:
     """x [M, K] @ weight.T [K, N] bf16 into float32 [M, N], `chunk` rows at a time, accumulated in float32.
 
-    The matrix library takes other ways for other shapes, and a chunk's bits must not depend on those next to it: a part
-    of a chunk is padded.
+    The matrix library chooses its kernel by shape, and a chunk's bits must not depend on other chunks. So a part of a
+    chunk is padded.
     """
     short = -x.shape[0] % chunk
     if short:

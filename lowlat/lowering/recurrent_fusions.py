@@ -11,7 +11,7 @@ from lowlat.lowering.fusion import Fusion, Run
 
 __all__ = ["RECURRENT_FUSIONS", "rule_alone"]
 
-# what the rule's kernel may read before it waits, where no kernel of the step has written it lately
+# arguments that the rule's kernel may read before it waits, if the kernel before it does not write them
 LENGTHS = ("slots", "dense_lens", "state_lens", "row_live")
 
 
@@ -21,14 +21,14 @@ def rule_alone(binding: Binding, op: Op) -> Sequence[Call]:
 
 
 def _is_settled(binding: Binding, *ops: Op) -> bool:
-    """Whether the lengths and all states of these operations are older than the kernel before."""
+    """Whether the kernel before these operations writes neither their lengths nor their states."""
     known = [op.reads[name] for op in ops for name in LENGTHS]
     states = [buffer for op in ops for name, buffer in op.writes.items() if name != "out"]
     return binding.fresh.keys().isdisjoint((*known, *states))
 
 
 def _convolves(run: Run, gpu: Gpu) -> bool:
-    """Whether each operation reads what the one before it made, of the same rows, and one kernel can do them all."""
+    """Whether each operation reads the output of the one before it, over the same rows, and one kernel supports all."""
     conv, rule, norm = run.op("delta_conv"), run.op("delta_rule"), run.find("delta_norm")
     if rule.reads["mixed"] != conv.writes["out"] or any(conv.reads[name] != rule.reads[name] for name in LENGTHS):
         return False
@@ -47,7 +47,7 @@ def _convolves(run: Run, gpu: Gpu) -> bool:
 
 
 def _between(run: Run) -> list[str]:
-    """The buffers that a kernel keeps to itself: the convolution's output, and the rule's where that is normed."""
+    """The buffers that the kernel does not write: the convolution's output, and the rule's if it is normed."""
     mixed = run.op("delta_conv").writes["out"]
     return [mixed] if run.find("delta_norm") is None else [mixed, run.op("delta_rule").writes["out"]]
 

@@ -1,4 +1,4 @@
-"""These fusions cover row-wise operations: embeddings, sums and rotations with what follows, a draft model's input."""
+"""These fusions cover row-wise operations: embeddings, residual sums, norms, RoPE, and a draft model's input."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

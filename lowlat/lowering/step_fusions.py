@@ -1,4 +1,4 @@
-"""These fusions cover a step's bookkeeping: its beginning, sampling, acceptance to commit, its end."""
+"""These fusions cover a step's operations outside of models: its start, sampling, acceptance to commit, its end."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,12 +30,12 @@ COMPACTED = ("accepted_nodes", "commit_lens", "dense_lens", "block_table", "slot
 
 
 def _joined(binding: Binding, ops: Sequence[Op]) -> dict[str, Any]:
-    """The arguments of operations that name the same buffers alike, see `_agree`."""
+    """The joined arguments of operations that fulfil `_agree`."""
     return {name: value for op in ops for name, value in binding.arguments(op).items()}
 
 
 def _agree(*kinds: str) -> Any:
-    """The precondition that operations of these kinds name the same buffer wherever they name an argument alike."""
+    """The precondition that arguments of one name are the same buffer in all operations of these kinds."""
 
     def applies(run: Run, gpu: Gpu) -> bool:
         known: dict[str, str] = {}
@@ -47,8 +47,8 @@ def _agree(*kinds: str) -> Any:
 
 
 def _begin(binding: Binding, run: Run) -> Sequence[Call]:
-    """Commands and the list of active slots where they are, the rows to verify, and what the host is told of them;
-    before them the choice of the width, or the drafts that are handed to the state."""
+    """Lower a step's start: commands, the list of active slots, the rows to verify, and their publication; before the
+    rows the choice of the draft length, or the storing of drafts."""
     kinds = ("apply_commands", "list_active_slots", "publish_rows", "tree_masks")
     applies, lists, tells, hands = (run.find(kind) is not None for kind in kinds)
     given, chosen = _joined(binding, run.ops), run.find("choose_draft_length")
@@ -60,12 +60,12 @@ def _begin(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _begins(run: Run, gpu: Gpu) -> bool:
-    """Whether there is more than one operation, all of which name the same buffers alike."""
+    """Whether there is more than one operation, and all fulfil `_agree`."""
     return len(run.ops) > 1 and _agree()(run, gpu)
 
 
 def _accept(binding: Binding, run: Run) -> Sequence[Call]:
-    """Acceptance to commit, the draft model's rows with it; a tree's rows move afterwards, by what acceptance wrote."""
+    """Lower acceptance to commit, with the draft model's rows; a later launch moves a tree's accepted KV."""
     chain = [op for op in run.ops if op.kind not in ("kv_compact", "draft_rows")]
     arguments = _joined(binding, chain)
     rows = run.find("draft_rows")
@@ -92,7 +92,7 @@ def _compacts(run: Run, gpu: Gpu) -> bool:
 
 
 def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
-    """One launch for all layers of a table whose caches have one shape."""
+    """Lower to one launch for all layers of one block table whose caches have the same shape."""
     layers: dict[tuple[str, torch.Size], list[dict[str, Any]]] = {}
     for op in run.all("kv_compact"):
         given = binding.arguments(op)
@@ -106,13 +106,13 @@ def _compacted(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _sample(binding: Binding, run: Run) -> Sequence[Call]:
-    """Finite flags and draws."""
+    """Lower finite flags and draws."""
     best = block_argmax_of(binding, run.op("finite"))
     return sample(**_joined(binding, run.ops), best=best, workspace=binding.workspace)
 
 
 def _draft_topk(binding: Binding, run: Run) -> Sequence[Call]:
-    """Each row's likeliest ids, and the drafts that take them."""
+    """Lower each row's likeliest ids, and the drafts that take them."""
     children = {name: each for name, each in binding.arguments(run.op("assign_drafts")).items() if name != "top_tokens"}
     return draft_topk_alone(binding, run.op("draft_topk"), **children)
 
@@ -123,7 +123,7 @@ def _assigns(run: Run, gpu: Gpu) -> bool:
 
 
 def _draft_next(binding: Binding, run: Run) -> Sequence[Call]:
-    """A chain's drafts, and the tokens and vectors of the level after them."""
+    """Lower a chain's drafts, and the tokens and vectors of the next level."""
     children = {name: each for name, each in binding.arguments(run.op("assign_drafts")).items() if name != "top_tokens"}
     embed = run.op("embed")
     given, table = binding.arguments(run.op("parent_tokens")), binding.weights.table(embed.weights["weight"])
@@ -133,7 +133,7 @@ def _draft_next(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _follows(run: Run, gpu: Gpu) -> bool:
-    """Whether each slot has one draft, which the next level has as its only parent."""
+    """Whether each slot has one draft, which is the next level's only parent."""
     drafting, assigning, parents, embed = run.ops
     return (
         _is_only_parent(run, drafting, assigning, parents.reads["nodes"])
@@ -145,7 +145,7 @@ def _follows(run: Run, gpu: Gpu) -> bool:
 
 
 def _draft_level(binding: Binding, run: Run) -> Sequence[Call]:
-    """A chain's drafts, and the draft model's input of the level after them: of best pairs in one launch."""
+    """Lower a chain's drafts and the draft model's input for the next level; with a partial argmax in one launch."""
     drafting = run.op("draft_topk")
     best, given = block_argmax_of(binding, drafting), binding.arguments(drafting)
     if best is None:
@@ -155,7 +155,7 @@ def _draft_level(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _feeds_level(run: Run, gpu: Gpu) -> bool:
-    """Whether each slot has one draft, which is the only parent of the level whose input is made."""
+    """Whether each slot has one draft, which is the only parent of the level with this input."""
     drafting, assigning, level = run.op("draft_topk"), run.op("assign_drafts"), run.op("gather_level")
     return (
         _is_only_parent(run, drafting, assigning, level.reads["nodes"])
@@ -179,13 +179,13 @@ def _is_only_parent(run: Run, drafting: Op, assigning: Op, parents: str) -> bool
 
 
 def _ends(run: Run, gpu: Gpu) -> bool:
-    """Whether the operations agree, and features come from no more sources than one launch takes with all else."""
+    """Whether the operations fulfil `_agree`, and one launch supports this number of feature sources."""
     kept, agreed = run.find("keep_features"), _agree()(run, gpu)
     return bool(agreed) and (kept is None or f"source{MAX_SOURCES}" not in kept.reads)
 
 
 def _end(binding: Binding, run: Run) -> Sequence[Call]:
-    """The publication, the features that wait from now on, and what the fate of the drafts tells."""
+    """Lower the publication, the copy of features that wait, and the counting of accepted drafts."""
     kept = run.find("keep_features")
     return end_step(
         publication(binding, run.op("publish")),
@@ -196,7 +196,7 @@ def _end(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _waits(run: Run, gpu: Gpu) -> bool:
-    """Whether features and the draft model's rows are those of the waiting positions."""
+    """Whether features and the draft model's rows belong to the waiting positions."""
     waiting, rows, taken = run.op("waiting_rows"), run.op("draft_rows"), run.find("take_features")
     outs = waiting.writes
     names = {"accepted_tokens": "waiting_tokens", "commit_lens": "counts", "dense_lens": "firsts"}
@@ -208,7 +208,7 @@ def _waits(run: Run, gpu: Gpu) -> bool:
 
 
 def _draft_waiting(binding: Binding, run: Run) -> Sequence[Call]:
-    """The waiting positions, their features, and the draft model's rows over them."""
+    """Lower the waiting positions, their features, and the draft model's rows over them."""
     given, taken = binding.arguments(run.op("draft_rows")), run.find("take_features")
     features = None
     if taken is not None:
@@ -219,7 +219,7 @@ def _draft_waiting(binding: Binding, run: Run) -> Sequence[Call]:
 
 
 def _finish(binding: Binding, run: Run) -> Sequence[Call]:
-    """The next step's masks and paths, and the publication."""
+    """Lower the next step's masks and paths, and the publication."""
     masks: Mapping[str, Any] = binding.arguments(run.op("tree_masks"))
     own = {name: value for name, value in masks.items() if name != "slots"}
     return finish_step(**own, publication=publication(binding, run.op("publish")), loop=binding.loop)

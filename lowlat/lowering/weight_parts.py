@@ -1,4 +1,4 @@
-"""This module finds the weights of a program that GEMMs read: matrices, parts of quantised ones, and experts."""
+"""This module finds the weights that a program's GEMMs read: matrices, parts of quantised ones, and experts."""
 
 from collections.abc import Iterable
 
@@ -15,16 +15,16 @@ PACKED = {"linear": ("weight",)}  # arguments of weights that every implementati
 
 
 def experts_name(op: Op) -> str:
-    """The common name of the matrices of an experts' GEMM; their bias, if they have one, is a sibling of it."""
+    """The common prefix of the weights of an experts' GEMM."""
     return next(iter(op.weights.values())).rpartition(".")[0]
 
 
 def expert_parts(programs: Iterable[Program], held: Iterable[str]) -> dict[str, dict[str, str]]:
-    """The weights that hold experts' matrices by part, for each GEMM: as operations name them, or in their place.
+    """For each experts' GEMM, the weights that hold its matrices by part: those that operations name, or a format's.
 
     held  names of all weights
     """
-    known = set(held)  # a source that reads files would read a weight to say whether it has it
+    known = set(held)  # asking a source that reads files for a weight would read it
     found: dict[str, dict[str, str]] = {}
     for program in programs:
         for op in program.ops:
@@ -36,12 +36,12 @@ def expert_parts(programs: Iterable[Program], held: Iterable[str]) -> dict[str, 
 
 
 def packed_weights(programs: Iterable[Program]) -> set[str]:
-    """The weights of programs that are placed packed, in any format."""
+    """The weights of programs that are packed on the device, in any format."""
     return {op.weights[name] for program in programs for op in program.ops for name in PACKED.get(op.kind, ())}
 
 
 class MatrixParts:
-    """Collects the parts of quantised matrices; names are all weights that will come."""
+    """Collects the parts of quantised matrices; `names` has all weights that will be given to it."""
 
     def __init__(self, names: Iterable[str]) -> None:
         every = set(names)
@@ -55,7 +55,7 @@ class MatrixParts:
         return weight in self._owner
 
     def take(self, weight: str, tensor: torch.Tensor) -> tuple[str, dict[str, torch.Tensor]] | None:
-        """The matrix, by its name in operations, and its parts, where this one is the last of them; else None."""
+        """Add a part; the last one returns the matrix's name in operations and its parts, others None."""
         name, part = self._owner[weight]
         found = self._found.setdefault(name, {})
         found[part] = tensor

@@ -1,3 +1,1 @@
-"""Targets: geometry, checkpoints of the families, and the decoder as operations of a Program, which stands here,
-too.
-"""
+"""This package reads target models, by family, and emits them as operations of a Program."""

@@ -38,9 +38,11 @@ def emit_decoder(
 ) -> list[str]:
     """Append the layers' operations; return the residual stream at boundaries 0 to L, as buffer names.
 
-    tokens  [M] int32; tables: cos and sin of each of the layers' rotations, [C, D / 2] float32. The states that
-    layers keep must be declared; what ends their turn is the states' own, see `SequenceState.emit_end`. `last` is a
-    buffer for the last boundary; "": one of the rows' own. `owner` begins the names of weights and caches.
+    tokens  [M] int32
+    tables  cos and sin of the layers' RoPE settings, [C, D / 2] float32 each
+    last    the buffer for the last boundary; "": a scratch buffer
+    owner   the prefix of the names of weights and caches
+    The layers' states must be declared. The caller emits the end of each state's step, see `SequenceState.emit_end`.
     """
     coded = frozenset(config.coded_rows if rows.are_prompt else ())
     emitter = Emitter(builder, rows, TORCH_DTYPES[config.dtype], stage, coded)
@@ -72,7 +74,7 @@ def _kv_layer(config: ModelConfig, number: int) -> int:
 
 
 def _emit_per_layer_inputs(emitter: Emitter, config: ModelConfig, tokens: str, residual: str, owner: str) -> str:
-    """The embeddings of tokens for each layer, [M, L P]; "" where layers have none."""
+    """Emit the tokens' embeddings for all layers, [M, L P]; "" if layers have none."""
     if config.per_layer_size is None:
         return ""
     size = config.per_layer_size
@@ -87,9 +89,11 @@ def _emit_per_layer_inputs(emitter: Emitter, config: ModelConfig, tokens: str, r
 
 
 def _emit_end(emitter: Emitter, layer: Layer, number: int, sums: tuple[str, str], inputs: str, out: str) -> str:
-    """The residual stream after a layer: the sum with its FFN, with its own embedding, and its scale.
+    """Emit the end of a layer: the sum with its FFN, the term of its per-layer embedding, and its scale.
 
-    out  a buffer that it is written to; "": one of the rows' own
+    sums    the residual stream after the mixer, and the FFN's output
+    inputs  the tokens' embeddings for all layers
+    out     the buffer for the layer's residual stream; "": a scratch buffer
     """
     name, last = f"residual.{number + 1}", "" if layer.spec.scaled else out
     if layer.spec.per_layer_size is None:
@@ -104,7 +108,7 @@ def _emit_end(emitter: Emitter, layer: Layer, number: int, sums: tuple[str, str]
 
 
 def _emit_mixer(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:
-    """The output of a layer's mixer for normed rows [M, N], its output projection included: [M, N] float32."""
+    """Emit a layer's mixer with its output projection, for normed rows [M, N]: [M, N] float32."""
     if isinstance(layer.spec.mixer, DeltaSpec):
         return emit_delta(emitter, layer, layer.spec.mixer, number, normed)
     attended = _emit_attention(emitter, layer, number, normed, tables)
@@ -112,7 +116,7 @@ def _emit_mixer(emitter: Emitter, layer: Layer, number: int, normed: str, tables
 
 
 def _emit_attention(emitter: Emitter, layer: Layer, number: int, normed: str, tables: Tables) -> str:
-    """Attention of these rows, [M, H * D]: over all of the cache, or over their slots' lists of blocks."""
+    """Emit attention, [M, H * D]: over all of the cache, or with SpecPV over the slots' lists of blocks."""
     attention = layer.attention
     product = emit_projection(emitter, layer, normed, attention.projected, "qkv")
     query = emit_heads(emitter, layer, product, attention.projected, tables)["q"]
@@ -128,7 +132,7 @@ def _emit_attention(emitter: Emitter, layer: Layer, number: int, normed: str, ta
 
 
 def emit_lm_head(builder: ProgramBuilder, config: ModelConfig, rows: Rows, residual: str, stage: Stage) -> str:
-    """Final norm and LM head: float32 logits [M, V], returned by buffer name."""
+    """Emit final norm and LM head; returns the buffer of the logits, [M, V] float32."""
     return _emit_logits(
         Emitter(builder, replace(rows, prefix="target."), TORCH_DTYPES[config.dtype], stage), config, residual
     )
@@ -137,7 +141,7 @@ def emit_lm_head(builder: ProgramBuilder, config: ModelConfig, rows: Rows, resid
 def emit_prompt_logits(
     builder: ProgramBuilder, config: ModelConfig, rows: Rows, residual: str, out: str, stage: Stage
 ) -> None:
-    """Final norm and LM head of prefill's rows, into a buffer of state: float32 logits [M, V]."""
+    """Emit final norm and LM head over prefill's rows, into the state buffer `out`: logits [M, V] float32."""
     emitter = Emitter(builder, replace(rows, prefix="prefill.target."), TORCH_DTYPES[config.dtype], stage)
     _emit_logits(emitter, config, residual, out)
 
@@ -149,10 +153,10 @@ def _emit_logits(emitter: Emitter, config: ModelConfig, residual: str, out: str 
 def emit_vocabulary(
     emitter: Emitter, config: ModelConfig, residual: str, width: int, out: str = "", owner: str = ""
 ) -> str:
-    """Final norm and LM head of rows: float32 logits [M, width], returned by buffer name.
+    """Emit final norm and LM head; returns the buffer of the logits, [M, width] float32.
 
-    out    a buffer that they are written to; "": one of the rows' own
-    owner  begins the names of weights
+    out    the buffer for the logits; "": a scratch buffer
+    owner  the prefix of the names of weights
     """
     normed = emitter.norm(residual, f"{owner}norm.weight", config.rms_norm_eps, "final")
     cap = config.logit_softcap

@@ -1,6 +1,6 @@
-"""A geometry has the frozen facts of a target or a draft model, from which programs are emitted.
+"""A geometry describes a target or a draft model: its layers, and a few fields of the whole model.
 
-A model is its layers, see `lowlat.models.layer_spec`, and a few facts of the whole.
+Programs are emitted from it. `lowlat.models.layer_spec` has the records of layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ Spec = TypeVar("Spec")
 class CodedKV:
     """A KV cache of e4m3 codes.
 
-    scales  of each layer of the target, [L]: those of keys and of values, each by key-value head; bfloat16 numbers. A
-            draft model's are 1
+    scales  for each layer of the target, [L]: of keys and of values, each by key-value head; bfloat16 numbers. A draft
+            model's scales are 1
     """
 
     scales: tuple[LayerScales, ...]
@@ -37,12 +37,12 @@ class CodedKV:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """The common part of targets and draft models: their layers, and facts of the whole.
+    """The common fields of targets and draft models.
 
     layers        one record a layer, [L]
-    quantisation  of linear layers in files; None: plain
-    quantiser     of linear layers at load; None: they stay as they are
-    shard         the rank whose part this is: heads and inner widths of the layers are its own; None: all of it
+    quantisation  how files store quantised linear layers; None: they are not quantised
+    quantiser     how linear layers are quantised at load; None: they are not
+    shard         the rank whose shard this is; heads and inner sizes of the layers are then the shard's; None: no shard
     """
 
     hidden_size: int
@@ -67,46 +67,46 @@ class Decoder:
 
     @cached_property
     def caching(self) -> Mapping[int, AttentionSpec]:
-        """The layers that keep keys and values of their own, by number: those that read no other layer's."""
+        """The layers with a KV cache of their own, by number; others read another layer's."""
         return MappingProxyType({number: spec for number, spec in self.attentions.items() if spec.kv_layer is None})
 
     @property
     def per_layer_size(self) -> int | None:
-        """The width of a token's embedding of each layer. Raises ConfigError where layers differ in it."""
+        """The width of a token's per-layer embedding. Raises ConfigError if layers differ in it."""
         return _alike("the width of their own embeddings", [layer.per_layer_size for layer in self.layers])
 
     @cached_property
     def deltas(self) -> Mapping[int, DeltaSpec]:
-        """The layers whose mixer is a gated delta net, by number: those that keep a recurrent state."""
+        """The layers whose mixer is a gated delta net, by number; they keep a recurrent state."""
         found = ((number, layer.mixer) for number, layer in enumerate(self.layers))
         return MappingProxyType({number: mixer for number, mixer in found if isinstance(mixer, DeltaSpec)})
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer that is attention, in order; None: it sees everything before it."""
+        """The windows of the layers with attention, in order; None: a row attends to all positions before it."""
         return tuple(spec.window for spec in self.attentions.values())
 
     @cached_property
     def rotations(self) -> tuple[Rotation, ...]:
-        """The different RoPE tables that its layers turn by, in order of first use."""
+        """The different RoPE settings of its layers, in order of first use."""
         return tuple(dict.fromkeys(spec.rotation for spec in self.attentions.values()))
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention that all its layers with attention have, their windows apart.
+        """The attention of all layers with attention, without their windows.
 
-        Raises ConfigError for a model whose layers differ: what reads this is made for models whose layers are alike.
+        Raises ConfigError if layers differ otherwise.
         """
         return _alike("attention", [replace(spec, window=None) for spec in self.attentions.values()])
 
     @property
     def ffn(self) -> FFN:
-        """The FFN that all its layers have. Raises ConfigError for a model whose layers differ."""
+        """The FFN of all layers. Raises ConfigError if layers differ."""
         return _alike("FFN", [layer.ffn for layer in self.layers])
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """The experts that all its MoE layers have; None: no layer is one. Raises ConfigError where they differ."""
+        """The experts of all MoE layers; None: it has no MoE layer. Raises ConfigError if layers differ."""
         found = [layer.experts for layer in self.layers if layer.experts is not None]
         return _alike("experts", found) if found else None
 
@@ -120,17 +120,17 @@ def _alike(what: str, specs: Sequence[Spec]) -> Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Decoder):
-    """A target's geometry, checked; every field is in use by `lowlat.models.decoder`.
+    """A target's geometry, checked.
 
     family           a name in the table of `lowlat.models.families`
-    embedding_scale  of the embedding's rows, in the compute dtype; None: they are taken as they are
-    logit_divisor    of logits, by which the family's recipes divide the weight of the final norm
+    embedding_scale  factor of the embedding's rows, in the compute dtype; None: there is none
+    logit_divisor    divisor of logits; the family's recipes divide the final norm's weight by it
     logit_softcap    logits l become c tanh(l / c); None: they stay
-    coded_kv         None: the cache has the compute dtype
-    coded_rows       matrices of layers that are multiplied by e4m3 codes of a prompt's rows, see `code_activations`; by
-                     name in order, so that a record's text is the same in every process
-    drops_windows    layers whose window holds the whole context run without it, see `for_context`
-    query_limit      positions up to which a scale of queries by position, which is not implemented, is 1
+    coded_kv         the scales of an e4m3 KV cache; None: the cache has the compute dtype
+    coded_rows       matrices of layers whose GEMMs read a prompt's rows as e4m3 codes, see `code_activations`; sorted
+                     by name, so that the record's text is the same in every process
+    drops_windows    whether layers whose window holds the whole context run without it, see `for_context`
+    query_limit      positions up to which Llama 4's scale of queries by position, which is not implemented, is 1
     """
 
     family: str
@@ -148,18 +148,18 @@ class ModelConfig(Decoder):
 
     @property
     def max_context(self) -> int:
-        """Tokens of prompt and text, at most."""
+        """The most tokens of prompt and output."""
         return self.max_position if self.query_limit is None else min(self.max_position, self.query_limit)
 
     @property
     def usual_context(self) -> int:
-        """Tokens up to which nothing that it computes depends on the context that it is loaded for."""
+        """The largest context up to which results do not depend on the runtime's `max_context`."""
         windows = [window for window in self.windows if window is not None and self.drops_windows]
         lengths = [rotation.rope.original_max_position for rotation in self.rotations if rotation.rope.has_long_factors]
         return min([self.max_context, *windows, *lengths])
 
     def for_context(self, max_context: int) -> Self:
-        """The geometry of a runtime of this context: windows that hold all of it left out, RoPE's factors chosen."""
+        """The geometry for a runtime's context: windows that hold all of it are dropped, RoPE's factors are chosen."""
         return replace(self, layers=tuple(self._in_context(layer, max_context) for layer in self.layers))
 
     def _in_context(self, layer: LayerSpec, max_context: int) -> LayerSpec:
@@ -171,10 +171,10 @@ class ModelConfig(Decoder):
         return replace(layer, mixer=replace(mixer, rope=mixer.rope.for_context(max_context)))
 
     def check_context(self, max_context: int, source: Path | str, *, flag: str | None = None) -> None:
-        """Raise ConfigError for a context that is longer than the model's.
+        """Raise ConfigError if a context is longer than the model's.
 
         source  the config, for the message
-        flag    the option of the command line that it was given by, where that is not --max-context
+        flag    the command-line option that gave the context, for the message; None: --max-context
         """
         given, knob = flag or "max_context", flag or "max_context (--max-context)"
         if self.query_limit is not None and self.query_limit < min(max_context, self.max_position):
@@ -190,29 +190,29 @@ class ModelConfig(Decoder):
 
     @property
     def cache_dtype(self) -> str:
-        """How keys and values are kept: "fp8", or the compute dtype."""
+        """The dtype of cached keys and values: "fp8", or the compute dtype."""
         return self.dtype if self.coded_kv is None else "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig(Decoder):
-    """The common part of all draft models' geometries; each method has a record of its own.
+    """The common fields of all draft models' geometries; each method has a record of its own.
 
-    method              the method of speculation that it is for
-    layout              who writes files of this form; "target": its weights lie in the target's files; "whole": it is a
-                        target by itself
-    target_hidden_size  of the target
-    draft_vocab_size    tokens that it drafts
+    method              the method of speculation
+    layout              the project whose files have this form; "target": the weights are in the target's files;
+                        "whole": the draft model is a complete model
+    target_hidden_size  the target's hidden size
+    draft_vocab_size    tokens that it can draft
     capture_boundaries  the target's residual streams that it reads. Boundary b is the stream entering layer b, 0 to L
                         (L: after the last layer, before the final norm)
-    own_embedding, own_lm_head  whether the checkpoint carries them; else they are the target's
-    embedding_scale     of the rows of the embedding that it reads, in the compute dtype; None: its own are taken as
-                        they are, and the target's as the method says
+    own_embedding, own_lm_head  whether the checkpoint has them; else the target's are used
+    embedding_scale     factor of the rows of its embedding, in the compute dtype; None: no factor for its own
+                        embedding, and for the target's the one that the method defines
     logit_softcap       logits l become c tanh(l / c); None: they stay
-    own_draft_map       whether the checkpoint carries d2t; else draft ids are the target's
-    is_cut              whether its LM head is rows of a larger one, gathered at load: own_lm_head and own_draft_map are
-                        then true, and files have neither
-    coverage            of a cut LM head, the share of its tokens in a text that it was not chosen by; None: unknown
+    own_draft_map       whether the checkpoint has d2t; else draft ids are the target's ids
+    is_cut              whether its LM head consists of rows of a larger one, gathered at load. own_lm_head and
+                        own_draft_map are then true, though the files have neither
+    coverage            for a cut LM head, the share of a held-out text's tokens that it can draft; None: unknown
     """
 
     method: ClassVar[str]

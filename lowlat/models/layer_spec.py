@@ -1,10 +1,10 @@
-"""These records describe the layers of a decoder: what mixes tokens, what follows it, and the norms around both.
+"""These records describe the layers of a decoder: the mixer (attention or another), the FFN, and the norms around both.
 
-A family is data: it maps a config to a tuple of `LayerSpec`s. Everything that may differ between the layers of a model
-stands here; what a model has once stands in `lowlat.models.geometry`. Programs, weights, KV caches and the cuts of
-tensor parallelism are made by walking the specs.
+A family is data: it maps a config to a tuple of `LayerSpec`s. A property that may differ between layers stands here; a
+property of the whole model stands in `lowlat.models.geometry`. Programs, weights, KV caches and tensor-parallel shards
+are made by walking the specs.
 
-A new kind of layer is a new record in `Mixer` or `FFN`, and the places that walk specs say which records they know.
+A new kind of layer is a new record in `Mixer` or `FFN`. Code that walks specs refuses records that it does not know.
 """
 
 from dataclasses import dataclass, replace
@@ -31,11 +31,12 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base, and how its frequencies are scaled for contexts past the trained one.
+    """Rotary embedding: base, and how its frequencies are scaled for contexts longer than the trained one.
 
-    share          of a head's pairs that turn, its first, where the kind is proportional: the others have angle 0
-    factors        longrope's, which divide a head's frequencies, [D / 2], of contexts up to original_max_position
-    long_factors   the same of longer contexts, for all positions: see `for_context`
+    share          of kind "proportional": the share of a head's pairs that RoPE rotates, its first; others have angle 0
+    factors        of kind "longrope": divisors of a head's frequencies, [D / 2], for contexts up to
+                   original_max_position
+    long_factors   the same for longer contexts, at all positions: see `for_context`
     Source: the `rope_theta`, `rope_scaling` and `rope_parameters` entries of config.json.
     """
 
@@ -55,11 +56,11 @@ class RopeConfig:
 
     @property
     def has_long_factors(self) -> bool:
-        """Whether longer contexts have other factors than these."""
+        """Whether longer contexts have other factors."""
         return bool(self.long_factors)
 
     def for_context(self, max_context: int) -> "RopeConfig":
-        """The same with the factors of a runtime's context; they are fixed then, for all of its positions."""
+        """The same with the factors for a runtime's context, which then hold for all of its positions."""
         if not self.long_factors:
             return self
         chosen = self.long_factors if max_context > self.original_max_position else self.factors
@@ -67,9 +68,9 @@ class RopeConfig:
 
 
 class Rotation(NamedTuple):
-    """The facts that fix a pair of RoPE tables: layers that agree in it share them.
+    """The settings of a pair of RoPE tables; layers with equal settings share the tables.
 
-    dims  dimensions of a head that turn
+    dims  dimensions of a head that RoPE rotates
     """
 
     rope: RopeConfig
@@ -78,13 +79,13 @@ class Rotation(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a mixer, as ranks share them out.
+    """The heads of a mixer, which tensor parallelism divides among ranks.
 
-    count    that are shared out
-    groups   of which each is read by several of them
-    dim      numbers that one of them gives the output projection
-    key_dim  numbers of a head of the groups; 0: as many as `dim`
-    options  the names by which configs have count and groups
+    count    heads (query heads of attention)
+    groups   heads that several of these share (key-value heads of attention)
+    dim      size of one of the `count` heads in the output projection's input
+    key_dim  size of one of the `groups` heads; 0: the same as `dim`
+    options  the names of count and groups in configs
     """
 
     count: int
@@ -95,7 +96,7 @@ class Heads:
 
 
 class AttentionWidths:
-    """The widths of attention, by numbers of heads."""
+    """The widths of attention, from its numbers of heads."""
 
     num_heads: int
     num_kv_heads: int
@@ -116,18 +117,18 @@ class AttentionWidths:
 class AttentionSpec(AttentionWidths):
     """Softmax attention over a KV cache.
 
-    rope      of queries and keys
-    rotary_dims  dimensions of a head that turn, its first; None: all
-    gated     whether what it gives is multiplied by sigmoids of a projection of its own, before the output projection
-    qk_norm   whether the query and key heads are normed, each by head, before RoPE
-    v_norm    whether the value heads are normed, too, without a weight; query and key heads are then normed
-    keys_as_values  whether values are the keys as projected, neither normed by the keys' weight nor rotated
-    kv_layer  the layer whose keys and values it reads, of the same window and heads: it has none; None: its own
-    sinks     whether each head has one more score, of no value
-    window    positions that a row sees, its own included; None: all before it
-    softcap   scores s become c tanh(s / c); None: they stay
-    scale     of scores before the softcap; None: head_dim ** -0.5
-    chains_only  the name of such layers, where they run over chains of drafts alone; None: they take any rows
+    rope            RoPE of queries and keys
+    rotary_dims     the first dimensions of a head, which RoPE rotates; None: all
+    gated           whether its output is multiplied by the sigmoid of a projection, before the output projection
+    qk_norm         whether each query and key head is normed before RoPE
+    v_norm          whether each value head is normed, too, without a weight; qk_norm is then true
+    keys_as_values  whether values are the projected keys, without the keys' norm weight and RoPE
+    kv_layer        the layer whose keys and values it reads, of the same window and heads; None: it has its own
+    sinks           whether each head has a sink: one more score in the softmax, without a value
+    window          positions that a row attends to, its own included; None: all before it
+    softcap         scores s become c tanh(s / c); None: they stay
+    scale           of scores before the softcap; None: head_dim ** -0.5
+    chains_only     the name of layers that run only over chains of drafts, for messages; None: they take trees, too
     """
 
     chains_only: ClassVar[str | None] = None
@@ -150,11 +151,11 @@ class AttentionSpec(AttentionWidths):
 
     @property
     def heads(self) -> Heads:
-        """Its query heads, which key-value heads serve."""
+        """The query heads, and the key-value heads that they share."""
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim)
 
     def with_heads(self, count: int, groups: int) -> "AttentionSpec":
-        """The same with so many query heads and key-value heads."""
+        """The same with other numbers of query heads and key-value heads."""
         return replace(self, num_heads=count, num_kv_heads=groups)
 
     @property
@@ -164,7 +165,7 @@ class AttentionSpec(AttentionWidths):
 
     @property
     def projected(self) -> str:
-        """The heads that its first projection gives, of q, k and v, in order."""
+        """The heads of its first projection, in order, by the letters q, k and v."""
         if self.kv_layer is not None:
             return "q"
         return "qk" if self.keys_as_values else "qkv"
@@ -176,19 +177,19 @@ class AttentionSpec(AttentionWidths):
 
     @property
     def rotation(self) -> Rotation:
-        """The facts that fix its RoPE tables."""
+        """The settings of its RoPE tables."""
         return Rotation(self.rope, self.head_dim if self.rotary_dims is None else self.rotary_dims)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSpec:
-    """A gated delta net: a convolution over a few last inputs, then a state that decays and is corrected by each row.
+    """A gated delta net: a convolution over the last inputs, then a state that decays and that each row corrects.
 
-    num_key_heads    of queries and of keys
-    num_value_heads  of values, of states and of gates; consecutive ones share a key head
-    key_dim, value_dim  of their heads
-    conv_size        inputs that the convolution sees, the row's own included
-    chains_only      as in `AttentionSpec`: its state follows one chain of tokens over a whole text
+    num_key_heads    heads of queries and of keys
+    num_value_heads  heads of values, of states and of gates; consecutive ones share a key head
+    key_dim, value_dim  sizes of a key head and a value head
+    conv_size        inputs that the convolution reads, the row's own included
+    chains_only      as in `AttentionSpec`: its state follows one chain of tokens
     """
 
     chains_only: ClassVar[str | None] = "gated delta nets"
@@ -200,12 +201,12 @@ class DeltaSpec:
 
     @property
     def heads(self) -> Heads:
-        """Its value heads, which key heads serve."""
+        """The value heads, and the key heads that they share."""
         options = ("linear_num_value_heads", "linear_num_key_heads")
         return Heads(self.num_value_heads, self.num_key_heads, self.value_dim, self.key_dim, options)
 
     def with_heads(self, count: int, groups: int) -> "DeltaSpec":
-        """The same with so many value heads and key heads."""
+        """The same with other numbers of value heads and key heads."""
         return replace(self, num_value_heads=count, num_key_heads=groups)
 
     @property
@@ -238,18 +239,18 @@ class DenseSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSpec:
-    """A gated FFN of which each token takes some experts, as the router says.
+    """An MoE FFN: a router chooses some experts, which are gated FFNs, for each token.
 
-    inner_size     of one expert
-    swiglu_limit   of the clamped SwiGLU; None: SwiGLU is plain
-    swiglu_alpha   its factor inside the sigmoid; None: SwiGLU is plain
+    inner_size     inner size of one expert
+    swiglu_limit   the limit of the clamped SwiGLU; None: SwiGLU is plain
+    swiglu_alpha   the factor in the clamped SwiGLU's sigmoid; None: SwiGLU is plain
     weight_format  of the experts' matrices: a name in the table of `lowlat.kernels.formats`
     biased         whether router and experts have biases
-    shares_of_all  whether an expert's share is of the softmax over all experts; else over those chosen
-    shared         whether there is one more expert, numbered after the others, that every token takes with the share
-                   sigmoid of its own row of the router
-    activation     of the gate, where SwiGLU is plain
-    shared_ffn     the same as an FFN of its own, where its size or format is another; None: there is none
+    shares_of_all  whether routing weights are a softmax over all experts; else over the chosen ones
+    shared         whether there is a shared expert, numbered after the others, which every token takes; its routing
+                   weight is the sigmoid of its own row of the router
+    activation     of the gate, if SwiGLU is plain
+    shared_ffn     a shared expert with a size or format of its own; None: there is none
     """
 
     inner_size: int
@@ -266,28 +267,29 @@ class ExpertsSpec:
 
     @property
     def num_matrices(self) -> int:
-        """Experts whose matrices lie together, the shared one among them."""
+        """Experts in the stacked matrices, the shared one of `shared` included."""
         return self.num_experts + self.shared
 
     @property
     def num_taken(self) -> int:
-        """Experts that a token takes of these."""
+        """Experts that a token takes out of `num_matrices`."""
         return self.num_experts_per_token + self.shared
 
     def expected_distinct(self, rows: int) -> float:
-        """The experts, the shared one left out, that so many rows choose, where each is as likely as another."""
+        """The expected number of different experts that `rows` rows choose, if all are equally likely, shared ones not
+        counted."""
         return self.num_experts * (1.0 - (1.0 - self.num_experts_per_token / self.num_experts) ** rows)
 
     def share_read(self, distinct: float) -> float:
-        """The share of the matrices that is read where rows choose so many different experts."""
+        """The share of the matrices that is read if rows choose `distinct` different experts."""
         return (distinct + self.shared) / self.num_matrices
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSpec:
-    """A dense FFN and experts next to each other: norm_d(dense x) + norm_e(experts y).
+    """A dense FFN parallel to experts: norm_d(dense x) + norm_e(experts y).
 
-    x is the FFN's normed input; y is the residual by another norm, and the router reads it by a third.
+    x is the FFN's normed input. y is the residual stream after another norm; the router reads it after a third one.
     """
 
     dense: DenseSpec
@@ -295,7 +297,7 @@ class ParallelSpec:
 
     @property
     def inner_size(self) -> int:
-        """Of one expert."""
+        """The inner size of one expert."""
         return self.experts.inner_size
 
 
@@ -307,13 +309,13 @@ FFN: TypeAlias = DenseSpec | ExpertsSpec | ParallelSpec
 class LayerSpec:
     """One layer: x += mixer(norm x), then x += ffn(norm x).
 
-    sandwich  whether what mixer and FFN give is normed, too, before it is added
-    per_layer_size  width P of the token's embedding of this layer, which gates a last sum: x += norm(out(gelu(gate x) *
+    sandwich        whether the outputs of mixer and FFN are normed, too, before they are added
+    per_layer_size  width P of a token's embedding for this layer, for a third sum: x += norm(out(gelu(gate x) *
                     embedding)); None: there is none
-    scaled    whether the residual stream is multiplied by a number of the layer at its end
-    sum_scale  what mixer and FFN give is multiplied by it before it is added, after the norm of `sandwich`; None: it is
-               added as it is. The weight `layers.N.sum_scale` has it
-    Norm weights are what a norm multiplies by: a family whose files store w and multiply by 1 + w adds the 1 at load.
+    scaled          whether the residual stream is multiplied by a scalar of the layer at its end
+    sum_scale       factor of the outputs of mixer and FFN before they are added, after the norm of `sandwich`; None:
+                    there is none. The weight `layers.N.sum_scale` holds it
+    A norm multiplies by its weight: a family whose files store w and multiply by 1 + w adds the 1 at load.
     """
 
     mixer: Mixer
@@ -325,19 +327,19 @@ class LayerSpec:
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """Its experts, next to a dense FFN or alone; None: it has none."""
+        """The layer's experts, alone or parallel to a dense FFN; None: it has none."""
         return self.ffn.experts if isinstance(self.ffn, ParallelSpec) else _experts_of(self.ffn)
 
     @property
     def dense(self) -> DenseSpec | None:
-        """Its dense FFN, next to experts or alone; None: it has none."""
+        """The layer's dense FFN, alone or parallel to experts; None: it has none."""
         if isinstance(self.ffn, ParallelSpec):
             return self.ffn.dense
         return self.ffn if isinstance(self.ffn, DenseSpec) else None
 
     @property
     def inner_sizes(self) -> tuple[int, int]:
-        """The inner width of its FFN, or of each of its experts; and of a dense FFN next to these, else 0."""
+        """The inner size of its FFN or of one expert, and of a parallel or shared dense FFN (0: there is none)."""
         if isinstance(self.ffn, ParallelSpec):
             return self.ffn.experts.inner_size, self.ffn.dense.inner_size
         shared = self.ffn.shared_ffn if isinstance(self.ffn, ExpertsSpec) else None

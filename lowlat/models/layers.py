@@ -1,6 +1,6 @@
 """This module emits operations of decoders and draft models over their rows: GEMMs, norms, attention, caches.
 
-GEMMs give float32; an operation that reads one rounds it once, to the dtype of the buffer it writes.
+GEMMs write float32. The operation that reads a GEMM's output rounds it once, to the dtype of the buffer that it writes.
 """
 
 from dataclasses import dataclass, field
@@ -20,17 +20,17 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def scales_name(k_cache: str) -> str:
-    """The constant that has the scales of a cache of codes, [2, G] float32, by the name of its keys."""
+    """The constant with the scales of a quantised KV cache, [2, G] float32; `k_cache` is the buffer of its keys."""
     return k_cache.replace("k_cache", "kv_scales")
 
 
 def rounded_scale(scale: float, dtype: str) -> float:
-    """A factor of embeddings as the compute dtype has it."""
+    """An embedding scale, rounded to the compute dtype."""
     return torch.tensor(scale, dtype=TORCH_DTYPES[dtype]).item()
 
 
 def table_of(builder: ProgramBuilder, table: str, window: int | None) -> str:
-    """The table of blocks of layers of a window: their own where the state has one, else that of all layers."""
+    """The block table for layers of a window: the window's own table if it is declared, else the common one."""
     own = table if window is None else table + window_suffix(window)
     return own if own in builder else table
 
@@ -41,16 +41,15 @@ class Rows:
 
     prefix     prepended to every scratch name, so that stages do not share buffers by accident
     count      M, rows in all
-    live       [M] uint8, or None for a chunk of prefill, which is processed whole
+    live       [M] uint8; None for prefill, which processes its rows whole
     positions  [M] int32, for RoPE
-    attention  buffers of the attention's rows: slots, dense_lens, row_masks; or chunk, for prefill
-    write      buffers of the KV write: row_live, slots, write_lens, offsets, block_table; or chunk, for prefill; none
-               of rows whose keys and values are in the cache. Layers of a window may have another block_table
-    chunk      positions of a chunk of prefill, of which there may be several; None: no prefill
-    partial    SpecPV's sizes, where a step's rows may attend to a part of the cache; None: they attend to all of it
-    recurrent  buffers of the rows of operations over recurrent states: slots, dense_lens, row_live; or slot and chunk,
-               for prefill
-    refresh    the rows are a refresh's, which choose the blocks of their slot's lists
+    attention  buffers for attention: slots, dense_lens, row_masks; for prefill chunk
+    write      buffers for the KV write: row_live, slots, write_lens, offsets, block_table; for prefill chunk; {} if the
+               cache has the rows' keys and values already. Layers of a window may have another block_table
+    chunk      positions of one chunk of prefill; the rows may be several chunks; None: no prefill
+    partial    SpecPV's sizes, if a step's rows may attend to a part of the cache; None: they attend to all of it
+    recurrent  buffers for operations over recurrent states: slots, dense_lens, row_live; for prefill slot and chunk
+    refresh    whether the rows are those of SpecPV's refresh, which choose the blocks of their slot's lists
     """
 
     prefix: str
@@ -66,12 +65,12 @@ class Rows:
 
     @property
     def are_prompt(self) -> bool:
-        """Whether they are a prompt's, and no others'."""
+        """Whether the rows are a prompt's."""
         return self.chunk is not None and not self.refresh
 
     @property
     def chooses(self) -> bool:
-        """Whether the rows attend to all of the cache and choose blocks, where other rows attend to lists."""
+        """Whether, with SpecPV, the rows attend to all of the cache and choose blocks; other rows attend to lists."""
         return self.refresh or self.chunk is not None
 
 
@@ -79,7 +78,7 @@ class Rows:
 class Emitter:
     """Appends operations over one set of rows to a program, in one compute dtype.
 
-    coded  matrices that are multiplied by codes of the rows
+    coded  matrices whose GEMM reads the rows as e4m3 codes
     """
 
     builder: ProgramBuilder
@@ -89,23 +88,23 @@ class Emitter:
     coded: frozenset[str] = frozenset()
 
     def live(self) -> dict[str, str]:
-        """The row_live argument, where rows may be dead."""
+        """The row_live argument, if rows may be dead; else {}."""
         return {} if self.rows.live is None else {"row_live": self.rows.live}
 
     def wanted(self) -> dict[str, str]:
-        """The row_live argument of operations that may skip rows nobody reads, also where other operations take all."""
+        """The row_live argument of operations that skip padding in prefill, too, where others process all rows."""
         return self.live() or {"row_live": self.rows.write["row_live"]}
 
     @property
     def _row_block(self) -> int:
-        """Rows of the reference's GEMMs: a step's by eights; a chunk's at once, and at least as many.
+        """Rows that the reference multiplies at once: eight in a step; all rows of a chunk, and at least eight.
 
-        Torch gives a row other bits where fewer than four are multiplied: chunks may be so short, and run together.
+        Torch gives a row other bits if fewer than four rows are multiplied, and chunks may be that short.
         """
         return ROW_BLOCK if self.rows.live is not None else max(ROW_BLOCK, self.rows.count)
 
     def scratch(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str:
-        """A scratch buffer of these rows; layers of other widths have another of the same name, with its extents."""
+        """A scratch buffer of these rows. If one of this name has another shape, the extents are added to the name."""
         name = f"{self.rows.prefix}{name}"
         if name in self.builder and self.builder.spec(name).shape != shape:
             name += f".{'x'.join(map(str, shape[1:]))}"
@@ -116,25 +115,29 @@ class Emitter:
         self.builder.emit(kind, self.stage, reads=reads, writes=writes, **options)  # type: ignore[arg-type]
 
     def embed(self, tokens: str, weight: str, width: int, name: str, *, scale: float | None = None) -> str:
-        """Embedding rows, [M, width], times a scale."""
+        """Emit the embedding, [M, width], times a scale."""
         out, own = self.scratch(name, self.rows.count, width), {} if scale is None else {"scale": scale}
         self.emit("embed", {"tokens": tokens}, {"out": out}, weights={"weight": weight}, **own)
         return out
 
     def cast(self, product: str, name: str) -> str:
-        """A GEMM's output, rounded to the compute dtype."""
+        """Round a GEMM's output to the compute dtype."""
         out = self.scratch(name, *self.builder.spec(product).shape)
         self.emit("cast", {"x": product}, {"out": out})
         return out
 
     def norm(self, x: str, weight: str, eps: float, name: str) -> str:
-        """RMS norm, the width kept."""
+        """Emit an RMS norm."""
         out = self.scratch(name, *self.builder.spec(x).shape)
         self.emit("rms_norm", {"x": x, **self.live()}, {"out": out}, weights={"weight": weight}, eps=eps)
         return out
 
     def linear(self, x: str, weight: str, width: int, name: str, *, bias: bool = False, **params: Any) -> str:
-        """A GEMM's output in float32, [M, width]; the bias is the weight's sibling. params: of `linear`."""
+        """Emit a GEMM, [M, width] float32.
+
+        weight  the matrix is WEIGHT.weight, the bias WEIGHT.bias
+        params  further parameters of the operation `linear`
+        """
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
         weights = {"weight": f"{weight}.weight"} | ({"bias": f"{weight}.bias"} if bias else {})
         if weights["weight"] in self.coded:
@@ -143,7 +146,7 @@ class Emitter:
         return out
 
     def narrow_linear(self, x: str, weight: str, width: int, name: str) -> str:
-        """The output in float32, [M, width], of a GEMM of few columns, which follows the norm of its rows."""
+        """Emit a GEMM of few columns that follows the norm of its rows, [M, width] float32."""
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
         weights = {"weight": f"{weight}.weight"}
         self.emit("narrow_linear", {"x": x}, {"out": out}, weights=weights, row_block=self._row_block)
@@ -152,9 +155,9 @@ class Emitter:
     def summed_linear(
         self, x: str, weight: str, width: int, name: str, shard: LayerShard | None, *, unit: int = 1, bias: bool = False
     ) -> str:
-        """A GEMM over the columns of K that a rank has, summed over all ranks; the first rank adds the bias.
+        """Emit a GEMM over the rank's columns of K and the sum over all ranks; the first rank adds the bias.
 
-        unit  columns that stay together where a rank sums in parts
+        unit  columns that stay in one part, if a rank sums in parts
         """
         if shard is None:
             return self.linear(x, weight, width, name, bias=bias)
@@ -162,12 +165,12 @@ class Emitter:
         return self.sum_ranks(self.linear(x, weight, width, name, bias=bias and not shard.rank, **parts), name, shard)
 
     def output(self, x: str, weight: str, width: int, shard: LayerShard | None, *, bias: bool = False) -> str:
-        """The output projection of a rank's heads, summed over all ranks: [M, width] float32."""
+        """Emit the output projection of the rank's heads and the sum over all ranks: [M, width] float32."""
         unit = 1 if shard is None else shard.output_unit
         return self.summed_linear(x, weight, width, "output", shard, unit=unit, bias=bias)
 
     def sum_ranks(self, part: str, name: str, shard: Place | None) -> str:
-        """The sum of all ranks' parts [M, width]; the part itself where there is one."""
+        """Emit the sum of all ranks' partial sums [M, width]; with one rank, returns `part`."""
         if shard is None or shard.size == 1:
             return part
         count, width = self.builder.spec(part).shape
@@ -176,7 +179,7 @@ class Emitter:
         return out
 
     def _gather_ranks(self, part: str, name: str, width: int, shard: Place) -> str:
-        """The parts of all ranks, [R, M, width]."""
+        """Emit the gathering of all ranks' partial results, [R, M, width]."""
         gathered = self.scratch(f"{name}.ranks", shard.size, self.rows.count, width, dtype=torch.float32)
         self.emit("gather_ranks", {"x": part}, {"out": gathered}, rank=shard.rank)
         return gathered
@@ -192,9 +195,9 @@ class Emitter:
         *,
         softcap: float | None = None,
     ) -> str:
-        """Logits of all ids [M, width] in float32, of an LM head of which each rank has some rows.
+        """Emit logits of all ids, [M, width] float32; each rank computes its rows of the LM head.
 
-        out      a buffer that they are written to; "": one of their own
+        out      the buffer for the logits; "": a scratch buffer
         softcap  c: logits l become c tanh(l / c); None: they stay
         """
         own: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
@@ -213,13 +216,13 @@ class Emitter:
         return out
 
     def add(self, a: str, b: str, name: str, out: str = "") -> str:
-        """A residual sum, rounded to the compute dtype; out: a buffer that it is written to, "": one of their own."""
+        """Emit a residual sum, rounded to the compute dtype. out: the buffer for it; "": a scratch buffer."""
         out = out or self.scratch(name, *self.builder.spec(a).shape)
         self.emit("add", {"a": a, "b": b}, {"out": out})
         return out
 
     def rotate(self, product: str, heads: dict[str, int], head_dim: int, tables: tuple[str, str]) -> dict[str, str]:
-        """Split a GEMM's output into q, k, v (those named in `heads`) and rotate; rounded to the compute dtype."""
+        """Split a GEMM's output into the heads named in `heads` and apply RoPE; rounded to the compute dtype."""
         outs = {part: self.scratch(part, self.rows.count, count, head_dim) for part, count in heads.items()}
         reads = {"qkv": product, "positions": self.rows.positions, "cos": tables[0], "sin": tables[1]}
         self.emit("rope", reads, outs)
@@ -237,10 +240,10 @@ class Emitter:
         has_keys: bool = True,
         **values: bool,
     ) -> str:
-        """Norm of the query and key heads of a GEMM's output, in float32.
+        """Emit the norm of the query and key heads of a GEMM's output, in float32.
 
-        has_keys  whether the layer norms keys: False where it has none
-        values    `v_norm` and `keys_as_values`, see the operation, where they are true
+        has_keys  whether the layer has keys to norm
+        values    `v_norm` and `keys_as_values` of the operation, if they are true
         """
         width = self.builder.spec(product).shape[1] + heads[1] * head_dim * ("keys_as_values" in values)
         out = self.scratch(name, self.rows.count, width, dtype=torch.float32)
@@ -259,21 +262,21 @@ class Emitter:
         return out
 
     def scales(self, k_cache: str) -> dict[str, str]:
-        """The argument of the scales of a cache that holds codes; they are declared where caches are."""
+        """The kv_scales argument, if the cache is quantised; else {}."""
         if self.builder.spec(k_cache).dtype != torch.uint8:
             return {}
         return {"kv_scales": scales_name(k_cache)}
 
     def paged(self, given: dict[str, str], window: int | None) -> dict[str, str]:
-        """The arguments of rows, with the table of layers of this window."""
+        """The given arguments with the block table for layers of this window."""
         if "block_table" not in given:
             return given
         return {**given, "block_table": table_of(self.builder, given["block_table"], window)}
 
     def kv_write(self, k: str, v: str, caches: tuple[str, str], window: int | None = None) -> None:
-        """Store keys and values of the live rows, unless they are in the cache.
+        """Emit the KV write of the live rows, unless the cache has them already.
 
-        window  of the layer, if all that its rows ever see lies in it
+        window  the layer's `kv_window`
         """
         if not self.rows.write:
             return
@@ -292,10 +295,10 @@ class Emitter:
         kv_window: int | None = None,
         **params: object,
     ) -> str:
-        """Attention of these rows over the cache, [M, width]; with the query heads of a rank, where it has a part.
+        """Emit attention of these rows over the cache, [M, width]; in tensor parallelism over the rank's query heads.
 
-        kv_window  as of `kv_write`
-        params     of the operation
+        kv_window  the layer's `kv_window`
+        params     parameters of the operation
         """
         out = self.scratch("attention", self.rows.count, width)
         given = self.paged(self.rows.attention, kv_window)
@@ -315,7 +318,7 @@ class Emitter:
         return out
 
     def choose_blocks(self, q: str, layer: int, partial: PartialKV) -> None:
-        """Summaries of the keys that prefill wrote, and the blocks of its slot's list: all, if it is not partial."""
+        """Emit summaries of the keys that prefill wrote, and the choice of the slot's list of blocks."""
         summary, table = f"key_summary.{layer}", {"block_table": self.rows.attention["block_table"]}
         reads = {"k_cache": f"k_cache.{layer}", **table, "span": "prefill_span"}
         reads |= self.scales(f"k_cache.{layer}")
@@ -334,7 +337,7 @@ class Emitter:
     def partial_attention(
         self, q: str, layer: int, width: int, partial: PartialKV, *, sinks: str | None, **params: Any
     ) -> str:
-        """Attention of a step's rows over their slots' lists of blocks, [M, width]."""
+        """Emit attention of a step's rows over their slots' lists of blocks, [M, width]."""
         out = self.scratch("attention", self.rows.count, width)
         given = {name: self.rows.attention[name] for name in ("slots", "row_masks")}
         lists = {"block_lists": f"block_lists.{layer}", "dense_lens": "list_lens"}

@@ -1,6 +1,6 @@
-"""This module opens a target: of a Hugging Face directory it gives checked geometry and canonical weights.
+"""This module opens a target: it reads a Hugging Face directory into a checked geometry and canonical weights.
 
-Families say how their weights are made of stored tensors, formats how quantised ones are checked.
+The family's recipes make canonical weights from stored tensors; formats check quantised tensors.
 """
 
 import logging
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 logger = logging.getLogger("lowlat")
-KEPT_RECIPES = 4  # geometries: a target, a draft model, each for its own context
+KEPT_RECIPES = 4  # cached geometries: of a target and of a draft model, each also for its runtime's context
 COMPARED_BYTES = 8 << 20
 LM_HEAD = "lm_head.weight"
 Config = TypeVar("Config", bound=Decoder)
@@ -62,7 +62,7 @@ class LoadedTarget:
 
 @dataclass(frozen=True)
 class OpenedTarget:
-    """A target's geometry, and its weights wherever they come from; tokenizer and config.json are in `directory`."""
+    """A target's geometry and a source of its weights; tokenizer and config.json are in `directory`."""
 
     config: ModelConfig
     weights: WeightSource
@@ -71,7 +71,7 @@ class OpenedTarget:
 
 @dataclass(frozen=True)
 class StoredTarget(OpenedTarget):
-    """A target whose weights are in their files, read when they are asked for."""
+    """A target whose weights stay in their files and are read on demand."""
 
     weights: StoredWeights
 
@@ -133,16 +133,16 @@ def fetch_target(model: str | Path, *, dtype: str = "auto", progress: Progress |
 def target_recipes(config: ModelConfig, names: Collection[str] | None = None) -> list[Recipe]:
     """How every canonical weight of a target is made of its checkpoint's tensors.
 
-    names  of these; None: they are not known, and weights that files have in two forms are in the usual one
+    names  the stored tensors' names; None: unknown, then weights that files store in two forms have the usual one
     """
     if names is None:
-        return list(_usual_recipes(replace(config, quantiser=None)))  # which takes weights that were made
+        return list(_usual_recipes(replace(config, quantiser=None)))  # recipes do not depend on the quantiser
     return _recipes(config, names)
 
 
 @lru_cache(maxsize=KEPT_RECIPES)
 def _usual_recipes(config: ModelConfig) -> tuple[Recipe, ...]:
-    """See `target_recipes`; kept, since a plan asks for those of one geometry again and again."""
+    """`target_recipes` for unknown names; cached, since plans ask for the same geometry many times."""
     return tuple(_recipes(config, None))
 
 
@@ -159,8 +159,8 @@ def _recipes(config: ModelConfig, names: Collection[str] | None) -> list[Recipe]
 
 
 def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
-    """Buffers that old versions of transformers stored, scales of the KV cache, the copy of a tied embedding, and what
-    is no part of the target."""
+    """Stored tensors that no recipe reads: buffers of old transformers versions, scales of the KV cache, the copy of a
+    tied embedding, and tensors that are no part of the target."""
     own = FAMILIES[config.family].names_in(checkpoint.entries)
     ignored = {own.stored(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq") for layer in range(config.num_layers)}
     ignored |= {name for layer in config.attentions for names in kv_scale_names(layer, own.stem) for name in names}
@@ -174,7 +174,7 @@ def _ignored(config: ModelConfig, checkpoint: Checkpoint) -> set[str]:
 
 
 def _unread(config: ModelConfig, stem: str) -> list[str]:
-    """Beginnings of the names of what files have of keys and values of layers that have none of their own."""
+    """Name prefixes of stored key and value tensors of layers that read another layer's keys and values."""
     layers = config.attentions.keys() - config.caching.keys()
     parts = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
     return [f"{stem}.layers.{layer}.self_attn.{part}" for layer in layers for part in parts]
@@ -203,9 +203,9 @@ def _same_rows(entry: TensorEntry, embedding: torch.Tensor) -> bool:
 
 
 def target_groups(config: ModelConfig, checkpoint: Checkpoint | None = None) -> list[Group]:
-    """Weights that are read and checked together, as their formats want it; all names checked against headers.
+    """The groups of weights that their formats read and check together; all names are checked against the headers.
 
-    Without a checkpoint nothing is checked, and the groups tell sizes alone. Raises ConfigError.
+    Without a checkpoint nothing is checked, and the groups only give sizes. Raises ConfigError.
     """
     recipes = target_recipes(config, None if checkpoint is None else checkpoint.entries)
     if checkpoint is None:
@@ -249,26 +249,26 @@ def open_target(directory: str | Path, *, dtype: str = "auto", progress: Progres
 
 
 def quantise_target(target: OpenedTarget, quantiser: Quantiser) -> OpenedTarget:
-    """The same target, its linear layers rounded as they are streamed. Raises ConfigError where they are already."""
+    """The same target with linear layers quantised while they are streamed. Raises ConfigError if they already are."""
     config = rounding(target.config, quantiser, f"{target.directory}: the target")
     return OpenedTarget(config, QuantisedWeights(target.weights, config.quantiser or quantiser), target.directory)
 
 
 def code_kv(target: OpenedTarget) -> OpenedTarget:
-    """The same target with a KV cache of codes, by the scales that its files have. Raises ConfigError for these."""
+    """The same target with an e4m3 KV cache and the scales in its files. Raises ConfigError for wrong scales."""
     checkpoint = target.weights.checkpoint if isinstance(target.weights, StoredWeights) else None
     return replace(target, config=coded(target.config, checkpoint))
 
 
 def coded(config: ModelConfig, checkpoint: Checkpoint | None = None) -> ModelConfig:
-    """The geometry of a model whose KV cache holds codes; without a checkpoint all scales are 1."""
+    """The geometry with an e4m3 KV cache; without a checkpoint all scales are 1."""
     heads = {layer: spec.num_kv_heads for layer, spec in config.caching.items()}
     stem = FAMILIES[config.family].names_in(None if checkpoint is None else checkpoint.entries).stem
     return replace(config, coded_kv=CodedKV(read_kv_scales(checkpoint, heads, stem)))
 
 
 def rounding(config: Config, quantiser: Quantiser, label: str) -> Config:
-    """The geometry of a model whose linear layers are rounded at load. Raises ConfigError where they are already."""
+    """The geometry with linear layers quantised at load. Raises ConfigError if they already are."""
     if config.quantisation is not None:
         formats = ", ".join(sorted(config.quantisation.format_names))
         raise ConfigError(

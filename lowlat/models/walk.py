@@ -1,7 +1,7 @@
-"""This module emits one layer of a decoder by its spec; targets and draft models are made of the same.
+"""This module emits the parts of one decoder layer by its spec, for targets and draft models.
 
-Shapes: M rows, H query and G key-value heads of D dimensions, N hidden size, I inner width. Norms and residual sums
-around mixer and FFN belong to who walks the layers.
+Shapes: M rows, H query and G key-value heads of D dimensions, N hidden size, I inner width. The caller emits the norms
+and residual sums around mixer and FFN.
 """
 
 from collections.abc import Mapping
@@ -47,12 +47,12 @@ Tables = Mapping[Rotation, tuple[str, str]]
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, and the names by which a program knows it.
+    """A layer's spec with the names of its weights and buffers.
 
-    name    the beginning of its weights' canonical names
-    caches  the buffers of its keys and values, where it has attention
-    shard   the part of it that a rank has; None: all of it
-    kv_window  positions in which all lies that its rows ever see; None: they may see everything before them
+    name       the prefix of its weights' canonical names
+    caches     the buffers of its keys and values, if it has attention
+    shard      the rank's part of the layer; None: all of it
+    kv_window  positions that any of its rows may ever attend to, counted back; None: all positions before the row
     """
 
     spec: LayerSpec
@@ -65,20 +65,20 @@ class Layer:
 
     @property
     def attention(self) -> AttentionSpec:
-        """Its mixer. Raises ConfigError where that is no attention."""
+        """The mixer. Raises ConfigError if it is no attention."""
         if not isinstance(self.spec.mixer, AttentionSpec):
             raise ConfigError(f"{self.name}: expected a layer with attention, found {self.spec.mixer}")
         return self.spec.mixer
 
     @property
     def head_counts(self) -> dict[str, int]:
-        """Heads of queries, keys and values."""
+        """Numbers of heads of queries, keys and values, by the letters q, k and v."""
         attention = self.attention
         return {"q": attention.num_heads, "k": attention.num_kv_heads, "v": attention.num_kv_heads}
 
 
 def layer_of(config: Decoder, number: int, name: str, caches: tuple[str, str]) -> Layer:
-    """A layer of a target or of a draft model."""
+    """A layer of a target or of a draft model, by number."""
     shard = None if config.shard is None else config.shard.layers[number]
     spec = config.layers[number]
     window = spec.mixer.window if isinstance(spec.mixer, AttentionSpec) else None
@@ -95,11 +95,12 @@ def emit_heads(
     normed: str = "qk_normed",
     write: bool = True,
 ) -> dict[str, str]:
-    """The heads in a GEMM's output [M, ...], normed where the layer says so and rotated: by letter, [M, H or G, D].
+    """Emit qk_norm if the layer has it, RoPE and the KV write; returns the heads by letter, [M, H or G, D].
 
-    letters  of q, k and v, those that the output holds, in this order; keys that are values, too, give both
+    product  a GEMM's output with these heads, [M, ...]
+    letters  the heads in the output, in order, out of q, k and v; with `keys_as_values` k gives k and v
     normed   the buffer of normed heads
-    write    whether keys and values are stored
+    write    whether keys and values are written to the cache
     """
     attention, counts = layer.attention, layer.head_counts
     if attention.qk_norm:
@@ -118,16 +119,16 @@ def emit_heads(
 
 
 def emit_projection(emitter: Emitter, layer: Layer, x: str, letters: str, name: str) -> str:
-    """The product [M, ...] of the projections of some heads, float32."""
+    """Emit one GEMM for the projections of the heads `letters`: [M, ...] float32."""
     attention, counts = layer.attention, layer.head_counts
     width = sum(counts[letter] for letter in letters) * attention.head_dim
     return emitter.linear(x, f"{layer.name}.{letters}", width, name, bias=attention.qkv_bias)
 
 
 def emit_attended(emitter: Emitter, layer: Layer, query: str, **seen: Any) -> str:
-    """Attention of queries [M, H, D] over the layer's cache, [M, H * D].
+    """Emit attention of queries [M, H, D] over the layer's cache: [M, H * D].
 
-    seen  what rows see, where it is not what the spec says: `window`, `first`, `keep_first`
+    seen  parameters that limit the positions of a row, other than the spec's: `window`, `first`, `keep_first`
     """
     attention = layer.attention
     params = {**score_params(attention), **seen}
@@ -138,9 +139,9 @@ def emit_attended(emitter: Emitter, layer: Layer, query: str, **seen: Any) -> st
 
 
 def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> str:
-    """The output of attention, [M, H * D], times its output gate, where the layer has one.
+    """Multiply the output of attention, [M, H * D], by the layer's output gate, if it has one.
 
-    normed  the layer's input, [M, N]
+    normed  the layer's normed input, [M, N]
     """
     if not layer.attention.gated:
         return attended
@@ -152,7 +153,7 @@ def emit_gated(emitter: Emitter, layer: Layer, normed: str, attended: str) -> st
 
 
 def emit_delta(emitter: Emitter, layer: Layer, delta: DeltaSpec, number: int, normed: str) -> str:
-    """A gated delta net over normed rows [M, N], its output projection included: [M, N] float32.
+    """Emit a gated delta net with its output projection over normed rows [M, N]: [M, N] float32.
 
     The layer's states must be declared, see `lowlat.sequence.recurrent`.
     """
@@ -178,21 +179,21 @@ def emit_delta(emitter: Emitter, layer: Layer, delta: DeltaSpec, number: int, no
 
 
 def score_params(attention: AttentionSpec) -> dict[str, Any]:
-    """The parameters by which scores are made."""
+    """The parameters of attention scores: scale and softcap."""
     capped = {} if attention.softcap is None else {"softcap": attention.softcap}
     return {"scale": attention.score_scale, **capped}
 
 
 def emit_output(emitter: Emitter, layer: Layer, attended: str) -> str:
-    """The output projection, summed over ranks: [M, N] float32."""
+    """Emit the output projection, summed over ranks: [M, N] float32."""
     bias = layer.attention.output_bias
     return emitter.output(attended, f"{layer.name}.o", layer.hidden_size, layer.shard, bias=bias)
 
 
 def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") -> str:
-    """The FFN over normed rows [M, N], summed over ranks: [M, N] float32; of two next to each other the compute dtype.
+    """Emit the FFN over normed rows [M, N], summed over ranks: [M, N] float32, or the compute dtype for a ParallelSpec.
 
-    residual  the rows before their norm, which experts next to a dense FFN read
+    residual  the rows before their norm, which the experts of a ParallelSpec read
     """
     ffn = layer.spec.ffn
     if isinstance(ffn, ExpertsSpec):
@@ -209,9 +210,9 @@ def emit_ffn(emitter: Emitter, layer: Layer, normed: str, residual: str = "") ->
 
 
 def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
-    """The output of a mixer or an FFN, [M, N], rounded, then normed, then scaled, as the layer says.
+    """Round, norm and scale the output of a mixer or an FFN, [M, N], as the layer's spec says.
 
-    norm  of "post_attn" and "post_ffn"
+    norm  "post_attn" or "post_ffn"
     """
     spec = layer.spec
     if not spec.sandwich and spec.sum_scale is None:
@@ -226,14 +227,19 @@ def emit_sandwich(emitter: Emitter, layer: Layer, output: str, norm: str) -> str
 
 
 def emit_layer_scale(emitter: Emitter, layer: Layer, total: str, name: str, out: str = "") -> str:
-    """The residual stream [M, N] times the layer's number. out: a buffer that it is written to; "": one of the name."""
+    """Multiply the residual stream [M, N] by the layer's scalar.
+
+    name  of a scratch buffer for the result
+    out   the buffer to use instead; "": none
+    """
     return _emit_scaled(emitter, layer, total, "scalar", name, out)
 
 
 def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, inputs: str) -> str:
-    """The summand that the token's embedding of this layer gives the residual stream [M, N]: [M, N], normed.
+    """Emit the term that the per-layer embedding adds to the residual stream: [M, N], normed.
 
-    inputs  the embeddings of all layers, [M, L P]
+    residual  the residual stream, [M, N], which gates the embedding
+    inputs    the tokens' embeddings for all layers, [M, L P]
     """
     size = layer.spec.per_layer_size or 0
     gate = emitter.linear(residual, f"{layer.name}.per_layer_gate", size, "per_layer.gate")
@@ -244,14 +250,14 @@ def emit_per_layer(emitter: Emitter, layer: Layer, number: int, residual: str, i
 
 
 def _emit_scaled(emitter: Emitter, layer: Layer, x: str, scalar: str, name: str, out: str = "") -> str:
-    """Rows [M, N] times a number that a weight of the layer holds."""
+    """Multiply rows [M, N] by a weight of the layer that is one number."""
     out = out or emitter.scratch(name, *emitter.builder.spec(x).shape)
     emitter.emit("scale", {"x": x}, {"out": out}, weights={"scalar": f"{layer.name}.{scalar}"})
     return out
 
 
 def _emit_normed(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
-    """A GEMM's output [M, N], rounded, then normed."""
+    """Round and norm a GEMM's output [M, N]."""
     rounded = emitter.cast(output, f"{norm}.rounded")
     return emitter.norm(rounded, f"{layer.name}.{norm}_norm.weight", layer.eps, f"{norm}.normed")
 
@@ -259,7 +265,7 @@ def _emit_normed(emitter: Emitter, layer: Layer, output: str, norm: str) -> str:
 def _emit_dense(
     emitter: Emitter, layer: Layer, name: str, ffn: DenseSpec, normed: str, unit: int, prefix: str = ""
 ) -> str:
-    """A dense FFN; name: the beginning of its weights' names, prefix: of its buffers'."""
+    """Emit a dense FFN. name: the prefix of its weights' names; prefix: the prefix of its buffers' names."""
     shard = layer.shard
     product = emitter.linear(normed, f"{name}.gate_up", 2 * ffn.inner_size, f"{prefix}gate_up", bias=ffn.bias)
     activated = emitter.scratch(f"{prefix}activated", emitter.rows.count, ffn.inner_size)
@@ -273,7 +279,10 @@ def _emit_dense(
 def _emit_experts(
     emitter: Emitter, layer: Layer, experts: ExpertsSpec, normed: str, routed: str, *, scaled: bool = False
 ) -> str:
-    """Experts over normed rows [M, N], chosen by the router over `routed`; scaled: shares have a scale by expert."""
+    """Emit experts over normed rows [M, N]; the router reads `routed`.
+
+    scaled  whether the router has a scale for each expert
+    """
     name, count, chosen = layer.name, emitter.rows.count, experts.num_taken
     one_more = {"shared": True} if experts.shared else {}
     ids = emitter.scratch(f"expert_ids.{name}", count, chosen, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A weight plan has names, shapes and dtypes of the canonical weights that a geometry implies."""
+"""A weight plan lists names, shapes and dtypes of a geometry's canonical weights."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -18,16 +18,17 @@ WeightPlan = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 def weight_plan(config: ModelConfig) -> WeightPlan:
     """Canonical name -> (shape, dtype) of every weight that has storage of its own.
 
-    A tied lm_head.weight is therefore absent: it is embed.weight.
+    A tied lm_head.weight is absent, since it is embed.weight.
     """
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in target_recipes(config)}
     return MappingProxyType(rounded_plan(plan, config.quantiser, tied=config.tie_embeddings))
 
 
 def rounded_plan(plan: WeightPlan, quantiser: Quantiser | None, *, tied: bool = False) -> WeightPlan:
-    """A plan with linear layers that are rounded at load listed by part; tied: the LM head was the embedding.
+    """A plan that lists linear layers which are quantised at load by their parts.
 
-    Group scales of layers that files have quantised are assumed to be as most files of the format store them.
+    tied  whether the LM head is the embedding in files
+    For layers that files store quantised, group scales are assumed to have the format's usual dtype.
     """
     if quantiser is None:
         return {name: (shape, _usual_dtype(name, dtype, plan)) for name, (shape, dtype) in plan.items()}

@@ -1,1 +1,1 @@
-"""This package declares the options of a runtime, of speculation and of a request once. It knows no model."""
+"""This package declares the options of a runtime, of speculation and of a request, each once. It loads no model."""

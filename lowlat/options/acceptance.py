@@ -1,22 +1,22 @@
-"""This module imposes acceptance: a probability by position, and the tokens a step that it comes to."""
+"""This module converts between an imposed acceptance probability of drafts and the mean tokens a step."""
 
 from lowlat.errors import ConfigError
 
 __all__ = ["acceptance_for", "expected_accept_length"]
 
-BISECTIONS = 60  # to the last bit of a probability
+BISECTIONS = 60  # enough for the last bit of a probability
 
 
 def expected_accept_length(acceptance: float, num_speculative_tokens: int) -> float:
-    """Return the tokens a step, bonus included, at a draft length where each draft is accepted with a probability.
+    """Return the mean tokens a step, bonus included, if each draft is accepted with probability p = `acceptance`.
 
-    A draft counts where all before it were accepted: 1 + p + p^2 + ... + p^S.
+    A draft counts only if all before it were accepted: 1 + p + p^2 + ... + p^S.
     """
     return sum(acceptance**place for place in range(num_speculative_tokens + 1))
 
 
 def acceptance_for(accept_length: float, num_speculative_tokens: int) -> float:
-    """Return the probability at which a draft length brings so many tokens a step.
+    """Return the acceptance probability that gives `accept_length` tokens a step.
 
     Raises ConfigError for a length outside 1 to num_speculative_tokens + 1.
     """

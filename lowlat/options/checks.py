@@ -1,4 +1,4 @@
-"""These are the kinds of checks that a step can make on the device."""
+"""This module lists the kinds of checks that a step can run on the device, and parses their names."""
 
 from lowlat.errors import ConfigError
 
@@ -8,7 +8,7 @@ CHECK_KINDS = ("masks", "spans", "lengths")
 
 
 def parse_checks(text: object) -> frozenset[str]:
-    """The kinds that a text names with commas or blanks between them; "all" is every one, None none.
+    """Return the kinds that a text lists, separated by commas or blanks; "all" means every kind, None no kind.
 
     Raises ConfigError for anything else.
     """

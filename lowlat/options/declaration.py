@@ -1,8 +1,8 @@
-"""An option is declared once; its checks, its flag, its variable and its TOML key come of the declaration.
+"""This module declares options. An option's checks, flag, variable and TOML key all come from one declaration.
 
-An option is a field of a frozen dataclass: its annotation says what kind of value it takes, its metadata what it is
-for and within which limits. The records check themselves with `check_options`; `lowlat.cli.options` makes flags of the
-same fields, and `lowlat.serving.config` variables and keys.
+An option is a field of a frozen dataclass. Its annotation gives the kind of value, its metadata the help and the
+limits. The dataclasses check themselves with `check_options`. `lowlat.cli.options` makes flags from the same fields,
+and `lowlat.serving.config` makes variables and keys.
 """
 
 import math
@@ -29,7 +29,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-# a kind of value, and how a message names it
+# kinds of values, with their names in messages
 KINDS = {
     "int": "an integer",
     "float": "a number",
@@ -48,22 +48,22 @@ _SCALARS = {int: "int", float: "float", bool: "bool", str: "str"}
 class Option:
     """One declared option.
 
-    name         its field
-    key          its name on the command line, in the environment and in TOML; most often the field's
-    kind         one of KINDS, or "record" for an option of Python alone
-    default      the field's default; None where `otherwise` says what holds, which depends on the model
+    name         the name of its field
+    key          its name on the command line, in the environment and in TOML; usually that of the field
+    kind         one of KINDS, or "record" for an option that only Python has
+    default      the field's default; None if the default depends on the model, as `otherwise` says
     nullable     whether None is allowed
-    help         a sentence or two
-    low, high    limits of a number, both included; low is excluded where `above`
-    choices      the strings allowed, where there are few
+    help         one or two sentences
+    low, high    limits of a number, both included; with `above`, low is excluded
+    choices      the allowed strings, if there are few
     aliases      further names of the key
     flags        short spellings on the command line
-    metavar      the value's name in the help; None: the kind's
-    from_file    on the command line a file's name stands for its text
-    words        strings that stand for a number
+    metavar      the value's name in the help; None: that of the kind
+    from_file    on the command line the value is a file that contains the text
+    words        strings that are allowed in place of a number
     python_only  cannot be set on the command line, in the environment or in a file
-    group        the section of the help that it stands in; "": that of its record
-    rare         on the command line it is set by --set NAME=VALUE, and the help has its name alone
+    group        its section of the help; "": that of its record
+    rare         set by --set NAME=VALUE on the command line; the help lists only its name
     """
 
     name: str
@@ -93,20 +93,20 @@ class Option:
 
     @property
     def said(self) -> str:
-        """How it is set on the command line, for messages."""
+        """The spelling on the command line, for messages."""
         return f"--set {self.key}" if self.rare else self.flag
 
     @property
     def wanted(self) -> str:
-        """The kind of value that it takes, and the words that stand for one, for messages."""
+        """The kind of value and the words that it accepts, for messages."""
         return " or ".join((KINDS[self.kind], *map(repr, self.words)))
 
     def offers(self, value: object) -> bool:
-        """Whether a value, of any type, is one of the choices, which may be the keys of a table."""
+        """Return whether a value of any type is one of the choices."""
         return value in tuple(self.choices)
 
     def takes(self, value: object) -> bool:
-        """Whether a value is of the option's kind; limits are not looked at."""
+        """Return whether a value is of the option's kind; limits are not checked."""
         if isinstance(value, str) and value in self.words:
             return True
         if self.kind == "ints":
@@ -118,13 +118,13 @@ class Option:
 
 
 def declare(default: Any, help: str, low: float | None = None, high: float | None = None, **details: Any) -> Any:
-    """A field of an options record: its default, its help, its limits, and any of Option's other attributes."""
+    """Make a field of an options record, with its default, help, limits, and other attributes of Option."""
     return field(default=default, metadata={"help": help, "low": low, "high": high, **details})
 
 
 @cache
 def options_of(record: Any) -> tuple[Option, ...]:
-    """The options that a dataclass declares, in order."""
+    """Return the options that a dataclass declares, in order."""
     found = []
     for item in fields(record):
         default = None if item.default is MISSING or "otherwise" in item.metadata else item.default
@@ -145,7 +145,7 @@ def documented(record: type[T]) -> type[T]:
 
 
 def given_options(record: Any) -> str:
-    """A record's repr: the options that are not at their defaults."""
+    """Return a record's repr with the options that differ from their defaults."""
     given = [(item.name, getattr(record, item.name)) for item in fields(record)]
     defaults = {item.name: item.default for item in fields(record)}
     shown = [f"{name}={value!r}" for name, value in given if value != defaults[name]]
@@ -153,7 +153,7 @@ def given_options(record: Any) -> str:
 
 
 def _of_annotation(annotation: Any) -> dict[str, Any]:
-    """The kind, the choices and whether None is allowed, from a field's annotation."""
+    """Read kind, choices and nullable from a field's annotation."""
     union = get_origin(annotation) in (Union, UnionType)
     parts = [part for part in (get_args(annotation) if union else (annotation,)) if part is not NoneType]
     found: dict[str, Any] = {"kind": "record", "nullable": union and NoneType in get_args(annotation)}
@@ -170,7 +170,7 @@ def _of_annotation(annotation: Any) -> dict[str, Any]:
 
 
 def check_options(record: Any, error: type[Exception]) -> None:
-    """Refuse values that are of another kind than their options, or beyond their limits, with `error`."""
+    """Check the kinds and the limits of all values, and raise `error` for a wrong one."""
     kind: Any = type(record)
     for option in options_of(kind):
         value = getattr(record, option.name)
@@ -193,9 +193,9 @@ def check_options(record: Any, error: type[Exception]) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The numbers of a scalar or an array of NumPy or torch, in lists as it has axes; another value as it is.
+    """Convert a scalar or an array of NumPy or torch to numbers or nested lists; return other values unchanged.
 
-    Raises what the library does for one that has no values, such as a tensor of torch's meta device.
+    Raises the library's error for an array without values, such as a tensor on torch's meta device.
     """
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, (type, memoryview)) else value
 
@@ -210,7 +210,7 @@ def check_integer(name: str, value: object, low: Any, high: Any, error: type[Exc
 
 def check_number(name: str, value: object, low: Any, high: Any, error: type[Exception], *, above: bool = False) -> None:
     """Refuse anything but a finite number in [low, high], or (low, high] where `above`, with `error`."""
-    # isfinite would turn a huge integer into a float, and overflow
+    # isfinite converts a huge integer to a float, which overflows
     infinite = isinstance(value, float) and not math.isfinite(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or infinite:
         raise error(f"{name} must be a finite number, got {shown(value)}")
@@ -220,7 +220,7 @@ def check_number(name: str, value: object, low: Any, high: Any, error: type[Exce
 
 
 def shown(value: object) -> str:
-    """A value for a message: short, and not the digits of a huge integer, which Python refuses to print."""
+    """Return a short text of a value for a message; a huge integer by its bits, as Python refuses to print it."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     return f"{value!r:.80}"

@@ -1,10 +1,10 @@
-"""This is the draft length where no one asks for one: a number, or a target's own where one was measured."""
+"""This module defines the default draft length, which a load may replace by one measured for its kind of target."""
 
 __all__ = ["DEFAULT_LENGTH", "DefaultLength"]
 
 
 class DefaultLength(int):
-    """A draft length that nobody asked for: a load may take another, as its target's kind has it."""
+    """The draft length if no option gives one; a load may use another for its kind of target."""
 
 
 DEFAULT_LENGTH = DefaultLength(3)

@@ -1,4 +1,4 @@
-"""This module names the directories where lowlat keeps what it fetched, compiled and measured, or makes one private."""
+"""This module names the directories of lowlat's caches, compiled kernels and tuning tables, and checks directories."""
 
 import os
 import stat
@@ -19,24 +19,24 @@ __all__ = [
 ]
 
 NO_TABLES = "off"
-PROBE_BYTES = 1 << 16  # about those of a kernel
+PROBE_BYTES = 1 << 16  # about the size of a kernel
 
 
 def cache_directory() -> Path:
-    """The user's cache of lowlat: below XDG_CACHE_HOME, where that is an absolute path, else the system's own place."""
+    """Return the user's cache of lowlat: in XDG_CACHE_HOME if that is an absolute path, else the default."""
     return platformdirs.user_cache_path("lowlat", appauthor=False)
 
 
 def kernel_cache_directory() -> Path:
-    """The folder where compiled kernels are kept: LOWLAT_KERNEL_CACHE, else below the user's cache directory."""
+    """Return the folder of compiled kernels: LOWLAT_KERNEL_CACHE, else one in the user's cache directory."""
     own = os.environ.get("LOWLAT_KERNEL_CACHE", "")
     return Path(own) if own else cache_directory() / "kernels"
 
 
 def write_problem(folder: Path) -> str | None:
-    """The system's words why no file can be written in a folder, or in one that would be made; None where one can.
+    """Return the system's message why no file can be written in a folder, which may not exist yet; None if one can.
 
-    A file without a name is written to the folder, or to the one above it that is there, and is gone at once.
+    To test it, an unnamed temporary file is written to the folder, or to its nearest existing parent.
     """
     try:
         above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
@@ -49,10 +49,10 @@ def write_problem(folder: Path) -> str | None:
 
 
 def make_private(folder: Path, option: str) -> None:
-    """Make a folder of this user's alone, and those above it, where it is missing.
+    """Make a folder and its parents if missing, for this user alone (mode 700).
 
-    option  that names it, for messages
-    Raises ConfigError for one that cannot be made, that is another user's, or that lets others in.
+    option  the option that names the folder, for messages
+    Raises ConfigError if it cannot be made, belongs to another user, or is open to others.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,11 +69,11 @@ def make_private(folder: Path, option: str) -> None:
 
 
 def tuning_directory() -> Path:
-    """The folder of the user's own tuning tables: LOWLAT_TUNING, else below the user's data directory."""
+    """Return the folder of the user's own tuning tables: LOWLAT_TUNING, else one in the user's data directory."""
     own = os.environ.get("LOWLAT_TUNING", "")
     return Path(own) if own and own != NO_TABLES else platformdirs.user_data_path("lowlat", appauthor=False) / "tuning"
 
 
 def uses_tuning_tables() -> bool:
-    """Whether plans are looked up in tables; with LOWLAT_TUNING=off all are derived, to be compared with those."""
+    """Return whether plans come from tables; with LOWLAT_TUNING=off all are derived, for comparison."""
     return os.environ.get("LOWLAT_TUNING", "") != NO_TABLES

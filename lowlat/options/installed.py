@@ -1,4 +1,4 @@
-"""This module tells the version of lowlat that is installed."""
+"""This module reads the version of the installed lowlat."""
 
 from importlib import metadata
 
@@ -6,7 +6,7 @@ __all__ = ["installed_version"]
 
 
 def installed_version() -> str:
-    """Return the version of lowlat that is installed; empty where it is merely on the path."""
+    """Return the version of the installed lowlat; "" if it is only on the path."""
     try:
         return metadata.version("lowlat")
     except metadata.PackageNotFoundError:

@@ -1,7 +1,7 @@
 """These types name the keyword options of Python's calls, for type checkers and editors.
 
-Each has the options of one record, in the types that a caller may give: a list where the record keeps a tuple, "auto"
-where it keeps a number. The records check the values.
+Each has the options of one record, with the types that a caller may pass: a list for a tuple of the record, or "auto"
+for a number. The records check the values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ __all__ = ["CALL_OPTIONS", "CallOptions", "NamedSession", "RuntimeOptions", "Sam
 
 
 class SpeculativeOptions(TypedDict, total=False):
-    """The fields of SpeculativeConfig after `model` and `method`; it says what each means."""
+    """The fields of SpeculativeConfig after `model` and `method`; SpeculativeConfig explains each."""
 
     num_speculative_tokens: int | Literal["auto"]
     adaptive_width: bool
@@ -60,7 +60,7 @@ class SpeculativeOptions(TypedDict, total=False):
 
 
 class RuntimeOptions(TypedDict, total=False):
-    """The fields of RuntimeConfig, which say what each means."""
+    """The fields of RuntimeConfig, which explains each."""
 
     max_batch: int
     max_context: int
@@ -108,7 +108,7 @@ class RuntimeOptions(TypedDict, total=False):
 
 
 class NamedSession(Protocol):
-    """A session as calls take it: `lowlat.Session`, whose id means something within its cache_salt."""
+    """A session as an argument of calls: a `lowlat.Session`, whose id is valid within its cache_salt."""
 
     @property
     def session_id(self) -> str: ...
@@ -117,15 +117,15 @@ class NamedSession(Protocol):
 
 
 class CallOptions(SamplingOptions, total=False):
-    """The options of `Runtime.generate` and its like: those of SamplingParams, and these.
+    """The options of `Runtime.generate` and similar calls: those of SamplingParams, and these.
 
-    tool_choice       of messages with tools: "auto", "required", "none", or the name of the function to call
-    template_options  of messages: for the chat template, such as {"enable_thinking": False}; {"continue_final_message":
-                      True} has the answer go on with the last message, an assistant's
+    tool_choice       for messages with tools: "auto", "required", "none", or the name of the function to call
+    template_options  for messages: variables of the chat template, such as {"enable_thinking": False}; with
+                      {"continue_final_message": True} the answer continues the last message, an assistant's
     allow_special     special tokens that a text or messages spell become these tokens; otherwise they stay text
     cache_salt        only requests of the same salt share cached prefixes
-    timeout_s         after so many seconds StreamError with the code "timeout" is raised, and the request cancelled
-    session           the `Session` that the request belongs to, or its id: its prefix stays while that lives
+    timeout_s         seconds after which StreamError with the code "timeout" is raised, and the request cancelled
+    session           the request's `Session`, or its id; its prefix is kept while the session lives
     """
 
     tool_choice: str

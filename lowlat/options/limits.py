@@ -1,4 +1,4 @@
-"""This module compares a configuration of speculation with what a runtime was loaded with, option by option."""
+"""This module compares a speculation's configuration with a loaded runtime's, option by option."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ __all__ = ["LimitCheck", "compare_limits"]
 
 @dataclass(frozen=True)
 class LimitCheck:
-    """One option next to the runtime's own value.
+    """One option of a configuration, compared with the runtime's value.
 
-    asked    the configuration's; None where it leaves the value open
-    loaded   the runtime's; None where it has no such value
-    fits     whether a runtime of these sizes runs what is asked for
+    asked    the configuration's value; None if it leaves the value open
+    loaded   the runtime's value; None if it has none
+    fits     whether the loaded runtime can run the configuration's value
     verdict  the same in words
     """
 

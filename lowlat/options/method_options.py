@@ -1,11 +1,11 @@
-"""This module lists the methods of speculation by name, and which options each has."""
+"""This module lists the methods of speculation with their options."""
 
 __all__ = ["AUTO_METHOD", "METHOD_OPTIONS", "NEEDS_MODEL", "TEXT_METHODS"]
 
 _STATIC = ("tree", "max_path_len", "max_non_leaves_per_layer")
 _TREES = (*_STATIC, "dynamic_tree_max_topk", "max_draft_len", "max_total_draft_tokens")
 _VOCABULARY = ("draft_vocab", "draft_vocab_size")
-# Options of one method alone: with others they must keep their defaults. Options that stand nowhere are of all methods.
+# The options of each method. With other methods they must keep their defaults. Options not listed are for all methods.
 METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "eagle3": ("model", "draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
     "mtp": ("draft_quantize", "capture_layers", "draft_window", "text_drafts", *_VOCABULARY, *_TREES),
@@ -17,8 +17,8 @@ METHOD_OPTIONS: dict[str, tuple[str, ...]] = {
     "draft_model": ("model", "draft_quantize", "text_drafts", *_VOCABULARY),
 }
 NEEDS_MODEL = frozenset(method for method, names in METHOD_OPTIONS.items() if "model" in names)
-TEXT_METHODS = tuple(method for method in METHOD_OPTIONS if method not in (*NEEDS_MODEL, "mtp"))  # drafts of text alone
-AUTO_METHOD = "auto"  # stands for a method that models' files name: it is settled at load
+TEXT_METHODS = tuple(method for method in METHOD_OPTIONS if method not in (*NEEDS_MODEL, "mtp"))  # draft from text only
+AUTO_METHOD = "auto"  # the load chooses the method from the models' files
 METHOD_OPTIONS[AUTO_METHOD] = tuple(
     dict.fromkeys(name for method, names in METHOD_OPTIONS.items() if method in (*NEEDS_MODEL, "mtp") for name in names)
 )

@@ -1,6 +1,6 @@
-"""A model's name is a directory of this machine, or a repository of the Hugging Face hub, `ORG/NAME[@REVISION]`.
+"""This module tells model directories from repositories of the Hugging Face hub, `ORG/NAME[@REVISION]`.
 
-A directory that exists wins. It knows paths and names, and fetches nothing.
+A name that is an existing directory means that directory. This module downloads nothing.
 """
 
 import re
@@ -26,7 +26,7 @@ class Repository:
 
 
 def find_repository(model: str | Path) -> Repository | None:
-    """The repository that a model's name stands for; None for a directory, and for what can only be a path."""
+    """Return the repository that a model's name means; None for a directory, and for a name that can only be a path."""
     text = str(model)
     found = _NAME.fullmatch(text)
     if found is None or "--" in text or ".." in text or Path(text).exists():
@@ -35,6 +35,6 @@ def find_repository(model: str | Path) -> Repository | None:
 
 
 def display_name(directory: Path) -> str:
-    """The name of the model in a directory: its last part, or `ORG/NAME` in the hub's cache."""
+    """Return the name of the model in a directory: its last part, or `ORG/NAME` in the hub's cache."""
     found = _SNAPSHOT.fullmatch(directory.parent.parent.name) if directory.parent.name == "snapshots" else None
     return directory.name if found is None else f"{found[1]}/{found[2]}"

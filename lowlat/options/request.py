@@ -51,10 +51,10 @@ MAX_LOGIT_BIASES = 300
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_CHOICES = 1024
 MAX_DRAFT_TEXTS = 16
-MAX_DRAFT_TEXT_CHARACTERS = 1 << 20  # of a text, or token ids
+MAX_DRAFT_TEXT_CHARACTERS = 1 << 20  # characters of a text, or token ids
 GRAMMAR_OPTIONS = ("json_schema", "json_object", "regex", "grammar", "choice", "tool_calls")
-ADVISED_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # that a model's authors may advise
-MAX_INT32 = (1 << 31) - 1  # what the device's counters hold
+ADVISED_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a model's authors may advise these
+MAX_INT32 = (1 << 31) - 1  # the range of the device's counters
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 MAX_PRIORITY = 1000
 ErrorCode = Literal["not_finite", "grammar", "text", "check", "deadline"]
@@ -150,7 +150,7 @@ class SamplingParams:
         python_only=True,
     )
 
-    if TYPE_CHECKING:  # callers may give more than a field's own type
+    if TYPE_CHECKING:  # callers may pass more types than a field has
 
         def __init__(self, **options: Unpack[SamplingOptions]) -> None: ...
 
@@ -218,11 +218,11 @@ class SamplingParams:
         for token, bias in biases.items():
             check_integer("logit_bias token", token, 0, MAX_INT32, RequestError)
             check_number(f"logit_bias[{token}]", bias, -100.0, 100.0, RequestError)
-        object.__setattr__(self, "logit_bias", biases)  # the caller's may change after the check
+        object.__setattr__(self, "logit_bias", biases)  # a copy, as the caller's may change after the check
 
     @property
     def grammar_option(self) -> str | None:
-        """The option that says what the answer is bound to; None for a free answer."""
+        """The option that constrains the answer; None for a free answer."""
         given = (name for name in GRAMMAR_OPTIONS if getattr(self, name) not in (None, False, ()))
         return next(given, None)
 
@@ -254,7 +254,7 @@ class SamplingParams:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> "SamplingParams":
-        """Build from keyword options; an unknown one raises RequestError by name."""
+        """Build from keyword options. Raises RequestError that names an unknown option."""
         if not isinstance(options, Mapping):
             raise RequestError(f"sampling parameters must map names to values, got {type(options).__name__}")
         known = {field.name for field in fields(cls)}
@@ -273,12 +273,12 @@ def _schema_of(value: object) -> str:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """One committed token's logarithmic probability, from the raw logits, and its likeliest alternatives."""
+    """A committed token's logarithmic probability from the raw logits, and its likeliest alternatives."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
-    texts: tuple[bytes, ...] | None = None  # of the token, then of each alternative; None without a tokenizer
+    texts: tuple[bytes, ...] | None = None  # bytes of the token, then of each alternative; None without a tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ class StepOutput:
 
 
 def _as_json(name: str, value: object) -> object:
-    """JSON text of a mapping or a list; whatever else was given as it is."""
+    """Return a mapping or a list as JSON text, and other values unchanged."""
     if not isinstance(value, (Mapping, list, tuple)):
         return value
     try:

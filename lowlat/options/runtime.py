@@ -1,6 +1,6 @@
-"""This module has the options of a runtime: frozen, validated at construction, refused by name.
+"""This module defines the options of a runtime. They are frozen and checked at construction; errors name the option.
 
-What depends on the model (context against max_position) is checked at load.
+The load checks what depends on the model, such as the context against max_position.
 """
 
 import re
@@ -22,10 +22,10 @@ __all__ = [
     "options_from",
 ]  # fmt: skip
 
-MAX_BATCH, FEW_SLOTS = 32, 8  # slots, and up to how many there may be all kinds of steps
+MAX_BATCH, FEW_SLOTS = 32, 8  # most slots, and most slots with which all kinds of steps are supported
 MAX_CONTEXT = 1 << 20
 MAX_KV_BLOCKS = (1 << 31) - 1
-MAX_PREFILL_CHUNKS = 64  # of a prompt, at once
+MAX_PREFILL_CHUNKS = 64  # chunks of a prompt in one pass
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]+)?")
 
@@ -250,7 +250,7 @@ class RuntimeConfig:
     watchdog_min_s: float = declare(2.0, "But none of fewer seconds.", 0.1, 3600.0, python_only=True)
     traces: TraceConfig = declare(TraceConfig(), "Debug traces.", python_only=True)
 
-    if TYPE_CHECKING:  # callers may give more than a field's own type
+    if TYPE_CHECKING:  # callers may pass more types than a field has
 
         def __init__(self, **options: Unpack[RuntimeOptions]) -> None: ...
 

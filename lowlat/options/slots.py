@@ -1,6 +1,6 @@
-"""This module bounds the slots and rows of a step: beyond eight slots there are chains alone, whose rows are few.
+"""This module limits the slots and rows of a step: beyond eight slots only chains with few rows are supported.
 
-What other steps would need beyond eight slots, such as trees' rows or several GPUs' memory, is refused by name.
+Other options are refused by name beyond eight slots, such as trees, which need more rows, and several GPUs.
 """
 
 import logging
@@ -13,18 +13,18 @@ from lowlat.options.speculative import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 __all__ = ["MOST_STEP_ROWS", "fit_slots", "most_drafts"]
 
 logger = logging.getLogger("lowlat")
-MOST_STEP_ROWS = 128  # of all slots, where there are more than FEW_SLOTS
+MOST_STEP_ROWS = 128  # rows of all slots together, with more than FEW_SLOTS
 REFUSED = ("tree", "dynamic_tree_max_topk", "enable_specpv")
 
 
 def most_drafts(max_batch: int) -> int:
-    """The longest chain of drafts that a step of so many slots verifies."""
+    """Return the longest chain of drafts that a step of this many slots verifies."""
     fitting = MAX_SPECULATIVE_TOKENS if max_batch <= FEW_SLOTS else MOST_STEP_ROWS // max_batch - 1
     return min(MAX_SPECULATIVE_TOKENS, fitting)
 
 
 def fit_slots(speculative: SpeculativeConfig | None, max_batch: int) -> SpeculativeConfig | None:
-    """The options of speculation for so many slots: where each step chooses its drafts, no more than it has rows for.
+    """Return the options of speculation for this many slots; adaptive draft lengths are limited to the step's rows.
 
     Raises ConfigError for what steps of more than FEW_SLOTS slots do not verify.
     """

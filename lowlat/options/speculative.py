@@ -1,6 +1,6 @@
-"""This module has the options of speculation: frozen, validated at construction, refused by name.
+"""This module defines the options of speculation. They are frozen and checked at construction; errors name the option.
 
-What depends on the model (boundaries against layers) is checked at load.
+The load checks what depends on the model, such as boundaries against layers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,17 +24,17 @@ __all__ = ["MAX_SPECULATIVE_TOKENS", "SpeculativeConfig"]
 MAX_SPECULATIVE_TOKENS = 7
 MAX_DECODING_TOKENS = 64
 MAX_TOPK = 16
-MAX_DRAFT_TOKENS = 31  # of a dynamic tree: with its root 32 rows
+MAX_DRAFT_TOKENS = 31  # drafts of a dynamic tree; with its root 32 rows
 MAX_LOOKUP = 16
 MAX_DEPTH = 32
-MAX_BLOCK_DRAFTS = WIDE_ROWS[0] - 1  # that a wide step verifies
+MAX_BLOCK_DRAFTS = WIDE_ROWS[0] - 1  # drafts that a wide step verifies
 MAX_DRAFT_TEXT = 1 << 18
 
 _SIZES = frozenset({"num_speculative_tokens", "max_path_len", "max_decoding_tokens", "max_non_leaves_per_layer"})
 
 
 class Limited(Protocol):
-    """A runtime, as `SpeculativeConfig.check` knows it."""
+    """The part of a runtime that `SpeculativeConfig.check` uses."""
 
     @property
     def speculation_limits(self) -> Mapping[str, Any]:
@@ -46,27 +46,28 @@ class Limited(Protocol):
 class SpeculativeConfig:
     """SpeculativeConfig says how to speculate: the method, the depth, and the tree.
 
-    `method` is "eagle3", "peagle", "dflash" or "dspark", with a draft model of that kind, `model`, a directory or
-    `ORG/NAME[@REVISION]`; "draft_model", with any smaller model of the target's vocabulary; or "mtp", with the target's
-    own multi-token prediction layer, which is in its files. "auto" is the method that `model` is for or, where none is
-    given, "mtp". "ngram" drafts what followed the longest suffix of
-    the text,
-    `prompt_lookup_min` to `prompt_lookup_max` tokens, where it stood before. "suffix" needs none either: it drafts what
-    followed endings of the text most often. With `text_drafts` EAGLE3's model has such drafts next to it: each step
-    verifies, by slot, those of which more should be accepted. With `wide_rows` such drafts are verified 15 or 31 at a
-    time while the text copies what stands in it, or in texts that the request names (`draft_text_tokens`).
-    num_speculative_tokens is S, the depth; the string "auto" is taken too: `adaptive_width` with S up to 7. A
-    chain verifies S + 1 rows a slot. `tree` is a path or the list of paths
-    itself, each a list of child ranks; None is the chain. Limits of the tree that are None take what it needs.
-    `dynamic_tree_max_topk` makes a tree whose contents are chosen in each step: at each of `max_draft_len` levels (S)
-    so many of the likeliest tokens are looked at after so many of the best drafts of the level before, and of all of
-    them the `max_total_draft_tokens` best are verified.
-    With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sinks, blocks that
-    each head chose, the last ones; every few steps a pass over all of it recomputes what was written meanwhile and
-    chooses again. Tokens are then not certain to be the target's: SpecPV is lossy, and says so wherever it shows,
-    unless `specpv_lossless` verifies what such steps propose.
+    `method` names the method. "eagle3", "peagle", "dflash" and "dspark" use a draft model of that kind, `model`, a
+    directory or `ORG/NAME[@REVISION]`. "draft_model" uses any smaller model with the target's vocabulary. "mtp" uses
+    the target's own multi-token prediction layer, from its files. "auto" chooses the method of `model`, else "mtp".
+    "ngram" needs no model: it looks for an earlier occurrence of the longest suffix of the text, of `prompt_lookup_min`
+    to `prompt_lookup_max` tokens, and drafts what followed it. "suffix" needs no model either: it drafts what most
+    often followed endings of the text. With `text_drafts` EAGLE3 also gets such drafts: each step verifies, for each
+    slot, the drafts of which more should be accepted. With `wide_rows` 15 or 31 such drafts are verified at a time
+    while the text copies from itself, or from texts that the request names (`draft_text_tokens`).
+
+    `num_speculative_tokens` is S, the draft length. The string "auto" means `adaptive_width` with S up to 7. A chain
+    verifies S + 1 rows a slot. `tree` is a path, or a list of paths, each a list of child ranks; None means a chain.
+    Limits of the tree that are None fit the tree. `dynamic_tree_max_topk` makes a tree whose nodes each step chooses:
+    at each of `max_draft_len` levels (S) it considers this many of the likeliest tokens after each of this many best
+    drafts of the level before. Of all these, the `max_total_draft_tokens` best are verified.
+
+    With `enable_specpv` the target's layers without windows verify over a part of their KV cache: sink blocks, blocks
+    that each head chose, and the last blocks. Every few steps a pass over the whole cache recomputes what was written
+    meanwhile, and chooses again. SpecPV is lossy: tokens may differ from the target's, and every place that shows it
+    says so. With `specpv_lossless` passes over the whole cache verify these proposals, and tokens are the target's.
+
     Boundary b of `capture_layers` is the residual stream entering layer b. Without `strict`, a draft model that does
-    not fit is one warning and the baseline.
+    not fit causes one warning, and decoding goes on without speculation.
     """
 
     model: str | Path | None = declare(
@@ -290,7 +291,7 @@ class SpeculativeConfig:
     )
     simulated_seed: int = declare(0, "Seed of the imposed acceptance.", 0, (1 << 63) - 1, rare=True)
 
-    if TYPE_CHECKING:  # callers may give more than a field's own type
+    if TYPE_CHECKING:  # callers may pass more types than a field has
 
         def __init__(
             self, model: str | Path | None = None, method: str = "eagle3", **options: Unpack[SpeculativeOptions]
@@ -308,7 +309,7 @@ class SpeculativeConfig:
         check_together(self)
 
     def _settle_depth(self) -> None:
-        """Put a number in place of "auto", and a dynamic tree's depth in place of a draft length that is not given."""
+        """Replace "auto" by a number, and a missing draft length by a dynamic tree's depth."""
         if str(self.num_speculative_tokens) == "auto":
             object.__setattr__(self, "num_speculative_tokens", MAX_SPECULATIVE_TOKENS)
             object.__setattr__(self, "adaptive_width", True)
@@ -321,16 +322,16 @@ class SpeculativeConfig:
 
     @property
     def imposed_acceptance(self) -> float | None:
-        """The probability with which each draft is accepted; None: acceptance is the draft model's own."""
+        """The imposed acceptance probability of each draft; None: drafts are accepted as they agree."""
         if self.simulated_accept_length is None:
             return self.simulated_acceptance
         return acceptance_for(self.simulated_accept_length, self.num_speculative_tokens)
 
     def check(self, runtime: "Limited") -> list[LimitCheck]:
-        """Say how this configuration lies next to what a runtime was loaded with, option by option.
+        """Compare this configuration with what a runtime was loaded with, option by option.
 
-        A size within the runtime's fits; another method, or other boundaries, ask for another load. A chain's limits
-        are those that its draft length needs, where none are given.
+        A size up to the runtime's fits; another method, or other boundaries, need another load. A chain without given
+        limits has those that its draft length needs.
         """
         chain = self.tree is None and self.dynamic_tree_max_topk is None
         rows = self.num_speculative_tokens + 1 if chain else None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WIDE_ROWS", "check_together"]
 
-WIDE_ROWS = (16, 32)  # of a slot, in wide steps
+WIDE_ROWS = (16, 32)  # rows of a slot in wide steps
 
 
 def check_together(options: "SpeculativeConfig") -> None:
@@ -54,7 +54,7 @@ def _check_method(options: "SpeculativeConfig") -> None:
 
 
 def _check_dynamic_tree(options: "SpeculativeConfig") -> None:
-    """Check that the options of a dynamic tree go together; whether there is such a tree is its shape's to say."""
+    """Check that the options of a dynamic tree go together; another check decides whether its shape is valid."""
     if options.dynamic_tree_max_topk is None:
         for name in ("max_draft_len", "max_total_draft_tokens"):
             if getattr(options, name) is not None:
@@ -88,7 +88,7 @@ def _check_limits(options: "SpeculativeConfig") -> None:
 
 
 def _check_adaptive(options: "SpeculativeConfig") -> None:
-    """Refuse a choice among draft lengths where there is a tree, or no draft."""
+    """Refuse adaptive draft lengths for a tree, or without drafts."""
     trees = [name for name in ("tree", "dynamic_tree_max_topk") if getattr(options, name) is not None]
     if options.adaptive_width and (trees or not options.num_speculative_tokens):
         problem = f"{trees[0]} asks for one of its own" if trees else "num_speculative_tokens is 0"
@@ -96,7 +96,7 @@ def _check_adaptive(options: "SpeculativeConfig") -> None:
 
 
 def _check_specpv(options: "SpeculativeConfig") -> None:
-    """Refuse what SpecPV does not have, and its sizes where it is off."""
+    """Refuse options that SpecPV does not support, and its sizes if it is off."""
     if options.specpv_lossless:
         for name in ("tree", "dynamic_tree_max_topk", "simulated_acceptance", "simulated_accept_length"):
             if getattr(options, name) is not None:
@@ -111,7 +111,7 @@ def _check_specpv(options: "SpeculativeConfig") -> None:
 
 
 def _check_wide(options: "SpeculativeConfig") -> None:
-    """Refuse what wide steps do not have, and a capacity for named texts that holds no token and its end."""
+    """Refuse options that wide steps do not support, and a capacity of named texts below a token and its end."""
     if options.draft_text_tokens == 1:
         raise ConfigError("draft_text_tokens must be 0, or 2 or more, a token and the text's end, got 1")
     if not options.wide_rows:
@@ -126,7 +126,7 @@ def _check_wide(options: "SpeculativeConfig") -> None:
 
 
 def _check_block(options: "SpeculativeConfig") -> None:
-    """Refuse what longer blocks of drafts do not have."""
+    """Refuse options that longer blocks of drafts do not support."""
     if not options.max_block_drafts:
         return
     for name in ("adaptive_width", "enable_specpv", "tree", "dynamic_tree_max_topk"):
@@ -148,4 +148,4 @@ def _check_simulated(options: "SpeculativeConfig") -> None:
         raise ConfigError(f"simulated_accept_length must be a number, got {length!r:.80}")
     if options.simulated_acceptance is not None:
         raise ConfigError("simulated_acceptance and simulated_accept_length say the same; give one of them")
-    acceptance_for(length, options.num_speculative_tokens)  # which refuses what cannot be
+    acceptance_for(length, options.num_speculative_tokens)  # raises for an impossible length

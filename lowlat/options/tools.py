@@ -1,4 +1,4 @@
-"""This module has the tools of a chat: what the template shows of them, and what binds the answer to calls."""
+"""This module converts the tools of a chat for the template, and for the grammar that constrains calls."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["bound_calls", "checked_tools", "document_of", "shown_tools"]
 def checked_tools(tools: object) -> list[dict[str, Any]]:
     """Tools of a Python caller: {"type": "function", "function": {"name": ..., "parameters": ...}}.
 
-    Raises RequestError for the first that is none, and for a name given twice.
+    Raises RequestError for the first invalid tool, and for a name given twice.
     """
     if not isinstance(tools, (list, tuple)):
         raise RequestError(f"tools must be a list of functions, got {type(tools).__name__}")

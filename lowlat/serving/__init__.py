@@ -1,6 +1,6 @@
-"""This package connects a Runtime with the server: adapters of engine and text, configuration, logs.
+"""This package connects a Runtime with the server: adapters for engine and text, configuration, logs.
 
-`http` is the HTTP gateway, a process of its own that reaches the Runtime by `lowlat.ipc`.
+`http` is the HTTP gateway, a separate process that sends requests to the Runtime through `lowlat.ipc`.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""This module adapts a model's text codec to the server: prompts and chats become token ids."""
+"""This module adapts a model's text codec to the server, which converts prompts and chats to token ids with it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,16 +14,16 @@ __all__ = ["ServingCodec"]
 
 
 class ServingCodec:
-    """Encodes for `lowlat.ipc.engine.Codec`; the TextCodec stays its owner's to close.
+    """Implements `lowlat.ipc.engine.Codec` with a TextCodec, which its owner closes.
 
-    A server has it before the model is loaded: `bind` then says which codec, or that the model has none.
+    A server gets it before the model is loaded. `bind` later sets the TextCodec, or None for a model without one.
     """
 
     def __init__(self, codec: TextCodec | None = None) -> None:
         self._bound = codec
 
     def bind(self, codec: TextCodec | None) -> None:
-        """Encode by this codec from now on."""
+        """Set the TextCodec to use; None: the model has none."""
         self._bound = codec
 
     @property
@@ -41,7 +41,7 @@ class ServingCodec:
         max_context: int,
         max_tokens: int,
     ) -> list[int]:
-        """Token ids of a plain prompt, with what the tokenizer puts around a text. Raises RequestError."""
+        """Return the token ids of a plain prompt; see `Codec.encode`. Raises RequestError."""
         return self._codec.encode(
             text,
             allow_special=allow_special,
@@ -53,7 +53,7 @@ class ServingCodec:
     def grow(
         self, *, allow_special: bool, add_special_tokens: bool, max_context: int, max_tokens: int
     ) -> GrowingPrompt:
-        """Begin a plain prompt that is still being written; without a tokenizer it takes token ids alone."""
+        """Begin a plain prompt that is still being written; without a tokenizer it takes only token ids."""
         return GrowingPrompt(
             self._bound,
             max_context=max_context,
@@ -71,18 +71,18 @@ class ServingCodec:
         max_context: int,
         max_tokens: int,
     ) -> GrowingChat | GrowingPrompt:
-        """Begin a chat of whose last message the content is still being written; its pieces may be refused."""
+        """Begin a chat; the content of its last message is still being written. Pieces may be refused."""
         limits: dict[str, Any] = {"allow_special": allow_special, "max_context": max_context, "max_tokens": max_tokens}
         if self._bound is None:
             return self.grow(add_special_tokens=False, **limits)
         return grow_messages(self._bound, messages, options, **limits)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included; ids outside the vocabulary have none."""
+        """Return the text of token ids, special tokens included; ids outside the vocabulary have no text."""
         return self._codec.decode(token_ids, skip_special_tokens=False)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """The text of each token alone; what is no whole character is replaced."""
+        """Return the text of each token alone; bytes of incomplete characters are replaced."""
         codec = self._codec
         return [codec.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
 
@@ -95,10 +95,10 @@ class ServingCodec:
         max_context: int,
         max_tokens: int,
     ) -> list[int]:
-        """Token ids of a chat as the model's template writes it.
+        """Return the token ids of a chat in the model's template.
 
-        options   what else the template may use: tools, documents, enable_thinking, add_generation_prompt, ...
-        Raises RequestError without a template, when it fails on these messages, and for too many tokens.
+        options   further variables of the template: tools, documents, enable_thinking, add_generation_prompt, ...
+        Raises RequestError without a template, if it fails on these messages, and for too many tokens.
         """
         return encode_messages(
             self._codec,

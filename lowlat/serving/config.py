@@ -1,7 +1,7 @@
-"""The settings of `lowlat serve` come from options, else the environment, else a TOML file, else defaults.
+"""This module reads the settings of `lowlat serve` from options, else the environment, a TOML file, or defaults.
 
 A setting has one name everywhere: `max_queue` is --max-queue, LOWLAT_MAX_QUEUE, and `max_queue = 256` in the file.
-Checks need no torch: whether a directory or a device can be used is found by the loader.
+Checks need no torch; the loader later checks whether a directory or a device can be used.
 """
 
 import re
@@ -27,10 +27,10 @@ __all__ = [
 
 PREFIX = "LOWLAT_"
 MAX_FILE_BYTES = 1 << 20
-MODELS_TABLE = "models"  # of a file: settings of each of several models
-MODELS = ("model", "head")  # which may be names of repositories
+MODELS_TABLE = "models"  # tables of a file, each with the settings of one model
+MODELS = ("model", "head")  # settings that may be names of repositories
 _NAMED = re.compile(r"(\w+) must ")
-# of this package, but not the server's
+# variables of this package that are no settings of the server
 OTHERS_VARIABLES = {"LOWLAT_KERNEL_CACHE", "LOWLAT_API_KEY", "LOWLAT_SERVER_UID", "LOWLAT_TUNING"}
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
@@ -106,13 +106,13 @@ _KEYS = {name: option.key for option in SETTINGS.values() for name in (option.ke
 
 
 def _variable(name: str) -> str:
-    """A setting's variable in the environment."""
+    """Return the environment variable of a setting."""
     return PREFIX + name.upper()
 
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """Every setting's value, and where it came from: "option", "environment", a file's name or "default"."""
+    """Every setting's value and its source: "option", "environment", a file's name or "default"."""
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]
@@ -126,10 +126,10 @@ class ServeConfig:
         *,
         table: int | None = None,
     ) -> "ServeConfig":
-        """Put options (None: not given), environment, file and defaults together.
+        """Combine options (None: not given), environment, file and defaults.
 
-        table  the number of the file's [[models]] whose settings go before the file's own; None: none's
-        Raises ConfigError for an unknown or ill-typed setting, naming where it stands, and for one out of its range.
+        table  number of the [[models]] table whose settings override the file's own; None: use no table
+        Raises ConfigError for a setting that is unknown, of a wrong type or out of its range; it names the source.
         """
         values = {name: setting.default for name, setting in SETTINGS.items()}
         values["endpoint"] = default_endpoint({**environment, "LOWLAT_ENDPOINT": ""})
@@ -155,23 +155,24 @@ class ServeConfig:
         return self.values[name]
 
     def endpoint(self) -> Endpoint:
-        """Where to listen. Raises ConfigError for what cannot be an endpoint."""
+        """Return the endpoint to listen at. Raises ConfigError for an invalid one."""
         return parse_endpoint(self["endpoint"])
 
     def limits(self) -> Limits:
-        """The server's limits. Raises ConfigError for one out of its range."""
+        """Return the server's limits. Raises ConfigError for one out of its range."""
         return Limits(**self._group("limits"))
 
     def runtime_options(self) -> dict[str, Any]:
-        """Options of `Runtime.load` but max_context. Raises ConfigError for one out of its range."""
+        """Return the options of `Runtime.load` except max_context. Raises ConfigError for one out of its range."""
         options = self._group("runtime")
-        options |= {name: self[name] for name in ("watchdog_factor", "watchdog_min_s")}  # of the server's watchdog, too
+        options |= {name: self[name] for name in ("watchdog_factor", "watchdog_min_s")}  # shared with the server's
         context = options.pop("max_context")
         RuntimeConfig(**options, **({} if context is None else {"max_context": context}))
         return options
 
     def speculation(self, bundled_draft_model: Path | None) -> SpeculativeConfig | None:
-        """How to speculate; None without a draft model. Raises ConfigError, also for settings that need one."""
+        """Return the SpeculativeConfig; None without a draft model. Raises ConfigError, also for settings that need
+        one."""
         given = {
             option.key: self[option.key] for option in GROUPS["speculation"] if self.sources[option.key] != "default"
         }
@@ -179,7 +180,7 @@ class ServeConfig:
         return speculative_config(given, default, lambda name: f"{name} ({self.sources[name]})")
 
     def check(self) -> None:
-        """Refuse what can be refused without loading anything. Raises ConfigError that says where."""
+        """Check what can be checked without loading. Raises ConfigError that names the source of the setting."""
         try:
             self.endpoint()
             self.limits()
@@ -194,11 +195,11 @@ class ServeConfig:
             raise ConfigError(f"{_variable(key) if source == 'environment' else source}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """The values as JSON."""
+        """Return the values as JSON values."""
         return {name: str(value) if isinstance(value, Path) else value for name, value in self.values.items()}
 
     def to_toml(self) -> str:
-        """A file that says the same, each line with where its value came from; what is unset is a comment."""
+        """Return a TOML file with these settings, each with its source; settings without a value are comments."""
         import tomli_w
 
         lines: list[str] = []
@@ -218,11 +219,11 @@ class ServeConfig:
 def speculative_config(
     given: Mapping[str, Any], default_draft_model: Path | None, named: Callable[[str], str]
 ) -> SpeculativeConfig | None:
-    """Build SpeculativeConfig from the settings given; None, plain decoding, where the method needs a draft model
-    and there is none.
+    """Make a SpeculativeConfig of the given settings; None (plain decoding) if the method needs a draft model and there
+    is none.
 
-    given   by key; a depth of 0 alone needs no draft model
-    named   a setting's name for a message
+    given   settings by key; num_speculative_tokens of 0 needs no draft model
+    named   returns a setting's name for a message
     Raises ConfigError for values out of range, and for settings that need a draft model.
     """
     values = {option.name: given[option.key] for option in GROUPS["speculation"] if option.key in given}
@@ -250,15 +251,14 @@ def speculative_config(
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables with our prefix that name no setting, probably misspelt, and what each may be meant to be,
-    in words."""
+    """Return variables with lowlat's prefix that name no setting, and for each a text that suggests the meant name."""
     known = {name.removeprefix(PREFIX): name for name in {_variable(key) for key in _KEYS} | OTHERS_VARIABLES}
     names = sorted(name.removeprefix(PREFIX) for name in environment if name.startswith(PREFIX))
     return {PREFIX + name: meant(name, known, known) for name in names if name not in known}
 
 
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Settings in the environment; an empty variable says nothing."""
+    """Read the settings in the environment; empty variables are ignored."""
     texts = {name: environment.get(_variable(name), "") for name in _KEYS}
     return {name: _from_text(SETTINGS[_KEYS[name]], text, _variable(name)) for name, text in texts.items() if text}
 
@@ -279,7 +279,7 @@ def _from_text(option: Option, text: str, place: str) -> Any:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The content of a file of settings, [[models]] checked to be tables. Raises ConfigError for what is no TOML."""
+    """Read a file of settings, and check that [[models]] are tables. Raises ConfigError if it is not TOML."""
     try:
         values = tomllib.loads(read_text(path, MAX_FILE_BYTES))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -309,7 +309,7 @@ def _read_file(path: Path, table: int | None) -> dict[str, Any]:
             raise ConfigError(
                 f"{path}: unknown setting {name!r:.80}{meant(name, _KEYS)}; `lowlat serve --show-config` lists all"
             )
-    for name, value in values.items():  # paths are next to the file, wherever the server is started
+    for name, value in values.items():  # relative paths begin at the file's folder, not at the working directory
         if SETTINGS[_KEYS[name]].kind == "path" and isinstance(value, str) and value:
             beside = path.parent / value
             by_name = _KEYS[name] in MODELS and not beside.exists() and find_repository(value) is not None
@@ -318,7 +318,7 @@ def _read_file(path: Path, table: int | None) -> dict[str, Any]:
 
 
 def _checked(option: Option, value: Any, place: str) -> Any:
-    """The value in its own type. Raises ConfigError saying where it stands and what it must be."""
+    """Convert a value to the setting's type. Raises ConfigError that names its place and the wanted type."""
     if option.kind == "choice" and not option.offers(value):
         choices = option.choices if isinstance(value, str) else map(repr, option.choices)  # 660 is no '660'
         raise ConfigError(f"{place} must be one of {', '.join(choices)}, got {value!r:.80}")

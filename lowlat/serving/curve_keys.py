@@ -1,9 +1,9 @@
 """This module keeps CURVE keys on disk, for tcp:// endpoints, and makes a first set.
 
-DIR/server.key_secret   the server's own; stays on its machine
-DIR/server.key          its public key: every client needs a copy
-DIR/clients/*.key       public keys of the clients that are let in
-DIR/client.key_secret   a first client's own: move it to that client's machine
+DIR/server.key_secret   the server's key pair; it stays on the server's machine
+DIR/server.key          the server's public key; every client needs a copy
+DIR/clients/*.key       public keys of the admitted clients
+DIR/client.key_secret   a first client's key pair; move it to that client's machine
 """
 
 import os
@@ -22,9 +22,9 @@ CLIENT = "client"
 
 
 def make_curve_keys(directory: Path) -> list[Path]:
-    """Write a server's and a first client's keys, open to their owner alone; returns the files.
+    """Write a server's and a first client's keys, for their owner alone (mode 600); returns the files.
 
-    Where the server's keys stand already, nothing is written. Raises ConfigError.
+    Raises ConfigError if one of the files exists already; then nothing is written.
     """
     if not zmq.has("curve"):
         raise ConfigError("this libzmq was built without CURVE; install pyzmq's wheel")
@@ -47,7 +47,7 @@ def make_curve_keys(directory: Path) -> list[Path]:
 
 
 def server_curve(directory: Path) -> Curve:
-    """The server's part of a folder that `make_curve_keys` wrote. Raises ConfigError for secrets open to others."""
+    """Return the server's keys in a folder of `make_curve_keys`. Raises ConfigError if others can read the secret."""
     secret = directory / "server.key_secret"
     try:
         mode = secret.stat().st_mode
@@ -59,7 +59,7 @@ def server_curve(directory: Path) -> Curve:
 
 
 def client_curve(directory: Path) -> ClientCurve:
-    """A client's part: `server.key`, and `client.key_secret` of its own. Raises ConfigError."""
+    """Return a client's keys: `server.key`, and its own `client.key_secret`. Raises ConfigError."""
     server, _ = _load(directory / "server.key")
     public, secret = _load(directory / f"{CLIENT}.key_secret")
     if secret is None:

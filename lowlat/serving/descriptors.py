@@ -1,4 +1,4 @@
-"""This module raises the number of files that this process may have open, as every connection is one."""
+"""This module raises this process's limit of open files, as every connection is one."""
 
 import resource
 
@@ -8,12 +8,12 @@ UNLIMITED = 1 << 20
 
 
 def raise_descriptor_limit() -> int:
-    """Let this process open as many files as the hard limit allows, and return how many that are."""
+    """Raise the soft limit of open files to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-        except (OSError, ValueError):  # some systems offer more than they give
+        except (OSError, ValueError):  # some systems report a hard limit that they refuse to set
             pass
     return UNLIMITED if soft == resource.RLIM_INFINITY else soft

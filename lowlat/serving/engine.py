@@ -1,4 +1,4 @@
-"""This module adapts a Runtime to the server's Engine: it converts parameters, and gives figures as JSON."""
+"""This module adapts a Runtime to the server's Engine protocol: it converts parameters, and figures to JSON."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +17,18 @@ __all__ = ["RuntimeEngine", "sampling_params"]
 
 
 def sampling_params(sampling: Sampling) -> SamplingParams:
-    """A request's sampling as the runtime's record, which has the same names and lowlat's own defaults where nothing is
-    given. Raises RequestError."""
+    """Convert a request's sampling to SamplingParams, which has the same names, and lowlat's defaults for fields that
+    are unset. Raises RequestError."""
     given = {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
     return SamplingParams(**{name: value for name, value in given.items() if value is not UNSET})
 
 
 class RuntimeEngine:
-    """Drives a Runtime for `lowlat.ipc.engine.Engine`, and closes it in the end.
+    """Implements `lowlat.ipc.engine.Engine` with a Runtime, and closes it in the end.
 
-    name      what clients are told the model is called; None: its directory's name, or its repository's
-    defaults  fields of a request's sampling where it leaves them out; None: lowlat's own
-    The first call from another thread than the last hands the runtime to that thread.
+    name      the model's name for clients; None: the name of its directory or repository
+    defaults  values of sampling fields that a request leaves out; None: lowlat's own
+    A call from another thread than the last one hands the runtime to that thread.
     """
 
     def __init__(self, runtime: Runtime, name: str | None = None, defaults: Mapping[str, float] | None = None) -> None:
@@ -36,9 +36,9 @@ class RuntimeEngine:
         self._owner = threading.get_ident()
         codec = runtime.codec
         if runtime.checks.has_masks:
-            runtime.grammars.warm()  # or the first request with one would hold up others' steps
+            runtime.grammars.warm()  # otherwise the first request with a grammar would delay others' steps
         if codec is not None:
-            _ = codec.cuts  # so would the first growing prompt
+            _ = codec.cuts  # computed now, as the first growing prompt would delay steps, too
         self.info = EngineInfo(
             model=display_name(runtime.directory) if name is None else name,
             vocab_size=runtime.model_config.vocab_size,
@@ -54,11 +54,12 @@ class RuntimeEngine:
         )
 
     def validate(self, prompt: Sequence[int], sampling: Sampling) -> None:
-        """Refuse what can never be served; any thread may ask. Raises RequestError."""
+        """Refuse a request that can never be served; any thread may call it. Raises RequestError."""
         self._runtime.checks.check(prompt, sampling_params(sampling))
 
     def compile(self, sampling: Sampling, patience_s: float | None) -> object:
-        """Make a request's grammar ready; None where that takes longer. Any thread may ask. Raises RequestError."""
+        """Compile a request's grammar; None if it takes longer than patience_s. Any thread may call it. Raises
+        RequestError."""
         return self._runtime.grammars.compile(sampling_params(sampling), patience_s)
 
     def submit(
@@ -97,7 +98,7 @@ class RuntimeEngine:
         self._runtime.finish_prompt(request_id, token_ids, speculative=speculative)
 
     def _compiled(self, sampling: Sampling) -> SamplingParams:
-        """A request's sampling, in the thread that takes it. Raises CapacityError where its grammar is gone."""
+        """Convert a request's sampling in the thread that steps. Raises CapacityError if its grammar was dropped."""
         self._adopt()
         params = sampling_params(sampling)
         if not self._runtime.grammars.has(params):
@@ -105,23 +106,23 @@ class RuntimeEngine:
         return params
 
     def cancel(self, request_id: str) -> None:
-        """End a request; the next step's output of it says so. Raises RequestError for an unknown one."""
+        """End a request; its output in the next step says so. Raises RequestError for an unknown request."""
         self._adopt()
         self._runtime.cancel(request_id)
 
     def pause(self, request_id: str) -> bool:
-        """Let a request give its slot to others, see `Runtime.pause`. Raises RequestError, CapacityError."""
+        """Take a request off its slot, see `Runtime.pause`. Raises RequestError, CapacityError."""
         self._adopt()
         return self._runtime.pause(request_id)
 
     def resume(self, request_id: str) -> None:
-        """Let a paused request go on. Raises RequestError for one that is not paused."""
+        """Let a paused request continue. Raises RequestError for a request that is not paused."""
         self._adopt()
         self._runtime.resume(request_id)
 
     @property
     def deadline(self) -> float | None:
-        """The time at which a paused request has waited for too long; None: there is none."""
+        """The time at which a paused request will have waited for too long; None: no request is paused."""
         return self._runtime.deadline
 
     @property
@@ -130,23 +131,23 @@ class RuntimeEngine:
         return self._runtime.ready
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when `busy` may have become true by itself."""
+        """Set a function to call when `busy` may have become true by itself."""
         self._runtime.watch(wake)
 
     def step(self) -> list[StepOutput]:
-        """One decode step for every running request. Raises DeviceError when the device has failed."""
+        """Run one decode step for all running requests. Raises DeviceError when the device has failed."""
         self._adopt()
         return self._runtime.step()
 
     def metrics(self, request_id: str) -> Mapping[str, Any]:
-        """Figures of a request, `eagle_speculation` among them where speculation ran. Raises RequestError."""
+        """Return a request's figures, with `eagle_speculation` if speculation ran. Raises RequestError."""
         return self._runtime.metrics(request_id).to_dict()
 
     def stats(self) -> Mapping[str, Any]:
-        """Totals since the load, KV use, and who has a slot.
+        """Return totals since the load, KV use, and the slots.
 
-        `runtime.summary()` with max_slots, slots (`Runtime.slots`), num_queued: requests handed over that wait for a
-        slot or for KV blocks.
+        It is `runtime.summary()` with max_slots, slots (`Runtime.slots`), and num_queued: requests in the runtime that
+        wait for a slot or for KV blocks.
         """
         runtime = self._runtime
         return {
@@ -167,7 +168,7 @@ class RuntimeEngine:
         self._runtime.wake()
 
     def close(self) -> None:
-        """Give device and memory back."""
+        """Release the device and all memory."""
         self._adopt()
         self._runtime.close()
 

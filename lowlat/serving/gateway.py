@@ -1,4 +1,4 @@
-"""This module starts the HTTP gateway of `lowlat serve`: a process of its own, which ends with the server."""
+"""This module starts the HTTP gateway of `lowlat serve` as a separate process that ends with the server."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger("lowlat.serving")
 
 
 def check_gateway(address: str, origins: str | None = None) -> None:
-    """Refuse a gateway whose address, origins or key cannot be, before anything is loaded. Raises ConfigError."""
+    """Check a gateway's address, origins and key before anything is loaded. Raises ConfigError."""
     lacking = [name for name in NEEDED if find_spec(name) is None]
     if lacking:
         raise ConfigError(f"an HTTP gateway ({address}) needs {', '.join(lacking)}: pip install 'lowlat[http]'")
@@ -47,16 +47,17 @@ def http_gateway(
     socket_mode: str = "600",
     roster: Path | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Open a gateway as long as the context lasts; gives its facts: url, page, key where it was made.
+    """Run a gateway while the context lasts; yields its facts: url, page, and the key if it made one.
 
-    address   [HOST:]PORT or unix:PATH; endpoint is the server's
-    hosts     further names under which it is reached, with commas between
-    origins   of other sites' pages that may ask, with commas between
-    socket_mode  of the file of unix:PATH, in octal digits
-    roster    of several models, which are asked for by their names
-    Raises ConfigError where it does not open.
+    address   [HOST:]PORT or unix:PATH
+    endpoint  the server's endpoint
+    hosts     further names under which clients reach it, separated by commas
+    origins   origins of other sites whose pages may use it, separated by commas
+    socket_mode  mode of the file of unix:PATH, in octal digits
+    roster    file that lists several models, which requests name
+    Raises ConfigError if the gateway does not open.
     """
-    reading, writing = os.pipe()  # the other end closes with this process, however it ends
+    reading, writing = os.pipe()  # this end closes with this process in any case, and the gateway notices it
     command = [sys.executable, "-P", "-m", "lowlat.cli", "http", address, "--json", f"--parent={reading}"]
     command.append(f"--endpoint={endpoint.replace('tcp://0.0.0.0:', 'tcp://127.0.0.1:')}")
     if hosts is not None:
@@ -70,7 +71,7 @@ def http_gateway(
         command.append(f"--roster={roster}")
     closing = threading.Event()
     try:
-        # a session of its own: Ctrl-C is the server's, which lets running requests finish first
+        # in a session of its own, it gets no Ctrl-C: the server gets it, and lets running requests finish first
         process = subprocess.Popen(command, stdout=subprocess.PIPE, pass_fds=(reading,), start_new_session=True)
     except OSError as error:
         os.close(writing)
@@ -94,7 +95,7 @@ def http_gateway(
 
 
 def _opened(process: "subprocess.Popen[bytes]", address: str) -> dict[str, Any]:
-    """The line that says that the gateway is open."""
+    """Read the line in which the gateway says that it is open. Raises ConfigError if it does not open."""
     timer = threading.Timer(START_S, process.kill)
     timer.start()
     try:

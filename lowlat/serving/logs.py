@@ -1,7 +1,7 @@
-"""This module writes the server's log to stderr: text or JSON, bounded and rate-limited, and nobody waits for it.
+"""This module writes the server's log to stderr, as text or JSON, limits lines and rates, and delays no other thread.
 
-A record is formatted by the thread that logs and written by another, so that an unread pipe stalls only the log: lines
-beyond the queue are dropped and counted. Prompts and tokens are not to be logged by anybody.
+The thread that logs formats a record, and another thread writes it, so a pipe that nobody reads stalls only the log.
+Lines beyond the queue are dropped and counted. No code may log prompts or tokens.
 """
 
 import json
@@ -28,7 +28,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The fields that a record was given as `extra`."""
+    """Return the fields that a record was given as `extra`."""
     return {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
 
 
@@ -37,10 +37,10 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: time, level, logger, message, the record's own fields, and a traceback's text."""
+    """Formats a record as a JSON object: time, level, logger, message, the record's own fields, and a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The object, in ASCII."""
+        """Return the object in ASCII."""
         line: dict[str, Any] = {
             "time": _time(record),
             "level": record.levelname.lower(),
@@ -56,10 +56,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people: time, level, message, the record's own fields; a traceback's lines follow."""
+    """Formats a record as a line for people: time, level, message, the record's own fields, then a traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line; text that a peer has chosen cannot begin another."""
+        """Return the line; newlines in it are escaped, as a peer may have chosen the text."""
         message = record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
         fields = "".join(f" {name}={value!r}" for name, value in _fields(record).items())
         if getattr(record, "suppressed", 0):
@@ -69,22 +69,22 @@ class TextFormatter(logging.Formatter):
 
 
 def formatter(log_format: str) -> logging.Formatter:
-    """The formatter of a format's name, "json" or "text"."""
+    """Return the formatter with this name, "json" or "text"."""
     return JsonFormatter() if log_format == "json" else TextFormatter()
 
 
 class RateLimit(logging.Filter):
-    """Lets a burst of records of one kind pass, then so many a second, and tells the next one how many it held back.
+    """Passes a burst of records of one kind, then PER_SECOND a second; the next record has the number suppressed.
 
-    A kind is the place in the code that logs.
+    A kind is a place in the code that logs.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._buckets: dict[tuple[str, int], tuple[float, float, int]] = {}  # tokens, when they were filled, held back
+        self._buckets: dict[tuple[str, int], tuple[float, float, int]] = {}  # tokens, time of filling, suppressed
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record passes."""
+        """Return whether the record passes."""
         now, kind = time.monotonic(), (record.pathname, record.lineno)
         if len(self._buckets) >= MAX_KINDS and kind not in self._buckets:
             self._buckets.clear()
@@ -100,14 +100,14 @@ class RateLimit(logging.Filter):
 
 
 class ServingHandler(QueueHandler):
-    """Formats records and queues their lines for a thread that writes them; beyond `max_lines` they are dropped.
+    """Formats records, and queues their lines for a thread that writes them; lines beyond `max_lines` are dropped.
 
     descriptor   where to write; not closed
     num_dropped  lines dropped because nobody reads the log
     """
 
     def __init__(self, descriptor: int = 2, max_lines: int = MAX_LINES) -> None:
-        # a queue without a bound of its own always has room for the sentinel that ends the writer
+        # an unlimited queue always takes the sentinel that ends the writer
         self._lines: SimpleQueue[bytes | None] = SimpleQueue()
         super().__init__(self._lines)
         self.setLevel(logging.INFO)
@@ -118,7 +118,7 @@ class ServingHandler(QueueHandler):
         self._writer.start()
 
     def prepare(self, record: logging.LogRecord) -> bytes:
-        """The record's line."""
+        """Return the record's line."""
         try:
             line = self.format(record)
         except Exception:  # a record that cannot be formatted must not end a thread that serves
@@ -133,13 +133,13 @@ class ServingHandler(QueueHandler):
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Write what is queued, for half a second at most."""
+        """Write queued lines, for at most half a second."""
         self._writer.stop()
         super().close()
 
 
 class _Writer(QueueListener):
-    """The thread that writes lines to a descriptor, until there is nobody who could read them."""
+    """Writes lines to a descriptor in a thread, until nobody can read them."""
 
     def __init__(self, lines: Any, descriptor: int) -> None:
         super().__init__(lines)
@@ -154,7 +154,7 @@ class _Writer(QueueListener):
             self._thread.name = "lowlat-log"
 
     def stop(self) -> None:
-        """Let the thread write what is queued and end; unlike the library's, this waits for FLUSH_S at most."""
+        """Let the thread write queued lines and end; unlike QueueListener.stop, this waits for at most FLUSH_S."""
         if self._thread is not None:
             self.enqueue_sentinel()
             self._thread.join(FLUSH_S)
@@ -171,7 +171,7 @@ class _Writer(QueueListener):
 
     def _put(self, line: bytes) -> None:
         if self._is_terminal:
-            print(line.decode(), end="", file=sys.stderr, flush=True)  # a bar that is being drawn makes room
+            print(line.decode(), end="", file=sys.stderr, flush=True)  # a progress bar moves out of the way
             return
         view = memoryview(line)
         while view:
@@ -183,7 +183,7 @@ class _Writer(QueueListener):
 
 @contextmanager
 def serving_log(log_format: str, descriptor: int = 2) -> Iterator[ServingHandler]:
-    """Let the package's log go to stderr this way, in place of any handler before, as long as the context lasts."""
+    """Write the package's log to a descriptor while the context lasts, in place of earlier handlers."""
     logger, handler = logging.getLogger("lowlat"), ServingHandler(descriptor)
     handler.setFormatter(formatter(log_format))
     before, level, propagates = logger.handlers[:], logger.level, logger.propagate

@@ -1,1 +1,1 @@
-"""This package has the speculators: their interface (base), the methods by name (methods), and the trees they draft."""
+"""This package has the speculators: their interface (base), the methods by name (methods), and draft trees (tree)."""

@@ -1,4 +1,4 @@
-"""This module reads the configs of draft models whose layers are those of a family, by their model_type.
+"""This module reads configs of draft models that use the layers of a target family, by their model_type.
 
 Other draft models have plain layers, see `lowlat.speculators.draft_files.sizes`.
 """
@@ -20,11 +20,11 @@ __all__ = ["LayerStyle", "layer_style", "with_layer_defaults"]
 
 @dataclass(frozen=True)
 class LayerStyle:
-    """The layers of a family, where draft models are made of them.
+    """How to read the layers of a family in a draft model's config.
 
-    with_defaults  a config with the keys that it does not name
-    read           of a config, its sizes and the target, the fields of a `DraftConfig` that layers decide. Raises
-                   ConfigError for layers that draft models cannot have
+    with_defaults  adds the family's defaults for missing keys to a config
+    read           returns the fields of a `DraftConfig` that depend on layers, from a config, its sizes and the target.
+                   Raises ConfigError for layers that draft models cannot have
     harmless       keys without effect
     """
 
@@ -34,13 +34,13 @@ class LayerStyle:
 
 
 def layer_style(fields: Fields) -> LayerStyle | None:
-    """The style of the layers that a config describes; None: plain ones."""
+    """The style of a config's layers; None: plain layers."""
     named = fields.values.get("model_type")
     return STYLES.get(named) if isinstance(named, str) else None
 
 
 def with_layer_defaults(fields: Fields) -> Fields:
-    """A config with what its layers' family leaves out; of plain layers as it is."""
+    """A config with its family's defaults for missing keys; a config of plain layers is returned unchanged."""
     style = layer_style(fields)
     return fields if style is None else style.with_defaults(fields)
 
@@ -52,7 +52,7 @@ def _gemma4_defaults(fields: Fields) -> Fields:
 
 
 def _gemma4_fields(fields: Fields, sizes: Sizes, target: ModelConfig) -> dict[str, Any]:
-    """Gemma 4's layers of full attention with dense FFNs: embedding and logits are scaled and capped as its are."""
+    """The fields for Gemma 4's layers of full attention with dense FFNs, with its embedding scale and logit softcap."""
     layers = gemma4.layer_specs(fields, sizes, 0)
     if any(isinstance(kind, str) and kind != FULL for kind in fields.values.get("layer_types") or ()):
         raise ConfigError(f"{fields.label}: layer_types entry {SLIDING!r} is not implemented for draft models")

@@ -1,4 +1,4 @@
-"""Draft models of all methods share these parts: a layer's weights, rows of accepted tokens, drafts put into nodes."""
+"""This module has parts of draft models that all methods share: recipes of weights, and the emission of common rows."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -31,7 +31,7 @@ __all__ = [
 DRAFT_MAP = "draft_model.draft_to_target"
 LM_HEAD = "draft_model.lm_head.weight"
 BY_SLOT = {"slots": "slots", "block_table": "block_table"}
-# norms of a layer after its attention, canonical -> stored name: of layers with norms on both sides, and of others
+# norms of a layer after its attention, canonical -> stored name; SANDWICH: of layers with norms after mixer and FFN
 SANDWICH = {
     "post_attn_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -41,12 +41,12 @@ PLAIN = {"ffn_norm": "post_attention_layernorm"}
 
 
 def one_piece(weight: str, tensor: str, dtype: torch.dtype, *shape: int) -> Recipe:
-    """A canonical weight that is one stored tensor."""
+    """The recipe of a canonical weight that is one stored tensor."""
     return Recipe(weight, (Piece(tensor, shape),), dtype)
 
 
 def table_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
-    """The embedding and the LM head of a draft model where they are its own; an LM head that is cut is made at load."""
+    """Recipes of a draft model's own embedding and LM head. A cut LM head has none, since it is made at load."""
     made = []
     if config.own_embedding:
         made.append(
@@ -58,9 +58,9 @@ def table_recipes(config: DraftConfig, dtype: torch.dtype) -> list[Recipe]:
 
 
 def own_weight_plan(config: DraftConfig, recipes: Sequence[Recipe], dtype: torch.dtype) -> WeightPlan:
-    """Canonical name -> (shape, dtype) of every weight of a draft model's own: its recipes', and what is made at load.
+    """Canonical name -> (shape, dtype) of a draft model's own weights: those of recipes, and those made at load.
 
-    That is the map of draft ids, and an LM head that is rows of a larger one.
+    The latter are the map of draft ids, and a cut LM head.
     """
     plan = {recipe.weight: (recipe.shape, recipe.dtype) for recipe in recipes}
     if config.is_cut:
@@ -70,7 +70,7 @@ def own_weight_plan(config: DraftConfig, recipes: Sequence[Recipe], dtype: torch
 
 
 def vocabulary_report(config: DraftConfig) -> dict[str, Any]:
-    """The size of the draft vocabulary and, where the caller chose it, what share of a text it covers."""
+    """The size of the draft vocabulary and, if the caller chose it, the share of a text that it covers."""
     size = {"draft_vocab_size": config.draft_vocab_size}
     return {**size, "draft_vocab_coverage": config.coverage} if config.is_cut else size
 
@@ -85,11 +85,12 @@ def layer_recipes(
     columns: int,
     norms: Mapping[str, str],
 ) -> list[Recipe]:
-    """The canonical weights of a decoder layer of a hidden size.
+    """The recipes of a decoder layer.
 
-    names     the beginnings of the canonical names, and of the stored ones
-    products  the projections that are made at once, each by its letters of q, k, v
-    columns   what they read
+    hidden    its hidden size
+    names     the prefixes of the canonical and of the stored names
+    products  the projections that are one GEMM, each by its letters of q, k, v
+    columns   the columns of these matrices
     norms     canonical -> stored name of the norms before the attention
     """
     name, own = names
@@ -132,7 +133,7 @@ def layer_recipes(
 
 
 def emit_accepted_rows(scope: StepScope) -> None:
-    """Lay out the rows of a step's accepted tokens for a draft model, in buffers `draft_model.*`, see `draft_rows`."""
+    """Emit `draft_rows`, which lays out the rows of accepted tokens for a draft model, in buffers `draft_model.*`."""
     builder, batch, rows = scope.builder, scope.bucket.batch, scope.rows
     outs = {
         "tokens": builder.scratch("draft_model.tokens", (batch, rows), torch.int32),
@@ -146,7 +147,7 @@ def emit_accepted_rows(scope: StepScope) -> None:
 
 
 def seen_before(batch: int, count: int) -> torch.Tensor:
-    """The masks of `count` rows a slot of which each sees those before it, and itself: [B, count] int64."""
+    """The causal masks of `count` rows a slot: [B, count] int64."""
     seen = [(2 << row) - 1 for row in range(count)]
     signed = [mask - (1 << 64) if mask >> 63 else mask for mask in seen]
     return torch.tensor(signed, dtype=torch.int64).repeat(batch, 1)
@@ -155,9 +156,10 @@ def seen_before(batch: int, count: int) -> torch.Tensor:
 def assign_drafts(
     level: Emitter, top_tokens: str, children: Sequence[int], child_rows: Sequence[int], child_ranks: Sequence[int]
 ) -> None:
-    """Put the likeliest tokens of a level's rows into the nodes `children` of `draft_nodes`.
+    """Emit the assignment of a level's likeliest tokens to the nodes `children` of `draft_nodes`.
 
-    child_rows, child_ranks  of each child, the row of its slot's in the level, and which of that row's tokens it takes
+    child_rows   for each child, the row of its slot in the level
+    child_ranks  for each child, the rank of its token in that row
     """
     lists = {"children": children, "child_rows": child_rows, "child_ranks": child_ranks}
     own = {

@@ -1,4 +1,4 @@
-"""This module finds the speculator that the options ask for, by the method's name or by what a draft model is for."""
+"""This module makes the speculator that the options ask for, by the method's name or by a draft model's files."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,10 +54,10 @@ METHODS: Mapping[str, type[Speculator]] = MappingProxyType({each.method: each fo
 
 
 def draft_method(model: str | Path) -> str:
-    """The method that a draft model is for, as its config.json says; `model` is a directory or `ORG/NAME`.
+    """The method of a draft model, by its config.json; `model` is a directory or `ORG/NAME`.
 
-    A config that names no method is taken for EAGLE3's, whose loader refuses by name what does not fit. Files with the
-    tensors of a model that lowlat runs are such a model. Raises ConfigError for a config that cannot be read.
+    Files with the tensors of a model that lowlat runs are a whole model. A config that names no method is assumed to be
+    EAGLE3's, whose loader refuses by name what does not fit. Raises ConfigError for a config that cannot be read.
     """
     with hub.outline(model) as found:
         config = read_config(found.directory).values
@@ -76,10 +76,10 @@ def draft_method(model: str | Path) -> str:
 
 
 def settled(options: SpeculativeConfig, directory: Path | None) -> SpeculativeConfig:
-    """The options with a method in place of "auto": what their draft model is for or, where they name none, what the
-    target's own files have.
+    """Replace the method "auto" in options: by the draft model's method or, without one, the target's own files.
 
-    directory  the target's. Raises ConfigError where neither has a way of drafting.
+    directory  the target's
+    Raises ConfigError if neither gives a method.
     """
     if options.method != AUTO_METHOD:
         return options
@@ -95,9 +95,10 @@ def settled(options: SpeculativeConfig, directory: Path | None) -> SpeculativeCo
 
 
 def plan_speculator(options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Speculator:
-    """The speculator that the options ask for, no weight read.
+    """The speculator that the options ask for, without reading weights.
 
-    directory  the target's; None: it has no files. Raises ConfigError where the speculator does not fit the target.
+    directory  the target's; None: it has no files
+    Raises ConfigError if the speculator does not fit the target.
     """
     options = settled(options, directory)
     planned = METHODS[options.method].plan(options, target, directory)
@@ -109,9 +110,9 @@ def plan_speculator(options: SpeculativeConfig, target: ModelConfig, directory: 
 def fetch_speculator(
     options: SpeculativeConfig, target: ModelConfig, progress: hub.Progress | None = None
 ) -> SpeculativeConfig:
-    """The options with their draft model's directory, which is fetched where it is `ORG/NAME` of a repository.
+    """Download the draft model if it is `ORG/NAME` of a repository; returns the options with its directory.
 
-    Raises ConfigError; where it does not fit the target, before its weights are fetched.
+    Raises ConfigError; if the draft model does not fit the target, before its weights are downloaded.
     """
     if options.model is None:
         return options
@@ -128,8 +129,8 @@ def load_speculator(
 ) -> LoadedSpeculator:
     """The speculator that the options ask for, with its weights.
 
-    source  the target, for what a speculator takes of its files or weights; None: nothing
-    Raises ConfigError where it does not fit.
+    source  the target, for a speculator that uses the target's files or weights; None: it uses none
+    Raises ConfigError if it does not fit.
     """
     directory = None if source is None else source.directory
     options = settled(options, directory)
@@ -143,8 +144,9 @@ def load_speculator(
 
 
 def rounded_speculator(speculator: Speculator, kind: Literal["fp8", "int4"] | None) -> Speculator:
-    """The speculator with its draft model's linear layers rounded, its LM head among them; None: as it is.
+    """The speculator with its draft model's linear layers and LM head quantised at load.
 
+    kind  None: it is returned unchanged
     Raises ConfigError for a draft model that is quantised already.
     """
     config = speculator.draft_config

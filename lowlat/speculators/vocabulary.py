@@ -1,7 +1,7 @@
-"""A caller may choose the draft vocabulary: the tokens that occur in a file, or those that occur most.
+"""This module cuts the draft vocabulary to the tokens that occur in a file, or to the most frequent of them.
 
-The LM head of drafts is cut to these tokens' rows, which are gathered at load. A token outside is never drafted, and
-output stays the target's: acceptance pays for the speed.
+The LM head of drafts keeps these tokens' rows, which are gathered at load. Other tokens are never drafted. Drafting is
+faster, acceptance may be lower, and the output stays the target's.
 """
 
 from collections.abc import Collection
@@ -26,10 +26,10 @@ __all__ = ["DraftVocabulary", "cut_loaded", "cut_speculator", "read_vocabulary"]
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Tokens that are drafted.
+    """The tokens that can be drafted.
 
     ids       target ids, ascending, [Vd] int64
-    coverage  the share of them among tokens of the file that were held out; None where none were
+    coverage  their share of the file's held-out tokens; None: no tokens were held out
     source    the file
     """
 
@@ -39,7 +39,7 @@ class DraftVocabulary:
 
 
 def read_vocabulary(options: SpeculativeConfig, target: ModelConfig, directory: Path | None) -> DraftVocabulary | None:
-    """The draft vocabulary that the options ask for; None where they ask for none.
+    """The draft vocabulary that the options ask for; None: they ask for none.
 
     directory  the target's, whose tokenizer counts texts. The target's end tokens are always drafted.
     Raises ConfigError for a file that cannot be read or has other ids than the target's, and for a text without a
@@ -57,7 +57,7 @@ def read_vocabulary(options: SpeculativeConfig, target: ModelConfig, directory: 
             f"draft_vocab_size must be from {max(1, len(keep))}, the target's end tokens, to {target.vocab_size}, its "
             f"vocabulary, got {size}"
         )
-    if options.draft_vocab_size is None:  # the file is the list: what would be held out is drafted, too
+    if options.draft_vocab_size is None:  # all tokens of the file are drafted, held-out ones, too
         return DraftVocabulary(torch.tensor(sorted(seen | set(keep))), None, path)
     ids = most_frequent(counts.chosen_by, size, keep)
     return DraftVocabulary(ids, counts.coverage(ids), path)
@@ -79,7 +79,7 @@ def _counted(path: Path, vocab_size: int, directory: Path | None) -> TokenCounts
 
 
 def cut_speculator(speculator: Speculator, vocabulary: DraftVocabulary | None) -> Speculator:
-    """The speculator with a draft vocabulary; None: its own. Raises ConfigError where it has a smaller one already."""
+    """The speculator with a draft vocabulary; None: its own. Raises ConfigError if it has a smaller one already."""
     config = speculator.draft_config
     if vocabulary is None or config is None:
         return speculator
@@ -104,9 +104,9 @@ def cut_speculator(speculator: Speculator, vocabulary: DraftVocabulary | None) -
 def cut_loaded(
     found: LoadedSpeculator, vocabulary: DraftVocabulary | None, target: ModelConfig, source: OpenedTarget | None
 ) -> LoadedSpeculator:
-    """The loaded speculator with a draft vocabulary: rows of its own LM head, or of the target's, are gathered.
+    """The loaded speculator with a draft vocabulary: gathers rows of its own LM head, or of the target's.
 
-    source  where the target's LM head is read; its rows are kept in the compute dtype, whatever format holds them
+    source  the target, whose LM head may be read; the rows are kept in the compute dtype, whatever their format was
     """
     whole = found.speculator.draft_config
     if vocabulary is None or whole is None:

@@ -1,4 +1,4 @@
-"""Speculators that draft with a model share this base: what follows from its geometry alone."""
+"""This module has the base class of speculators with a draft model: everything that follows from its geometry."""
 
 from dataclasses import dataclass, replace
 from typing import Generic, Self, TypeVar
@@ -23,17 +23,17 @@ class ModelSpeculator(Speculator, Generic[Geometry]):
         return self.config
 
     def with_config(self, config: DraftConfig) -> Self:
-        """The same with another geometry: layers rounded at load, or a rank's part."""
+        """The same with another geometry, such as a quantised one or a rank's shard."""
         if not isinstance(config, type(self.config)):
             raise ValueError(f"expected the geometry of a draft model of method {self.method!r}, found {config}")
         return replace(self, config=config)
 
     @property
     def attends_everything(self) -> bool:
-        """Where a layer has no window."""
+        """Whether a layer has no window."""
         return None in self.config.windows
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...]:
-        """Those that it captures."""
+        """The boundaries that it captures."""
         return self.config.capture_boundaries

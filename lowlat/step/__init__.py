@@ -1,1 +1,1 @@
-"""This package emits the decode step and prefill as Programs, and has the state that outlives a step."""
+"""This package emits the decode step and prefill as Programs, and declares the state that outlives a step."""

@@ -1,10 +1,10 @@
-"""This module emits steps whose draft length the device chooses: an opening that chooses, and a body a length.
+"""This module emits steps whose draft length the device chooses: an opening that chooses, and a body for each length.
 
-A body drafts first, then verifies, accepts, commits and publishes: so a step's length is that of its drafts and of its
-rows, and one choice a step is enough. The draft model runs over the positions committed since it last ran,
-whose features wait in state; a body of length zero runs it only when too many wait. The opening lists the
-active slots for all bodies, and lays out the only row of each for those of length zero. Where a prompt's first token is
-chosen, nothing is drafted.
+A body drafts first, then verifies these drafts, accepts, commits and publishes. So one choice a step is enough: it is
+the length of the drafts and of the rows. The draft model runs over the positions committed since it last ran; their
+features wait in state. A body of length zero runs it only when too many positions wait. The opening lists the active
+slots for all bodies, and lays out each slot's only row for the bodies of length zero. A first token's step drafts
+nothing.
 """
 
 import torch
@@ -28,22 +28,22 @@ RECORD = ("length_probabilities", "length_runs", "length_expected")
 
 
 def build_adaptive(geometry: StepGeometry, bucket: Bucket) -> Program:
-    """The Program of a bucket where draft lengths are chosen: an opening, a body, or that of a first token."""
+    """The Program of an opening, of a body, or of a first token's step, where the device chooses draft lengths."""
     if is_choice(bucket):
         return _Opening(geometry, bucket, TreeTopology.chain(0)).build()
     return _Body(geometry, bucket, TreeTopology.chain(bucket.num_speculative_tokens)).build()
 
 
 def _opened(batch: int) -> str:
-    """The beginning of names of what an opening leaves to its bodies: a bucket's own, in state that they share."""
+    """The prefix of the state buffers that a bucket's opening passes to its bodies."""
     return f"opened.{batch}."
 
 
 class _Opening(StepBuilder):
-    """The host's commands, the choice of the draft length, and the rows of a step without drafts."""
+    """Applies the host's commands, chooses the draft length, and lays out the rows of a step without drafts."""
 
     def build(self) -> Program:
-        """All operations, checked and frozen."""
+        """Emit all operations, and check and freeze the program."""
         self.rows = 1
         self.builder.keep((*SLOTS, *ROWS), _opened(self.batch))
         self._apply_commands()
@@ -69,11 +69,11 @@ class _Body(StepBuilder):
 
     @property
     def extends(self) -> bool:
-        """Whether the draft model runs over what waits for it, and drafts nothing."""
+        """Whether the draft model runs over the waiting positions without drafting."""
         return self.bucket.variant == EXTENDED
 
     def build(self) -> Program:
-        """All stages, checked and frozen."""
+        """Emit all stages, and check and freeze the program."""
         depth = self.bucket.num_speculative_tokens
         if self.is_first_token:
             self._active_slots()
@@ -98,7 +98,7 @@ class _Body(StepBuilder):
         return self.builder.build()
 
     def _draft_waiting(self) -> None:
-        """The draft model over the positions that wait, and the drafts of this step."""
+        """Emit the draft model's pass over the waiting positions, and this step's drafts."""
         geometry, speculator, depth = self.geometry, self.geometry.speculator, self.bucket.num_speculative_tokens
         if speculator is None or not (depth or self.extends):
             return
@@ -135,7 +135,7 @@ class _Body(StepBuilder):
         return WaitedRows(count, features, names)
 
     def _keep_features(self, boundaries: list[str]) -> None:
-        """The features of what was committed, which wait from now on."""
+        """Emit the copy of the committed tokens' features to state, where they wait for the draft model."""
         captured, prefilled = waiting_boundaries(self.geometry), self.is_first_token
         if not captured:
             return
@@ -145,7 +145,7 @@ class _Body(StepBuilder):
         self.builder.emit("keep_features", Stage.PUBLISH, reads=reads, writes=named("waiting_features"))
 
     def _learn(self) -> None:
-        """Count the fate of this step's drafts, which tells of the next one's."""
+        """Emit the counting of accepted and rejected drafts, from which later steps choose their lengths."""
         self.builder.emit(
             "learn_draft_lengths",
             Stage.PUBLISH,
@@ -155,6 +155,6 @@ class _Body(StepBuilder):
         )
 
     def _join(self) -> None:
-        """The record of a request that begins."""
+        """Emit the reset of a slot's acceptance record, for a new request."""
         reads, writes = named("slots", "lengths", "draft_live"), named("extended", *RECORD, "length_waited")
         self.builder.emit("join_lengths", Stage.COMMIT, reads=reads, writes=writes)

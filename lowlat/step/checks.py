@@ -1,6 +1,6 @@
 """This module emits the checks of a step's lengths, KV blocks and masks that a runtime asks for.
 
-Without them a step's Program has neither. Between which operations they stand is the step's to say.
+`lowlat.step.decode` calls them between its operations. Without the option a Program has no check.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckEmitter", "CheckedKinds", "check_specs"]
 
-DROPPED = ("slots", "active", "num_drafts", "slot_ints")  # what a failed check changes, wherever it is made
+DROPPED = ("slots", "active", "num_drafts", "slot_ints")  # buffers that every failed check changes
 ROWS = ("row_tokens", "row_positions", "row_live", "row_masks", "dense_lens", "num_verified")
 
 
@@ -26,7 +26,7 @@ ROWS = ("row_tokens", "row_positions", "row_live", "row_masks", "dense_lens", "n
 class CheckedKinds:
     """The checks of a runtime's steps.
 
-    falls_back  a request whose check fails goes on without drafts, and ends when another one fails; else it ends
+    falls_back  whether a request whose check fails goes on without drafts until another check fails; else it ends
     """
 
     masks: bool
@@ -36,7 +36,7 @@ class CheckedKinds:
 
 
 def check_specs(max_batch: int, num_entries: int) -> list[BufferSpec]:
-    """The buffers that checks keep: the lengths that the last step left, and failures of this step and by entry."""
+    """The buffers of the checks: lengths after the last step, failures of this step, and failures by ring entry."""
     failures = (max_batch + 1, WIDTH)
     return [
         BufferSpec("checked_lengths", (max_batch,), torch.int32, Role.STATE, by_slot=True),
@@ -46,17 +46,17 @@ def check_specs(max_batch: int, num_entries: int) -> list[BufferSpec]:
 
 
 class CheckEmitter:
-    """Appends the checks that were asked for to a step's Program; none where `geometry.checks` is None."""
+    """Appends the checks of `geometry.checks` to a step's Program; None: it appends none."""
 
     def __init__(self, builder: ProgramBuilder, geometry: "StepGeometry", bucket: Bucket) -> None:
         self._builder, self._geometry, self._bucket = builder, geometry, bucket
         self._kinds = kinds = geometry.checks
-        # a prompt's first token comes of what prefill left, and not of a step that could be made again
+        # a first token's row comes from prefill: the step could not be repeated without drafts
         self._is_first_token = bucket.variant == FIRST_TOKEN
         self._falls_back = kinds is not None and kinds.falls_back and not self._is_first_token
 
     def slots(self) -> None:
-        """Check the listed slots, before anything is read through their lengths and tables."""
+        """Check the listed slots, before any operation uses their lengths and tables."""
         kinds, geometry, bucket = self._kinds, self._geometry, self._bucket
         if kinds is None:
             return
@@ -95,7 +95,7 @@ class CheckEmitter:
         )
 
     def accepted(self) -> None:
-        """Check what was accepted, before it is committed."""
+        """Check the accepted rows, before they are committed."""
         if self._kinds is None or not self._kinds.lengths:
             return
         self._emit(
@@ -107,7 +107,7 @@ class CheckEmitter:
         )
 
     def committed(self) -> None:
-        """Check what was committed, and tell the host of all that failed."""
+        """Check the committed lengths, and publish all failures to the host."""
         if self._kinds is None:
             return
         self._emit(

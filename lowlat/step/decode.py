@@ -1,11 +1,11 @@
 """This module emits the decode step of one bucket: verify, accept, commit, draft, masks, publish.
 
-After a prompt's last chunk the same step runs with one difference (variant FIRST_TOKEN): prefill has run the target
-over the slot's only row. The step also publishes before it drafts. So the first token is a step's, with the same
-sampling, and the first decode step verifies drafts.
+After a prompt's last chunk the same step runs with two differences (variant FIRST_TOKEN): prefill has already run the
+target's layers over the slot's only row, and the step publishes before it drafts. So the first token is sampled as all
+others, and the first decode step already verifies drafts.
 
-Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840. How drafts are made is the speculator's; how
-they are verified, accepted and committed is the same for all.
+The speculator emits the drafting. Verification, acceptance and commit are the same for all speculators.
+Source of the order and of the rows' meaning: EAGLE-3, arXiv 2503.01840.
 """
 
 from dataclasses import replace
@@ -32,7 +32,7 @@ STAGED = ("ints", "floats", "tokens", "table", "stop_ids", "bias_ids", "bias_val
 
 
 def build_step(geometry: StepGeometry, bucket: Bucket, topology: Topology) -> Program:
-    """The Program of one step in a bucket; `topology` is what the step drafts, and has the bucket's rows."""
+    """The Program of one step in a bucket; `topology` is the chain or tree that it drafts, with the bucket's rows."""
     return StepBuilder(geometry, bucket, topology).build()
 
 
@@ -47,7 +47,7 @@ class StepBuilder:
         self.is_first_token, is_wide = bucket.variant == FIRST_TOKEN, bucket.variant == WIDE
         self.partial = None if is_wide else geometry.partial
         self.is_proposed = bucket.variant == PROPOSED
-        # their drafts have other rows than they, or the host chooses the next step by what they give
+        # their drafts are for a step of other rows, or the host needs their result to choose the next step
         self.publishes_early = self.is_first_token or is_wide or self.is_proposed
         self.builder = ProgramBuilder(f"step[{bucket}]", OPERATIONS, range_names=geometry.range_names)
         declare_state(self.builder, geometry)
@@ -55,7 +55,7 @@ class StepBuilder:
         self.checks = CheckEmitter(self.builder, geometry, bucket)
 
     def build(self) -> Program:
-        """All stages, checked and frozen."""
+        """Emit all stages, and check and freeze the program."""
         self._active_slots()
         if self.is_proposed:
             self._propose()
@@ -74,7 +74,7 @@ class StepBuilder:
         return self.builder.scratch(name, shape, dtype)
 
     def _active_slots(self) -> None:
-        """The slots that take part, after the host's commands."""
+        """Apply the host's commands, and list the active slots."""
         stage = Stage.ACTIVE_SLOTS
         self._ints("slots", self.batch)
         if self.is_first_token:
@@ -99,7 +99,7 @@ class StepBuilder:
         self.builder.emit("list_active_slots", Stage.ACTIVE_SLOTS, reads=named("active"), writes=named(slots=slots))
 
     def _propose(self) -> None:
-        """Append the proposals of the speculator for each slot, which this step verifies."""
+        """Emit the speculator's proposals for each slot, which this step verifies."""
         speculator, batch = self.geometry.speculator, self.batch
         if speculator is None:
             return
@@ -118,7 +118,7 @@ class StepBuilder:
         self._hand_over(scope, speculator.emit_proposals(scope))
 
     def _rows(self) -> dict[str, str]:
-        """The buffers of the rows to verify, by the argument that writes them."""
+        """Declare the buffers of the rows to verify; by argument of `gather_rows`."""
         batch, rows = self.batch, self.rows
         return {
             "row_tokens": self._ints("row_tokens", batch, rows),
@@ -133,9 +133,10 @@ class StepBuilder:
         }
 
     def _gather_rows(self, most_drafts: int = 0) -> None:
-        """The rows to verify: each slot's last token and its drafts.
+        """Lay out the rows to verify: each slot's last token and its drafts.
 
-        most_drafts  up to so many may be chosen, and then the host is not told of these rows
+        most_drafts  in an opening the largest draft length: if the step drafts, its body publishes other rows, and
+                     `publish_rows` publishes nothing here; else 0
         """
         stage, emit = Stage.ACTIVE_SLOTS, self.builder.emit
         reads = named(
@@ -154,7 +155,10 @@ class StepBuilder:
             emit("list_lens", stage, reads=reads, writes=named(out=self._ints("list_lens", self.batch)))
 
     def _target(self) -> list[str]:
-        """The target's logits; returns the residual stream at its boundaries, of which prefill leaves the last."""
+        """Emit the target's forward to its logits.
+
+        Returns the residual streams at its boundaries, as buffer names; for a first token only the last, from prefill.
+        """
         offsets = self.builder.constant("node_offsets", torch.arange(self.rows, dtype=torch.int32))
         rows = Rows(
             prefix="",
@@ -230,14 +234,14 @@ class StepBuilder:
         of_table: dict[str, list[int]] = {}
         for layer, spec in self.geometry.config.caching.items():
             of_table.setdefault(table_of(self.builder, "block_table", spec.window), []).append(layer)
-        for table, layers in of_table.items():  # one table's after the other: they are one launch
+        for table, layers in of_table.items():  # layers of one table follow each other: they become one launch
             for layer in layers:
                 reads = named("accepted_nodes", "commit_lens", "dense_lens", "slots", block_table=table)
                 caches = named(k_cache=f"k_cache.{layer}", v_cache=f"v_cache.{layer}")
                 self.builder.emit("kv_compact", stage, reads=reads, writes=caches)
 
     def _draft(self, boundaries: list[str]) -> None:
-        """The speculator's operations over the accepted rows and, where the bucket drafts, the next step's drafts."""
+        """Emit the speculator's pass over the accepted rows and, if the bucket drafts, the next step's drafts."""
         speculator = self.geometry.speculator
         if speculator is None:
             return
@@ -260,7 +264,7 @@ class StepBuilder:
         )
 
     def _hand_over(self, scope: StepScope, draft_nodes: str) -> None:
-        """The drafts with their masks and paths, for the step that verifies them."""
+        """Store the drafts with their masks and paths in state, for the step that verifies them."""
         topology, constant = scope.topology, self.builder.constant
         written = named("drafts", "num_drafts", "tree_masks", "tree_paths")
         if isinstance(topology, DynamicTree):

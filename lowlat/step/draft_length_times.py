@@ -1,9 +1,9 @@
-"""This module measures the times of captured steps by draft length, or reads them, for the device to choose by.
+"""This module measures the times of captured steps by draft length, by which the device chooses draft lengths.
 
-Steps are timed back to back, as they run where the host is ahead, so that launches do not count; with sampling, over
-random tokens; at a short and a long context, between and beyond which times are taken as linear. The experts that
-their rows chose are counted, so that a time is known for other ones. Times are kept in the user's cache, and read there
-for the same GPU, models and sizes.
+Steps are timed back to back, so that launches do not count; with sampling, and over random tokens. They are timed at a
+short and a long context; times at other contexts lie on the line through both. The experts that the rows chose are
+counted, so that a time can be corrected for other numbers of experts. Times are kept in the user's cache, and read
+there for the same GPU, models and sizes.
 """
 
 import hashlib
@@ -41,9 +41,9 @@ from lowlat.step.variants import bodies_of
 __all__ = ["by_time", "set_costs", "write_costs"]
 
 PAGED = (Paging.POSITIONS, Paging.BLOCKS)
-STEPS = 6  # that run one after the other and are timed together, after one that is not timed
-LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # of all lengths: as many as fit into that time; medians count
-CONTEXTS = 256, 16384  # positions of a slot: few and many, if the runtime has as many
+STEPS = 6  # consecutive steps that are timed together, after one that is not timed
+LEAST_ROUNDS, MOST_ROUNDS, ROUNDS_MS = 2, 15, 100.0  # rounds over all lengths, as many as fit in the time
+CONTEXTS = 256, 16384  # positions of a slot: a short and a long context, if the runtime's context allows
 TEMPERATURE_TIMED = 0.7
 FORMAT = 3  # of the file
 
@@ -51,7 +51,7 @@ logger = logging.getLogger("lowlat")
 
 
 class StepRunner(Protocol):
-    """The part of an executor that costs are given to."""
+    """The part of an executor's interface that timing uses."""
 
     name: str
     device: torch.device

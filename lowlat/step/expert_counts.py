@@ -1,8 +1,8 @@
-"""This module learns how many experts a step's rows choose, by its slots and rows, from steps that ran.
+"""This module learns how many different experts a step's rows choose, by numbers of slots and rows.
 
-Rows that follow one another in a text choose partly the same experts, how many depends on the text; each further row
-pulls those that no row before it chose. Of a step that was looked at, every number of its slots and rows is counted,
-as if the step had had no more.
+Consecutive rows of a text share some of their experts; how many depends on the text. A step reads each expert once. So
+a further row adds only the experts that no row before it chose. A sampled step is counted for every smaller number of
+slots and rows, too, as if it had had only these.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,26 +15,29 @@ from lowlat.graphs.program import Op, Program, Stage
 
 __all__ = ["ExpertCounts", "chosen_rows", "distinct_experts", "routers_of"]
 
-MEMORY = 64  # steps that were looked at, over which means run
-KNOWN_BEFORE = 4  # as many steps what is known before counts for
+MEMORY = 64  # sampled steps over which means run
+KNOWN_BEFORE = 4  # sampled steps that the initial estimate counts for
 
 
 def routers_of(program: Program) -> list[Op]:
-    """The routers of the layers that verify, in order."""
+    """The routers of a program's VERIFY stage, in order of layers."""
     return [op for op in program.ops if op.kind == "router" and op.stage is Stage.VERIFY]
 
 
 def distinct_experts(program: Program, scratch: Mapping[str, torch.Tensor]) -> float:
-    """The experts that the rows of a step which has just run chose, a layer, mean; a shared one counts, too."""
+    """The different experts that a step's rows chose in a layer, mean over layers, a shared expert included.
+
+    scratch  the step's buffers, after it has run
+    """
     ids = [scratch[op.writes["expert_ids"]].tolist() for op in routers_of(program)]
     return sum(len({each for row in layer for each in row} - {-1}) for layer in ids) / len(ids)
 
 
 def chosen_rows(ids: torch.Tensor, batch: int, slots: Iterable[int]) -> list[list[int]]:
-    """For each active slot its live rows' experts, as bits of an integer a row.
+    """For each active slot, the experts of its live rows; a row is an integer with a bit for each expert.
 
-    ids    [M, k] int32  M rows of `batch` slots, -1 in dead ones
-    slots  [batch]       -1 where there is none
+    ids    [M, k] int32  the experts of M rows of `batch` slots; -1 in dead rows
+    slots  [batch]       the slots; -1 pads
     """
     rows = [
         [sum(1 << each for each in {*row} - {-1}) for row in slot]
@@ -44,9 +47,9 @@ def chosen_rows(ids: torch.Tensor, batch: int, slots: Iterable[int]) -> list[lis
 
 
 class ExpertCounts:
-    """The distinct experts a layer of steps by slots and rows a slot.
+    """The mean number of different experts in a layer of a step, by slots and rows a slot.
 
-    before  by slots, and rows a slot from one on: what is known before a step was looked at
+    before  the initial estimate: by slots, a sequence by rows a slot from one on
     """
 
     def __init__(self, before: Mapping[int, Sequence[float]]) -> None:
@@ -54,7 +57,7 @@ class ExpertCounts:
         self._means: dict[tuple[int, int], tuple[int, float]] = {}
 
     def record(self, rows: Sequence[Sequence[int]]) -> None:
-        """Count a layer of a step, by each active slot's rows as bits, see `chosen_rows`."""
+        """Count one layer of a step, given the result of `chosen_rows`."""
         unions = [list(accumulate(each, or_)) for each in rows]
         for num_rows in range(min(map(len, unions), default=0)):
             union = 0
@@ -69,9 +72,10 @@ class ExpertCounts:
         self._means[place] = seen, mean + (count - mean) / seen
 
     def expected(self, slots: int) -> list[float]:
-        """The distinct experts of steps of so many slots, by rows a slot from one on.
+        """The expected number of different experts for this many slots, by rows a slot from one on.
 
-        Where no such step was seen, what is known before, as far off as it was for the nearest fewer rows and slots.
+        If no such step was counted, it is the initial estimate, corrected by the ratio of mean to estimate at the
+        nearest smaller numbers of slots and rows.
         """
         return [self._expected(slots, rows) for rows in range(1, len(self._before[slots]) + 1)]
 
@@ -83,7 +87,7 @@ class ExpertCounts:
         return self._before[slots][rows - 1] * self._means[nearest][1] / self._before[nearest[0]][nearest[1] - 1]
 
     def to_dict(self) -> dict[str, list[float]]:
-        """Return JSON values: by slots, those of steps that were seen, by rows a slot."""
+        """Return JSON values: the means of counted steps, by slots, then by rows a slot."""
         found: dict[str, list[float]] = {}
         for (slots, _), (_, mean) in sorted(self._means.items()):
             found.setdefault(str(slots), []).append(round(mean, 3))

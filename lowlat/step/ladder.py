@@ -1,4 +1,4 @@
-"""A ladder has the buckets of a runtime's steps, and chooses one for a step."""
+"""A ladder lists the buckets of a runtime's steps, and chooses the bucket of each step."""
 
 from collections.abc import Iterable, Iterator
 
@@ -8,24 +8,23 @@ from lowlat.step.variants import CHOICE, PLAIN, PROPOSED, WIDE, bodies_of, choic
 
 __all__ = ["MAX_WIDE_ROWS", "StepLadder"]
 
-MAX_WIDE_ROWS = 64  # of all slots in a step that is wide by choice
+MAX_WIDE_ROWS = 64  # rows of all slots in a wide step, unless `must_fit`
 
 
 class StepLadder:
     """All buckets of one runtime, largest first.
 
     batches   batch sizes, each at least 1
-    rows_of   for each draft length S that may be chosen, the rows T that a slot verifies (1 for S = 0)
-    adaptive  the device chooses each step's S: of chains, from 0 to the largest
-    wide      the rows T of steps that verify what the host proposes, and the S of them all
-    must_fit  there are such steps for as many slots as there may be; else for as many as have MAX_WIDE_ROWS in all
-    proposed  the rows T of steps whose proposals are the speculator's, for as many slots as have MAX_WIDE_ROWS in all
+    rows_of   the rows T that a slot verifies, by draft length S (1 for S = 0)
+    adaptive  whether the device chooses each step's S, for chains: from 0 to the largest
+    wide      the rows T of wide steps that verify the host's proposals, and the S of all of them
+    must_fit  whether there are such steps for every batch size; else only for batches of at most MAX_WIDE_ROWS rows
+    proposed  the rows T of wide steps that verify the speculator's proposals, for batches of at most MAX_WIDE_ROWS rows
+    longer    a draft length above those of `rows_of`, for plain steps of at most MAX_WIDE_ROWS rows; 0: none
 
-    longer    a draft length above those that may be chosen, of plain steps for as many slots; 0: there is none
-
-    `buckets` holds those of decode steps, `first_tokens` those that choose first tokens, one for each S, and
-    `wide_buckets` those of wide verification and of the longer draft length. Where the device chooses, one first
-    token's is for all.
+    `buckets` has the decode steps, `first_tokens` the steps that choose first tokens, one for each S, and
+    `wide_buckets` the wide steps and the steps of the longer draft length. If the device chooses S, there is one
+    first token's step.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class StepLadder:
         self.first_tokens = tuple(first_token_bucket(length) for length in lengths)
 
     def choose(self, num_active: int, num_speculative_tokens: int) -> Bucket:
-        """The smallest bucket for `num_active` slots at the draft length asked for; where the device chooses, at any.
+        """The smallest bucket for `num_active` slots at a draft length; if the device chooses, for all draft lengths.
 
         Raises ConfigError when no batch is large enough or the draft length has no bucket.
         """
@@ -81,7 +80,7 @@ class StepLadder:
     def _wide_steps(
         self, sizes: Iterable[int], num_speculative_tokens: int, variant: str, most: int | None = MAX_WIDE_ROWS
     ) -> dict[int, BucketLadder]:
-        """Wide steps of a variant by their rows, ascending; most: rows of all slots, None: any number."""
+        """Wide steps of a variant by rows a slot, ascending. most: the limit on rows of all slots; None: no limit."""
         return {
             rows: BucketLadder(
                 Bucket(batch, rows, num_speculative_tokens, variant)
@@ -92,32 +91,36 @@ class StepLadder:
         }
 
     def wide_steps(self, num_active: int, variant: str) -> list[Bucket]:
-        """The wide steps of a variant for `num_active` slots: the smallest batch of each count of rows, ascending.
+        """The wide steps of a variant for `num_active` slots: for each T, ascending, the smallest batch that fits.
 
-        PLAIN ones are those of the longer draft length.
+        PLAIN gives the steps of the longer draft length.
         """
         fitting = [[step for step in each if step.batch >= num_active] for each in self._wide[variant].values()]
         return [steps[-1] for steps in fitting if steps]
 
     def choose_wide(self, num_active: int) -> Bucket:
-        """The smallest bucket for what the host proposes to `num_active` slots. Raises ConfigError without one."""
+        """The smallest bucket that verifies the host's proposals for `num_active` slots. Raises ConfigError if none."""
         steps = self.wide_steps(num_active, WIDE)
         if not steps:
             raise ConfigError(f"no bucket verifies what the host proposes to {num_active} slots")
         return steps[0]
 
     def choose_proposed(self, num_active: int, most_rows: int) -> Bucket | None:
-        """The bucket of the most rows, at most so many, that verifies proposals of so many slots; None: none does."""
+        """The bucket that verifies the speculator's proposals for `num_active` slots with the most rows a slot.
+
+        most_rows  the largest T
+        Returns None if no bucket fits.
+        """
         steps = [step for step in self.wide_steps(num_active, PROPOSED) if step.rows <= most_rows]
         return steps[-1] if steps else None
 
     def first_token(self, num_speculative_tokens: int) -> Bucket:
-        """The bucket that chooses a first token and makes so many drafts; where the device chooses, it makes none."""
+        """The bucket that chooses a first token and makes this many drafts; if the device chooses S, it makes none."""
         return first_token_bucket(0 if self.adaptive else num_speculative_tokens)
 
     @property
     def programs(self) -> Iterator[Bucket]:
-        """All that programs are made for, the largest first: bodies of steps before what chooses them."""
+        """The buckets of all programs, the largest first; the bodies of a choice come before its opening."""
         yield from self.wide_buckets
         for bucket in self.buckets:
             yield from reversed(bodies_of(bucket))

@@ -1,13 +1,13 @@
 """This module emits chunks of prefill: the target over their tokens, and a speculator's operations after it.
 
-Chunks start at multiples of their fixed size, and a chunk's bits depend on its prefix alone, so that complete chunks
-can be shared. Chunks of one prompt that follow each other may run at once, and a chunk that holds few positions as a
-part of one: no bit of them depends on it. The hidden state of the last live row is kept: of a prompt's last chunk the
-first token is chosen from it, see `lowlat.step.decode`.
+Chunks start at multiples of their fixed size, and a chunk's bits depend on its prefix alone. So complete chunks can be
+shared. Consecutive chunks of one prompt may run at once, and a chunk of few positions may run as a part of a chunk;
+both change no bit. Prefill keeps the hidden state of the last live row: after a prompt's last chunk the first token is
+chosen from it, see `lowlat.step.decode`.
 
-With SpecPV one more program refreshes a slot that decodes: it runs the last tokens over all of the cache, so that
-their keys and values become exact, and the last of these choose the slot's blocks. Where it is lossless all keys and
-values are exact, and the rows that choose are run as a step's are, which reads the cache once.
+With SpecPV one more program refreshes a slot that decodes. It runs the slot's last tokens over all of the cache, so
+that their keys and values become exact, and the last rows choose the slot's blocks. In lossless SpecPV all keys and
+values are exact already. There the choosing rows run as a step's rows do, which reads the cache once.
 """
 
 from collections.abc import Mapping
@@ -29,13 +29,12 @@ from lowlat.step.variants import PASS, REFRESH
 __all__ = ["build_prefill", "build_prefills", "build_refresh"]
 
 
-# What the host writes of each row; programs of fewer rows read the first of them.
+# Buffers with a value for each row, which the host writes; programs of fewer rows read the first values.
 BY_ROW = ("prefill_tokens", "prefill_live", "prefill_draft_live", "prefill_positions", "prefill_draft_positions")
 
 
 def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
-    """The Programs of all sizes, ascending, by the positions that they take; a refresh's by REFRESH, and that of a pass
-    over what they leave by PASS."""
+    """The Programs of all sizes by number of positions, ascending; of a refresh by REFRESH, and of a pass by PASS."""
     refreshes = {} if geometry.partial is None else {REFRESH: build_refresh(geometry)}
     passes = {PASS: build_pass(geometry)} if geometry.prompt_logprobs else {}
     prefills = {size: build_prefill(geometry, size) for size in geometry.prefill_sizes}
@@ -43,16 +42,16 @@ def build_prefills(geometry: StepGeometry) -> Mapping[int, Program]:
 
 
 def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
-    """The Program of so many positions: whole chunks, or the first part of one; None: one chunk.
+    """The Program of prefill. The host writes `prefill_*` before it runs.
 
-    The host writes `prefill_*` before it runs.
+    size  positions: whole chunks, or the first part of one; None: one chunk
     """
     size, stage = geometry.prefill_chunk if size is None else size, Stage.PREFILL
     builder = ProgramBuilder("prefill", OPERATIONS)
     leaves = "prompt_residual" if geometry.prompt_logprobs else ""
     rows, tables, boundaries = _emit_target(builder, geometry, size, leaves=leaves)
     builder.emit("identity", stage, reads=named(x="prefill_slot"), writes=named(out="prefilled_slot"))
-    for pool in geometry.window_pools:  # steps go on with the last chunk's tables; the first pool's comes as a command
+    for pool in geometry.window_pools:  # steps use the last chunk's tables; a command brings the first pool's
         reads = named(table=f"prefill_table{pool.suffix}", slot="prefill_slot")
         builder.emit("place_table", stage, reads=reads, writes=named(block_table=f"block_table{pool.suffix}"))
     last = named(x=boundaries[-1], commit_lens="prefill_count")
@@ -77,8 +76,8 @@ def build_prefill(geometry: StepGeometry, size: int | None = None) -> Program:
 
 
 def build_refresh(geometry: StepGeometry) -> Program:
-    """The Program of a refresh, of the target alone: a slot's last rows run over all of its cache, and choose the
-    blocks of its lists. Of lossless SpecPV it writes no keys and values."""
+    """The Program of SpecPV's refresh: the target runs a slot's last rows over all of its cache, and these choose the
+    blocks of its lists. In lossless SpecPV it writes no keys and values."""
     size = geometry.refresh_size
     if geometry.partial is not None and geometry.partial.lossless:
         return _build_choice(geometry, size)
@@ -90,9 +89,9 @@ def build_refresh(geometry: StepGeometry) -> Program:
 def _emit_target(
     builder: ProgramBuilder, geometry: StepGeometry, size: int, *, leaves: str = "", refresh: bool = False
 ) -> tuple[Rows, Tables, list[str]]:
-    """The target over so many positions of a prompt; returns its rows, the RoPE tables and its boundaries.
+    """Emit the target over `size` positions of a prompt; returns its rows, the RoPE tables and its boundaries.
 
-    leaves  the buffer in which the last boundary stays; "": in none
+    leaves  the state buffer that keeps the last boundary; "": none does
     """
     stage = Stage.PREFILL
     declare_state(builder, geometry, dict.fromkeys((*BY_ROW, leaves), size))

@@ -1,8 +1,9 @@
-"""This module emits the pass over a prompt's positions: the LM head over the next rows that prefill left.
+"""This module emits the pass that computes a prompt's logprobs: the LM head over rows that prefill left.
 
-Prefill of a request that asks leaves the residual stream of its positions. A pass takes PASS_ROWS of them, makes their
-logits as a step does, so that a row has the bits that a step would give it, and keeps for the host, by position, the
-token's logarithmic probability and rank and the likeliest tokens. A cursor on the device says which rows are next.
+If a request asks for logprobs of its prompt, prefill leaves the residual stream of its positions. A pass takes
+PASS_ROWS of them and computes their logits as a step does, so that a row has the bits that a step would give it. For
+the host it keeps each token's logprob and rank, and the likeliest tokens, by position. A cursor on the device points to
+the next rows.
 """
 
 import torch
@@ -18,7 +19,7 @@ __all__ = ["build_pass"]
 
 
 def build_pass(geometry: StepGeometry) -> Program:
-    """The Program of a pass; its rows are a slot's of its own, whose record says how many alternatives are wanted."""
+    """The Program of a pass. Its rows form a slot of their own, whose record has the number of likeliest tokens."""
     stage = Stage.VERIFY
     builder = ProgramBuilder("prompt logprobs", OPERATIONS, range_names=geometry.range_names)
     declare_state(builder, geometry)

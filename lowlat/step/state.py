@@ -1,6 +1,6 @@
-"""This module has the state that outlives a step: one address and the largest strides for all buckets.
+"""This module declares the state that outlives a step: one address and the largest strides for all buckets.
 
-It lists buffers; what they mean is told by the operations that read and write them, in `lowlat.kernels.reference`.
+It lists the buffers. The operations in `lowlat.kernels.reference` that read and write a buffer document its meaning.
 """
 
 from collections.abc import Mapping
@@ -42,34 +42,34 @@ __all__ = [
     "waiting_boundaries",
 ]
 
-RING_ENTRIES, COMMANDS_A_SLOT = 64, 8  # of steps; of commands to a slot, between two steps
+RING_ENTRIES, COMMANDS_A_SLOT = 64, 8  # entries of steps in the ring; commands to a slot between two steps
 EMPTY: Mapping[str, int] = MappingProxyType({})
 MAX_WAITING, MAX_PASS_ROWS = 64, 64  # positions of a slot that wait for the draft model; rows of all slots in a pass
-SHORT_STEP = 64  # positions: parts of a chunk are multiples of it
-PASS_ROWS = 64  # of a prompt whose logits are made at once, at most: as many as a step has
+SHORT_STEP = 64  # positions: programs for a part of a chunk have multiples of it
+PASS_ROWS = 64  # positions of a prompt whose logits are computed at once, at most: as many as a step's rows
 
 
 @dataclass(frozen=True)
 class StepGeometry:
     """Everything that fixes the shapes of a runtime's programs, apart from the bucket.
 
-    speculator   what drafts; None: the baseline alone
-    max_rows     T of the largest bucket
-    num_paths    root-to-leaf paths of the widest topology
-    path_width   nodes of the longest path, root included
-    num_blocks   KV blocks, the null block included
-    window_blocks       the same of the pool of each window that has one, ascending; (): num_blocks in each
+    speculator          the method of drafting; None: no speculation
+    max_rows            T of the largest bucket
+    num_paths           root-to-leaf paths of the topology with the most paths
+    path_width          nodes of the longest path, root included
+    num_blocks          KV blocks, the null block included
+    window_blocks       the same for the pool of each window that has one, ascending; (): num_blocks in each
     num_snapshots       snapshots of recurrent states
     prefill_chunk       positions of a chunk of prefill
-    max_prefill_chunks  chunks of a prompt that run at once, at most
-    num_drafted_rows    rows of a draft model after a slot's last token
-    max_draft_length  the greatest draft length, where each step's is chosen again; None: it is the bucket's
-    forced_rows  rows T of steps that verify what grammars force, ascending
-    partial      SpecPV's sizes; None: everything is attended to
+    max_prefill_chunks  the most chunks of a prompt that run at once
+    num_drafted_rows    rows that a draft model may write after a slot's last token
+    max_draft_length    the largest draft length, if the device chooses each step's; None: the bucket fixes it
+    forced_rows         rows T of wide steps that verify forced text of grammars, ascending
+    partial             SpecPV's sizes; None: rows attend to the whole KV cache
     prompt_logprobs     whether requests may ask for the logprobs of their prompts: prefill then leaves the residual
                         stream of its positions, see `lowlat.step.prompt_logprobs`
     prompt_logits       whether prefill leaves the logits of all its positions; it then runs one whole chunk at a time
-    checks              those of every step; None: there are none
+    checks              the checks of every step; None: there are none
     """
 
     config: ModelConfig
@@ -97,7 +97,7 @@ class StepGeometry:
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
-        """The windows of layers, of the target and of the draft model, that have a pool of blocks, ascending."""
+        """The windows of the target's and the draft model's layers that have a pool of blocks, ascending."""
         drafting = () if self.speculator is None else self.speculator.kv_windows
         return kept_windows((*self.config.windows, *drafting), self.max_context)
 
@@ -106,24 +106,24 @@ class StepGeometry:
         """The pools of these windows."""
         blocks = self.window_blocks or (self.num_blocks,) * len(self.windows)
         behind = self.overhang + (0 if self.max_draft_length is None else self.num_waiting)
-        if self.partial is not None:  # a refresh, or a verification, begins so far back
+        if self.partial is not None:  # a refresh, or a verification, begins this many positions earlier
             behind += self.partial.buffer + self.partial.num_queries
         sizes = (self.block_size, self.prefill_sizes[-1], behind, self.overhang)
         return tuple(WindowPool(window, count, *sizes) for window, count in zip(self.windows, blocks, strict=True))
 
     @property
     def overhang(self) -> int:
-        """Positions past a slot's tokens whose keys and values a step may write."""
+        """Positions after a slot's last token whose keys and values a step may write."""
         return max(self.max_rows, self.num_drafted_rows)
 
     @property
     def num_waiting(self) -> int:
-        """Committed positions of a slot that may wait for the draft model, at most: as many as one pass takes."""
+        """The most committed positions of a slot that may wait for the draft model: one pass takes them all."""
         return max(self.max_rows, min(MAX_WAITING, MAX_PASS_ROWS // self.max_batch))
 
     @property
     def num_text_tokens(self) -> int:
-        """Tokens of texts that a request may name to draft from; 0: none may be named."""
+        """The most tokens of the texts that a request may name for drafting; 0: it may name none."""
         return 0 if self.speculator is None else self.speculator.num_text_tokens
 
     @property
@@ -134,7 +134,7 @@ class StepGeometry:
 
     @property
     def range_names(self) -> RangeNames:
-        """The names that profiles give the stages of a step, by how it speculates."""
+        """NVTX range names of the stages, which depend on the speculator."""
         return OWN_NAMES if self.speculator is None else self.speculator.range_names
 
     @property
@@ -162,7 +162,7 @@ class StepGeometry:
 
     @property
     def snapshot_bytes(self) -> int:
-        """Bytes of a snapshot of all states that need one for a prompt to go on; 0: none does."""
+        """Bytes of a snapshot of all states that a prefix hit must restore; 0: no state needs one."""
         return sum(state.snapshot_bytes for state in self.sequence_states)
 
     @property
@@ -177,20 +177,20 @@ class StepGeometry:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Tokens whose state the first pool holds."""
+        """Tokens whose keys and values the first pool can hold."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
     def num_positions(self) -> int:
-        """Positions that RoPE's tables cover: a padded last chunk, or a step's overhang."""
+        """Positions of the RoPE tables: the context, and a padded last chunk or a step's rows after it."""
         return self.max_context + max(self.prefill_sizes[-1], self.max_rows)
 
     @cached_property
     def prefill_sizes(self) -> tuple[int, ...]:
-        """Positions that are prefilled at once, ascending: 1, 2, 3, 4, 6, 8, 12, ... chunks, and as many as may be.
+        """The numbers of positions that have a program of prefill, ascending.
 
-        Before them a half, a quarter and so on of a chunk, in multiples of SHORT_STEP: for short prompts, and for ends.
-        A program is made for each. With the logits of all positions, there is one: of a chunk.
+        They are 1, 2, 3, 4, 6, 8, 12, ... chunks up to `max_prefill_chunks`, and for short prompts and last chunks a
+        half, a quarter and so on of a chunk, in multiples of SHORT_STEP. With `prompt_logits` there is one: a chunk.
         """
         if self.prompt_logits:
             return (self.prefill_chunk,)
@@ -202,7 +202,7 @@ class StepGeometry:
         return tuple(sorted(sizes))
 
     def prefill_size(self, num_positions: int) -> int:
-        """The least of `prefill_sizes` that holds so many positions. Raises ConfigError where none does."""
+        """The smallest of `prefill_sizes` for this many positions. Raises ConfigError if all are too small."""
         for size in self.prefill_sizes:
             if num_positions <= size:
                 return size
@@ -213,25 +213,22 @@ class StepGeometry:
 
     @property
     def pass_rows(self) -> int:
-        """Positions of which a pass over a prompt makes the logits."""
+        """Positions of a prompt whose logits a pass computes."""
         return min(PASS_ROWS, self.prefill_sizes[-1])
 
     @property
     def refresh_size(self) -> int:
-        """The positions that a refresh takes.
-
-        Raises ConfigError where there is none, without SpecPV.
-        """
+        """Positions that SpecPV's refresh runs over. Raises ConfigError without SpecPV."""
         if self.partial is None:
             raise ConfigError("nothing is refreshed without enable_specpv")
         return self.partial.num_queries if self.partial.lossless else self.prefill_size(self.partial.buffer)
 
     @cached_property
     def tables(self) -> Mapping[Rotation, tuple[str, RopeTables]]:
-        """RoPE's tables of all layers by name, made once for all programs, where one is run.
+        """The RoPE tables of all layers with their names; all programs share them.
 
-        A target's tables are "target", and "target.1" and so on where its layers turn differently; a speculator's own
-        are "draft".
+        A target's tables are "target", then "target.1" and so on if its layers have different ones. A speculator's own
+        tables are "draft", "draft.1" and so on.
         """
         found: dict[Rotation, tuple[str, RopeTables]] = {}
         drafts = () if self.speculator is None else self.speculator.rotations
@@ -273,7 +270,7 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
     ]
     others: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("command_head", (1,), torch.int64),
-        ("prefilled_slot", (1,), torch.int32),  # below: the last prompt whose chunks were run, for its first token
+        ("prefilled_slot", (1,), torch.int32),  # this and the next: of the last prefilled prompt, for its first token
         ("prefilled_residual", (1, geometry.config.hidden_size), geometry.dtype),
     ]
     if geometry.prompt_logprobs:
@@ -288,7 +285,7 @@ def _slot_state(geometry: StepGeometry) -> list[BufferSpec]:
 
 
 def waiting_boundaries(geometry: StepGeometry) -> tuple[int, ...]:
-    """The target's boundaries whose rows wait for the draft model, where steps choose their draft length; else none."""
+    """The target's boundaries whose rows wait for the draft model; () if steps do not choose their draft length."""
     speculator = geometry.speculator
     if geometry.max_draft_length is None or speculator is None:
         return ()
@@ -296,18 +293,18 @@ def waiting_boundaries(geometry: StepGeometry) -> tuple[int, ...]:
 
 
 def _draft_length_state(geometry: StepGeometry, most: int) -> list[BufferSpec]:
-    """The buffers that the choice of draft lengths keeps, and the features that wait for the draft model."""
+    """The buffers for the choice of draft lengths, and the features that wait for the draft model."""
     batch, hidden = geometry.max_batch, geometry.config.hidden_size
     boundaries = waiting_boundaries(geometry)
     specs: list[tuple[str, tuple[int, ...], torch.dtype]] = [
-        ("draft_length_costs", (batch, 2, most + 2), torch.int32),  # by the bucket's slots, less one
+        ("draft_length_costs", (batch, 2, most + 2), torch.int32),  # row b: of the bucket of b + 1 slots
         ("length_last", (1,), torch.int32),
         ("length_waited", (1,), torch.int32),
         ("draft_length_choice", (1,), torch.int32),
     ]
     by_slot: list[tuple[str, tuple[int, ...], torch.dtype]] = [
         ("extended", (batch,), torch.int32),
-        ("length_probabilities", (batch + 1, NUM_RUNS, most, 2), torch.int32),  # the last row: of all slots
+        ("length_probabilities", (batch + 1, NUM_RUNS, most, 2), torch.int32),  # the last row: over all slots
         ("length_runs", (batch,), torch.int32),
         ("length_expected", (batch, most + 1), torch.int32),
     ]
@@ -392,9 +389,9 @@ def _kept_state(geometry: StepGeometry) -> list[BufferSpec]:
 
 
 def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mapping[str, int] = EMPTY) -> None:
-    """Declare the state in a program, and as constants the scales of caches that hold codes, [2, G] float32 each.
+    """Declare the state in a program, and the scales of quantised KV caches as constants, [2, G] float32 each.
 
-    fewer  rows of the buffers of which the program has not the most
+    fewer  numbers of rows by buffer, for buffers of which the program uses fewer rows than there are
     """
     coded, layers = geometry.config.coded_kv, [f"k_cache.{layer}" for layer in geometry.config.caching]
     for spec in state_specs(geometry):
@@ -407,7 +404,7 @@ def declare_state(builder: ProgramBuilder, geometry: StepGeometry, fewer: Mappin
 
 
 def declare_tables(builder: ProgramBuilder, geometry: StepGeometry) -> Tables:
-    """RoPE tables of the target and the speculator as constants, [C, D / 2] float32; layers that agree share them."""
+    """Declare the RoPE tables of the target and the speculator as constants, [C, D / 2] float32 each."""
     return {
         rotation: (
             builder.made_constant(f"{name}.cos", tables.shape, torch.float32, tables.cos),

@@ -1,13 +1,11 @@
 """This module names the variants of a step's buckets, which tell steps of the same sizes apart.
 
-The plain step verifies drafts that an earlier step made and makes the next ones.
-
-    PLAIN        no variant: the plain step
-    FIRST_TOKEN  the step after a prompt's last chunk: one slot, one row, which comes out of prefill
-    WIDE         the step of many rows that verifies what the host has proposed, over all of the KV cache
-    PROPOSED     the step of many rows that verifies what its speculator proposes when it opens, and drafts nothing
-    CHOICE       the step whose draft length the device chooses, S at most: an opening, then one of its bodies
-    EXTENDED     the body of S = 0 in which the draft model runs over what waits for it
+PLAIN        no variant: the step verifies the drafts of an earlier step, and makes the next ones
+FIRST_TOKEN  the step after a prompt's last chunk: one slot, and one row that prefill has computed
+WIDE         the step of many rows that verifies the host's proposals, over all of the KV cache
+PROPOSED     the step of many rows that verifies proposals which its speculator makes first, and drafts nothing
+CHOICE       the step whose draft length, at most S, the device chooses: an opening, then one of its bodies
+EXTENDED     the body of S = 0 in which the draft model runs over the waiting positions
 """
 
 from lowlat.graphs import Bucket
@@ -28,9 +26,9 @@ __all__ = [
     "may_repeat",
 ]
 
-# keys among programs of prefill, next to the positions that these take
-PASS = 0  # a pass over what they leave
-REFRESH = -1  # of a slot that decodes, with SpecPV
+# keys of two further programs among those of prefill, whose keys are their numbers of positions
+PASS = 0  # the pass that computes a prompt's logprobs from prefill's residual stream
+REFRESH = -1  # SpecPV's refresh of a slot that decodes
 PLAIN = ""
 FIRST_TOKEN = "first token"
 WIDE = "wide"
@@ -40,7 +38,7 @@ EXTENDED = "draft model runs"
 
 
 def first_token_bucket(num_speculative_tokens: int) -> Bucket:
-    """The bucket of a prompt's first token, which makes so many drafts."""
+    """The bucket of a step that chooses a prompt's first token and makes this many drafts."""
     return Bucket(1, 1, num_speculative_tokens, FIRST_TOKEN)
 
 
@@ -55,7 +53,7 @@ def is_choice(bucket: Bucket) -> bool:
 
 
 def bodies_of(bucket: Bucket) -> tuple[Bucket, ...]:
-    """The buckets among which a step chooses, by the number of the choice: chains of S = 0 and on, then EXTENDED.
+    """The bodies of a step, in the order of the choice's index: chains of S = 0 and on, then EXTENDED.
 
     () for a step that chooses nothing.
     """
@@ -66,5 +64,5 @@ def bodies_of(bucket: Bucket) -> tuple[Bucket, ...]:
 
 
 def may_repeat(bucket: Bucket) -> bool:
-    """Whether the device may repeat the step by itself: the host has no part in it, nor in what follows it."""
+    """Whether a device loop may repeat the step: neither it nor the step after it needs the host."""
     return bucket.variant not in (FIRST_TOKEN, WIDE, PROPOSED)

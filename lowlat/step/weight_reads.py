@@ -1,4 +1,4 @@
-"""This module counts the bytes of weights that a step's operation must read."""
+"""This module counts the bytes of weights that an operation of a step must read."""
 
 from collections.abc import Mapping
 
@@ -14,8 +14,8 @@ FEW_ROWS = ("embed", "draft_topk", "draft_topk_logprobs", "walk_candidates")
 def weight_bytes(op: Op, sizes: Mapping[str, int], experts_share: float) -> float:
     """Bytes of the weights that an operation reads.
 
-    sizes          bytes of weights as operations name them, of a quantised matrix those of all its parts
-    experts_share  of a layer's experts that rows choose
+    sizes          bytes of weights by the names that operations use; a quantised matrix has the sum of its parts
+    experts_share  the share of a layer's experts that rows choose
     """
     if op.kind in FEW_ROWS:
         return 0.0

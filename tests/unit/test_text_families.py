@@ -5,10 +5,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from call_formats import read
 from checkpoint_files import edit_json
 from tiny_models import make_target
 from tokenizers import AddedToken, Tokenizer
-from unit.test_text_formats import TOOL, read
+from unit.test_text_formats import TOOL
 
 from lowlat.cli.options import bundled
 from lowlat.errors import RequestError

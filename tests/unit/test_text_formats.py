@@ -2,47 +2,24 @@
 
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from call_formats import TALK, TEMPLATES, TOOLS_FIRST, codec_of, read
 from grammars import END, compiler_of, walk
 from jsonschema import Draft202012Validator
 from text_tokenizers import byte_level, write_directory
-from tokenizers import AddedToken, Tokenizer
 
-from lowlat.cli.options import bundled
 from lowlat.errors import GrammarError, RequestError
-from lowlat.options.request import SamplingParams, ToolCallDelta
+from lowlat.options.request import SamplingParams
 from lowlat.serving.http import __file__ as http_folder
-from lowlat.text import AnswerStream, TextCodec, tools_of
+from lowlat.text import AnswerStream, TextCodec
 from lowlat.text.answers.formats import FORMATS, REASONING, format_of
-from lowlat.text.grammar.exact import NotHeld
+from lowlat.text.grammar.braced import BracedRules
 from lowlat.text.grammar.one_of import first_overlap
-from lowlat.text.grammar.references import inlined
 from lowlat.text.grammar.tool_calls import GRAMMARS
 
-# Templates that mark what their families' do, and no more.
-TALK = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-TOOLS_FIRST = "{% if tools %}{% for t in tools %}{{ t | tojson }}{% endfor %}{% endif %}"
-HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-TEMPLATES = {
-    "Harmony": (TOOLS_FIRST + TALK, HARMONY),
-    "Mistral": (TOOLS_FIRST + "{# [TOOL_CALLS]f[CALL_ID]i[ARGS]{} #}" + TALK, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
-    "Mistral, listed": (TOOLS_FIRST + "{# [TOOL_CALLS] #}" + TALK, ("[TOOL_CALLS]",)),
-    "Gemma 4": (
-        TOOLS_FIRST + '{# <|tool_call>call:f{x:<|"|>y<|"|>}<tool_call|> #}' + TALK,
-        ("<|tool_call>", "<tool_call|>", '<|"|>'),
-    ),
-    "Seed": (TOOLS_FIRST + "{# <seed:tool_call><function=f><parameter=x> #}" + TALK, ("<seed:tool_call>",)),
-    "Qwen3-Coder": (TOOLS_FIRST + "{# <tool_call><function=f><parameter=x> #}" + TALK, ()),
-    "Hermes": (TOOLS_FIRST + "{# <tool_call> #}" + TALK, ()),
-    "listed, closed": (TOOLS_FIRST + "{# <|tool_call|>[]<|/tool_call|> #}" + TALK, ("<|tool_call|>", "<|/tool_call|>")),
-    "listed": (TOOLS_FIRST + "{# <|tool_call|>[] #}" + TALK, ("<|tool_call|>",)),
-    "Llama 3": (TOOLS_FIRST + '{# {"name": function name, "parameters": dictionary #}' + TALK, ("<|python_tag|>",)),
-    "generic": (TALK, ()),
-}
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -62,28 +39,6 @@ TIME = {
 }
 TOOL = {"type": "function", "function": {"name": "weather", "description": "It rains.", "parameters": PARAMETERS}}
 PROMPT = {"Harmony": "<|start|>assistant"}
-
-
-@cache
-def codec_of(name: str) -> TextCodec:
-    """The bundled tokenizer with a family's special tokens and a template that marks calls as it does."""
-    template, special = TEMPLATES[name]
-    tokenizer = Tokenizer.from_file(str(Path(bundled("target")) / "tokenizer.json"))
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in special])
-    return TextCodec(tokenizer, templates={"default": template})
-
-
-def read(codec: TextCodec, tokens: list[int], params: SamplingParams) -> tuple[str, list[tuple[str, str]]]:
-    """An answer's content and calls."""
-    stream = AnswerStream(codec, params.parse, tools=tools_of(params))
-    deltas = [*(stream.push([token]) for token in tokens), stream.finish()]
-    calls: list[list[str]] = []
-    parts: list[ToolCallDelta] = [part for delta in deltas for part in delta.tool_calls]
-    for part in parts:
-        if part.name is not None:
-            calls.append([part.name, ""])
-        calls[part.index][1] += part.arguments
-    return "".join(delta.text for delta in deltas), [(name, arguments) for name, arguments in calls]
 
 
 def test_every_format_has_a_grammar_and_a_template_here() -> None:
@@ -139,9 +94,14 @@ def test_free_answers_may_hold_calls(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("own", "words"),
-    [({"pattern": "a+"}, "pattern of a string"), ({"format": "date"}, "format of a string")],
+    [
+        ({"pattern": "(?=a)a+"}, r"x: pattern '\(\?=a\)a\+' of a string"),
+        ({"format": "iri"}, "x: format 'iri' of a string"),
+        ({"maxLength": 5000}, "x: maxLength 5000 of a string written without quotes; at most 4096"),
+        ({"minLength": 257}, "x: minLength 257 of a string written without quotes; at most 256"),
+    ],
 )
-def test_what_free_text_cannot_hold_is_refused_where_it_is_strict(own: dict[str, str], words: str) -> None:
+def test_what_free_text_cannot_hold_is_refused_where_it_is_strict(own: dict[str, Any], words: str) -> None:
     function = {"name": "f", "parameters": {"properties": {"x": {"type": "string", **own}}}}
     codec = codec_of("Qwen3-Coder")
     with pytest.raises(RequestError, match=words):
@@ -296,6 +256,44 @@ TYPED = {"type": "object", **NUMBERED}
             [f"{MARK}blue{MARK}", "{}"],
         ),
         ("Qwen3-Coder", to("Tree"), ['{"next": {}}'], ['{"next": 1}', "text"]),
+        ("Qwen3-Coder", {**TEXT, "minLength": 2, "maxLength": 4}, ["ab", "a\nbc"], ["", "a", "abcde"]),
+        ("Qwen3-Coder", {**TEXT, "minLength": 2}, ["ab"], ["a\n</parameter>\nb"]),
+        ("Seed", {**TEXT, "minLength": 2}, ["ab"], ["a", "\nb", "a\n", "a</parameter>\nb"]),
+        ("Qwen3-Coder", {**TEXT, "pattern": "b/"}, ["b/", "ab/c"], ["abc", "a\n</parameter>\nb/"]),
+        ("Qwen3-Coder", {"anyOf": [{**TEXT, "pattern": "^a"}, {"type": "null"}]}, ["ab", "null"], ["b", "nul", "None"]),
+        ("Qwen3-Coder", {"anyOf": [TEXT, TYPED]}, ["a", '{"a": 1}', "1"], ['{"a": "s"}', "{}", " [", "{"]),
+        ("Seed", {"anyOf": [TEXT, TYPED, {"type": "boolean"}]}, ["a", "true", '{"a": 1}'], ["{}", " true"]),
+        ("Qwen3-Coder", {**TEXT, "format": "date"}, ["2024-02-29"], ["2023-02-29", "2024-04-31", "today", ""]),
+        ("Qwen3-Coder", {"type": ["array", "string"], "items": TEXT}, ["a", '["a"]'], ["[1]"]),
+        (
+            "Gemma 4",
+            {**TEXT, "pattern": "b", "maxLength": 3},
+            [f"{MARK}abc{MARK}"],
+            [f"{MARK}a{MARK}", f"{MARK}abcd{MARK}"],
+        ),
+        ("Gemma 4", {"type": "integer", "minimum": 2, "maximum": 11}, ["2", "11"], ["1", "12", "2.5"]),
+        ("Gemma 4", {"type": "array", "prefixItems": [TYPED, TEXT], "minItems": 1}, ["[{a:1}]"], ["[]", "[1]"]),
+        (
+            "Gemma 4",
+            {"type": "array", "items": [{"type": "integer"}], "additionalItems": TEXT, "maxItems": 2},
+            ["[]", "[1]", f"[1,{MARK}a{MARK}]"],
+            [f"[{MARK}a{MARK}]", "[1,2]", f"[1,{MARK}a{MARK},{MARK}a{MARK}]"],
+        ),
+        (
+            "Gemma 4",
+            {"type": "object", "properties": {"a b": TEXT}, "additionalProperties": {"type": "integer"}},
+            ["{}", "{c:1}", f"{{a b:{MARK}s{MARK},c:1,d:2}}"],
+            [f"{{c:{MARK}s{MARK}}}", "{a b:1}", f"{{a b:{MARK}s{MARK},a b:1}}"],
+        ),
+        (
+            "Gemma 4",
+            {"type": "object", "patternProperties": {"^x": {"type": "null"}}, "additionalProperties": False},
+            ["{}", "{x:null,xy:null}"],
+            ["{y:null}", "{x:1}"],
+        ),
+        ("Gemma 4", {"const": {"b": [1, "c"], "a": None}}, [f"{{a:null,b:[1,{MARK}c{MARK}]}}"], ["{a:null}", "{}"]),
+        ("Gemma 4", {**to("Point"), "required": ["d"]}, [f"{{c:{MARK}red{MARK},d:1}}"], [f"{{c:{MARK}red{MARK}}}"]),
+        ("Gemma 4", {"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": 2}]}, ["5", "2"], ["3", "null"]),
     ],
 )
 def test_a_strict_argument_is_one_of_its_schema_s(
@@ -352,16 +350,17 @@ def test_a_schema_of_false_takes_no_value(name: str, strict: bool) -> None:
         ("Gemma 4", {"items": {"type": "integer"}}, "items without a type; give one"),
         ("Gemma 4", {"type": "integer", "enum": ["a"]}, "enum, or const, has no value of the schema's type"),
         ("Gemma 4", {"anyOf": []}, "anyOf is empty"),
-        ("Gemma 4", to("Tree"), "$ref '#/$defs/Tree' leads back to itself"),
+        ("Gemma 4", to("One"), "$ref '#/$defs/One' leads back to itself"),
+        ("Gemma 4", {"type": "array", "items": {"not": {}}}, "not at #/properties/x/items is not held; leave it out"),
         ("Gemma 4", to("None"), "$ref '#/$defs/None' leads to nothing in the schema"),
         ("Gemma 4", {"oneOf": [to("Color"), to("Alias")]}, "oneOf at #/properties/x is not held"),
         ("Qwen3-Coder", {"oneOf": [TEXT, TEXT]}, "oneOf at #/properties/x is not held"),
-        ("Qwen3-Coder", {"anyOf": [{**TEXT, "pattern": "^a"}, {"type": "null"}]}, "x: pattern of a string"),
+        ("Qwen3-Coder", {"anyOf": [{**TEXT, "contains": "a"}, {"type": "null"}]}, "x: contains of a string"),
         ("Qwen3-Coder", {"anyOf": [TEXT, {"type": "integer", "minimum": 5}]}, "x: minimum of a string"),
         ("Qwen3-Coder", {"anyOf": [TEXT, {"enum": [1]}]}, "x: enum of a string"),
         ("Qwen3-Coder", to("One"), "x: $ref '#/$defs/One' leads back to itself"),
         ("Seed", {"anyOf": [{"type": "null"}, to("None")]}, "x: $ref '#/$defs/None' leads to nothing in the schema"),
-        ("Qwen3-Coder", to("Color", pattern="^r"), "x: $ref, pattern of a string"),
+        ("Qwen3-Coder", to("Color", pattern="^r"), "x: pattern of a string"),
         ("Qwen3-Coder", {"oneOf": [to("Color"), to("Alias")]}, "oneOf at #/properties/x is not held"),
         ("Qwen3-Coder", {"enum": ["a", "1", 1]}, "x: the string '1', which reads as a value of another type"),
     ],
@@ -532,22 +531,41 @@ def test_nothing_leaks_from_a_harmony_answer_cut_anywhere(text: str) -> None:
             assert [name for name, _ in some] == [name for name, _ in calls][: len(some)]
 
 
-def test_references_without_end_are_any_value_where_a_tool_is_not_strict() -> None:
-    assert takes("Gemma 4", to("Tree"), "{next:{next:{}}}", strict=False) and takes(
-        "Gemma 4", to("Tree"), "{next:1}", strict=False
-    )
-    assert not takes("Gemma 4", to("Tree"), "1", strict=False)
+def test_references_without_end_are_held() -> None:
+    for strict in (True, False):
+        assert takes("Gemma 4", to("Tree"), "{next:{next:{}}}", strict=strict)
+        assert not takes("Gemma 4", to("Tree"), "{next:1}", strict=strict)
+        assert not takes("Gemma 4", to("Tree"), "1", strict=strict)
     assert takes("Gemma 4", to("None"), "1", strict=False)
-    whole = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert inlined({"$ref": "#/$defs/P", "$defs": {"P": whole}}, strict=True) == whole
 
 
-def test_references_that_multiply_are_refused() -> None:
+def test_schemas_without_end_are_refused_in_time() -> None:
+    """A schema next to a reference to itself, properties that multiply, and one that is very deep."""
+    loop = {"$ref": "#/$defs/loop", "minLength": 2}
+    definitions: dict[str, Any] = {"loop": loop, "of0": {"type": "integer"}}
+    for level in range(1, 13):
+        own = {"allOf": [to(f"of{level - 1}"), {"maxItems": level}]}
+        definitions[f"of{level}"] = {"type": "object", "properties": dict.fromkeys("abcd", own)}
+    deep: dict[str, Any] = {"type": "array", "items": {}}
+    for _ in range(300):
+        deep = {"type": "array", "items": deep}
+    for schema, words in (({**loop, "minLength": 1}, "more than 32 deep"), (to("of12"), "more than 5000 values")):
+        parameters = {"type": "object", "properties": {"x": schema}, "$defs": definitions}
+        calls = {"functions": [{"name": "f", "parameters": parameters, "strict": words == "more than 32 deep"}]}
+        with pytest.raises(RequestError, match=words):
+            compiler_of(codec_of("Gemma 4")).open(SamplingParams(tool_calls=calls), [1], (END,))
+    for name in ("Gemma 4", "Qwen3-Coder"):
+        calls = {"functions": [{"name": "f", "parameters": {"properties": {"x": deep}}, "strict": True}]}
+        with pytest.raises(RequestError, match=r"deep|recursion limit"):
+            compiler_of(codec_of(name)).open(SamplingParams(tool_calls=calls), [1], (END,))
+
+
+def test_references_that_multiply_are_rules_of_their_own() -> None:
     """Each definition has two of the one before: 2 ** 20 in all."""
     definitions: dict[str, Any] = {"of0": {"type": "integer"}}
     for level in range(1, 20):
         definitions[f"of{level}"] = {"type": "object", "properties": {key: to(f"of{level - 1}") for key in "ab"}}
     schema = {"type": "object", "properties": {"x": to("of19")}, "$defs": definitions}
-    with pytest.raises(NotHeld, match="more than 1000 references"):
-        inlined(schema, strict=True)
-    assert len(json.dumps(inlined(schema, strict=False))) < 200_000
+    made = BracedRules('"|"', schema, {}, strict=True, prefix="of")
+    made.arguments()
+    assert len(made.lines) < 250

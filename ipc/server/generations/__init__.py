@@ -1,1 +1,1 @@
-"""This package has a server's requests: how text becomes token ids, who waits, what streams, when each one ends."""
+"""This package handles a server's requests: it tokenizes, queues, admits, streams and ends them."""

@@ -1,4 +1,4 @@
-"""This module answers requests that are made of a prompt alone, such as its token ids, without the engine."""
+"""This module answers conversions, such as text to token ids, without the engine."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from lowlat.ipc.wire import Submit, unpack_tokens
 
 __all__ = ["MAX_CONVERTED", "convert", "encode_prompt"]
 
-MAX_CONVERTED = 1 << 17  # tokens, where the context has fewer: as numbers they take the GIL for some milliseconds
+MAX_CONVERTED = 1 << 17  # tokens, if the context has fewer; unpacking them keeps the GIL for some milliseconds
 
 
 class _Converted(Struct, frozen=True):
@@ -36,7 +36,7 @@ class _Converted(Struct, frozen=True):
 
 
 def convert(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[EngineOutput]:
-    """The outputs of a request that asks for no completion, the last of which ends it. Raises RequestError."""
+    """Return the outputs of a conversion; the last one ends the request. Raises RequestError."""
     if codec is None:
         raise RequestError("this server's model has no tokenizer")
     most = max(max_context, MAX_CONVERTED)
@@ -53,7 +53,7 @@ def convert(submit: Submit, body: bytes, codec: Codec | None, max_context: int) 
 
 
 def encode_prompt(submit: Submit, codec: Codec, max_context: int, max_tokens: int) -> Sequence[int]:
-    """Token ids of a prompt of text or messages. Raises RequestError."""
+    """Return the token ids of a prompt of text or messages. Raises RequestError."""
     how: dict[str, Any] = {
         "allow_special": submit.allow_special,
         "max_context": max_context,

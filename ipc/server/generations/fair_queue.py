@@ -1,4 +1,4 @@
-"""A fair queue takes each client's items in order, a user's clients by turns, and the users by turns."""
+"""A fair queue gives each client's items in order, and takes turns between a user's clients and between users."""
 
 from collections import deque
 from collections.abc import Hashable, Mapping
@@ -14,26 +14,26 @@ NOTHING: Mapping[Any, int] = MappingProxyType({})
 class FairQueue(Generic[Item]):
     """First in, first out for each client; round robin between a user's clients, and between users.
 
-    So a user's many items do not delay another user's one, over however many connections they come.
+    So many items of one user do not delay one item of another, over any number of connections.
 
-    num_items   those that wait, of all users
+    num_items   waiting items of all users
     """
 
     def __init__(self) -> None:
-        self._users: dict[Hashable, dict[Hashable, deque[Item]]] = {}  # both by turns
+        self._users: dict[Hashable, dict[Hashable, deque[Item]]] = {}  # users, and their clients, in order of turns
         self.num_items = 0
 
     def push(self, user: Hashable, client: Hashable, item: Item) -> None:
-        """Append to a client's items; a user or a client that had none comes last in turn."""
+        """Append to a client's items; a user or client that had none gets the last turn."""
         self._users.setdefault(user, {}).setdefault(client, deque()).append(item)
         self.num_items += 1
 
     def pop(self, served: Mapping[Any, int] = NOTHING) -> Item:
         """Take the oldest item of the client whose turn it is; the queue must not be empty.
 
-        served   how much each user has already: the user that has least is first
+        served   how much each user has already; the user with the least is first
         """
-        user = min(self._users, key=lambda user: served.get(user, 0))  # of several the first
+        user = min(self._users, key=lambda user: served.get(user, 0))  # the first of equal ones
         clients = self._users.pop(user)
         client = next(iter(clients))
         items = clients.pop(client)
@@ -63,7 +63,7 @@ class FairQueue(Generic[Item]):
 class RankedQueue(Generic[Item]):
     """A fair queue for each priority, the highest first.
 
-    num_items   those that wait, of all priorities
+    num_items   waiting items of all priorities
     """
 
     def __init__(self) -> None:
@@ -72,16 +72,16 @@ class RankedQueue(Generic[Item]):
 
     @property
     def priority(self) -> int:
-        """The highest priority of those that wait; the queue must not be empty."""
+        """The highest priority of a waiting item; the queue must not be empty."""
         return max(self._queues)
 
     def push(self, priority: int, user: Hashable, client: Hashable, item: Item) -> None:
-        """Append to a client's items of a priority."""
+        """Append an item to a client's items of this priority."""
         self._queues.setdefault(priority, FairQueue()).push(user, client, item)
         self.num_items += 1
 
     def pop(self, served: Mapping[Any, int] = NOTHING) -> Item:
-        """Take the item whose turn it is, as `FairQueue.pop` does among those of the highest priority."""
+        """Take the next item of the highest priority, as `FairQueue.pop` does."""
         priority = self.priority
         item = self._queues[priority].pop(served)
         self._count_down(priority)

@@ -1,4 +1,4 @@
-"""This module takes prompts that come in pieces: their credit, their order, and how far the engine has them."""
+"""This module handles prompts that come in pieces: their credit, their order, and what the engine has of them."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,26 +28,26 @@ class Owner(Protocol):
     """The requests of the server."""
 
     def hold_bytes(self, stream: Stream, num_bytes: int) -> bool:
-        """Count bytes of a prompt that wait; False where there is no space for them."""
+        """Count bytes of a waiting prompt; False if there is no space for them."""
 
     def release_bytes(self, stream: Stream, num_bytes: int) -> None:
-        """Count bytes as free."""
+        """Stop counting bytes of a waiting prompt."""
 
     def break_off(self, stream: Stream, code: str, message: str) -> None:
-        """End a request that brought nothing yet by an ERROR."""
+        """End a request that has given no output yet with an ERROR."""
 
     def end_idle(self, stream: Stream, message: str) -> None:
-        """End a request whose client let it wait for too long."""
+        """End a request whose prompt got no piece for too long."""
 
     def start_deadline(self, stream: Stream, deadline_ms: int | None) -> None:
-        """Begin to count a request's deadline."""
+        """Start the timer of a request's deadline, if it has one."""
 
 
 class OpenPrompts:
-    """The requests whose prompts are still being written; used under the I/O thread's lock alone.
+    """The requests whose prompts are still being written; used only under the I/O thread's lock.
 
-    Pieces become token ids in a text thread, those that wait together as one, and these go to the engine where it has
-    the request; else they wait for that next to the stream. One that has ended by then is handed over as any other.
+    A text thread tokenizes pieces, and joins those that wait together. The token ids go to the engine if it has the
+    request, else they wait in the stream. A prompt that ends before its request is submitted is submitted whole.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class OpenPrompts:
         self._timers, self._peers, self._decode, self._text_threads = timers, peers, decode, text_threads
 
     def open(self, stream: Stream, submit: Submit) -> None:
-        """Make a stream's prompt an open one."""
+        """Give a stream the state of an open prompt."""
         text = None if self._codec is None else self._grow(self._codec, submit)
         most = self._max_context - submit.sampling.token_limit
         asked = submit.max_prompt_tokens
@@ -85,7 +85,7 @@ class OpenPrompts:
         return codec.grow_chat(submit.messages, submit.template_options or {}, **how)
 
     def begin(self, stream: Stream, submit: Submit, body: bytes) -> None:
-        """Take the piece that came with a SUBMIT."""
+        """Add the piece that came with a SUBMIT, if there is one."""
         text = submit.text if submit.messages is None else submit.messages[-1].content
         if (text or body) and stream.opening is not None:
             self._add(stream, stream.opening, body or text or "", is_counted=False)
@@ -95,7 +95,7 @@ class OpenPrompts:
             self._text_threads.grow(stream)
 
     def append(self, stream: Stream, piece: str | bytes) -> None:
-        """Take a piece of an open prompt; an empty one is none."""
+        """Add a piece to an open prompt; an empty piece is ignored."""
         opening = stream.opening
         if not piece or opening is None or stream.cancelled or stream.phase is Phase.DECODED:
             return
@@ -122,7 +122,7 @@ class OpenPrompts:
             return
         if speculative:
             if opening.on_trial:
-                return  # nothing new, and it needs no credit: it brings no work, and no more time
+                return  # a repeated FINISH needs no credit, so it may cause no work and prolong no timer
             opening.on_trial = True
             self._wait_for_more(stream, opening)
         else:
@@ -136,7 +136,7 @@ class OpenPrompts:
             self._text_threads.grow(stream)
 
     def grown(self, event: Grown) -> None:
-        """Take the token ids of a piece, or of an end, and hand them on."""
+        """Pass the token ids of a piece, or of an end, on to the engine or the stream."""
         stream, opening = event.stream, event.stream.opening
         if stream.over or opening is None:
             return
@@ -171,7 +171,7 @@ class OpenPrompts:
         self._tell(stream, opening, event.num_bytes)
 
     def commands(self, stream: Stream, opening: Opening) -> Iterator[OpenCommand]:
-        """The commands by which the engine gets a request, and what is known of its prompt."""
+        """Yield the commands that submit a request to the engine, with the known part of its prompt."""
         name, sampling, token_ids = stream.request_id, stream.sampling, opening.token_ids
         if opening.ended:
             yield DecodeSubmit(name, token_ids, sampling, stream.cache_salt, stream.session)
@@ -184,7 +184,7 @@ class OpenPrompts:
         opening.token_ids, opening.tried = [], None
 
     def leave(self, stream: Stream, opening: Opening) -> None:
-        """Let go of what waits, of a request that is over."""
+        """Drop what waits for a request that is over."""
         self._timers.cancel(opening.idle)
         self._owner.release_bytes(stream, opening.num_pending)
         opening.num_pending = 0
@@ -192,7 +192,7 @@ class OpenPrompts:
         opening.token_ids, opening.tried = [], None
 
     def _tell(self, stream: Stream, opening: Opening, num_bytes: int) -> None:
-        """Grant what was taken again, half the credit at a time."""
+        """Grant tokenized bytes to the client again, half the credit at a time."""
         opening.num_untold += num_bytes
         if opening.num_untold * 2 >= self._limits.append_credit and not opening.finished:
             opening.balance += opening.num_untold

@@ -1,4 +1,4 @@
-"""This module keeps pieces of an open prompt that wait to become token ids, and counts memory by their bytes."""
+"""This module keeps the pieces of an open prompt until a text thread tokenizes them; memory is that of their bytes."""
 
 import threading
 from collections import deque
@@ -11,10 +11,10 @@ __all__ = ["Pieces", "Waiting"]
 
 
 class Waiting(Struct, frozen=True):
-    """Pieces of one kind, joined; or the end of the prompt.
+    """Joined pieces of one kind, or the end of the prompt.
 
     content    text, or packed token ids; None: the prompt ends here
-    num_bytes  of it that count against the client's credit
+    num_bytes  bytes of it that count against the client's credit
     """
 
     content: str | bytes | None
@@ -23,24 +23,24 @@ class Waiting(Struct, frozen=True):
 
 
 class Pieces:
-    """The pieces that have come, in order, and the end that came after them, if there was one.
+    """The pieces of a prompt that have come, in order, and the end if it has come.
 
-    What comes in pieces is joined: text after text, token ids after token ids. The I/O thread adds, and a text thread
-    takes; each is told whether that makes it necessary to put the prompt in the queue of text threads.
+    Consecutive pieces of text are joined, and so are those of token ids. The I/O thread adds, and a text thread takes.
+    Each call returns whether the caller must put the prompt into the queue of text threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._content = bytearray()
-        self._runs: deque[int] = deque()  # of each run its bytes; of token ids negative
+        self._runs: deque[int] = deque()  # bytes of each run; negative for token ids
         self._end: Waiting | None = None
-        self._num_uncounted = 0  # of the bytes in front
+        self._num_uncounted = 0  # bytes at the front that do not count against the credit
         self._is_queued = False
 
     def add(self, piece: str | bytes, *, is_counted: bool) -> bool:
-        """Add a piece, which takes an end on trial back; whether the prompt is to be queued now.
+        """Add a piece, which withdraws an end on trial; returns whether to queue the prompt.
 
-        is_counted  False: it came with the request, and no credit was taken for it
+        is_counted  False: the piece came with the request and took no credit
         """
         is_text = isinstance(piece, str)
         data = piece.encode() if isinstance(piece, str) else piece
@@ -56,13 +56,13 @@ class Pieces:
             return self._queue()
 
     def end(self, *, speculative: bool) -> bool:
-        """The prompt ends here, or seems to; whether it is to be queued now."""
+        """End the prompt; speculative: on trial. Returns whether to queue the prompt."""
         with self._lock:
             self._end = Waiting(None, speculative=speculative)
             return self._queue()
 
     def take(self) -> tuple[Waiting | None, bool]:
-        """The pieces in front that are of one kind, or the end, if something waits; and whether more is left."""
+        """Take the first pieces of one kind, or the end; returns them, or None, and whether more is left."""
         with self._lock:
             if not self._runs:
                 found, self._end = self._end, None
@@ -77,7 +77,7 @@ class Pieces:
             return Waiting(data.decode() if run > 0 else data, len(data) - uncounted), self._is_queued
 
     def clear(self) -> None:
-        """Let go of all that waits."""
+        """Drop all pieces and the end."""
         with self._lock:
             self._content, self._end = bytearray(), None
             self._runs.clear()

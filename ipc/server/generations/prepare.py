@@ -1,4 +1,4 @@
-"""This module turns requests into token ids and checks them: in a text thread, or at once where that is quick."""
+"""This module tokenizes and checks requests: in a text thread, or at once if that is quick."""
 
 import logging
 import threading
@@ -22,10 +22,10 @@ from lowlat.ipc.wire import Sampling, Submit, unpack_tokens
 
 __all__ = ["MAX_INLINE_BYTES", "TextThreads", "grow", "prepare"]
 
-MAX_INLINE_BYTES = 4 * 256  # a prompt of ids up to this is checked in microseconds: two changes of thread cost more
-MAX_SHORT_BYTES = 32 << 10  # a request up to this has its token ids in about 10 ms
-MOST_TOKENS = 1 << 30  # of a text that the engine bounds
-GRAMMAR_PATIENCE_S = 0.1  # a grammar that takes longer to compile waits for others that do
+MAX_INLINE_BYTES = 4 * 256  # ids up to this size are checked in microseconds, less than two changes of thread cost
+MAX_SHORT_BYTES = 32 << 10  # a request up to this size is tokenized in about 10 ms
+MOST_TOKENS = 1 << 30  # no limit here: the engine limits these texts
+GRAMMAR_PATIENCE_S = 0.1  # a grammar that takes longer to compile moves to the thread of slow ones
 
 
 def prepare(
@@ -38,23 +38,23 @@ def prepare(
     default_max_tokens: int,
     patience_s: float | None = None,
 ) -> Prepared | None:
-    """Token ids of a request, or the reason why it cannot be served; never an exception.
+    """Tokenize and check a request; returns the result, or the reason why it cannot be served. It never raises.
 
-    default_max_tokens  of a request that is to fit the context and names no limit
-    patience_s  for compiling its grammar, as in `Engine.compile`; returns None for one that takes longer
+    default_max_tokens  max_tokens of a request with fit_context that names no limit
+    patience_s  time for compiling its grammar, as in `Engine.compile`; returns None if that takes longer
     """
     try:
         max_context = engine.info.max_context
         if submit.result != "completion":
             return Prepared(stream, converted=convert(submit, body, codec, max_context))
-        # of an open prompt the length alone is unknown; what it has is encoded piece by piece
+        # an open prompt is checked with one token; its pieces are tokenized later
         prompt = (0,) if submit.open else _encode(submit, body, codec, max_context)
         room = max(1, max_context - len(prompt)) if submit.fit_context else None
         stream.sampling = _settled(submit.sampling, engine.info.sampling_defaults, room, default_max_tokens)
         offered = (submit.template_options or {}).get("tools")
         if offered and stream.sampling.parse == "tools" and stream.sampling.tools is None:
             tools = msgspec.json.encode(offered).decode()
-            if len(tools) <= MAX_GRAMMAR:  # else values are typed by what they look like
+            if len(tools) <= MAX_GRAMMAR:  # otherwise types of arguments are guessed from their text
                 stream.sampling = msgspec.structs.replace(stream.sampling, tools=tools)
         stream.sampling = _with_texts(stream.sampling, engine, codec)
         engine.validate(prompt, stream.sampling)
@@ -73,9 +73,9 @@ def prepare(
 
 
 def grow(stream: Stream, text: Growing | None, waiting: Waiting, engine: Engine, log: logging.Logger) -> Grown:
-    """Token ids of pieces of an open prompt, or the reason why it cannot be served; never an exception.
+    """Tokenize pieces of an open prompt; returns the ids, or the reason why it cannot be served. It never raises.
 
-    text  gives those of text; None: there is no tokenizer
+    text  the prompt's tokenizer; None: the model has none
     """
     piece, size = waiting.content, waiting.num_bytes
     try:
@@ -98,9 +98,9 @@ def grow(stream: Stream, text: Growing | None, waiting: Waiting, engine: Engine,
 
 
 def _settled(sampling: Sampling, defaults: Mapping[str, float], room: int | None, default_max_tokens: int) -> Sampling:
-    """The sampling with the server's defaults where the client was silent, field by field, and its limit of tokens.
+    """Fill fields that the client left out with the server's defaults, and set max_tokens.
 
-    room  tokens that the context has room for, where the request is to fit it
+    room  tokens that the context has left, for a request with fit_context; else None
     """
     settled: dict[str, Any] = {name: value for name, value in defaults.items() if getattr(sampling, name) is UNSET}
     most = sampling.token_limit
@@ -111,7 +111,7 @@ def _settled(sampling: Sampling, defaults: Mapping[str, float], room: int | None
 
 
 def _with_texts(sampling: Sampling, engine: Engine, codec: Codec | None) -> Sampling:
-    """The sampling with the texts that a request drafts from as token ids. Raises RequestError."""
+    """Tokenize the texts from which a request drafts (draft_texts). Raises RequestError."""
     if not any(isinstance(text, str) for text in sampling.draft_texts):
         return sampling
     engine.validate((0,), Sampling(draft_texts=sampling.draft_texts, max_tokens=1))  # before they are encoded
@@ -129,7 +129,7 @@ def _with_texts(sampling: Sampling, engine: Engine, codec: Codec | None) -> Samp
 def _encode(submit: Submit, body: bytes, codec: Codec | None, max_context: int) -> Sequence[int]:
     max_tokens = submit.sampling.token_limit
     if submit.text is None and submit.messages is None:
-        if len(body) // 4 >= max_context:  # before it becomes numbers, which takes the GIL for long
+        if len(body) // 4 >= max_context:  # checked before unpacking, which keeps the GIL for long
             raise RequestError(
                 f"prompt of {len(body) // 4} tokens and max_tokens {max_tokens} exceed {max_context} (max_context)"
             )
@@ -144,9 +144,9 @@ class _Stop(Struct, frozen=True):
 
 
 class _TextThread(threading.Thread):
-    """Prepares requests, one after the other: users and their clients by turns.
+    """Prepares requests one after the other, with users and their clients by turns.
 
-    slower  takes over requests whose grammars compile for long; None: they are waited for here
+    slower  the thread that takes over requests with slow grammars; None: this thread compiles them
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class _TextThread(threading.Thread):
         self._queue.push(peer.user.account, peer, job)
 
     def _grow(self, stream: Stream) -> None:
-        """Take what waits of an open prompt, pieces of one kind; others have their turns before what is left."""
+        """Tokenize an open prompt's waiting pieces of one kind; further ones come after the turns of others."""
         opening = stream.opening
         if stream.over or opening is None:
             return
@@ -211,11 +211,11 @@ class _TextThread(threading.Thread):
 
 
 class TextThreads:
-    """Run templates and tokenizers, so that neither sockets nor steps wait for them.
+    """Runs templates and tokenizers in threads, so that neither sockets nor steps wait for them.
 
-    Short requests have a thread of their own, so that none waits for a long one's tokens. Requests with grammars have
-    another, and those of them that are long or compile for long a third. Pieces of open prompts have one, in order. The
-    I/O thread bounds what is queued here.
+    Short requests have a thread of their own, so that none waits for a long one; long ones have a second. Requests with
+    grammars have a third, and a fourth takes those that are long or compile slowly. Pieces of open prompts have a
+    fifth, in order. The I/O thread limits what is queued here.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class TextThreads:
             (self._short if is_short else self._long).jobs.put(job)
 
     def grow(self, stream: Stream) -> None:
-        """Queue an open prompt of which something waits; its Grown are offered to the I/O thread, until it is over."""
+        """Queue an open prompt that has waiting pieces; its Grown events are offered to the I/O thread."""
         self._pieces.jobs.put(stream)
 
     def start(self) -> None:
@@ -251,13 +251,13 @@ class TextThreads:
 
     @property
     def ended(self) -> str | None:
-        """The name of a thread that has ended without being asked to, if there is one."""
+        """The name of a thread that has ended before `stop`, if there is one."""
         if self._stopping:
             return None
         return next((thread.name for thread in self.threads if thread.ident and not thread.is_alive()), None)
 
     def stop(self) -> None:
-        """End each thread after the job under way; queued jobs are left."""
+        """End each thread after its current job; queued jobs are not done."""
         self._stopping = True
         for thread in self.threads:
             thread.jobs.put(_Stop())

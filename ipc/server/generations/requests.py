@@ -1,4 +1,4 @@
-"""This module has the requests of a server, from SUBMIT to END: admission, fairness, credit, deadlines, ends."""
+"""This module handles the requests of a server from SUBMIT to END: admission, fairness, credit, deadlines."""
 
 import logging
 import time
@@ -34,20 +34,20 @@ from lowlat.ipc.wire import Error, FinishReason, Paused, Submit
 
 __all__ = ["Requests"]
 
-MAX_PROMPTS = 16  # prompts of max_message_bytes that may lie before the engine, in bytes
+MAX_PROMPTS = 16  # waiting prompts may take this many times max_message_bytes
 MIN_RETRY_MS, MAX_RETRY_MS = 50, 30_000
 
 
 class Requests:
-    """Every request under way; used under the I/O thread's lock alone.
+    """All requests under way; used only under the I/O thread's lock.
 
-    At most `info.max_running` are inside the engine, so that bounds, turns and `busy` never wait for a step. Left out
-    are paused ones, and those from whom others of higher priority take slots. Those that end early (cancelled, gone,
-    late) stay counted until the engine says that it has given them up. Turns are a user's, over all its connections,
-    and so are shares of the places where several users are let in.
+    At most `info.max_running` requests are inside the engine, so that limits, turns and `busy` never wait for a step.
+    Paused requests do not count, nor those that lose their slots to a higher priority. A request that ends early
+    (cancelled, gone, late) counts until the engine reports its end. A user has turns, and with several users a share of
+    the places, over all its connections together.
 
-    shared   several users are let in
-    keeper   of the device's memory, next to other servers'; None: it is this server's own
+    shared   several users are admitted
+    keeper   shares the device's memory with other servers; None: this server alone uses it
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Requests:
         self._queue: RankedQueue[Stream] = RankedQueue()
         self._inside: dict[str, Stream] = {}
         self._shares = UserShares(MAX_PROMPTS * limits.max_message_bytes, shared=shared)
-        self._num_paused = 0  # of those inside
+        self._num_paused = 0  # paused requests inside the engine
         self._dirty: list[Stream] = []
         self._peers = peers
         self._sender = Sender(
@@ -99,7 +99,7 @@ class Requests:
 
     @property
     def state(self) -> str:
-        """The facts of a PONG."""
+        """The state for a PONG."""
         return "draining" if self.draining else str(self.residence.state)
 
     @property
@@ -118,7 +118,7 @@ class Requests:
         return not self._shares.num_live
 
     def submit(self, peer: Peer, submit: Submit, body: bytes, size: int) -> None:
-        """Take a request, or refuse it at once; size is that of its message, in bytes."""
+        """Take a request, or refuse it at once; size: the bytes of its message."""
         self._statistics.num_requests += 1
         limits = self._limits
         num_free = limits.max_queue + self._info.max_running - self.num_waiting - self.num_running
@@ -145,7 +145,7 @@ class Requests:
             self._take(peer, submit, body, size)
 
     def refuse(self, peer: Peer, number: int, code: str, message: str, *, field: str | None = None) -> None:
-        """Answer a SUBMIT by its ERROR."""
+        """Answer a SUBMIT with an ERROR."""
         self._statistics.refuse(code)
         retry_after_ms = self._retry_after_ms() if code == "busy" else None
         self._peers.send(peer, Error(code, message, number=number, field=field, retry_after_ms=retry_after_ms))
@@ -155,15 +155,15 @@ class Requests:
         if stream.phase is Phase.RUNNING:
             if not stream.cancelled:
                 stream.cancelled = True
-                self._decode(DecodeCancel(stream.request_id))  # the engine's last output of it brings the END
+                self._decode(DecodeCancel(stream.request_id))  # END follows the engine's last output of the request
         else:
             self._end(stream, "cancelled")
 
     def pause(self, stream: Stream, *, resumes: bool) -> None:
-        """Let a request give its slot to others, or have one again; a second call changes nothing.
+        """Pause or resume a request; a second call changes nothing.
 
-        Each is answered, see `paused`. One whose prompt is open goes on: it has no tokens yet, and is ended where it
-        waits for too long.
+        Each call is answered, see `paused`. A request with an open prompt is not paused: it has no tokens yet, and ends
+        if it waits for too long.
         """
         if stream.is_open:
             problem = "its prompt is still being written: finish it, or cancel it"
@@ -186,7 +186,7 @@ class Requests:
         self._decode(DecodePause(stream, resumes))
 
     def paused(self, event: PauseDone) -> None:
-        """The engine has paused a request, has let it go on, or says why it runs on; its client is told."""
+        """Tell a client that the engine has paused or resumed its request, or why it could not."""
         stream = event.stream
         count = stream.asked.pop(0)
         if event.code is not None and stream.paused and not stream.asked:
@@ -201,20 +201,20 @@ class Requests:
         self._peers.send(stream.peer, Paused(stream.number, paused, code, problem))
 
     def credit(self, stream: Stream, tokens: int) -> None:
-        """Add tokens that the client grants, and send what may be sent."""
+        """Add granted tokens to a request's balance, and send what it allows."""
         stream.balance += tokens
         self._sender.feed(stream)
         if stream.waiting and not stream.peer.unsent:
             self._sender.send(stream)
 
     def peer_gone(self, peer: Peer) -> None:
-        """Give up the requests of a peer that is gone."""
+        """Cancel the requests of a peer that is gone."""
         for stream in list(peer.streams.values()):
             self._statistics.end("gone", converts=stream.converts)
             self._leave(stream)
 
     def peer_unblocked(self, peer: Peer) -> None:
-        """Send what waited for a peer, whose queue has room again."""
+        """Send the outputs that waited for a peer, as its queue has space again."""
         for stream in list(peer.streams.values()):
             if peer.unsent or peer.gone:
                 return
@@ -222,7 +222,7 @@ class Requests:
                 self._sender.send(stream)
 
     def prepared(self, event: Prepared) -> None:
-        """Take a request that was prepared: it has its token ids, or the reason why it cannot be served."""
+        """Queue a request that was prepared, or refuse it for the reason that the event has."""
         stream = event.stream
         if stream.over:
             return
@@ -237,7 +237,7 @@ class Requests:
         else:
             stream.prompt = event.prompt
             if not self._queue.num_items and self._may_enter(stream.sampling.priority):
-                self._hand_over(stream)  # as `admit` would, sooner
+                self._hand_over(stream)  # as `admit` would do after the queue
             else:
                 stream.phase = Phase.WAITING
                 self._queue.push(stream.sampling.priority, stream.peer.user.account, stream.peer, stream)
@@ -245,7 +245,7 @@ class Requests:
                 self.residence.want()
 
     def _take_converted(self, stream: Stream, outputs: Sequence[EngineOutput]) -> None:
-        """Send a conversion as far as there is credit for it."""
+        """Send a conversion's outputs as far as credit allows."""
         stream.phase = Phase.DECODED
         stream.waiting.extend(output for output in outputs if output.token_ids or output.text)
         stream.final = outputs[-1]
@@ -253,14 +253,14 @@ class Requests:
             self._sender.send(stream)
 
     def refused(self, event: Refused) -> None:
-        """End a request that the engine has refused."""
+        """End a request that the engine refused."""
         stream = self._come_out(event.request_id)
         if stream is not None and not stream.over:
             self._fail_early(stream, event.code, event.message)
         self._came_out()
 
     def step(self, step: Step) -> None:
-        """Note what a step brought; `flush` sends it."""
+        """Take the outputs of a step; `flush` sends them."""
         any_ended = False
         for output in step.outputs:
             stream = self._inside.get(output.request_id)
@@ -272,7 +272,7 @@ class Requests:
             if stream.over:
                 continue
             if output.finish_reason == "cancelled" and stream.waiting:
-                stream.waiting.clear()  # an end that was asked for does not wait for credit
+                stream.waiting.clear()  # a requested end does not wait for credit
             elif output.token_ids or output.text or output.reasoning or output.tool_calls or output.prompt_logprobs:
                 stream.waiting.append(output)
             if output.finish_reason is not None:
@@ -289,14 +289,14 @@ class Requests:
             self.residence.emptied()
 
     def is_first(self, step: Step) -> bool:
-        """Whether a step brought a request's first tokens, and nothing else."""
+        """Return whether a step's only output has the first tokens of a request."""
         if len(step.outputs) > 1:
             return False
         stream = self._inside.get(step.outputs[0].request_id)
         return stream is not None and not stream.first
 
     def flush(self) -> None:
-        """Send what the steps since the last flush brought; several steps of a stream become one message."""
+        """Send the outputs of steps since the last flush; several outputs of a request become one message."""
         dirty = self._dirty
         for stream in dirty:
             if not stream.over and not stream.peer.unsent:
@@ -304,13 +304,13 @@ class Requests:
         dirty.clear()
 
     def end_all(self, code: str, message: str) -> None:
-        """End whatever is under way with this code."""
+        """End all requests with this code."""
         for peer in self._peers:
             for stream in list(peer.streams.values()):
                 self._end(stream, "error", code=code, message=message)
 
     def figures(self, now: float) -> dict[str, Any]:
-        """The answer to STATS."""
+        """Return the figures that answer STATS."""
         return {
             "model": self._info.model,
             "state": self.state,
@@ -339,7 +339,7 @@ class Requests:
         else:
             self.start_deadline(stream, submit.deadline_ms)
         prepared = None
-        waits = submit.sampling.has_grammar or submit.sampling.draft_texts  # for what takes long to prepare
+        waits = submit.sampling.has_grammar or submit.sampling.draft_texts  # these take long to prepare
         if (submit.open or 0 < len(body) <= MAX_INLINE_BYTES) and not waits:
             prepared = prepare(
                 stream, submit, body, self._engine, self._codec, self._log, self._limits.default_max_tokens
@@ -353,40 +353,42 @@ class Requests:
             self.open_prompts.begin(stream, submit, body)
 
     def start_deadline(self, stream: Stream, deadline_ms: int | None) -> None:
-        """Begin to count a request's deadline, where it has one."""
+        """Start the timer of a request's deadline, if it has one."""
         if deadline_ms is not None:
             stream.deadline = self._timers.after(deadline_ms / 1000, self._late, stream)
 
     def hold_bytes(self, stream: Stream, num_bytes: int) -> bool:
-        """Count bytes of a prompt that wait; False where there is no space for them."""
+        """Count bytes of a waiting prompt; False if there is no space for them."""
         has_space = self._shares.has_space(stream.peer.user.account, num_bytes)
         if has_space:
             self._shares.hold_bytes(stream.peer.user.account, num_bytes)
         return has_space
 
     def release_bytes(self, stream: Stream, num_bytes: int) -> None:
-        """Count bytes of a prompt that waited as free."""
+        """Stop counting bytes of a waiting prompt."""
         self._shares.release_bytes(stream.peer.user.account, num_bytes)
 
     def break_off(self, stream: Stream, code: str, message: str) -> None:
-        """End a request that brought nothing yet by an ERROR, wherever it is."""
+        """End a request that has given no output yet with an ERROR, in any phase."""
         self._leave(stream)
         self.refuse(stream.peer, stream.number, code, message)
 
     def end_idle(self, stream: Stream, message: str) -> None:
-        """End a request whose client let it wait for too long."""
+        """End a request whose prompt got no piece for too long."""
         self._end(stream, "error", code="deadline", message=message)
 
     def admit(self) -> None:
-        """Hand over to the engine while it has slots, the highest priority first: of equals by turns, first those of
-        users who have fewest slots."""
+        """Submit waiting requests to the engine while it has slots, the highest priority first.
+
+        Among equal priorities, the users with the fewest slots come first, then turns decide.
+        """
         while self._queue.num_items and self._may_enter(self._queue.priority):
             self._hand_over(self._queue.pop(self._shares.inside))
 
     def _may_enter(self, priority: int) -> bool:
-        """Whether the engine has a slot, or would take one from a request of lower priority.
+        """Return whether the engine has a slot, or would take one from a request of lower priority.
 
-        Those that it has taken slots from are bounded by its slots, too.
+        At most as many requests as there are slots may have lost theirs.
         """
         if self.residence.holds:
             return False
@@ -399,7 +401,7 @@ class Requests:
         return higher < num_slots
 
     def refuse_waiting(self, message: str) -> None:
-        """End every request that waits for a slot, as one that may be sent again later."""
+        """End every request that waits for a slot with the code `busy`."""
         while self._queue.num_items:
             stream = self._queue.pop(self._shares.inside)
             self._let_go(stream)
@@ -422,12 +424,12 @@ class Requests:
             self._tell_engine(stream, resumes=False, num_asked=0)
 
     def _let_go(self, stream: Stream) -> None:
-        """Drop a request's prompt, and count its bytes as free."""
+        """Drop a request's prompt, and stop counting its bytes."""
         self.release_bytes(stream, stream.num_bytes)
         stream.prompt = ()
 
     def _come_out(self, request_id: str) -> Stream | None:
-        """Count a request that the engine has given up as outside; None where it was not inside."""
+        """Remove a request from those inside the engine; returns None if it was not inside."""
         stream = self._inside.pop(request_id, None)
         if stream is not None:
             self._num_paused -= stream.paused
@@ -435,7 +437,7 @@ class Requests:
         return stream
 
     def _end_decoded(self, stream: Stream) -> None:
-        """End a request as the engine has ended it."""
+        """Send the END that fits the engine's last output of a request."""
         final = stream.final
         reason = None if final is None else final.finish_reason
         if final is not None and reason == "error":
@@ -467,7 +469,7 @@ class Requests:
         code: str | None = None,
         message: str | None = None,
     ) -> None:
-        """Send END, whatever still waits, and let go of a request everywhere."""
+        """Send END, drop outputs that still wait, and remove the request everywhere."""
         if stream.over:
             return
         end = stream.end_message(reason, stop_reason=stop_reason, code=code, message=message)
@@ -478,13 +480,13 @@ class Requests:
         self._peers.send(stream.peer, end)
 
     def _fail_early(self, stream: Stream, code: str, message: str) -> None:
-        """ERROR in place of END, for one that brought nothing yet."""
+        """End a request that has given no output yet, with ERROR in place of END."""
         stream.phase = Phase.DECODED  # nothing is left to cancel
         self._leave(stream)
         self.refuse(stream.peer, stream.number, code, message)
 
     def _leave(self, stream: Stream) -> None:
-        """Take it out of the queue or the engine; the engine's slot counts as taken until it says otherwise."""
+        """Remove a request from queue and engine; its slot counts as taken until the engine reports the end."""
         if stream.phase is Phase.PREPARING:
             self._num_preparing -= 1
             self._let_go(stream)
@@ -506,7 +508,7 @@ class Requests:
         self._shares.end(stream.peer.user.account)
 
     def _retry_after_ms(self) -> int:
-        """When a slot may be free for one more: what waits, at the rate of the requests that have ended."""
+        """Estimate when a slot is free for one more request, from the queue and the median time of a request."""
         usual_s = self._statistics.duration.percentile(0.5)
         turns = (self.num_waiting + 1) / self._info.max_running
         return min(MAX_RETRY_MS, max(MIN_RETRY_MS, int(1000 * (usual_s * turns + self.residence.retry_s))))

@@ -1,7 +1,7 @@
-"""This module knows whether the engine has its device's memory, and who waits for it.
+"""This module controls the engine's sleep and wake: whether it holds its device's memory, and who waits for it.
 
-Requests that come while it sleeps wait in their queue and wake it. A server whose device's memory is shared with
-others has a keeper, which says when it may wake and when it must sleep; one without wakes at once.
+Requests that come while the engine sleeps wait in their queue, and wake it. If servers share a device's memory, a
+keeper tells each of them when it may wake and when it must sleep. A server without a keeper wakes its engine at once.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,27 @@ from lowlat.ipc.server.threads.events import Command, DecodeResidence, Residence
 __all__ = ["Keeper", "Residence", "State", "Waiting"]
 
 Answer = Callable[[str | None], None]
-RETRY_S = 2.0  # for whoever was refused while the engine slept
+RETRY_S = 2.0  # added to the retry time of requests refused while the engine sleeps
 
 
 class State(StrEnum):
-    """Where the engine's memory is; "serving" is awake."""
+    """The state of the engine's memory."""
 
     AWAKE = "serving"
-    FALLING = "falling asleep"  # what runs goes on, and nothing more begins
-    LEAVING = "leaving"
+    FALLING = "falling asleep"  # running requests finish, and no other begins
+    LEAVING = "leaving"  # the engine gives its memory back
     ASLEEP = "asleep"
     WAKING = "waking"
 
 
 class Keeper(Protocol):
-    """Shares a device's memory among servers; called in the I/O thread, it may not block."""
+    """Shares a device's memory among servers. Its methods are called in the I/O thread and may not block."""
 
     def wanted(self) -> None:
-        """A request waits for an engine that sleeps, or whoever may ask for it wants it awake."""
+        """Called when a request waits for an engine that sleeps, or when a client asks to wake it."""
 
     def told(self, state: State, *, idle: bool, problem: str) -> None:
-        """The state has changed, or whether requests are there; problem: why the last order was not obeyed."""
+        """Called when the state or `idle` has changed; problem: why the last order was not obeyed."""
 
 
 class Waiting(Protocol):
@@ -49,14 +49,14 @@ class Waiting(Protocol):
         """Requests that wait for a slot."""
 
     def admit(self) -> None:
-        """Hand over to the engine what may be."""
+        """Submit waiting requests to the engine, as far as it has slots."""
 
     def refuse_waiting(self, message: str) -> None:
-        """End every request that waits, as one that may be sent again later."""
+        """End every waiting request with the code `busy`."""
 
 
 class Residence:
-    """The engine's sleep and wake; used under the I/O thread's lock alone.
+    """Lets the engine sleep and wakes it; used only under the I/O thread's lock.
 
     max_wake_s  how long requests wait for an engine that sleeps
     """
@@ -73,7 +73,7 @@ class Residence:
         self._max_wake_s, self._keeper = max_wake_s, keeper
         self.state = State.AWAKE
         self._answers: list[tuple[bool, Answer]] = []
-        self._patience: Timer | None = None  # of requests that wait for a wake
+        self._patience: Timer | None = None  # refuses requests that wait for a wake for too long
         self._is_wanted = False
         self._told: tuple[State, bool] = (State.AWAKE, True)
         self._problem = ""
@@ -85,11 +85,11 @@ class Residence:
 
     @property
     def retry_s(self) -> float:
-        """The time that a wake adds before a request could be served."""
+        """Seconds that a wake adds before a request could be served."""
         return RETRY_S if self.holds else 0.0
 
     def asked(self, asleep: bool, answer: Answer) -> None:
-        """A client wants the engine to sleep or to wake; `answer` is called when it does, or with the problem."""
+        """Let the engine sleep, or wake it, for a client; `answer` is called when it is done, or with the problem."""
         if self.state is (State.ASLEEP if asleep else State.AWAKE):
             answer(None)
             return
@@ -102,7 +102,7 @@ class Residence:
             self._call()
 
     def ordered(self, event: ResidenceAsked) -> None:
-        """The keeper wants the memory back, or gives it."""
+        """Obey the keeper, which wants the memory back, or gives it."""
         if event.asleep:
             self._fall()
         elif self.state is State.FALLING:
@@ -111,18 +111,18 @@ class Residence:
             self._wake()
 
     def want(self) -> None:
-        """A request waits."""
+        """Wake the engine if requests wait for it."""
         if self.holds and self._requests.num_waiting:
             self._call()
 
     def emptied(self) -> None:
-        """The engine has no request any more."""
+        """Let the engine sleep if it should: its last request has ended."""
         if self.state is State.FALLING:
             self.state = State.LEAVING
             self._decode(DecodeResidence(True))
 
     def done(self, event: ResidenceDone) -> None:
-        """The engine sleeps, or is awake, or has said why not."""
+        """Handle the engine's answer: it sleeps, is awake, or has a problem."""
         self._problem = event.problem
         is_asleep = event.asleep is not bool(event.problem)
         self.state = State.ASLEEP if is_asleep else State.AWAKE
@@ -137,7 +137,7 @@ class Residence:
             self._call()
 
     def tell(self, *, idle: bool) -> None:
-        """Tell the keeper what has changed since it was told last."""
+        """Tell the keeper what has changed since the last call."""
         if self._keeper is not None and (self._told != (self.state, idle) or self._problem):
             self._told = self.state, idle
             self._keeper.told(self.state, idle=idle, problem=self._problem)
@@ -158,7 +158,7 @@ class Residence:
         self._requests.admit()
 
     def _call(self) -> None:
-        """Have the engine woken, as soon as it sleeps."""
+        """Wake the engine, or ask the keeper to, as soon as it sleeps."""
         if self._patience is None:
             self._patience = self._timers.after(self._max_wake_s, self._give_up)
         if self._keeper is not None:

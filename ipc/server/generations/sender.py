@@ -1,4 +1,4 @@
-"""This module sends the outputs of requests as far as their clients grant credit, and notices those that starve."""
+"""This module sends the outputs of requests as far as clients grant credit, and reports requests without credit."""
 
 import time
 from collections.abc import Callable
@@ -12,11 +12,11 @@ __all__ = ["Sender"]
 
 
 class Sender:
-    """Sends what may be sent of requests.
+    """Sends the outputs of requests that credit allows.
 
-    slow_consumer_s  seconds without credit after which a request starves
-    finish           called with a request that has ended in the engine, and of which all is sent
-    starve           called with a request that has starved
+    slow_consumer_s  seconds for which outputs may wait without credit
+    finish           called with a request that has ended in the engine, after its last output was sent
+    starve           called with a request whose outputs waited for too long
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Sender:
         self._slow_consumer_s, self._finish, self._starve = slow_consumer_s, finish, starve
 
     def send(self, stream: Stream) -> None:
-        """Send what may be sent of a request; then finish it, if that was all."""
+        """Send the outputs of a request that credit allows; if none is left and it has ended, finish it."""
         while (sendable := stream.next_message()) is not None:
             message, num_tokens = sendable
             if not self._peers.send(stream.peer, message):
-                return  # gone: its requests were given up
+                return  # the peer is gone, and its requests were cancelled
             if num_tokens and not stream.converts:
                 self._record(stream, num_tokens)
             if stream.peer.unsent:
@@ -51,7 +51,7 @@ class Sender:
             self._finish(stream)
 
     def _record(self, stream: Stream, num_tokens: int) -> None:
-        """Count tokens that were sent, and the time that they took."""
+        """Count tokens that were sent, and their time."""
         statistics, now = self._statistics, time.monotonic()
         if not stream.first:
             stream.first = now
@@ -63,6 +63,6 @@ class Sender:
         statistics.tokens(num_tokens, now)
 
     def feed(self, stream: Stream) -> None:
-        """Let a request not starve: it has credit, or nothing waits for any."""
+        """Stop a request's timer of starvation: it has credit, or no output waits."""
         self._timers.cancel(stream.starving)
         stream.starving = None

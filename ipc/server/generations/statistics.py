@@ -1,4 +1,4 @@
-"""This module counts for the server: times in small histograms, tokens a second, ends of requests; prompts never."""
+"""This module counts for the server: times in small histograms, tokens a second, and ends of requests."""
 
 import math
 import time
@@ -13,7 +13,7 @@ WINDOW_S = 5
 
 
 class Histogram:
-    """Times in buckets that grow by a constant factor: constant memory, constant time, percentiles within 9 %."""
+    """Counts times in buckets that grow by a constant factor: constant memory and time, percentiles within 9 %."""
 
     def __init__(self) -> None:
         self._counts = [0] * NUM_BUCKETS
@@ -22,7 +22,7 @@ class Histogram:
         self.max_s = 0.0
 
     def record(self, seconds: float, times: int = 1) -> None:
-        """Count a duration, or several of the same."""
+        """Count a duration `times` times."""
         bucket = int(math.log2(seconds * 1e6) * BUCKETS_PER_OCTAVE) + 1 if seconds > 1e-6 else 0
         self._counts[bucket if bucket < NUM_BUCKETS else NUM_BUCKETS - 1] += times
         self.count += times
@@ -31,7 +31,7 @@ class Histogram:
             self.max_s = seconds
 
     def percentile(self, fraction: float) -> float:
-        """The upper edge of the bucket that holds this fraction, in seconds; 0.0 without any record."""
+        """Return the upper edge of this percentile's bucket, in seconds; 0.0 without any record."""
         if not self.count:
             return 0.0
         wanted = math.ceil(fraction * self.count)
@@ -43,9 +43,9 @@ class Histogram:
         return self.max_s
 
     def to_dict(self) -> dict[str, Any]:
-        """Count, sum, percentiles and maximum, in milliseconds.
+        """Return count, sum, percentiles and maximum, in milliseconds.
 
-        octaves  counts of times up to 1 us, from there to 2 us, from there to 4 us, ...
+        octaves  counts of times up to 1 us, from 1 to 2 us, from 2 to 4 us, ...
         """
         counts = self._counts
         begins = range(1, NUM_BUCKETS, BUCKETS_PER_OCTAVE)
@@ -85,12 +85,12 @@ class _Rate:
 
 
 class Statistics:
-    """Counters of the requests, written and read under the I/O thread's lock alone.
+    """Counters of the requests, written and read only under the I/O thread's lock.
 
-    time_to_first_token   from a SUBMIT's arrival to its first token's leaving
-    inter_token           between a request's tokens, as they leave; a chunk's time is shared by its tokens
-    queued                from a SUBMIT's arrival to its pipeline to the engine, of requests that brought a token
-    ends, conversions     of requests for completions, and of those for conversions, how many ended so
+    time_to_first_token   from a SUBMIT's arrival until its first token is sent
+    inter_token           between a request's tokens, as they are sent; a message's time is divided by its tokens
+    queued                from a SUBMIT's arrival until the engine gets it, of requests that gave a token
+    ends, conversions     numbers of completions, and of conversions, by the way they ended
     """
 
     def __init__(self) -> None:
@@ -109,12 +109,12 @@ class Statistics:
         self._rate = _Rate()
 
     def tokens(self, count: int, now: float) -> None:
-        """Count tokens that leave."""
+        """Count tokens that were sent."""
         self.num_tokens += count
         self._rate.add(count, now)
 
     def end(self, name: str, *, converts: bool) -> None:
-        """Count a request that ended, by its error's code or its finish reason; converts: it was a conversion."""
+        """Count a request that ended; name is its error's code or finish reason; converts: it was a conversion."""
         ends = self.conversions if converts else self.ends
         ends[name] = ends.get(name, 0) + 1
 
@@ -123,7 +123,7 @@ class Statistics:
         self.refusals[code] = self.refusals.get(code, 0) + 1
 
     def to_dict(self, now: float) -> dict[str, Any]:
-        """All of it, times in milliseconds."""
+        """Return all counters, times in milliseconds."""
         return {
             "uptime_s": now - self.started,
             "tokens_per_s": self._rate.per_second(now),

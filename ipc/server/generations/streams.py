@@ -1,4 +1,4 @@
-"""A stream is a request under way: its options, its credit, and its outputs that wait to be sent."""
+"""A stream is the server's record of a request: its options, its credit, and outputs that wait to be sent."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,32 +30,32 @@ MAX_TOKENS_PER_MESSAGE = 4096
 
 
 class Phase(Enum):
-    """How far a request has come."""
+    """The phase of a request."""
 
-    PREPARING = "preparing"  # the text thread makes token ids of it and checks it
-    WAITING = "waiting"  # for a slot
-    RUNNING = "running"  # inside the engine
-    DECODED = "decoded"  # the engine is done with it; tokens may wait for credit
+    PREPARING = "preparing"  # a text thread tokenizes and checks it
+    WAITING = "waiting"  # it waits for a slot
+    RUNNING = "running"  # it is inside the engine
+    DECODED = "decoded"  # the engine has finished it; tokens may wait for credit
 
 
 class Opening(Struct, eq=False):
-    """The part of a request that an open prompt needs.
+    """The state of a request's open prompt.
 
-    text         gives token ids of its pieces, in a text thread; None: there is no tokenizer
-    max_asked    tokens of the prompt at most, as its client said
-    max_prompt   and as the context has room for, too
-    balance      bytes of pieces that may still come
-    deadline_ms  of the request, from its end on
-    num_certain  token ids that stay, whatever comes
-    token_ids    those of them that the engine does not have: it has them all once the request is inside
-    tried        the token ids with which it seems to end
-    ended        it has ended, and `token_ids` are all of it
-    pieces       that are no token ids yet
+    text         tokenizes its pieces, in a text thread; None: there is no tokenizer
+    max_asked    the client's limit of the prompt's tokens
+    max_prompt   that limit, or a lower one from the context
+    balance      bytes of pieces that the client may still send
+    deadline_ms  the request's deadline, from the end of the prompt on
+    num_certain  number of token ids that no later piece can change
+    token_ids    those of them that the engine does not have yet; [] once the request is inside it
+    tried        the last token ids of an end on trial
+    ended        the prompt has ended, and `token_ids` are all of it
+    pieces       pieces that are not tokenized yet
     num_pending  their bytes
-    num_untold   bytes that are, of which the client was not told
-    on_trial     its client has ended it on trial, and nothing has come since
-    finished     its client has ended it
-    idle         ends it when it has waited for more for too long
+    num_untold   bytes that were tokenized, but not yet granted again to the client
+    on_trial     the client has ended the prompt on trial, and has sent nothing since
+    finished     the client has ended the prompt
+    idle         the timer that ends the request if no piece comes for too long
     """
 
     text: Growing | None
@@ -76,23 +76,23 @@ class Opening(Struct, eq=False):
 
 
 class Stream(Struct, eq=False):
-    """A request of a peer; a struct, because making one costs next to nothing, and nobody compares two.
+    """A request of a peer; a struct, as these are cheap to make.
 
-    balance    tokens that may be sent; negative by less than a step
-    waiting    outputs that were not sent, in order
-    cache_salt  its user and the request's own salt: only requests with the same share cached prefixes
+    balance    tokens that may be sent; it may be negative by less than a step
+    waiting    outputs that were not sent yet, in order
+    cache_salt  its user and the request's own salt; only requests with the same value share cached prefixes
     session    its session's name, within the salt
-    grammar    the engine's compiled grammar, which stays compiled while it is held here
+    grammar    the engine's compiled grammar; the engine keeps it compiled while this reference exists
     job        its job in a text thread, while that prepares it
-    deadline   ends it when its time has passed
-    starving   ends it when it has been without credit for too long; None while it has credit
-    paused     its client wants it to wait
-    asked      of each pause or resume that the engine was told of, how many the client waits to hear of
-    over       END or ERROR went out, or nobody is there to read it
+    deadline   the timer of its deadline
+    starving   the timer that ends it without credit; None while it has credit
+    paused     its client wants it paused
+    asked      for each pause or resume that was sent to the engine, the number of answers that the client expects
+    over       END or ERROR was sent, or the peer is gone
     final      the output that ended it in the engine
-    converts   it asks for no completion, and never enters the engine
-    parts      of the prompt's logprobs, yet to be sent; they go before the output that has them
-    opening    of one whose prompt came, or comes, in pieces
+    converts   it asks for a conversion, and never enters the engine
+    parts      parts of the prompt's logprobs still to be sent; they go before the output that has them
+    opening    the state of a prompt that comes in pieces, kept after its end; else None
     arrived    when all of its prompt had come
     """
 
@@ -133,9 +133,9 @@ class Stream(Struct, eq=False):
         return self.opening is not None and not self.opening.finished
 
     def next_message(self) -> tuple[Tokens, int] | None:
-        """Outputs that wait and may be sent, as one message, and its number of tokens; None without credit or outputs.
+        """Make one message of the waiting outputs that credit allows; returns it and its number of tokens, or None.
 
-        Text without tokens needs no credit, so that an end is never held up by it.
+        Text without tokens needs no credit, so it never delays an END.
         """
         waiting = self.waiting
         if waiting and (part := self._next_part(waiting[0])) is not None:
@@ -185,7 +185,7 @@ class Stream(Struct, eq=False):
         return message, num_tokens
 
     def _next_part(self, output: EngineOutput) -> PromptPart | None:
-        """The next part of the prompt's logprobs that an output has; they need no credit."""
+        """Return the next part of the prompt's logprobs in an output, if any is left; parts need no credit."""
         if output.prompt_logprobs is None:
             return None
         if self.parts is None:
@@ -200,7 +200,7 @@ class Stream(Struct, eq=False):
         code: str | None = None,
         message: str | None = None,
     ) -> End:
-        """The END, with the engine's figures and the server's own times, in seconds from `arrived`."""
+        """Make the END, with the engine's figures and the server's own times, in seconds from `arrived`."""
         times = {
             "queued_s": self.handed - self.arrived if self.handed else None,
             "time_to_first_token_s": self.first - self.arrived if self.first else None,

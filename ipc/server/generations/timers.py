@@ -8,11 +8,11 @@ from typing import Any
 
 __all__ = ["Timer", "Timers"]
 
-MIN_CANCELLED = 64  # fewer are left where they are
+MIN_CANCELLED = 64  # fewer cancelled timers are not removed
 
 
 class Timer:
-    """A call to make at a time (monotonic); one that was cancelled holds nothing any more."""
+    """A call to make at a time (monotonic). A cancelled timer has released its arguments."""
 
     __slots__ = ("arguments", "at", "call")
 
@@ -36,13 +36,13 @@ class Timers:
         return len(self._heap)
 
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> Timer:
-        """Call so many seconds from now."""
+        """Schedule a call in `seconds` from now."""
         timer = Timer(time.monotonic() + seconds, call, arguments)
         heapq.heappush(self._heap, timer)
         return timer
 
     def cancel(self, timer: Timer | None) -> None:
-        """Cancel a call and release its arguments; harmless for a call that was made, and for None."""
+        """Cancel a call and release its arguments; harmless after the call, and for None."""
         if timer is None or timer.call is None:
             return
         timer.call, timer.arguments = None, ()
@@ -54,11 +54,11 @@ class Timers:
 
     @property
     def due(self) -> float:
-        """When the next call is due (monotonic), infinity without one."""
+        """The time of the next call (monotonic); infinity without one."""
         return self._heap[0].at if self._heap else math.inf
 
     def run(self) -> int:
-        """Call what is due; returns how long a poll may wait for the next, in ms, rounded up, -1 without one."""
+        """Make the calls that are due; returns the time until the next one in ms, rounded up, or -1 without one."""
         heap = self._heap
         while heap:
             left = heap[0].at - time.monotonic()

@@ -1,1 +1,1 @@
-"""This package has the threads of a server, how they wake one another, and what watches them."""
+"""This package has the threads of a server, the events between them, and a watchdog."""

@@ -1,4 +1,4 @@
-"""The decode thread owns the engine: it makes it, steps it while there is work, and never waits on a socket."""
+"""The decode thread owns the engine: it makes it, steps it while there is work, and never waits for a socket."""
 
 import logging
 import threading
@@ -36,10 +36,10 @@ FIGURES_AT_REST_S = 0.05
 
 
 class DecodeThread(threading.Thread):
-    """Makes the engine, takes commands between steps, and posts what steps bring.
+    """Makes the engine, obeys commands between steps, and posts the outputs of steps.
 
-    ready    set when the engine is there, or `error` says why it is not
-    engine   read by others once ready, for its `info` and `validate`
+    ready    set when the engine was made, or `error` says why it was not
+    engine   other threads read it once ready, for its `info` and `validate`
     """
 
     def __init__(self, make_engine: Callable[[], Engine], clock: StepClock, log: logging.Logger) -> None:
@@ -52,13 +52,13 @@ class DecodeThread(threading.Thread):
         self._joined = False
         self._stopping = False
         self.post: Post  # both set before the first command comes
-        self.offer: Post  # posts, or does at once what the event asks for
+        self.offer: Post  # handles the event in this thread if the I/O thread sleeps, else posts it
         self.engine: Engine
         self.error: BaseException | None = None
         self.ready = threading.Event()
 
     def put(self, command: Command) -> None:
-        """Hand over a command; it is obeyed before the next step."""
+        """Queue a command, which is obeyed before the next step."""
         self._commands.put(command)
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class DecodeThread(threading.Thread):
     def run(self) -> None:
         try:
             self.engine = self._make_engine()
-        except BaseException as error:  # handed to whoever waits for the engine
+        except BaseException as error:  # raised by the thread that waits for the engine
             self.error = error
             return
         finally:
@@ -77,7 +77,7 @@ class DecodeThread(threading.Thread):
             self._decode()
         except DeviceError as error:
             self._fail("device", "the device failed", error)
-        except BaseException as error:  # whatever it is, nobody decodes from here on
+        except BaseException as error:  # no thread decodes after any exception
             self._fail("internal", "decoding failed", error)
         finally:
             self._close()
@@ -112,12 +112,12 @@ class DecodeThread(threading.Thread):
                 next_figures = clock.completed + FIGURES_EVERY_S
 
     def _rest(self) -> Command | None:
-        """The next command, when it comes; the figures of the last step first, once its outputs are on their way.
+        """Wait for the next command, and return it; None if the engine itself has something to do.
 
-        None: the engine has something to do by itself.
+        A moment after the last step, when its outputs are on their way, post the figures.
         """
         command = self._commands.wait(FIGURES_AT_REST_S)
-        if command is None and not self.engine.busy:  # else a step comes first
+        if command is None and not self.engine.busy:  # otherwise a step comes first
             self._post_figures()
         while command is None and not self.engine.busy:
             until = self.engine.deadline
@@ -150,7 +150,7 @@ class DecodeThread(threading.Thread):
             self._stopping = True
 
     def _reside(self, command: DecodeResidence) -> None:
-        self._clock.rest()  # a copy of weights is no step
+        self._clock.rest()  # copying weights is no step, so the watchdog must not time it
         problem = ""
         try:
             if command.asleep:
@@ -171,7 +171,7 @@ class DecodeThread(threading.Thread):
             else:
                 paused = self.engine.pause(stream.request_id)
         except RequestError:
-            paused = False  # it ended meanwhile, or runs on since it was not paused
+            paused = False  # it has ended, or was resumed without being paused
         except CapacityError as error:
             code, problem = "busy", str(error)
         self.post(PauseDone(stream, paused, code, problem))
@@ -210,7 +210,7 @@ class DecodeThread(threading.Thread):
         self.post(EngineFigures(self.engine.stats()))
 
     def _fail(self, code: str, what: str, error: BaseException) -> None:
-        # A DeviceError's text is lowlat's own; others' may hold anything.
+        # The text of a DeviceError is lowlat's own; other texts may contain a prompt.
         words = str(error) if isinstance(error, DeviceError) else describe(error)
         self.post(Failed(code, f"{what}; the server ends"))
         self._log.critical("%s: %s", what, words)

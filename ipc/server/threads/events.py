@@ -1,4 +1,4 @@
-"""The threads of a server send one another these events, in structs because these cost next to nothing to make."""
+"""This module defines the events that a server's threads send each other, as structs, which are cheap to make."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class Step(Struct, frozen=True):
-    """To the I/O thread: what a step brought, and the figures of the requests that it ended."""
+    """To the I/O thread: the outputs of a step, and the figures of the requests that it ended."""
 
     outputs: Sequence[EngineOutput]
     metrics: Mapping[str, Mapping[str, Any]]
@@ -51,9 +51,9 @@ class Refused(Struct, frozen=True):
 
 
 class Prepared(Struct, frozen=True):
-    """To the I/O thread: a request has its token ids and is sound; or code and message say why not.
+    """To the I/O thread: a request is tokenized and valid; or code and message say why not.
 
-    converted  outputs of a request that asked for no completion: all that there is to send
+    converted  the outputs of a conversion, which is complete with them
     """
 
     stream: Stream
@@ -64,10 +64,10 @@ class Prepared(Struct, frozen=True):
 
 
 class Grown(Struct, frozen=True):
-    """To the I/O thread: pieces of an open prompt have their token ids; or code and message say why not.
+    """To the I/O thread: pieces of an open prompt are tokenized; or code and message say why not.
 
-    num_bytes  of the pieces, as far as their client had credit for them
-    ends       the prompt ends with these token ids, or seems to: `speculative`
+    num_bytes  bytes of the pieces that count against the client's credit
+    ends       the prompt ends with these token ids; speculative: on trial
     """
 
     stream: Stream
@@ -86,14 +86,14 @@ class EngineFigures(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """To the I/O thread: the server cannot go on; code is what clients are told."""
+    """To the I/O thread: the server must end; clients get this code and message."""
 
     code: str
     message: str
 
 
 class DrainAsked(Struct, frozen=True):
-    """To the I/O thread: take nothing more, finish for so long, and end."""
+    """To the I/O thread: refuse new requests, let running ones finish within deadline_s, and end."""
 
     deadline_s: float
 
@@ -105,7 +105,7 @@ class ResidenceAsked(Struct, frozen=True):
 
 
 class PauseDone(Struct, frozen=True):
-    """To the I/O thread: a request is paused, or is not; or code and problem say why it runs on."""
+    """To the I/O thread: whether a request is paused now; code and problem say why a pause was refused."""
 
     stream: Stream
     paused: bool
@@ -114,7 +114,7 @@ class PauseDone(Struct, frozen=True):
 
 
 class ResidenceDone(Struct, frozen=True):
-    """To the I/O thread: the engine sleeps, or is awake; problem says why it does not."""
+    """To the I/O thread: the engine sleeps or is awake, as `asleep` says; or problem says why not."""
 
     asleep: bool
     problem: str = ""
@@ -152,7 +152,7 @@ class DecodeGrow(Struct, frozen=True):
 
 
 class DecodeFinish(Struct, frozen=True):
-    """To the decode thread: an open prompt ends with these token ids, or seems to."""
+    """To the decode thread: an open prompt ends with these token ids; speculative: on trial."""
 
     request_id: str
     token_ids: Sequence[int]
@@ -166,7 +166,7 @@ class DecodeCancel(Struct, frozen=True):
 
 
 class DecodePause(Struct, frozen=True):
-    """To the decode thread: take a request out of its slot, or let it have one again."""
+    """To the decode thread: pause or resume a request."""
 
     stream: Stream
     resumes: bool
@@ -187,7 +187,7 @@ Command = OpenCommand | DecodeCancel | DecodePause | DecodeStop | DecodeResidenc
 
 
 class Prepare(Struct):
-    """To a text thread: make token ids of a request, and check it. `take` and `drop` release what was asked."""
+    """To a text thread: tokenize and check a request. `take` and `drop` release the message of the request."""
 
     stream: Stream
     submit: Submit | None
@@ -195,20 +195,20 @@ class Prepare(Struct):
     dropped: bool = False
 
     def take(self) -> tuple[Stream, Submit | None, bytes]:
-        """By the text thread: take the request; None in place of one that was dropped."""
+        """In the text thread: take the request; its submit is None if it was dropped."""
         submit, body = self.submit, self.body
         self.submit, self.body = None, b""
         return self.stream, submit, body
 
     def put_back(self, submit: Submit, body: bytes) -> bool:
-        """By the text thread that took it: leave it to another one; False where it was dropped meanwhile."""
+        """In the text thread that took it: leave it to another thread; False if it was dropped meanwhile."""
         self.submit, self.body = submit, body
-        if self.dropped:  # looked at after the write, as `drop` sets it before its own
+        if self.dropped:  # read after the write; `drop` sets it before its own write
             self.drop()
         return not self.dropped
 
     def drop(self) -> None:
-        """By the I/O thread: release the request, which has ended."""
+        """In the I/O thread: release the request, which has ended."""
         self.dropped = True
         self.submit, self.body = None, b""
 

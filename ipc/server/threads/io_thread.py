@@ -1,9 +1,9 @@
-"""The I/O thread owns the sockets: it waits on its router alone, and nobody waits for it.
+"""The I/O thread owns the sockets: it waits only for its router, and no thread waits for it.
 
 Waking it takes long. So while it sleeps, other threads do the work that a first token waits for, under a lock that the
-I/O thread holds unless it sleeps: a text thread hands a request over, the decode thread sends a request's first tokens
-(45 us sooner on two cores of a virtual machine; as soon where cores wake fast). Later tokens are posted, as sending
-them would delay the next step of an engine that has not begun it yet, and with it all that follow.
+I/O thread holds unless it sleeps. A text thread submits a request; the decode thread sends a request's first tokens
+(45 us sooner on two cores of a virtual machine; no sooner where cores wake fast). Later tokens are posted: if the
+decode thread sent them, it would begin its next step later, and so all that follow.
 """
 
 import logging
@@ -39,11 +39,11 @@ WATCH_EVERY_S = 1.0
 
 
 class IoThread(threading.Thread):
-    """Reads what clients say, sends what the engine brings, and ends the server.
+    """Receives messages of clients, sends outputs of the engine, and ends the server.
 
     check      called once a second; returns why the server must end, or None
     spin       says when to poll without sleeping
-    on_end     called when the last messages have left, or had their time to
+    on_end     called when the last messages were sent, or their time is over
     exit_code  0 after a drain, 1 after a failure; read it when the thread has ended
     """
 
@@ -74,7 +74,7 @@ class IoThread(threading.Thread):
         self._on_end = on_end
         self._linger_s = linger_s
         self._spin = spin
-        self._awake = threading.Lock()  # never given back at the end: from then on nobody sends
+        self._awake = threading.Lock()  # not released at the end, so that no thread sends after it
         self._awake.acquire()
         self._sleeps_until = 0.0
         self._ended = False
@@ -98,7 +98,7 @@ class IoThread(threading.Thread):
         try:
             self._timers.after(WATCH_EVERY_S, self._watch)
             self._loop()
-        except BaseException as error:  # whatever it is, nobody sends from here on
+        except BaseException as error:  # no thread sends after any exception
             self._log.critical("the I/O thread failed: %s", describe(error))
             self._fail("internal", "the server failed; its log says more")
         finally:
@@ -107,7 +107,7 @@ class IoThread(threading.Thread):
             self._on_end()
 
     def do_now(self, event: Event) -> bool:
-        """Handle an event in the calling thread if this one sleeps. False: nothing was done, and it must be posted."""
+        """Handle an event in the calling thread if the I/O thread sleeps; False if the caller must post it."""
         if not self._awake.acquire(blocking=False):
             return False
         try:
@@ -148,7 +148,7 @@ class IoThread(threading.Thread):
                 inbox.awake(self._sleep(timeout_ms))
             else:
                 continue
-            router.receive(inbox.any)  # a step's tokens go before anything that clients say
+            router.receive(inbox.any)  # stop receiving when a step's tokens can be sent
 
     def _sleep(self, timeout_ms: int) -> bool:
         self._sleeps_until = self._timers.due

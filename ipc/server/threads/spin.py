@@ -1,4 +1,4 @@
-"""The I/O thread polls by this module for a moment before it sleeps, as a thread that sleeps takes long to wake."""
+"""This module lets the I/O thread poll for a moment before it sleeps, as a sleeping thread takes long to wake."""
 
 import math
 import os
@@ -8,12 +8,12 @@ __all__ = ["Spin"]
 
 
 class Spin:
-    """Decides about polling after the last request has ended, for a client that asks one after another.
+    """Decides whether to poll after the last request has ended, for a client that sends one request after another.
 
-    The thread spins only where that would have paid the last time: a request came within `seconds` of the last one's
-    end. In every turn it yields its core to other threads; a process that has one core never spins.
+    The thread spins only if that would have paid the last time, when a request came within `seconds` of the end of the
+    one before. In every turn it yields its core to other threads. A process with one core never spins.
 
-    seconds   how long; 0.0: never
+    seconds   the longest time to spin; 0.0: never
     """
 
     def __init__(self, seconds: float) -> None:
@@ -34,11 +34,11 @@ class Spin:
 
     @property
     def due(self) -> bool:
-        """Whether to poll without sleeping now, until `goes_on` says that it was enough."""
+        """Whether to poll without sleeping now, until `goes_on` returns False."""
         return self._idle and self._pays
 
     def goes_on(self) -> bool:
-        """Whether to go on polling without sleeping; asked in every turn."""
+        """Return whether to poll again without sleeping; call this in every turn."""
         if not self.due:
             return False
         os.sched_yield()

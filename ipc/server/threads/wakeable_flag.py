@@ -1,4 +1,4 @@
-"""Any thread may raise this flag, and the main thread waits for it, together with signals."""
+"""This module has a flag that any thread may raise, and for which the main thread waits while it handles signals."""
 
 import os
 import select
@@ -10,19 +10,19 @@ from types import FrameType
 
 __all__ = ["Attention"]
 
-ENOUGH = 4096  # bytes in the pipe that are read at once
+ENOUGH = 4096  # bytes of the pipe that are read at once
 
 
 class Attention:
     """A flag that is raised once; handlers of signals run while the main thread waits for it.
 
-    The kernel may give a signal to any thread of the process, such as one of a device's driver; a main thread that
-    waits for a lock would not learn of it. So `wait` polls a pipe, into which Python writes at every signal.
+    The kernel may deliver a signal to any thread of the process, such as one of a device's driver. A main thread that
+    waits for a lock would not notice it. So `wait` polls a pipe, into which Python writes at every signal.
     """
 
     def __init__(self) -> None:
         self._raised = self._closed = False
-        self._lock = threading.Lock()  # of the descriptors' end
+        self._lock = threading.Lock()  # protects the closing of the pipe
         self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def set(self) -> None:
@@ -30,7 +30,7 @@ class Attention:
         self._raised = True
         with self._lock:
             if not self._closed:
-                with suppress(BlockingIOError):  # full: who waits wakes anyway
+                with suppress(BlockingIOError):  # a full pipe wakes the waiting thread, too
                     os.write(self._writer, b"\0")
 
     def wait(self) -> None:
@@ -45,7 +45,7 @@ class Attention:
     def signals(
         self, numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], None]
     ) -> Iterator[None]:
-        """Handle signals in the main thread; each interrupts a `wait` for as long as its handler takes."""
+        """Handle signals in the main thread; each interrupts a `wait` while its handler runs."""
         before = {number: signal.signal(number, handler) for number in numbers}
         descriptor = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:

@@ -1,4 +1,4 @@
-"""This module times steps, and has the thread that notices a step that never ends."""
+"""This module times steps, and has a thread that detects a step that does not end."""
 
 import faulthandler
 import sys
@@ -12,11 +12,11 @@ from lowlat.ipc.server.generations.statistics import Histogram
 __all__ = ["StepClock", "Watchdog"]
 
 MIN_SAMPLES = 16
-COLD_FACTOR = 30.0  # of watchdog_min_s, before anything is known: a first step may still load code
+COLD_FACTOR = 30.0  # of watchdog_min_s, while no time is known: a first step may still load code
 
 
 class StepClock:
-    """Times of steps, by kind: how many requests ran, and whether one had just joined, so that a prompt was read.
+    """Times steps, by kind: the number of running requests, and whether one has just joined, so that prefill ran.
 
     The decode thread writes; other threads read single attributes.
     """
@@ -27,8 +27,8 @@ class StepClock:
         self._kinds: dict[tuple[int, bool], Histogram] = {}
         self._kind = (0, False)
         self.all = Histogram()
-        self.started = 0.0  # of the step that runs; 0.0 between steps
-        self.completed = 0.0  # when the last step ended, or the first began; 0.0 while nothing runs
+        self.started = 0.0  # time when the running step began; 0.0 between steps
+        self.completed = 0.0  # time when the last step ended, or the first began; 0.0 while nothing runs
 
     def begin(self) -> None:
         """Start the clock: the engine is about to take a command, or to step."""
@@ -42,7 +42,7 @@ class StepClock:
         self._kind = (num_running, joining)
 
     def end(self, now: float) -> None:
-        """The step ended at this time.monotonic()."""
+        """Record a step that ended at `now` (time.monotonic())."""
         seconds = now - self.started
         self.started, self.completed = 0.0, now
         histogram = self._kinds.get(self._kind)
@@ -52,18 +52,19 @@ class StepClock:
         self.all.record(seconds)
 
     def rest(self) -> None:
-        """Stop the clock: nothing is left to step for."""
+        """Stop the clock: no request is left."""
         self.started = self.completed = 0.0
 
     def age_s(self) -> float:
-        """Seconds since the last completed step while requests run, else 0.0."""
+        """Return the seconds since the last completed step while requests run, else 0.0."""
         completed = self.completed
         return time.monotonic() - completed if completed else 0.0
 
     def allowed_s(self) -> float:
-        """How long the present step may take: so many times the p99 of its kind.
+        """Return how long the running step may take: watchdog_factor times the p99 of its kind.
 
-        A kind not seen often enough is judged by the slowest kind that was, and the first steps of all generously.
+        A kind with few samples gets watchdog_factor times the longest step of all kinds. The first steps get
+        COLD_FACTOR times watchdog_min_s.
         """
         histogram = self._kinds.get(self._kind)
         if histogram is None or histogram.count < MIN_SAMPLES:
@@ -75,7 +76,7 @@ class StepClock:
 
 
 class Watchdog(threading.Thread):
-    """Calls `on_stall`, then writes every thread's stack to stderr, when a step takes far longer than its like."""
+    """Calls `on_stall`, then writes every thread's stack to stderr, when a step takes longer than the clock allows."""
 
     def __init__(self, clock: StepClock, limits: Limits, on_stall: Callable[[str], None]) -> None:
         super().__init__(name="lowlat-watchdog", daemon=True)
@@ -97,7 +98,7 @@ class Watchdog(threading.Thread):
                 continue
             age, allowed = time.monotonic() - started, clock.allowed_s()
             if age > allowed and clock.started == started:
-                # Clients first: nobody may read stderr, and then the dump waits forever.
+                # Tell clients first: if nobody reads stderr, the dump waits for ever.
                 self._on_stall(f"a step has run for {age:.1f} s and {allowed:.1f} s are allowed (watchdog_factor)")
                 faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
                 self.dumped.set()

@@ -1,1 +1,1 @@
-"""Kernels of SpecPV next to attention: summaries of keys, the choice of blocks, and what lists of blocks leave out."""
+"""Kernels of SpecPV besides attention: summaries of keys, the choice of blocks, and lists of blocks."""

@@ -1,7 +1,8 @@
-"""A slot's lists of blocks, by head: all blocks, or those that the last queries score best between sinks and window.
+"""This module lists a slot's blocks by head: all, or the best by the last queries' scores, between sinks and window.
 
-Two launches: scores of all candidates, a warp for four blocks of a head at a time; and for each head the choice, in
-order of position. Nothing is chosen for a slot whose list leaves nothing out: then the first launch has nothing to do.
+There are two launches. The first computes the scores of all candidates, with a warp for four blocks of a head at a
+time. The second chooses blocks for each head, in order of position. For a slot whose list leaves nothing out nothing is
+chosen, and the first launch does nothing.
 """
 
 from functools import cache
@@ -22,14 +23,14 @@ __all__ = ["choose_blocks", "examples", "list_lens", "scores_workspace"]
 
 SCORERS, BLOCKS = 256, 3  # threads that score, and their blocks an SM
 CHOOSERS = 1024
-DIGIT_BITS, DIGITS = 8, 256  # of a rank, by which the least that is chosen is found
+DIGIT_BITS, DIGITS = 8, 256  # of a rank; the least chosen rank is found digit by digit
 FULL_WARP = 0xFFFFFFFF
 MAX_BATCH = 32
 
 
 @launches_with(reference.choose_blocks)
 def choose_blocks(given: Given, *, workspace: Workspace, gpu: Gpu = H200) -> list[KernelCall]:
-    """`choose_blocks` of the reference; q and summaries are bf16, heads of 64 or 128.
+    """Launch `choose_blocks` of the reference; q and summaries are bf16, with heads of 64 or 128.
 
     workspace  see `scores_workspace`
     Time: a read of the summaries, and a few thousand steps of a block for each head. Captured: yes. Raises ShapeError
@@ -52,7 +53,7 @@ def choose_blocks(given: Given, *, workspace: Workspace, gpu: Gpu = H200) -> lis
 
 
 def scores_workspace(kv_heads: int, width: int) -> WorkspaceShape:
-    """The workspace of `choose_blocks`, for lists of so many heads and entries: scores of every block."""
+    """Return the workspace of `choose_blocks`, the scores of every block, for these numbers of heads and entries."""
     return ("choose_blocks.scores", (kv_heads, width), torch.float32)
 
 
@@ -68,17 +69,17 @@ def _kept(words: Any, is_live: Any) -> Any:
 def _score(
     dim: int, group: int, kv_heads: int, tiles: int, parts: int, block: int, num_sinks: int, num_retrieved: int
 ) -> Kernel:
-    """A warp multiplies 16 queries at a time, `tiles` times, with four blocks' largest and smallest keys.
+    """Make the kernel of scores: a warp multiplies 16 queries at a time, `tiles` times, by four blocks' keys.
 
-    Lane 4 r + p has the p-th quarter of dimensions of queries r and r + 8 and of row r of the keys, which are two for
-    each block, and of the products those of both rows of block p.
+    A block has two keys, the largest and the smallest. Lane 4 r + p has the p-th quarter of the dimensions of queries r
+    and r + 8 and of row r of the keys. Of the products it has those of both keys of block p.
     """
     pieces, quarter_bytes, row_bytes = dim // 32, dim // 2, 2 * dim
     first, fixed = num_sinks, num_retrieved
 
     @device_function
     def query(n: Any, q: Any, head: Any, before: Any) -> Any:
-        """The address of a query of a head, by its number among those of the last rows."""
+        """Return the address of a query of a head, by its number among those of the last rows."""
         row, member = divide(n, group)
         return q + (((before + row) * int64(kv_heads) + head) * int64(group) + member) * int64(row_bytes)
 
@@ -130,14 +131,14 @@ def _score(
 
 @device_function
 def _rank_of(scores: Any, number: Any) -> Any:
-    """A score as an integer that orders as scores do."""
+    """Convert a score to an integer with the same order."""
     bits = uint32(ptx.load_global_i32(scores + number * 4))
     return uint32(bits ^ (uint32(0xFFFFFFFF) if bits >> uint32(31) else uint32(0x80000000)))
 
 
 @device_function
 def _entry(table: Any, logical: Any, parts: Any, held: Any) -> Any:
-    """The entry of a slot's block by its place in the text; 0 after the table's end."""
+    """Return the entry of a slot's block by its place in the text; 0 after the table's end."""
     index, part = divide(min(logical, held - 1), parts)
     return int_at(table, index) * int64(parts) + part if logical < held else int64(0)
 
@@ -151,7 +152,7 @@ def _count_digits(scores: Any, count: Any, thread: Any, chosen: Any, shift: Any,
     number = thread
     while number < count:
         rank = _rank_of(scores, number)
-        # by two shifts: one by 32 would be none
+        # by two shifts: one shift by 32 would not shift at all
         if ((rank ^ chosen) >> uint32(shift)) >> uint32(DIGIT_BITS) == uint32(0):
             digit = uint32(rank >> uint32(shift)) & uint32(DIGITS - 1)
             cuda.atomic.add(bins, int32(digit), int32(1))
@@ -174,8 +175,9 @@ def _add_up(bins: Any, thread: Any) -> None:
 
 @device_function
 def _threshold(scores: Any, count: Any, wanted: Any, thread: Any, bins: Any, found: Any) -> Any:
-    """The least rank that is chosen, digit by digit, `wanted` scores or more have it or a higher one; and how many
-    have a higher one. All threads call it.
+    """Find the least chosen rank, digit by digit, and the number of scores with a higher rank. All threads call it.
+
+    At least `wanted` scores have this rank or a higher one.
 
     bins, found  [DIGITS] and [1] int32 of shared memory
     """
@@ -225,7 +227,7 @@ def _choose(kv_heads: int, parts: int, block: int, num_sinks: int, num_retrieved
             return
         count = left_out + int64(num_retrieved)
         threshold, num_above = _threshold(scores, count, int64(num_retrieved), thread, bins, found)
-        most_equal = int64(num_retrieved) - num_above  # of the last rank as many as are left, the first ones
+        most_equal = int64(num_retrieved) - num_above  # the remaining number, of the last rank, first ones first
         seen_above, seen_equal, base = int64(0), int64(0), int64(0)
         while base < count:
             number = base + thread

@@ -1,4 +1,4 @@
-"""The largest and the smallest key of each block of a list, dimension by dimension, renewed where keys are new."""
+"""This module computes, by dimension, the largest and smallest key of each block of a list that has new keys."""
 
 from functools import cache
 from typing import Any

@@ -1,15 +1,16 @@
-"""Flash attention of a prompt's rows by warpgroups' tensor cores, for GPUs of capability 9.0.
+"""This module has flash attention of a prompt's rows by warpgroups' tensor cores, for GPUs of capability 9.0.
 
-A block has 128 or 64 rows of a head, 64 a warpgroup, and a warp next to them that copies. Keys and values lie in tiles
-of 128 positions, or of 64 where heads are wider than 128, see `gather_kv`; a block takes those that its rows see, the
-last one first. While a warpgroup makes weights of its scores, the tensor cores have its weights and values of the tile
-before, and the other's products.
+A block has 128 or 64 rows of a head, 64 a warpgroup, and one more warp that copies. Keys and values are in tiles of 128
+positions, or of 64 for heads wider than 128, see `gather_kv`. A block takes the tiles that its rows see, the last one
+first. While a warpgroup makes weights of its scores, the tensor cores multiply its weights and values of the previous
+tile, and the other warpgroup's products.
 
-Of heads of 512 both warpgroups have the same 64 rows, and each has the sums of half of the dimensions. Both make all
-scores: half as many products again, and neither waits for the other.
+For heads of 512 both warpgroups have the same 64 rows, and each has the sums of half of the dimensions. Both compute
+all scores. That is half as many products again, but neither waits for the other.
 
-Tiles stand at multiples of their size from position 0, and one that a row sees nothing of adds zeros to its sums, or
-scales them by one: a row's bits depend on its own position and what it sees alone, not on the rows of a launch.
+Tiles are at multiples of their size from position 0. A tile of which a row sees nothing adds zeros to its sums, or
+scales them by one. So a row's bits depend on its own position and the positions that it sees alone, not on a launch's
+other rows.
 """
 
 from functools import cache
@@ -45,7 +46,7 @@ LOG2_E = 1.4426950408889634
 
 
 def has_prefill_flash(gpu: Gpu, dim: int) -> bool:
-    """Whether a GPU has the instructions, and the kernel takes heads of this size."""
+    """Return whether a GPU has the instructions, and the kernel takes heads of this size."""
     return gpu.capability == HOPPER and dim in DIMS
 
 
@@ -65,21 +66,21 @@ def prefill_flash(
     groups: int | None = None,
     arranged: bool = False,
 ) -> list[KernelCall]:
-    """Causal attention of c rows in one launch, accumulated in float32, weights rounded to bf16.
+    """Compute causal attention of c rows in one launch, accumulated in float32, weights rounded to bf16.
 
-    q             [c, H, D]                   bf16, D one of DIMS; row i stands at position start + i
-    keys, values  [G, tiles, D / 64, n, 64]   bf16, as `gather_kv` leaves them for the same chunk, window and size; n is
+    q             [c, H, D]                   bf16, D one of DIMS; row i is at position start + i
+    keys, values  [G, tiles, D / 64, n, 64]   bf16, as `gather_kv` stores them for the same chunk, window and size; n is
                                               `tile_positions`
-    chunk         [2]                         int32: start, live rows, of which start is read
-    sinks         [H]                         bf16 or float32: one more score a head, of no value; None: none
+    chunk         [2]                         int32: start, live rows; only start is read
+    sinks         [H]                         bf16 or float32: one more score a head, without a value; None: none
     out           [c, H, D] or [c, H * D]     bf16, out; a row that sees nothing is zero; arranged: as `arrange` leaves
                                               it, [H * D / 64, c, 64]
     window        positions that a row sees, its own included; None: all
-    first         the first position that is seen
+    first         the first visible position
     scale         above 0: scores are multiplied by it
-    softcap       c: scores s, scaled, become c tanh(s / c); None: they stay
-    groups        one of GROUPS: no bit depends on it; None: by the shape. Heads of 512 take 2 alone
-    arranged      the result's rows are left as a prefill GEMM reads them
+    softcap       c: scaled scores s become c tanh(s / c); None: they stay
+    groups        one of GROUPS; no bit depends on it; None: by the shape. Heads of 512 need 2
+    arranged      the result's rows are stored as a prefill GEMM reads them
     Time: 4 * H * D times what rows see, in whole tiles, over the tensor cores' rate. Captured: yes.
     Raises ShapeError for shapes, dtypes or a scale that do not fit.
     """
@@ -118,14 +119,16 @@ def prefill_flash(
 
 
 def _groups_of(rows: int, heads: int, window: int | None, gpu: Gpu) -> int:
-    """One where blocks of two would leave SMs idle, or be over before they have begun in earnest."""
+    """Return 1 if blocks of two warpgroups would leave SMs idle, or would have too little work each; else 2."""
     few = -(-rows // (2 * GROUP_ROWS)) * heads < gpu.num_multiprocessors
     return 1 if few or (window is not None and window <= SHORT) else 2
 
 
 def _make_seen_tiles(keys: int) -> Any:
-    """A function: the last tile of so many positions that rows from `begin` to `end` see, how many they do, and the
-    tile that keys begin with."""
+    """A device function that finds the tiles of `keys` positions that rows from `begin` to `end` see.
+
+    It returns the last tile, their number, and the first tile of the keys.
+    """
 
     @device_function
     def seen_tiles(start: Any, begin: Any, end: Any, window: Any, first: Any) -> Any:
@@ -145,7 +148,7 @@ def _make(
     heads: int, num_heads: int, dim: int, sink_bytes: int, groups: int, arranged: bool = False,
     softcap: float | None = None,
 ) -> Kernel:  # fmt: skip
-    """Grid: the heads of 64 rows a warpgroup, or both, those of the last rows first, which see most."""
+    """Make the kernel. Its grid has the heads of 64 rows a warpgroup, or of both; last rows, which see most, first."""
     keys_a_tile, stages = tile_positions(dim), STAGES[dim]
     shared, tile_bytes = heads // num_heads, keys_a_tile * dim * 2
     parts = -(-dim // MAX_SUMS)  # of a head, by warpgroup

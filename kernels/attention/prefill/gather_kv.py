@@ -1,9 +1,9 @@
-"""Keys and values of the positions that a chunk of prefill sees, copied from the paged caches to rows side by side.
+"""This module copies the keys and values that a chunk of prefill sees from the paged caches to contiguous rows.
 
-The chunk's start, read on the device, determines those positions. A thread copies 16 bytes of four keys and of
-four values at a time; the work is in proportion to what is seen. Codes are decoded to bf16. Rows
-lie one after the other, or in a head's tiles of 128 or 64 positions as a warpgroup's products take them: halves of 64
-columns, whose rows of 128 bytes are swizzled.
+The chunk's start, read on the device, determines the positions. A thread copies 16 bytes of four keys and of four
+values at a time; the work is proportional to the positions. Codes are decoded to bf16. The rows follow each other, or
+are in a head's tiles of 128 or 64 positions in the layout of a warpgroup's products: halves of 64 columns, whose rows
+of 128 bytes are swizzled.
 """
 
 from functools import cache
@@ -22,7 +22,7 @@ from lowlat.kernels.toolchain.numba_cuda import cuda, device_function, int64, ty
 
 __all__ = ["examples", "first_gathered", "gather_kv"]
 
-BATCH = 4  # places under way in a thread
+BATCH = 4  # places in flight in a thread
 THREADS = 256
 BLOCKS = 4  # an SM
 ROW_BYTES = 128  # of a row of a half of a tile
@@ -44,7 +44,7 @@ def gather_kv(
     first: int = 0,
     kv_scales: torch.Tensor | None = None,
 ) -> list[KernelCall]:
-    """Copy positions [origin, start + size) of a slot, in one launch; those of no live row become zero.
+    """Copy positions [origin, start + size) of a slot, in one launch; positions without a live row become zero.
 
     k_cache, v_cache  [P, G, block, D]  rows of whole multiples of 16 bytes; block 0 may always be read. With kv_scales
                                         codes, and keys and values bf16
@@ -58,8 +58,8 @@ def gather_kv(
     window            positions that a row sees, its own included; None: all
     first             the first position that is seen: `begin` is it where the origin is 0, and 0 elsewhere
     kv_scales         [2, G]            float32; None: keys and values have the caches' dtype
-    The origin is 0, or with a window the last multiple of ALIGNMENT that no window reaches below: so blocks of rows
-    hold the same positions wherever a chunk starts, and whatever its size.
+    The origin is 0, or with a window the last multiple of ALIGNMENT below which no window reaches. So blocks of rows
+    have the same positions for any start and size of a chunk.
     Time: 4 * (start + size - origin) * G * D * itemsize over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes or dtypes that do not fit.
     """
@@ -98,14 +98,14 @@ def gather_kv(
 
 @device_function
 def first_gathered(start: Any, window: Any) -> Any:
-    """The first position that is copied; a window of 0 holds all."""
+    """Return the first position that is copied; a window of 0 means all positions."""
     below = max(start - (window - 1), int64(0))
     return below // int64(ALIGNMENT) * int64(ALIGNMENT) if window > 0 else int64(0)
 
 
 @device_function
 def _source(place: Any, origin: Any, end: Any, table: Any, sizes: Any) -> Any:
-    """Where the 16 bytes of a place lie in a cache, and whether they are a live row's; else somewhere in block 0."""
+    """Return the offset of a place's 16 bytes in a cache, and whether they are a live row's; if not, one in block 0."""
     num_heads, block, parts = sizes
     row, part = divide(place, parts)
     index, head = divide(row, num_heads)
@@ -118,9 +118,9 @@ def _source(place: Any, origin: Any, end: Any, table: Any, sizes: Any) -> Any:
 
 
 def _make_target(num_heads: int, pieces: int, tiled: bool) -> Any:
-    """A function of a row's number, one of its pieces of 16 bytes, and the tiles of a head: where the piece goes.
+    """A device function that returns the target of a 16-byte piece, from the row's number, the piece, a head's tiles.
 
-    A row's number counts heads of a position first.
+    A row's number counts the heads of a position first.
     """
     halves, tile_rows = pieces * 16 // ROW_BYTES, tile_positions(pieces * 8)
 
@@ -138,7 +138,7 @@ def _make_target(num_heads: int, pieces: int, tiled: bool) -> Any:
 
 
 def _make_copy(sizes: tuple[int, int, int], tiled: bool) -> Any:
-    """A function of four places, `step` apart: all loads come before the stores; past the end it is the last one."""
+    """A device function that copies four places, `step` apart, all loads first; past the end the last place again."""
     target = _make_target(sizes[0], sizes[2], tiled)
 
     @device_function
@@ -181,7 +181,7 @@ def _make_copy(sizes: tuple[int, int, int], tiled: bool) -> Any:
 
 
 def _make_decode(sizes: tuple[int, int, int], tiled: bool) -> Any:
-    """A function of two places, `step` apart, of caches of codes, as `_make_copy` has four."""
+    """A device function that decodes two places, `step` apart, of caches of codes, like `_make_copy` for four."""
     num_heads, _, parts = sizes
     target = _make_target(num_heads, 2 * parts, tiled)
 

@@ -1,7 +1,7 @@
-"""A warpgroup's part of flash attention: its queries in shared memory, products of tiles, softmax, and its results.
+"""This module has a warpgroup's share of flash attention: queries in shared memory, products, softmax, and results.
 
-Scores of a tile become weights where they stand. The weights of the tile before are multiplied with its values, and the
-sums of those before are scaled when both are there, so that a tile's sums are added in order.
+A tile's scores become weights in the same registers. The weights of the previous tile are multiplied by its values, and
+the sums before it are scaled when both are ready, so that tiles are added in order.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ LOG2_E = 1.4426950408889634
 
 
 def make_place(heads: int, dim: int, together: bool = False) -> Any:
-    """A function of a warpgroup: copy its 64 rows of queries to shared memory, rows after the last one zero.
+    """A device function of a warpgroup that copies its 64 rows of queries to shared memory, zeros after the last.
 
-    In halves of 64 columns: rows of 128 bytes, swizzled.
+    They are in halves of 64 columns: rows of 128 bytes, swizzled.
     together  two warpgroups read what both copied
     """
     pieces = dim * 2 // PIECE_BYTES  # of a row
@@ -58,28 +58,28 @@ def make_place(heads: int, dim: int, together: bool = False) -> Any:
 
 @device_function
 def _of_four(value: Any) -> Any:
-    """The largest of the four lanes that have a row."""
+    """Return the largest value of the four lanes that share a row."""
     value = max(value, cuda.shfl_xor_sync(FULL_WARP, value, 1))
     return max(value, cuda.shfl_xor_sync(FULL_WARP, value, 2))
 
 
 @device_function
 def _all_four(value: Any) -> Any:
-    """The sum of the four lanes that have a row."""
+    """Return the sum over the four lanes that share a row."""
     value = ptx.add_rn(value, cuda.shfl_xor_sync(FULL_WARP, value, 1))
     return ptx.add_rn(value, cuda.shfl_xor_sync(FULL_WARP, value, 2))
 
 
 @device_function
 def _offset(peak: Any, scale: Any) -> Any:
-    """The offset of scaled scores: less their peak, which is nothing where a row has seen nothing."""
+    """Return the offset of scaled scores, minus their peak; 0 if a row has seen nothing."""
     return float32(0) if peak == float32(NOTHING) else ptx.mul_rn(-peak, scale)
 
 
 def _make_weigh(keys: int, softcap: float | None) -> Any:
-    """A function of scores: the weights, the peaks and sums with them, and by how much sums before are scaled.
+    """A device function that turns scores into weights; it returns them, peaks, sums, and factors of earlier sums.
 
-    With a softcap, scores that it has capped are scaled by log2(e), and the scale belongs to those before.
+    With a softcap, capped scores are scaled by log2(e); the scale then belongs to the scores before.
     """
     count, capped, limit = keys // 2, softcap is not None, softcap or 1.0
     cap = ptx_attention.cap_rows(count, limit)
@@ -117,7 +117,7 @@ def _make_weigh(keys: int, softcap: float | None) -> Any:
 
 
 def _make_send(tile_bytes: int, pipeline: Pipeline) -> Any:
-    """A function of the copying warp: copy a tile to a stage, when all have multiplied what is there."""
+    """A device function of the copying warp that copies a tile to a stage, once all have multiplied its content."""
     await_free = pipeline.await_free
 
     @device_function
@@ -135,7 +135,7 @@ def _make_send(tile_bytes: int, pipeline: Pipeline) -> Any:
 
 
 def make_copy(tile_bytes: int, pipeline: Pipeline, area: int) -> Any:
-    """A function of a warp: copy all tiles, keys before the values of the tile before, as stages become free."""
+    """A device function of a warp that copies all tiles as stages become free: keys before the last tile's values."""
     stages, send, after = area // tile_bytes, _make_send(tile_bytes, pipeline), pipeline.after
 
     @device_function
@@ -160,9 +160,9 @@ def make_copy(tile_bytes: int, pipeline: Pipeline, area: int) -> Any:
 def make_multiply(
     dim: int, keys: int, pipeline: Pipeline, area: int, parts: int = 1, softcap: float | None = None
 ) -> Any:
-    """A function of a warpgroup: multiply all tiles, as a copying warp fills stages with them.
+    """A device function of a warpgroup that multiplies all tiles, as a copying warp fills stages with them.
 
-    It gives the sums of weighted values, the peaks of scores, and a lane's sums of weights.
+    It returns the sums of weighted values, the peaks of scores, and a lane's sums of weights.
 
     keys     of a tile
     area     bytes from the stages of keys to those of values
@@ -234,7 +234,7 @@ def make_multiply(
 
 
 def _make_store(heads: int, dim: int) -> Any:
-    """A function of a warpgroup: store a lane's words of its two rows, row by row."""
+    """A device function of a warpgroup that stores a lane's words of its two rows, row by row."""
     pitch = heads * dim * 2
     store, store_low = (ptx_attention.store_row(dim // 4, half) for half in (0, 1))
 
@@ -251,7 +251,7 @@ def _make_store(heads: int, dim: int) -> Any:
 
 
 def _make_places(dim: int) -> Any:
-    """A function of a lane: the addresses of its pieces of a row, two a step of one, two or four.
+    """A device function of a lane that returns the addresses of its pieces of a row, two a step of one, two or four.
 
     at     of the row in a head's first step
     piece  bytes to its first piece there
@@ -275,9 +275,9 @@ def _make_places(dim: int) -> Any:
 
 
 def _make_store_arranged(dim: int) -> Any:
-    """A function of a warpgroup: store a lane's words of its two rows as `arrange` leaves them, a head in whole steps.
+    """A device function of a warpgroup that stores a lane's words of its two rows in the order of `arrange`.
 
-    Of every 32 columns a lane has just the words of one piece.
+    A head has whole steps. Of every 32 columns a lane has exactly the words of one piece.
     """
     store, store_low = (ptx_attention.store_pieces(dim // 4, half) for half in (0, 1))
     places_of, steps = _make_places(dim), dim // STEP
@@ -297,7 +297,7 @@ def _make_store_arranged(dim: int) -> Any:
 
 
 def make_finish(heads: int, dim: int, sink_bytes: int, arranged: bool, parts: int = 1) -> Any:
-    """A function of a warpgroup: divide its sums by those of the weights, and store them as bf16.
+    """A device function of a warpgroup that divides its sums by those of the weights, and stores them as bf16.
 
     parts       of a head, each stored as if it were one, of `dim` numbers
     sink_bytes  of a head's sink; 0: there are none
@@ -308,7 +308,7 @@ def make_finish(heads: int, dim: int, sink_bytes: int, arranged: bool, parts: in
 
     @device_function
     def share(total: Any, peak: Any, sink: Any, scale: Any) -> Any:
-        """One over a row's sum; 0 where that is nothing, or a sink that is beyond all measure."""
+        """Return one over a row's sum; 0 if the sum is 0, or a sink makes it infinite."""
         total = _all_four(total)
         if sink_bytes:
             total = ptx.add_rn(total, ptx.exp2_approx_ftz(ptx.add_rn(sink, _offset(peak, scale))))

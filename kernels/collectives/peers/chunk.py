@@ -10,7 +10,7 @@ __all__ = ["added", "bits_of", "floats_of", "store_wide"]
 
 @device_function
 def floats_of(words: Any) -> Any:
-    """8 float32 of their bits."""
+    """8 float32 from their bits."""
     a, b, c, d, e, f, g, h = words
     return (
         ptx.float_of_bits(a),
@@ -42,7 +42,7 @@ def bits_of(values: Any) -> Any:
 
 @device_function
 def added(one: Any, other: Any) -> Any:
-    """The sums of two chunks."""
+    """The sum of two chunks."""
     a, b, c, d, e, f, g, h = one
     i, j, k, m, n, o, p, q = other
     return (

@@ -1,13 +1,12 @@
-"""Rows that the ranks of a step add up inside of a kernel that makes them: every number is pushed as it is made.
+"""These device functions all-reduce rows inside the kernel that computes them, number by number.
 
-The thread that has made a number of this rank's part pushes it to all peers, awaits theirs at the same place of its own
-memory (`words`) and adds all as a tree over the ranks, in their order: all ranks have the same bits. A number's
-all-reduces are counted by the thread itself, in the word of its place that no peer writes: the one of this rank's own
-part. So a grid may be cut in any way, and rows may be left out of an all-reduce, as long as all ranks leave out the
-same.
+A thread computes a number of this rank's partial row and pushes it to all peers. It awaits theirs at the same place of
+its own memory (`words`), and adds all as a tree in the order of ranks. So all ranks have the same bits. The thread
+counts a number's all-reduces itself, in the word of this rank's own part, which no peer writes. So a grid may be cut in
+any way, and an all-reduce may leave out rows, if all ranks leave out the same ones.
 
-All blocks of a launch must run next to those of the other ranks' launches: ranks that share a GPU have no room for
-that.
+All blocks of a launch must run at the same time as those of the other ranks' launches, which ranks that share a GPU
+cannot do.
 """
 
 from dataclasses import dataclass
@@ -32,18 +31,18 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
 __all__ = ["NUM_ARGUMENTS", "PeerRows", "area_shape", "make_add_chunk", "make_add_value", "make_begin"]
 
-SLOTS = 2  # that take turns
+SLOTS = 2  # slots that alternate
 NUM_ARGUMENTS = 3 + MAX_RANKS
 PIECE = 16  # bytes of two words
 
 
 @dataclass(frozen=True)
 class PeerRows:
-    """The memory by which ranks add up rows of one width in one kind of kernel.
+    """The memory for all-reduces of rows of one width in one kind of kernel.
 
     rank   of the GPU that launches
-    areas  [2, R, M, N] int64, by rank, zero at first: what its peers push, and, as its own part, what it has counted
-    abort  [1] int64 in pinned memory, of all ranks and the host: not zero ends all waits
+    areas  [2, R, M, N] int64, by rank, zero at first: the peers' pushed words, and in the rank's own part its counts
+    abort  [1] int64 in pinned memory, shared by all ranks and the host: not zero ends all waits
     """
 
     rank: int
@@ -78,19 +77,19 @@ class PeerRows:
 
 
 def area_shape(ranks: int, rows: int, width: int) -> tuple[int, ...]:
-    """The shape of a rank's area, for launches of up to so many rows."""
+    """The shape of a rank's area, for launches of up to `rows` rows."""
     return SLOTS, ranks, rows, width
 
 
 def make_begin(ranks: int, width: int) -> Any:
-    """A device function (given, row, column): an all-reduce of one place of a row, begun before its number is there.
+    """A device function (given, row, column) that begins the all-reduce of one number before it is computed.
 
     given  the tuple `PeerRows.arguments`
     """
 
     @device_function
     def begin(given: Any, row: Any, column: Any) -> Any:
-        """The private word, the all-reduce's number, whether a wait was given up before, and where in the areas."""
+        """The own word, the all-reduce's number, whether a wait was given up before, and the offset in the areas."""
         rank, _, rows, a0, a1, a2, a3, a4, a5, a6, a7 = given
         per_rank = rows * int64(width * WORD_BYTES)
         offset = (int64(row) * int64(width) + int64(column)) * int64(WORD_BYTES)
@@ -103,7 +102,7 @@ def make_begin(ranks: int, width: int) -> Any:
 
 
 def make_add_value(ranks: int) -> Any:
-    """A device function (value, given, begun) -> the sum over ranks of a float32 that each has made."""
+    """A device function (value, given, begun) -> the sum of a float32 over ranks."""
     add_up = _tree_of_values(0, ranks)
 
     @device_function
@@ -112,7 +111,7 @@ def make_add_value(ranks: int) -> Any:
         areas = (a0, a1, a2, a3, a4, a5, a6, a7)
         private, epoch, lost, place, per_rank = begun
         for other in range(1, ranks):
-            peer = int64(rank + int64(other))  # each begins with the next one: nobody is written to by all at once
+            peer = int64(rank + int64(other))  # each begins with the next rank: not all write to one rank at once
             if peer >= int64(ranks):
                 peer = int64(peer - int64(ranks))
             ptx.store_relaxed_system_word(
@@ -126,7 +125,7 @@ def make_add_value(ranks: int) -> Any:
 
 
 def _tree_of_values(first: int, last: int) -> Any:
-    """A device function: the values of ranks `first` to `last` - 1 added up, the sums of two halves at every joint."""
+    """A device function: the sum of the values of ranks `first` to `last` - 1, as a tree of halves."""
     if last - first == 1:
 
         @device_function
@@ -151,10 +150,10 @@ def _tree_of_values(first: int, last: int) -> Any:
 
 
 def make_add_chunk(ranks: int) -> Any:
-    """A device function (sums, given, begun): 8 float32 of this rank, in an array, become the sums over ranks.
+    """A device function (sums, given, begun) that replaces 8 float32, in an array, by their sums over ranks.
 
-    begun  at the first of the eight, a multiple of eight
-    The eight have one count: no other kind of kernel may use their area.
+    begun  for the first of the eight columns, a multiple of eight
+    The eight share one count, so no other kind of kernel may use their area.
     """
 
     @device_function
@@ -190,7 +189,7 @@ def _eight(sums: Any) -> Any:
 
 
 def _tree_of_chunks(first: int, last: int) -> Any:
-    """The tree of `_tree_of_values`, of eight values: a device function that gives a tuple."""
+    """The device function of `_tree_of_values` for eight values; it returns a tuple."""
     if last - first == 1:
 
         @device_function

@@ -1,12 +1,12 @@
-"""Numbers that one rank leaves in another's memory: words of eight bytes, a float32 and the epoch it belongs to.
+"""Ranks push numbers to each other's memory in words of eight bytes: a float32 and its epoch.
 
-Every word says for itself whether it is there, so nobody needs a flag, a fence or a barrier. Two slots take turns. A
-rank pushes to a slot again only after it has taken the all-reduce in between from all peers, who began that one when
-they had read this slot: so no word is overwritten that a rank still awaits, and the old words of a slot are always
-two epochs old. Ranks read their own memory alone while they wait.
+The epoch says whether a word has arrived, so no flag, fence or barrier is needed. Two slots alternate. A rank pushes to
+a slot again only after it has received the all-reduce in between from all peers, and these began it after they had read
+this slot. So no word is overwritten that a rank still awaits, and the old words of a slot are always two epochs old.
+While they wait, ranks read only their own memory.
 
 A wait ends without its words when the word `abort`, which all ranks and the host share, is not zero, or after so many
-turns that a peer will never come; then NaN stand for them, and nobody waits in that block again.
+polls that the peer is considered lost. Then NaN replace the words, and the block does not wait again.
 """
 
 from typing import Any
@@ -31,15 +31,15 @@ __all__ = [
 
 MAX_RANKS = 8
 WORD_BYTES = 8
-ABORT_TURNS = 1 << 12  # between looks at `abort`, which lies in the host's memory: some 2 ms
-# Turns, each a trip to the L2: at least half a minute. A process may be stopped between the launches of two GPUs.
+ABORT_TURNS = 1 << 12  # polls between reads of `abort`, which lies in the host's memory: some 2 ms
+# Polls, each a trip to the L2: at least half a minute. A process may be stopped between the launches of two GPUs.
 PEER_SPIN_LIMIT = 1 << 26
-MISSING_BITS = 0x7FFFFFFF  # a NaN, as arithmetic gives it
+MISSING_BITS = 0x7FFFFFFF  # the NaN that arithmetic gives
 HOST_GAVE_UP = 1 << 16  # what the host sets `abort` to; ranks set `awaited_code`
 
 
 def check_rank(rank: int, count: int) -> None:
-    """Raise ConfigError for a number of ranks that cannot exchange, and for a rank that is none of them."""
+    """Raise ConfigError for an unsupported number of ranks, and for a rank outside of it."""
     if not 2 <= count <= MAX_RANKS or not 0 <= rank < count:
         raise ConfigError(f"2 to {MAX_RANKS} ranks exchange (tensor_parallel_size), not {rank} of {count}")
 
@@ -60,7 +60,7 @@ def area_of(rank: Any, areas: Any) -> Any:
 
 @device_function
 def push_chunk(place: Any, stride: Any, words: Any, epoch: Any) -> None:
-    """Leave 8 float32, as bits, in a peer's memory; their pieces lie `stride` bytes apart, so that warps write runs."""
+    """Push 8 float32, as bits, to a peer's memory, in pieces `stride` bytes apart, so that warps write runs."""
     a, b, c, d, e, f, g, h = words
     ptx.store_relaxed_system_words(place, a, b, epoch)
     ptx.store_relaxed_system_words(place + stride, c, d, epoch)
@@ -70,7 +70,7 @@ def push_chunk(place: Any, stride: Any, words: Any, epoch: Any) -> None:
 
 @device_function
 def _gives_up(turns: Any, abort: Any, code: Any) -> Any:
-    """1 where a wait is given up, and its reason in `abort`; else 0."""
+    """Return 1 if a wait is given up, with its reason in `abort`; else 0."""
     if ptx.load_acquire_system(abort) != int64(0):
         return uint32(1)
     if turns >= uint32(PEER_SPIN_LIMIT):

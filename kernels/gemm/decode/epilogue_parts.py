@@ -1,4 +1,4 @@
-"""The parts that epilogues of a decode GEMM share: what they are made of, a value's sum, the scales of rows."""
+"""This module has the common parts of a decode GEMM's epilogues: their functions, a value's sum, the scales of rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +14,12 @@ __all__ = ["Epilogue", "make_scales", "make_total", "make_value"]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """The epilogue of a tile: the most values that it gives of a row, and device functions for one of them.
+    """The epilogue of a tile: the most values of a row, and device functions for one value.
 
-    locate   (tile, index, count) -> row, column, and whether there is such a value
-    begin    load what its end needs next to the sums; nobody waits for it
-    nothing  what `begin` returns, without loading
-    finish   add up the warps' sums, and store the value; with what an epilogue has next to
+    locate   (tile, index, count) -> row, column, and whether the value exists
+    begin    starts the loads of operands besides the sums, without waiting
+    nothing  returns the same as `begin`, without loading
+    finish   adds the warps' sums, applies the epilogue, and stores the value
     """
 
     values: int
@@ -30,7 +30,7 @@ class Epilogue:
 
 
 def make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """A function: the sum of what the warps have of a value, in their order."""
+    """A function: the sum of the warps' partial sums of a value, in the order of warps."""
     sum_bytes, share, partials = plan.sum_bytes, share_of(shape.weights), plan.partials
     is_share, whole = share != 1, 1 / share
 
@@ -48,9 +48,9 @@ def make_total(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
 
 def make_value(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """A function: a value of the output: its sum times the scale, plus the bias, each rounded by itself.
+    """A function: a value of the output, which is its sum times the scale, plus the bias, each step rounded.
 
-    Of parts of K each is scaled by itself, and the first has the bias, before they are added as a tree.
+    With parts of K, each part is scaled by itself, and the first has the bias, before they are added as a tree.
     """
     if shape.parts is not None:
         return _make_value_of_parts(shape, plan, shape.parts)
@@ -69,7 +69,7 @@ def make_value(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
 
 def _make_value_of_parts(shape: DecodeGemmShape, plan: DecodeGemmPlan, parts: KParts) -> Any:
-    """The value whose parts the warps of a set have."""
+    """The value for a set of warps, each of which has one part of K."""
     sum_bytes, share = plan.sum_bytes, share_of(shape.weights)
     is_share, whole = share != 1, 1 / share
     scaled, has_bias = shape.weights.row_scales, shape.bias
@@ -99,12 +99,12 @@ def _make_value_of_parts(shape: DecodeGemmShape, plan: DecodeGemmPlan, parts: KP
 
 
 def make_scales(shape: DecodeGemmShape) -> Any:
-    """A function: the scales of a value's weight row, and of the one 8 below; 1 where rows have none."""
+    """A function: the scales of a value's weight row, and of the row 8 below; 1 if rows have none."""
     scaled = shape.weights.row_scales
 
     @device_function
     def load_scales(scales: Any, tile: Any, column: Any, paired: Any) -> Any:
-        """The scales of a value's weight row and, where paired, of the one 8 below."""
+        """Load the scales of a value's weight row and, if paired, of the row 8 below."""
         own, other = float32(1), float32(1)
         if scaled:
             place = scales + (tile * 16 + int64(column)) * 4

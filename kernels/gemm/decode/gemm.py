@@ -1,12 +1,14 @@
-"""Decode GEMMs: few rows by a packed bf16 weight, float32 accumulation, with their prologues and epilogues.
+"""Decode GEMMs multiply few rows by a packed weight, with float32 accumulation, prologues and epilogues.
 
-A persistent grid walks tiles of 16 weight rows, one, two or four at a time. The warps of a block share a tile's k
-steps in turn (warp w takes steps w, w + WARPS, ..), each through its own pipeline of asynchronous copies which runs on
-across tiles. Other warps add a tile's sums in order and finish it, with what that needs loaded ahead, while the first
-go on: the order of accumulation depends on the weight's shape alone, and a row has the same bits whatever the number
-of rows. Weights come first: no kernel writes them, so a block fills itself before the kernel before this one has
-ended, throttled so that what that one reads need not queue. The rows' own k steps are copied next to the weights', or a
-block norms few rows for itself and holds them. Of 33 to 128 rows blocks may share each step's: see `shared_rows`.
+A persistent grid walks tiles of 16 weight rows, one, two or four at a time. The warps of a block divide a tile's K
+steps (warp w takes steps w, w + WARPS, ..). Each has its own pipeline of asynchronous copies, which continues across
+tiles. Other warps, the epilogue's, add a tile's sums in order and finish it, with operands loaded ahead, while the
+first go on. The order of accumulation depends on the weight's shape alone, so a row has the same bits for every number
+of rows.
+
+No kernel writes weights. So a block begins to load them before the kernel before this one has ended, throttled so that
+that kernel's reads do not queue. The rows' K steps are copied next to the weights', or a block norms few rows for
+itself and holds them. For 33 to 128 rows a block's warps may share the copied rows: see `shared_rows`.
 """
 
 from collections.abc import Callable, Iterator
@@ -69,9 +71,9 @@ from lowlat.kernels.toolchain.kernel import H200, Argument, Gpu, Kernel, KernelC
 from lowlat.kernels.toolchain.numba_cuda import cuda, float32, types, uint32
 from lowlat.kernels.tuning.table import Planned
 
-NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE uses, or EXCHANGE
-NUM_NORM = 2  # and those of a norm
-MAX_BLOCK_ROWS = 8  # to which rows of blocks are added
+NUM_BESIDE = NUM_ARGUMENTS  # arguments of a kernel that only ROTATE or ALL_REDUCE uses
+NUM_NORM = 2  # arguments of a norm
+MAX_BLOCK_ROWS = 8  # the most rows to which rows of blocks are added
 
 __all__ = [
     "GELU_GATE",
@@ -113,31 +115,31 @@ def decode_gemm(
     gpu: Gpu = H200,
     plan: DecodeGemmPlan | None = None,
 ) -> list[KernelCall]:
-    """x @ weight.T with its prologue and epilogue, in one launch for each 64 rows, or `rows_at_once` of the GPU.
+    """Compute x @ weight.T with prologue and epilogue, in one launch for each 64 rows, or `rows_at_once` of the GPU.
 
     x            [M, K]  bf16
     weight       [N, K]  packed, in bf16 or FP8 by row; with activation in the order of `gate_up_permutation`
     bias         [N]     bf16, in the weight's order
-    row_live     [M]     uint8; with activation, gated or next to, dead rows give zeros
+    row_live     [M]     uint8; with activation, gated or beside, dead rows are zero
     residual     [M, N]  bf16: out is the rounded sum of it and the product
-    gated        [M, N]  bf16: out is it times the sigmoid of the product, as `output_gate` has it; or, gated by
-                         GELU_GATE, times the product's GELU, as `per_layer_gate` has it: its rows may lie further apart
-    activation   "silu" or "gelu_tanh", of gates, times their ups; None: the weight has no gates and ups
-    softcap      c: products x, with their bias, become c tanh(x / c), of float32 alone; None: they stay
+    gated        [M, N]  bf16: out is `gated` times the sigmoid of the product, as in `output_gate`; or, with GELU_GATE,
+                         times the product's GELU, as in `per_layer_gate`. Its rows may have a larger stride
+    activation   "silu" or "gelu_tanh" of gates, times their ups; None: the weight has no gates and ups
+    softcap      c: products x, with their bias, become c tanh(x / c), only in float32; None: they stay
     out          [M, N]  float32 or bf16; with activation [M, N / 2] bf16; with rotation the queries
-                         [M, H, D] bf16, or None where there are none
-    norm         x is normed first: for so many rows, and so wide ones, as `steps_to_hold` of them is not 0
-    best         the best pairs of rows in float32 are left next to them
-    columns      [N / 8] int32, as `runs_of` a permuted weight's order has it: out's columns are the original ones.
-                 Of a GEMM without residual, activation, rotation, block or best; None: columns are in the weight's
-                 order
-    beside        a row of a block is added to each row in float32; of 8 rows at most
-    peers        the product is summed over ranks, of which each has some columns of K, before the residual is added
+                         [M, H, D] bf16, or None if there are none
+    norm         x is normed first; only for numbers and widths of rows for which `steps_to_hold` is not 0
+    best         the partial argmax of rows in float32 is written next to them
+    columns      [N / 8] int32, from `runs_of` a permuted weight's order: out has the original columns. Only for a GEMM
+                 without residual, activation, rotation, block or best; None: columns are in the weight's order
+    beside       a row of a block is added to each row in float32; for at most 8 rows
+    peers        each rank has some columns of K, and the product is summed over ranks before the residual is added
     parts        of K: each is summed by itself, the first has the bias, and they are added as `cuts.tree_sum` does;
                  without norm, activation, rotation or best
-    shares       more than 32 rows go in launches of 128 whose blocks share them, where `shares_rows`; no bit changes
-    rotation     the GEMM is of queries, keys and values of `head_dim`, in the order of `rope_permutation`
-    GPU, plan   what it runs on, and how to cut it; None: by the GPU's table, or `plan_decode_gemm`'s
+    shares       whether more than 32 rows take launches of 128 whose warps share copied rows, if `shares_rows`; no bit
+                 changes
+    rotation     the GEMM computes queries, keys and values of `head_dim`, in the order of `rope_permutation`
+    gpu, plan    the GPU, and the plan; None: from the GPU's tuning table, or `plan_decode_gemm`'s
     Time: the weight's bytes over the memory's bandwidth. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     count, depth = x.shape
@@ -195,7 +197,7 @@ def decode_gemm(
 def _launches(
     count: int, shape: DecodeGemmShape, gpu: Gpu, shares: bool, plan: DecodeGemmPlan | None
 ) -> Iterator[tuple[slice, bool]]:
-    """The rows of each launch, and whether its blocks share them."""
+    """The rows of each launch, and whether its warps share them."""
     start, usual = 0, MAX_ROWS if plan else rows_at_once(gpu)
     while start < count:
         most = min(count - start, MOST_SHARED_ROWS)
@@ -208,20 +210,20 @@ def _launches(
 def _chosen(
     rows: int, wide: bool, shape: DecodeGemmShape, gpu: Gpu, held: int, plan: DecodeGemmPlan | None
 ) -> tuple[DecodeGemmPlan, Planned | None]:
-    """A launch's plan, and its place in tables where it was not given."""
+    """A launch's plan, and its key in tuning tables if it was not given."""
     if plan is not None:
         return _given(plan, shape, held), None
     return choose_shared_plan(rows, shape, gpu) if wide else choose_decode_plan(rows, shape, gpu, held)
 
 
 def _span(rows: torch.Tensor) -> torch.Tensor:
-    """Rows, or, of rows of a wider matrix, all numbers from the first one's first to the last one's last, [n]."""
+    """Rows; for rows of a wider matrix all of its numbers from their first to their last, [n]."""
     return rows if rows.is_contiguous() else rows.as_strided(((len(rows) - 1) * rows.stride(0) + rows.shape[1],), (1,))
 
 
 def _given(plan: DecodeGemmPlan, shape: DecodeGemmShape, held: int) -> DecodeGemmPlan:
-    """A caller's plan with what the shape decides. Raises ShapeError where K is summed in parts and a plan takes
-    several steps at once, or there are too few warps for its sets."""
+    """The caller's plan with the fields that the shape decides. Raises ShapeError if K is summed in parts and the plan
+    takes several steps at once, or has too few warps for its sets."""
     if plan.span > 1 and shape.parts is not None:
         raise ShapeError(f"K of {shape.depth} is summed in parts of one step at a time, not of {plan.span}")
     if plan.sets * (WARPS if shape.parts is None else shape.parts.count) > WARPS:
@@ -299,7 +301,7 @@ def _epilogue(out: torch.Tensor, activates: bool, residual: torch.Tensor | None,
 def _beside(
     rotation: Rotation | None, peers: PeerRows | None, part: slice, kept: torch.Tensor | None
 ) -> tuple[Argument, ...]:
-    """The arguments that only ROTATE uses, or EXCHANGE; the first is where normed rows go, if they are kept."""
+    """The arguments that only ROTATE or ALL_REDUCE uses; the first is the buffer for normed rows, if they are kept."""
     if rotation is not None:
         return _rotation_arguments(rotation, part)
     if kept is not None:
@@ -442,14 +444,14 @@ def _kernel(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Callable[..., None]
             multiply_tiles(mine, held, totals, barriers, weight, x, count, ahead, thread)
         elif uint32(WARPS) <= warp < uint32(WARPS + finishing):
             written = (k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row)
-            beside = (positions, cosines, sines, *written)  # of EXCHANGE the peers', in the places of these
+            beside = (positions, cosines, sines, *written)  # with ALL_REDUCE the peers' arguments, in these places
             finish(totals, barriers, thread, row_live, bias, residual, out, bests, count, beside, weight + scales_at)
 
     return decode_gemm
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Representative specialisations, as a GPU has them: GEMMs of Llama-3.1-8B, all epilogues, odd shapes."""
+    """Representative specialisations for a GPU: GEMMs of Llama-3.1-8B, all epilogues, odd shapes."""
     made = []
     products = (
         (16, 28672, 4096, SILU),
@@ -517,7 +519,7 @@ def examples(gpu: Gpu = H200) -> list[Kernel]:
 
 
 def _shared_rows(gpu: Gpu) -> list[Kernel]:
-    """Blocks that share 64 and 128 rows: all cuts, epilogues that need most registers, weights that do."""
+    """Shared rows, 64 and 128: all plans, and the epilogues and weights that need most registers."""
     heads = HeadsShape(32, 8, 128, 4, 32, 129)
     cases = (
         (128, DecodeGemmShape(28672, 4096, SILU, False, True)),

@@ -1,7 +1,7 @@
-"""The main loop of a decode GEMM: the warps that copy a block's tiles of weights and multiply them to sums.
+"""In the mainloop of a decode GEMM warps copy a block's tiles of weights, multiply them, and store partial sums.
 
-A warp reads what its own lanes copied, so its pipeline needs no barrier of the block; where a block holds its rows
-whole, they are there before.
+A warp reads only data that its own lanes copied, so its pipeline needs no barrier of the block. If a block holds all of
+its rows, they are there before the mainloop begins.
 """
 
 from typing import Any
@@ -29,8 +29,8 @@ __all__ = [
 
 
 def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """A function of a warp: fill its stages with weights, throttled; the place of the next tile, the next step, and how
-    many stages are full."""
+    """A function of a warp that fills its stages with weights, throttled; it returns the place of the next tile, the
+    next step, and the number of full stages."""
     filling = WARPS if shape.parts is not None else min(WARPS, shape.steps)  # a shallow weight has no step for others
     tiles, stages, throttle = plan.groups(shape.width), plan.stages, plan.throttle * WARPS // filling
     stage_bytes, hold_back, stride = plan.stage_bytes, ptx.copies_wait(throttle - 1), _stride(shape, plan)
@@ -63,10 +63,10 @@ def make_fill(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
 
 def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pipeline) -> Any:
-    """A function of a warp, after `make_fill`'s: its sums of all tiles of a block, handed to those who finish them.
+    """A function of a warp, after `make_fill`'s: it computes its sums of all tiles of a block for the epilogue's warps.
 
-    mine, held  its stages, and the rows that the block holds, of the lane's first bytes
-    ahead       the place of the tile and the step after what is on its way, and how many stages are
+    mine, held  addresses of its stages, and of the block's held rows, at the lane's first bytes
+    ahead       the result of `make_fill`'s function: the place of the next tile, the next step, and the full stages
     """
     tiles, span, stride, steps = plan.groups(shape.width), plan.span, _stride(shape, plan), shape.steps
     cut, steps_of = shape.parts is not None, _make_steps_of(shape)
@@ -164,10 +164,10 @@ def make_multiplying(shape: DecodeGemmShape, plan: DecodeGemmPlan, pipeline: Pip
 
 
 def _make_place_of_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, int]:
-    """A function of a group of tiles and a lane: where its copies begin; and how far a group is from the next.
+    """A function of a group of tiles and a lane that returns the place of its copies; and the distance of two groups.
 
-    Of four-bit weights, a tile at once, it is in bytes, the lane's among them: so a copy's address takes one
-    multiplication and one sum. Of others it is the group's number.
+    For four-bit weights, with one tile at once, a place is an offset in bytes, the lane's included: a copy's address
+    then takes one multiplication and one addition. For others it is the group's number.
     """
     tile_bytes = shape.steps * shape.weights.step_bytes
     if not _counts_bytes(shape, plan):
@@ -186,7 +186,7 @@ def _make_place_of_tile(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[A
 
 
 def _make_again(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """A function of the step after a warp's last one in a tile, and its first one: the first one of the next tile."""
+    """A function (step after a warp's last one in a tile, its first one) -> the first step of the next tile."""
     steps = shape.steps
     if _counts_bytes(shape, plan) and steps % _stride(shape, plan) == 0:
 
@@ -204,12 +204,12 @@ def _make_again(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
 
 def _shares_words(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> bool:
-    """Whether a warp's lanes read words that others copied."""
+    """Whether a warp's lanes read words that other lanes copied."""
     return shape.weights.words > 0 and plan.row_tiles == 1
 
 
 def make_to_words(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """A function of a lane: from the place of its codes to that of the words that it reads."""
+    """A function of a lane: the offset from its codes to the words that it reads."""
     code_bytes, own_bytes = shape.weights.code_bytes, shape.weights.words * WORD_BYTES
     shares = _shares_words(shape, plan)
 
@@ -222,19 +222,19 @@ def make_to_words(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
 
 
 def _counts_bytes(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> bool:
-    """Whether 32 bits hold the bytes before any tile that a warp comes to, a tile at once."""
+    """Whether places are offsets in bytes: for four-bit weights with one tile at once, if they fit in 32 bits."""
     few = plan.row_tiles == 1
     most = (plan.groups(shape.width) + plan.num_blocks) * shape.steps * shape.weights.step_bytes
     return few and shape.weights.code_bits == 4 and plan.weight_tiles == plan.sets == 1 and most < 1 << 32
 
 
 def _stride(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> int:
-    """From one step of a warp to its next."""
+    """The distance of a warp's steps."""
     return WARPS * plan.span if shape.parts is None else plan.span
 
 
 def _make_steps_of(shape: DecodeGemmShape) -> Any:
-    """A function of a warp: its first step, the one after its last, and the set of tiles that it has."""
+    """A function of a warp: its first step, the step after its last, and its set of tiles."""
     steps, parts = shape.steps, shape.parts
     if parts is None:
 
@@ -247,7 +247,7 @@ def _make_steps_of(shape: DecodeGemmShape) -> Any:
 
 
 def make_store(plan: DecodeGemmPlan) -> Any:
-    """A function: a lane's sums of one of the weight tiles to their places in an area."""
+    """A function that stores a lane's sums of a weight tile in an area of partial sums."""
     row_tiles, num_sums = plan.row_tiles, plan.weight_tiles * plan.row_tiles
     places = [min(part, plan.weight_tiles - 1) * row_tiles for part in range(4)]
     offsets = (0, PAD * 4, 32, PAD * 4 + 32)
@@ -270,12 +270,13 @@ def make_store(plan: DecodeGemmPlan) -> Any:
 
 
 def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes: bool = False) -> tuple[Any, Any]:
-    """Two functions of a warp. The second copies the k steps of a stage of a group of weight tiles: each lane its own
-    codes, from its place in shared memory on, and the words after the codes. Of few rows all lanes together copy these,
-    16 bytes a lane, from the offset that the first gives for the lane: the words of all steps of a stage lie side by
-    side, after the codes of the first. Next to more rows each lane has its own: a barrier takes registers.
+    """Two functions of a warp: the offset of a lane's copies of words, and the copies of a stage's weights.
 
-    by_bytes  tiles are given by where a lane's copies begin, as `_make_place_of_tile` counts them; False: by numbers
+    The second copies a stage's K steps of a group of weight tiles. Each lane copies its own codes, from its place in
+    shared memory on, and the words after the codes. With few rows all lanes together copy the words, 16 bytes a lane,
+    from the offset that the first function returns; the words of all steps of a stage lie side by side, after the codes
+    of the first. With more rows each lane copies its own words, since a barrier takes registers.
+    by_bytes  whether tiles are given by offsets in bytes, see `_make_place_of_tile`; False: by numbers
     """
     weight_tiles, shared_bytes, span, stage_step = plan.weight_tiles, plan.tile_bytes, plan.span, plan.step_bytes
     step_bytes, tile_bytes = shape.weights.step_bytes, shape.steps * shape.weights.step_bytes
@@ -331,7 +332,7 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes
 
     def issue(place: Any, weight: Any, tile: Any, own: Any, step: Any, lane: Any, offset: Any) -> None:
         for part in range(weight_tiles):
-            # the last group may lack tiles: it takes the last one again, and nobody reads those sums
+            # the last group may have fewer tiles: it copies the last one again, and these sums are not read
             number = uint32(tile * uint32(weight_tiles) + uint32(part))
             if sets > 1:
                 number = uint32(number * uint32(sets) + own)
@@ -352,10 +353,9 @@ def make_issue_weights(shape: DecodeGemmShape, plan: DecodeGemmPlan, *, by_bytes
 
 
 def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:
-    """Two functions of a warp. The second copies the rows' k steps of a stage, at the offsets that the first gives for
-    a lane from the bytes between rows.
+    """Two functions of a warp: a lane's offsets, from the rows' stride in bytes, and the copies of a stage's rows.
 
-    Rows that do not exist are not copied: they feed rubbish to columns of the output that nobody reads.
+    Rows that do not exist are not copied: undefined values then go to columns of the output that are never read.
     """
     if plan.columns < 8 and shape.weights.code_bits == 4:
         return _make_issue_few_rows(shape, plan)
@@ -397,8 +397,8 @@ def make_issue_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, 
 
 
 def _make_issue_few_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[Any, Any]:
-    """The same of one, two or four rows, by all lanes of a warp, each 16 bytes of any row and step: next to few bytes
-    of weights the instructions of copies tell."""
+    """The same for one, two or four rows: every lane copies 16 bytes of some row and step, since with few bytes of
+    weights the number of copy instructions matters."""
     depth, columns, offset = shape.depth, plan.columns, plan.weight_tiles * plan.tile_bytes
     span, step_bytes, steps, ragged = plan.span, plan.step_bytes, shape.steps, plan.is_ragged(shape.steps)
     chunks = 8 * columns  # of a step: four of each row's first half, then those of the second halves
@@ -434,7 +434,7 @@ def _make_issue_few_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> tuple[
 
 
 def make_multiply(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Any:
-    """Add one k step to the accumulators of all weight and row tiles."""
+    """A function that adds one K step to the accumulators of all weight and row tiles."""
     if shape.weights.groups:
         return make_group_product(shape, plan)
     weight_tiles, row_tiles = plan.weight_tiles, plan.row_tiles

@@ -1,6 +1,6 @@
-"""The norm of a decode GEMM's rows, by every block for itself: a launch and a trip to memory less than a norm alone.
+"""In a decode GEMM's norm prologue every block norms the rows for itself, which saves a launch and a trip to memory.
 
-A block has as many threads as `norm_math` sums squares with, so a row has the bits that `rms_norm` gives it.
+A block has as many threads as `norm_math` uses to sum squares, so a row has the bits of `rms_norm`.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ __all__ = ["RowNorm", "make_norm"]
 
 @dataclass(frozen=True)
 class RowNorm:
-    """Device functions of all threads of a block, and the words that a thread keeps for them.
+    """Device functions for all threads of a block, and the numbers of words that a thread keeps for them.
 
-    words, scales  of its part of all rows, and of the norm's weight
-    begin          before the wait
-    finish         after it: the rows, normed, in shared memory; the block has met when it returns; `kept` is where the
-                   first block writes them, where the shape says so
+    words, scales  words of its part of all rows, and of the norm's weight
+    begin          loads before the wait for the kernel before this one
+    finish         norms the rows after the wait, into shared memory, and synchronises the block; the first block also
+                   writes them to `kept`, if the shape says so
     """
 
     words: int
@@ -32,7 +32,7 @@ class RowNorm:
 
 
 def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
-    """For a shape with a norm; else functions that do nothing."""
+    """The functions for a shape with a norm; for others, functions that do nothing."""
     if shape.norm_eps is None:
         return _nothing()
     own = -(-shape.depth // (8 * THREADS))
@@ -61,7 +61,7 @@ def make_norm(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> RowNorm:
 
 
 def _lanes_a_row(plan: DecodeGemmPlan) -> int:
-    """The lanes of a warp, side by side, that stand for a row: each warp inverts all rows at once."""
+    """The number of consecutive lanes of a warp for each row: a warp computes the inverses of all rows at once."""
     return 32 // plan.columns
 
 
@@ -85,7 +85,7 @@ def _make_load_scales(shape: DecodeGemmShape, own: int, functions: NormFunctions
 
     @device_function
     def load_narrow(scales: Any, weight: Any, thread: Any) -> None:
-        """A thread's chunks of the norm's weight; zeros past its end."""
+        """Load a thread's chunks of the norm's weight; zeros after its end."""
         for part in range(own):
             chunk = uint32(thread + uint32(part * THREADS))
             a, b, c, d = uint32(0), uint32(0), uint32(0), uint32(0)
@@ -96,7 +96,7 @@ def _make_load_scales(shape: DecodeGemmShape, own: int, functions: NormFunctions
 
     @device_function
     def load_wide(scales: Any, weight: Any, thread: Any) -> None:
-        """The same of a weight of float32."""
+        """Load the same of a float32 weight."""
         for part in range(own):
             chunk = uint32(thread + uint32(part * THREADS))
             weights = no_weights()
@@ -113,7 +113,7 @@ def _make_load_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int) -> A
 
     @device_function
     def load_rows(words: Any, x: Any, count: Any, thread: Any) -> None:
-        """A thread's chunks of all rows; zeros past their end, and past the last row."""
+        """Load a thread's chunks of all rows; zeros after their end, and after the last row."""
         for row in range(columns):
             source = x + int64(row * 2 * depth)
             for part in range(own):
@@ -150,10 +150,10 @@ def _make_sum_squares(plan: DecodeGemmPlan, own: int) -> Any:
 
 
 def _make_sum_lanes(plan: DecodeGemmPlan) -> Any:
-    """A function of a warp: `norm_math.lane_sum` of all rows at once, of which a lane is left with its own row's.
+    """A function of a warp: `norm_math.lane_sum` of all rows at once; a lane gets the sum of its own row.
 
-    While there are rows to share out, the lanes of a pair each add one half of the rows and hand over the other half:
-    both have the same pairs, and so the bits, of a butterfly that gives all rows to all lanes.
+    While there are rows to divide, each lane of a pair adds one half of the rows and gives the other half to its
+    partner. The pairs, and so the bits, are those of a butterfly that gives all rows to all lanes.
     """
     columns, share = plan.columns, _lanes_a_row(plan)
     turns = columns.bit_length() - 1
@@ -187,7 +187,7 @@ def _make_scale_rows(shape: DecodeGemmShape, plan: DecodeGemmPlan, own: int, fun
     def scale_rows(
         held: Any, lane_inverse: Any, live: Any, words: Any, scales: Any, count: Any, kept: Any, thread: Any
     ) -> None:
-        """The norm of all rows, step by step as the GEMM reads them; zeros for dead rows and past a row's end."""
+        """Norm all rows, in the GEMM's order of steps; zeros for dead rows and after a row's end."""
         for row in range(columns):
             inverse = lane_inverse
             if columns > 1:

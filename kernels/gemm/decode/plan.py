@@ -1,4 +1,4 @@
-"""How a decode GEMM is cut, and the constants that its parts share."""
+"""This module has the plan and the shape of a decode GEMM, and the constants that its parts share."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -60,22 +60,24 @@ ALL_REDUCE = "all_reduce"  # ADD, of the sum over ranks
 
 @dataclass(frozen=True)
 class DecodeGemmPlan:
-    """How a decode GEMM is cut: none of it changes any bit of the result.
+    """The plan of a decode GEMM; it changes no bit of the result.
 
     row_tiles     tiles of 8 rows: 1, 2, 4 or 8
-    columns       rows of a tile that have a place: 1, 2, 4 or 8; 8 where there are more tiles than one
+    columns       rows of a tile that have memory: 1, 2, 4 or 8; 8 with more than one tile
     weight_tiles  tiles of 16 weight rows that a warp multiplies at once: 1, 2 or 4
-    stages        k steps under way in each warp
-    areas         of partial sums of one tile: with two, one is added up while the other fills
+    stages        pipeline stages of each warp: K steps that are being copied
+    areas         of partial sums of one tile: with two, one is added while the other is filled
     num_blocks    blocks of the grid
     sharing       blocks that fit on an SM: 1 or 2
-    suspends      a warp that waits for sums may be suspended, as `Gpu.suspends` has it
-    steps_held    k steps of its rows, all of them, that a block norms and holds; 0: rows are copied next to the weights
-    keeps_argmax  a block keeps the partial argmax of each of its rows: see `partial_argmax`
-    tile_bytes    of a step of one weight tile in shared memory
-    span          k steps that a warp copies and multiplies at once: 1, 2 or 4; the last of a tile may be fewer
+    suspends      whether a warp that waits for sums may be suspended, see `Gpu.suspends`
+    steps_held    the number of K steps of rows if a block norms and holds all of them; 0: rows are copied next to the
+                  weights
+    keeps_argmax  whether a block keeps the partial argmax of each of its rows: see `partial_argmax`
+    tile_bytes    bytes of a step of one weight tile in shared memory
+    span          K steps that a warp copies and multiplies at once: 1, 2 or 4; the last of a tile may be fewer
     density       blocks of the grid on an SM: 1 or 2
-    sets          tiles, or weight tiles at once, that warps multiply side by side, each set with a warp a part of K
+    sets          sets of warps, each for a tile, or for several weight tiles at once; a set has a warp for each part of
+                  K
     """
 
     row_tiles: int
@@ -95,26 +97,26 @@ class DecodeGemmPlan:
 
     @property
     def knobs(self) -> Knobs:
-        """The numbers that a table may choose; those of quantised weights alone where they are not 1."""
+        """The fields that a tuning table may choose; those for quantised weights only if they are not 1."""
         more = {name: value for name, value in (("span", self.span), ("density", self.density)) if value > 1}
         return {"weight_tiles": self.weight_tiles, "stages": self.stages, "areas": self.areas, **more}
 
     def is_ragged(self, steps: int) -> bool:
-        """Whether the last k steps that a warp takes at once are fewer than the others, of K of so many steps."""
+        """Whether, for this number of steps of K, a warp's last span is shorter than the others."""
         return steps % (WARPS * self.span) > 0 and self.span > 1
 
     def groups(self, width: int) -> int:
-        """Groups of weight tiles, which the grid walks, of a weight of so many rows."""
+        """Groups of weight tiles, which the grid walks, in a weight of `width` rows."""
         return _groups(width, self.weight_tiles * self.sets)
 
     @property
     def finishing(self) -> int:
-        """Warps that finish a tile: a value a lane, or several."""
+        """Warps of the epilogue: each lane finishes one or several values of a tile."""
         return min(MOST_FINISHING[self.row_tiles], -(-self.row_tiles * self.columns * 16 // 32))
 
     @property
     def rounds(self) -> int:
-        """Values of a tile that a lane of these warps finishes, at most."""
+        """The most values of a tile that a lane of the epilogue's warps finishes."""
         return -(-self.row_tiles * self.columns * 16 // (self.finishing * 32))
 
     @property
@@ -124,42 +126,42 @@ class DecodeGemmPlan:
 
     @property
     def throttle(self) -> int:
-        """The most stages under way before the kernel before this one has ended: its own reads are not to queue."""
+        """The most stages in flight before the kernel before this one has ended, so that its reads do not queue."""
         return -(-THROTTLE // (self.weight_tiles * self.tile_bytes * self.span * self.density))
 
     @property
     def rows_bytes(self) -> int:
-        """One k step of a tile of rows."""
+        """Bytes of one K step of a tile of rows."""
         return self.columns * ROW_BYTES
 
     @property
     def step_bytes(self) -> int:
-        """One warp's copy of one k step."""
+        """Bytes of one warp's copy of one K step."""
         return self.weight_tiles * self.tile_bytes + (0 if self.steps_held else self.row_tiles * self.rows_bytes)
 
     @property
     def stage_bytes(self) -> int:
-        """One warp's copy of the k steps that it multiplies at once."""
+        """Bytes of one warp's copy of the K steps that it multiplies at once."""
         return self.span * self.step_bytes
 
     @property
     def held_bytes(self) -> int:
-        """The rows that a block holds, and after them what its warps sum up of their squares."""
+        """Bytes of the rows that a block holds, and of its warps' sums of squares after them."""
         return self.steps_held * self.rows_bytes + (self.columns * NORM_THREADS // 32 * 4 if self.steps_held else 0)
 
     @property
     def sum_bytes(self) -> int:
-        """One warp's partial sums of one weight tile."""
+        """Bytes of one warp's partial sums of one weight tile."""
         return self.row_tiles * SUM_BYTES
 
     @property
     def partials(self) -> int:
-        """Partial sums of a value that lie next to each other where it is finished."""
+        """Partial sums of a value, which lie next to each other for the epilogue."""
         return WARPS
 
     @property
     def totals_at(self) -> int:
-        """Where sums begin, after the stages."""
+        """The offset of the sums, after the stages."""
         return WARPS * self.stages * self.stage_bytes
 
     @property
@@ -176,7 +178,7 @@ class DecodeGemmPlan:
 
 @dataclass(frozen=True)
 class HeadsShape:
-    """The operands of RoPE in the epilogue of a q, k, v GEMM, and the place of keys and values.
+    """The shape of RoPE in the epilogue of a q, k, v GEMM, and of the cache for keys and values.
 
     rows         rows a slot, for the write to the cache
     block_size   positions a block of the cache; 0: queries alone
@@ -195,10 +197,10 @@ class HeadsShape:
 
 @dataclass(frozen=True)
 class ArgmaxShape:
-    """The best pair of each row that every block leaves next to its output, as `select` has pairs.
+    """The shape of the partial argmax: every block writes each row's best pair, in the form of `select`.
 
-    blocks  places of a row: at least as many as the grid has blocks
-    limit   bits of the largest magnitude that leaves a row whole; a larger one breaks it
+    blocks  pairs of a row: at least the number of the grid's blocks
+    limit   bits of the largest finite magnitude; a row with a larger one is marked as broken
     """
 
     blocks: int
@@ -207,7 +209,7 @@ class ArgmaxShape:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """The rows that are added to a GEMM's: of each slot's block one.
+    """The shape of the rows that are added to a GEMM's rows, one of each slot's block.
 
     wide  rows a slot of the GEMM
     rows  rows a slot of the block
@@ -221,19 +223,19 @@ class BlockShape:
 class DecodeGemmShape:
     """A weight [width, depth], the prologue and the epilogue of its GEMM.
 
-    heads      with ROTATE alone
-    live       dead rows give zeros; with SILU, GATE, GELU_GATE and with a block alone
-    best       with FLOAT32 alone
-    block      with FLOAT32 alone, and not scattered
-    scattered  with FLOAT32 and BFLOAT16 alone: columns are written where they lay before the weight was permuted
-    weights    how the weight is held
-    ranks      that add up their sums; more than one with EXCHANGE alone
-    wide_norm  the norm's weight is float32
-    keeps_norm  the first block writes the normed rows; with FLOAT32 alone, without best
-    activation of gates whose ups are next to them, by its name; with SILU alone
-    softcap    c: numbers x become c tanh(x / c); with FLOAT32 alone, without a block. None: they stay
-    pitch      from one row that is gated to the next; with GELU_GATE alone
-    parts      of K, of which each is a warp's; with FLOAT32, BFLOAT16, ADD and EXCHANGE alone. None: warps take turns
+    heads       with ROTATE only
+    live        whether dead rows are zero; with SILU, GATE, GELU_GATE and with a block only
+    best        with FLOAT32 only
+    block       with FLOAT32 only, and not scattered
+    scattered   whether columns are written in the order before the weight was permuted; with FLOAT32 and BFLOAT16 only
+    weights     the weight's format
+    ranks       ranks that sum their products; more than one with ALL_REDUCE only
+    wide_norm   whether the norm's weight is float32
+    keeps_norm  whether the first block writes the normed rows; with FLOAT32 only, without best
+    activation  of gates whose ups are next to them, by its name; with SILU only
+    softcap     c: numbers x become c tanh(x / c); with FLOAT32 only, without a block. None: they stay
+    pitch       stride of the gated rows; with GELU_GATE only
+    parts       of K, one for each warp; with FLOAT32, BFLOAT16, ADD and ALL_REDUCE only. None: warps divide all steps
     """
 
     width: int
@@ -257,7 +259,7 @@ class DecodeGemmShape:
 
     @property
     def scales_at(self) -> int:
-        """Where the scales of its rows begin after its tiles, in bytes."""
+        """The offset in bytes of the scales of its rows, which follow its tiles."""
         return -(-self.width // 16) * self.steps * self.weights.step_bytes
 
     @property
@@ -267,7 +269,7 @@ class DecodeGemmShape:
 
 
 def rows_at_once(gpu: Gpu) -> int:
-    """The most rows of one launch: 64, or fewer where a block has too little shared memory for them."""
+    """The most rows of one launch: 64, or fewer if a block has too little shared memory for them."""
     fitting = (tiles for tiles in (8, 4, 2) if _least_bytes(tiles) <= gpu.shared_bytes)
     return 8 * next(fitting, 1)
 
@@ -277,7 +279,7 @@ def _least_bytes(row_tiles: int) -> int:
 
 
 def steps_to_hold(rows: int, depth: int, gpu: Gpu) -> int:
-    """The k steps of M rows [M, K] if a block can norm and hold them and keeps most of its memory for weights; or 0."""
+    """The K steps of M rows [M, K] if a block can norm and hold them and has most of its memory for weights; else 0."""
     steps, columns = -(-depth // 64), _columns(rows)
     fits = rows <= 8 and columns * -(-depth // (8 * NORM_THREADS)) <= MOST_CHUNKS
     return steps if fits and 3 * steps * columns * ROW_BYTES <= gpu.shared_bytes else 0
@@ -305,10 +307,10 @@ def candidate_plans(
 ) -> tuple[DecodeGemmPlan, ...]:
     """The plans for M rows by [N, K] that fit a GPU, the derived one first, then those that are likely to be faster.
 
-    steps_held  of the rows: what `steps_to_hold` gives, or 0
-    weights     how the weight is held
+    steps_held  K steps of rows that a block holds: the result of `steps_to_hold`, or 0
+    weights     the weight's format
     depth       K; 0: any
-    parts       of K, if it is summed in such
+    parts       of K, if it is summed in parts
     all_reduces  whether its sums go to other ranks
     Raises ShapeError for a GPU whose blocks have too little shared memory.
     """
@@ -330,7 +332,7 @@ def candidate_plans(
 
 
 def _sets(width: int, parts: KParts, gpu: Gpu) -> int:
-    """Tiles side by side: as many as there are warps for, but SMs come first."""
+    """The number of sets: as many as there are warps for, if every SM still has work."""
     fitting = (count for count in (8, 4, 2) if count * parts.count <= WARPS)
     return next((count for count in fitting if _groups(width, count) >= gpu.num_multiprocessors), 1)
 
@@ -347,7 +349,7 @@ def plan_decode_gemm(
     parts: KParts | None = None,
     all_reduces: bool = False,
 ) -> DecodeGemmPlan:
-    """The derived plan for M rows by [N, K]: the first of `candidate_plans`, which see."""
+    """The derived plan for M rows by [N, K]: the first of `candidate_plans`."""
     return candidate_plans(
         rows, width, gpu, steps_held, keeps_argmax=keeps_argmax, weights=weights, depth=depth, parts=parts,
         all_reduces=all_reduces,
@@ -357,7 +359,7 @@ def plan_decode_gemm(
 def choose_decode_plan(
     rows: int, shape: DecodeGemmShape, gpu: Gpu, steps_held: int = 0
 ) -> tuple[DecodeGemmPlan, Planned]:
-    """The plan for M rows by a GPU's table, or the derived one; and its place in tables. Raises as they do."""
+    """The plan for M rows from the GPU's tuning table, or the derived one; and its key in tables. Raises as they do."""
     keeps = shape.best is not None
     plans = candidate_plans(
         rows, shape.width, gpu, steps_held, keeps_argmax=keeps, weights=shape.weights, depth=shape.depth,

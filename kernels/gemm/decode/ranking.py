@@ -1,7 +1,7 @@
-"""Which cut of a decode GEMM should take least time, without a table: by SMs, bytes, turns of the grid and K steps.
+"""This module ranks plans of a decode GEMM by expected time, for GPUs without a tuning table.
 
-Every rule is a ranking of plans that all give the same bits. `python -m bench.plan_times` holds them
-to the times that tables have: a rule that a GPU contradicts shows there.
+It uses the number of SMs, bytes, turns of the grid and K steps. All plans give the same bits. `python -m
+bench.plan_times` compares the rules with the times in tables: it shows a rule that a GPU contradicts.
 """
 
 from dataclasses import dataclass

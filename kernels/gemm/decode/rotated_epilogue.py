@@ -1,4 +1,4 @@
-"""The epilogue of a decode GEMM of queries, keys and values: rotation, and the write of both latter to the cache."""
+"""The epilogue of the q, k, v GEMM applies RoPE, and writes keys and values to the cache."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["make_rotated_epilogue"]
 
 
 def make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilogue:
-    """Rotate queries and keys, whose tiles hold 8 dimensions and their partners, and store all parts.
+    """Apply RoPE to queries and keys, whose tiles hold 8 dimensions and their partners, and store all heads.
 
     Queries go to `out`, keys and values of live rows to the cache. Products and sums are rounded one by one, as the
     reference does.
@@ -36,7 +36,7 @@ def make_rotated_epilogue(shape: DecodeGemmShape, plan: DecodeGemmPlan) -> Epilo
         tile: Any, row: Any, column: Any, row_live: Any, bias: Any, _residual: Any, out: Any, rotation: Any,
         scales: Any,
     ) -> Any:  # fmt: skip
-        """Bias of a value and its partner, cosine, sine, where the value goes (0: nowhere), scales, the cache's."""
+        """Load the biases of a value and its partner, cosine, sine, destination (0: none), scales, and the cache's."""
         positions, cosines, sines, k_cache, v_cache, table, slots, write_lens, offsets, kv_scales, first_row = rotation
         head = int32(uint32(tile) // uint32(tiles))
         inner = int32(int32(tile) - head * tiles)
@@ -99,7 +99,7 @@ def _nothing_rotated() -> Any:
 
 
 def _make_store(coded: bool) -> Any:
-    """A function: a number of a key or a value goes to the cache, in bf16 or as a code."""
+    """A function that stores a number of a key or a value in the cache, in bf16 or as a code."""
 
     @device_function
     def store(target: Any, value: Any, code_scale: Any) -> None:
@@ -112,7 +112,7 @@ def _make_store(coded: bool) -> Any:
 
 
 def _make_cache_row(shape: DecodeGemmShape) -> Any:
-    """A function: the row of the cache that a row's key or value of a head goes to; -1 for a dead row."""
+    """A function: the cache's row for a row's key or value of a head; -1 for a dead row."""
     heads = shape.heads
     groups, rows, block, width = (0, 1, 1, 0) if heads is None else (
         heads.groups, heads.rows, max(heads.block_size, 1), heads.table_width

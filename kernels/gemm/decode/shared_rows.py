@@ -1,10 +1,10 @@
-"""The body of a decode GEMM of 33 to 128 rows: a block copies a k step's rows once, and all its warps multiply them.
+"""In this decode GEMM of 33 to 128 rows a block copies a K step's rows once, and all its warps multiply them.
 
-The usual kernel's eight warps share the k steps of a tile in turn, and their sums are added in their order. Here every
-warp walks the steps of the first of those, then of the second, and adds the sums up in the same order: so a row has the
-same bits. Warps have two weight tiles each, and where a block has fewer than 16 tiles, rows side by side. A block's
-weights and rows go through one pipeline of copies, which runs on across tiles; each of its stages, of one step or
-several of a turn, begins with a barrier.
+In the usual kernel eight warps divide the K steps of a tile, and their sums are added in order. Here every warp walks
+the steps of the usual kernel's first warp, then those of the second, and adds the sums in the same order. So a row has
+the same bits. Each warp has two weight tiles. If a block has fewer than 16 tiles, warps also divide the rows. A block's
+weights and rows go through one pipeline of copies, which continues across tiles. Each pipeline stage, of one or several
+steps, begins with a barrier.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ __all__ = ["shared_rows_kernel"]
 
 
 def _make_after(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
-    """A function: the tile group, the turn and the first step of the stage after these, of a block."""
+    """A function: the tile group, the turn and the first step of a block's next stage."""
     steps, turns, stride = shape.steps, min(WARPS, shape.steps), WARPS * plan.span
 
     @device_function
@@ -46,8 +46,8 @@ def _make_after(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
 
 
 def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
-    """Functions of a warp: the offset that a lane's copies of weights take, and copies of the warp's own weight tiles
-    of a stage and of its own rows of it."""
+    """Functions of a warp: the offset of a lane's weight copies, and the copies of the warp's weight tiles and rows for
+    a stage."""
     tiles, tile_bytes, row_bytes, copied = plan.weight_tiles, plan.tile_bytes, 2 * shape.depth, plan.copied_row_tiles
     own_rows = replace(plan.of_warp, row_tiles=copied, weight_tiles=tiles)  # rows come after all weights
     offset_of_words, issue_tile = make_issue_weights(shape, replace(plan.of_warp, weight_tiles=1))
@@ -80,7 +80,7 @@ def _make_issue(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
 
 
 def _make_finish(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
-    """A function of all threads: finish a group's tiles, two values of a thread at once."""
+    """A function of all threads that finishes a group's tiles, two values a thread at once."""
     best = make_argmax(shape, plan)
     epilogue = make_epilogue(shape, plan, best.keep)
     tiles, sum_bytes, threads = plan.weight_tiles, plan.sum_bytes, plan.threads
@@ -112,7 +112,7 @@ def _make_finish(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Any:
 
 
 def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable[..., None]:
-    """The kernel's function, of the arguments of every decode GEMM."""
+    """The kernel's function, with the arguments of every decode GEMM."""
     stages, stage_bytes, tile_bytes, own = plan.stages, plan.stage_bytes, plan.tile_bytes, plan.of_warp
     groups, steps, turns, totals_at = plan.groups(shape.width), shape.steps, min(WARPS, shape.steps), plan.totals_at
     tiles, columns, row_tiles, rows_bytes = plan.weight_tiles, plan.warp_columns, plan.own_row_tiles, plan.rows_bytes
@@ -175,7 +175,7 @@ def shared_rows_kernel(shape: DecodeGemmShape, plan: SharedRowsPlan) -> Callable
                 partial, at = zeros(), uint32(own_turn)
                 while at < uint32(steps):
                     wait()
-                    cuda.syncthreads()  # a stage's copies are here, of all warps, and nobody reads the one before
+                    cuda.syncthreads()  # all warps' copies of the stage are here, and no warp reads the one before
                     if group < uint32(groups):
                         issue_weights(free, weight, group, step, warp, lane, offset)
                         issue_rows(free, x, step, count, warp, lane)

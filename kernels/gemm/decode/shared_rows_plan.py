@@ -1,8 +1,8 @@
-"""How a decode GEMM of 33 to 128 rows is cut, if its blocks' warps share the rows of a k step.
+"""This module plans a decode GEMM of 33 to 128 rows whose warps share the rows of a K step.
 
-A warp of the usual kernel copies rows for itself, which beyond 32 rows is more than its weights. Here a k step's rows
-are copied once for a block, and its warps have weight tiles and rows of them side by side. All of them wait for each
-other once a stage; where a block has few weight tiles that is most of its time, so a stage has several steps.
+A warp of the usual kernel copies rows for itself, which beyond 32 rows are more bytes than its weights. Here a K step's
+rows are copied once for a block, and its warps divide weight tiles and rows. All warps wait for each other once a
+stage. With few weight tiles a block that wait is most of its time, so a stage has several steps.
 """
 
 from dataclasses import dataclass
@@ -28,23 +28,23 @@ STAGE_US, STEP_US, WAIT_US, PRODUCTS_US, COPIED_BYTES = 0.4, 0.1, 0.1, 1.0, 42_0
 
 @dataclass(frozen=True)
 class SharedRowsPlan(DecodeGemmPlan):
-    """How such a GEMM is cut: none of it changes any bit of the result.
+    """The plan of such a GEMM; it changes no bit of the result.
 
     row_tiles     tiles of 8 rows: 8 or 16
     weight_tiles  tiles of 16 weight rows of a block: 2, 4, 8 or 16
-    stages        of a block's k steps, under way or multiplied
-    span          k steps of a stage, WARPS apart: 1, 2 or 4; the last of a turn may be fewer
-    Everything else is as every plan of a decode GEMM has it.
+    stages        pipeline stages of a block, being copied or multiplied
+    span          K steps of a stage, WARPS apart: 1, 2 or 4; the last stage of a turn may have fewer
+    The other fields are those of every decode GEMM's plan.
     """
 
     @property
     def warp_columns(self) -> int:
-        """Warps side by side along the weight's rows, each of two weight tiles."""
+        """Warps along the weight's rows, each with two weight tiles."""
         return self.weight_tiles // TILES_A_WARP
 
     @property
     def own_row_tiles(self) -> int:
-        """Tiles of rows that a warp has."""
+        """Tiles of rows that a warp multiplies."""
         return self.row_tiles * self.warp_columns // WARPS
 
     @property
@@ -54,7 +54,7 @@ class SharedRowsPlan(DecodeGemmPlan):
 
     @property
     def of_warp(self) -> DecodeGemmPlan:
-        """The plan of the part of a step that a warp multiplies."""
+        """The plan for a warp's part of a step."""
         return DecodeGemmPlan(
             self.own_row_tiles, 8, TILES_A_WARP, 1, 1, self.num_blocks, 1, self.suspends, tile_bytes=self.tile_bytes
         )
@@ -71,7 +71,7 @@ class SharedRowsPlan(DecodeGemmPlan):
 
     @property
     def partials(self) -> int:
-        """A value's sums are added up in registers, in the order in which others have them added."""
+        """1: a value's sums are added in registers, in the order of the usual kernel."""
         return 1
 
     @property
@@ -86,19 +86,19 @@ class SharedRowsPlan(DecodeGemmPlan):
 
 
 def shares_rows(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> bool:
-    """Whether blocks may share so many rows: more than are cheap to copy for each warp, without what that alone has."""
+    """Whether warps may share rows: if there are more than FEW_ROWS, and the shape has no feature that it lacks."""
     alone = shape.norm_eps is None and shape.parts is None and shape.block is None and shape.ranks == 1
     return FEW_ROWS < rows <= MOST_SHARED_ROWS and alone and bool(shared_plans(rows, shape, gpu))
 
 
 def shared_plans(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, ...]:
-    """The plans for M rows that fit a GPU, the derived one first; empty where none does."""
+    """The plans for M rows that fit a GPU, the derived one first; empty if none fits."""
     return _plans(next(tiles for tiles in ROW_TILES if 8 * tiles >= rows), shape, gpu)
 
 
 @cache
 def _plans(row_tiles: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, ...]:
-    """The plans for so many tiles of rows: those with the most stages first, of these the soonest by `_stage_us`."""
+    """The plans for a number of row tiles: those with the most stages first, then the fastest by `_stage_us`."""
     sms, plans = gpu.num_multiprocessors, []
     most = MOST_OF_GROUPS if shape.weights.groups else MOST_OWN_ROW_TILES
     for tiles in TILES_A_BLOCK:
@@ -118,7 +118,7 @@ def _plans(row_tiles: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRows
 
 
 def _stage_us(plan: SharedRowsPlan) -> float:
-    """About the time from one wait of a block for its warps to the next: theirs, that of products, or of copies."""
+    """The estimated time of a stage: the longest of the barrier, the products, and the copies."""
     products = plan.span * PRODUCTS_US * plan.weight_tiles * plan.row_tiles / 128
     return max(STAGE_US + STEP_US * plan.span, WAIT_US + products, plan.stage_bytes / COPIED_BYTES)
 
@@ -133,7 +133,7 @@ def _cut(
 
 
 def choose_shared_plan(rows: int, shape: DecodeGemmShape, gpu: Gpu) -> tuple[SharedRowsPlan, Planned]:
-    """The plan for M rows by a GPU's table, or the derived one; and its place in tables."""
+    """The plan for M rows from the GPU's tuning table, or the derived one; and its key in tables."""
     plans = shared_plans(rows, shape, gpu)
     facts: dict[str, Fact] = {
         "shared_rows": 8 * plans[0].row_tiles, "N": shape.width, "K": shape.depth, "epilogue": shape.epilogue,

@@ -1,8 +1,9 @@
-"""Epilogues of a decode GEMM that leave one value a row and column, composed of parts.
+"""This module composes the epilogues of a decode GEMM that store one value for each row and column.
 
-A value is its sum with scale and bias, or an activated gate times its up; softcapped; joined with an operand that was
-loaded ahead: a residual, rows that it gates, or a block's row; zero in dead rows; stored in float32, with the best pair
-of its row, or in bf16. A further operand is an `Operand` and an entry in OPERANDS.
+A value is its sum with scale and bias, or an activated gate times its up. It may have a softcap. It may be combined
+with an operand that was loaded ahead: a residual, rows that it gates, or a block's row. It is zero in dead rows. It is
+stored in bf16, or in float32 with the partial argmax of its row. A further operand is an `Operand` and an entry in
+OPERANDS.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,10 +30,10 @@ __all__ = ["OPERANDS", "Operand", "make_value_epilogue"]
 
 @dataclass(frozen=True)
 class Operand:
-    """An operand that joins a value of the product.
+    """An operand that is combined with a value of the product.
 
-    load  (rows, tile, row, column) -> float32, from the address of the rows that the GEMM was given
-    join  (other, value) -> float32, rounded as the operation's reference has it
+    load  (rows, tile, row, column) -> float32, from the address of the operand's rows
+    join  (other, value) -> float32, rounded as in the operation's reference
     """
 
     load: Any
@@ -52,7 +53,7 @@ def _gated_inputs(shape: DecodeGemmShape) -> Operand:
 
 
 def _block_row(shape: DecodeGemmShape) -> Operand:
-    """Of each slot's block one row, in float32, added to all of the slot's rows."""
+    """The operand of one row of each slot's block, in float32, which is added to all of the slot's rows."""
     block, width = shape.block or BlockShape(1, 1), shape.width
     rows_added_to, block_rows = block.wide, block.rows
 
@@ -72,7 +73,7 @@ OPERANDS: Mapping[str, Callable[[DecodeGemmShape], Operand]] = {
 
 
 def _make_load_rows(pitch: int) -> Any:
-    """A function: a number of rows in bf16, `pitch` numbers from one to the next."""
+    """A function that loads a number of bf16 rows with a stride of `pitch` numbers."""
 
     @device_function
     def load(rows: Any, tile: Any, row: Any, column: Any) -> Any:
@@ -90,7 +91,7 @@ def _make_sum() -> Any:
 
 
 def _operand(shape: DecodeGemmShape) -> Operand | None:
-    """The operand that joins the value, if any does; an activation's up is part of the product."""
+    """The operand of a shape's epilogue, if it has one; an activation's up is part of the product."""
     make = _block_row if shape.block is not None else OPERANDS.get(shape.epilogue)
     return None if make is None else make(shape)
 

@@ -1,3 +1,4 @@
-"""GEMMs of hundreds of rows: by wgmma for capability 9.0, K in fixed segments, the segments' sums added in order; with
-narrow weights by mma.sync, in the same way, for all capabilities.
+"""GEMMs of hundreds of rows, with K in fixed segments whose sums are added in order.
+
+They use wgmma, for capability 9.0. With narrow weights they use mma.sync, for all capabilities.
 """

@@ -1,9 +1,9 @@
-"""The layout of rows as the second operand of a prefill GEMM: steps of 64 columns side by side, permuted and swizzled.
+"""This module has the layout of rows as a prefill GEMM's second operand: steps of 64 columns, permuted and swizzled.
 
-A step's rows are 128 bytes each, after each other. Packed weights go to the tensor cores as lanes read them, 8 columns
-at a time, where the instruction expects 2 and 2; so its slice of 16 columns stands for other columns of the weight, and
-the rows' columns are put where that makes them meet: of every 32, words of 2 columns as a 4 x 4 matrix, transposed.
-Pieces of 16 bytes are swizzled as shared memory wants them, so that a step is copied there as it lies.
+A step's rows are 128 bytes each, one after another. Lanes read packed weights 8 columns at a time, where the
+instruction expects 2 and 2. So the instruction's slice of 16 columns stands for other columns of the weight, and the
+rows' columns are permuted to match: of every 32 columns, words of 2 columns as a 4 x 4 matrix, transposed. Pieces of 16
+bytes are swizzled for shared memory, so that a step is copied there without change.
 """
 
 from functools import cache

@@ -1,7 +1,7 @@
-"""The implementations of GEMMs over arranged rows, and which of them a GPU has.
+"""This module lists the implementations of GEMMs over arranged rows, by GPU.
 
-A GPU of another capability gets its own by an `ArrangedGemm` and an entry in ARRANGED_GEMMS; lowering and its fusions
-ask for `arranged_gemm`. Norms, attention and gated GEMMs leave rows in the one order of `activation_layout`.
+A GPU of another capability gets its own by an `ArrangedGemm` and an entry in ARRANGED_GEMMS. Lowering and its fusions
+call `arranged_gemm`. Norms, attention and gated GEMMs store rows in the one order of `activation_layout`.
 """
 
 from collections.abc import Callable

@@ -1,10 +1,10 @@
-"""Rows of a prefill GEMM as e4m3 codes, each with a scale of its own, arranged as tensor cores of 8 bits read them.
+"""This module rounds rows of a prefill GEMM to e4m3 codes with a scale, and arranges them for 8-bit tensor cores.
 
 A row's scale is its largest magnitude over 448, so a row's codes depend on the row alone. A step is 128 columns, a byte
-each. Packed weights come to the tensor cores in words of four codes as a lane holds them; so a slice of 32 columns
-stands for other columns of the weight, and the rows' columns are put where that makes them meet: word e of quad q, of
-columns 8 q + 4 e and the three after it, is word 4 e + q of its 32, and its bytes are in the order of CODE_ORDER.
-Pieces of 16 bytes are swizzled as shared memory wants them.
+each. Lanes hold packed weights in words of four codes. So the instruction's slice of 32 columns stands for other
+columns of the weight, and the rows' columns are permuted to match: word e of quad q, with column 8 q + 4 e and the
+three after it, is word 4 e + q of its 32 columns, and its bytes are in the order of CODE_ORDER. Pieces of 16 bytes are
+swizzled for shared memory.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
-"""The epilogue of a prefill GEMM with gates and ups: activated gates times ups, arranged as rows of the next GEMM.
+"""This module has the epilogue of a prefill GEMM of gates and ups, which activates and arranges them.
 
-A tile of 16 weight rows is 8 gates and their 8 ups, so a thread has both of a channel; a block's 128 weight rows are a
-step of 64 columns of the rows that it leaves. Sums are whole: of one segment of K, or of all that a block has added up.
+A tile of 16 weight rows is 8 gates and their 8 ups, so a thread has both of a channel. A block's 128 weight rows are a
+step of 64 columns of the rows that it stores. Sums are complete: of one segment of K, or of all that a block has added.
 """
 
 from typing import Any
@@ -81,7 +81,7 @@ def _make_store_runs(count: int, begin: int, weights: TileFormat, activation: st
 
 
 def _make_store_up_to(count: int, end: int, weights: TileFormat, activation: str) -> Any:
-    """A function of a thread: the sums before `end` of its so many."""
+    """A device function of a thread that returns its sums before `end`."""
     last = _make_store_runs(count, end - AT_ONCE, weights, activation)
     if end == AT_ONCE:
         return last

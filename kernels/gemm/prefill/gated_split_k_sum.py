@@ -1,4 +1,4 @@
-"""The sum of a prefill GEMM's segments of K where its columns are gates and ups: activated and arranged in one launch.
+"""This module adds up a prefill GEMM's segments of gates and ups, activates and arranges the sums, in one launch.
 
 The partials' columns are in the packed order, 8 gates and their 8 ups by turns, so a thread has both of eight channels.
 """

@@ -1,8 +1,8 @@
-"""GEMMs of many rows with a packed weight by warpgroups' tensor cores, for GPUs of capability 9.0.
+"""This module multiplies many rows by a packed weight on warpgroups' tensor cores, for GPUs of capability 9.0.
 
-The weight's tiles are the first matrix, in registers, as they were packed or decoded there; rows of x, arranged once,
-are the second one in shared memory. A persistent grid, one block an SM. A row's bits depend on the row and
-the weight alone.
+The weight's tiles are the first matrix, in registers, as they were packed or decoded there. Rows of x, arranged once,
+are the second one, in shared memory. The grid is persistent, one block an SM. A row's bits depend on the row and the
+weight alone.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""The main loop of a prefill GEMM's wide tiles, half a step at a time.
+"""This module has the mainloop of a prefill GEMM's wide tiles, half a step at a time.
 
-The tensor cores never wait for a warp, as long as steps are there; it takes registers that warps which copy leave.
+The tensor cores never wait for a warp while steps are ready. It uses registers that copying warps give up.
 """
 
 from typing import Any

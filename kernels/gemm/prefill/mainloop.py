@@ -1,8 +1,8 @@
-"""The main loop of a prefill GEMM: warps that copy steps to shared memory, and two warpgroups that multiply them.
+"""This module has the mainloop of a prefill GEMM: warps that copy to shared memory, two warpgroups that multiply.
 
-A stage holds the rows of x, as `arrange` left them, then the tiles of the weights. Copies run on across
-the tiles of a block, and before the kernel before this one has ended they are of weights alone. The blocks of a cluster
-multiply the same rows: each copies a half of them to both.
+A stage has the rows of x, as `arrange` left them, then the tiles of the weights. Copies continue across the tiles of a
+block. Before the previous kernel has ended only weights are copied. The blocks of a cluster multiply the same rows, and
+each copies half of them to both.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ def make_unit_of(cut: Cut, plan: PrefillGemmPlan) -> Any:
 
 
 def _make_span_of(cut: Cut) -> Any:
-    """A function of a part: its first step, and the one after its last."""
+    """A device function that returns a part's first step, and the step after its last."""
     return make_span_of(cut.parts or KParts(1, 1), cut.steps)
 
 
@@ -201,7 +201,7 @@ def make_produce(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline) -> Any:
 
 
 def _make_run(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline) -> Any:
-    """A function of a warpgroup: the sums of so many steps."""
+    """A device function of a warpgroup that computes the sums of several steps."""
     stage_bytes, depth, x_bytes = plan.stage_bytes, plan.depth, plan.rows * STEP_ROW_BYTES
     await_full, release, after = pipeline.await_full, pipeline.release, pipeline.after
     load = make_load_step(cut.weights, is_shared=True)
@@ -244,7 +244,7 @@ def _make_run(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline) -> Any:
 
 
 def make_consume(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline, finish: Callable[..., Any]) -> Any:
-    """A function of a warpgroup: multiply all steps of a block's units, and hand each unit's sums to `finish`."""
+    """A device function of a warpgroup that multiplies all steps of a block's units; `finish` gets each unit's sums."""
     steps, length, segments, apart = cut.steps, cut.length, cut.segments, plan.apart
     whole, unit_of = segments > 1 and not apart, make_unit_of(cut, plan)
     if plan.by_halves:
@@ -287,7 +287,10 @@ def make_consume(cut: Cut, plan: PrefillGemmPlan, pipeline: Pipeline, finish: Ca
 
 
 def make_finish(cut: Cut, plan: PrefillGemmPlan, with_bias: bool, with_columns: bool) -> Any:
-    """A function of a warp: store a unit's sums, scaled and with the bias, in original columns; a segment's plainly."""
+    """A device function of a warp that stores a unit's sums.
+
+    They are scaled and stored with the bias, in original columns; a segment's are stored as they are.
+    """
     weight_rows, block_tiles = cut.weight_rows, BLOCK_ROWS // TILE_ROWS
     pitch, plain, x_rows, scaled = 4 * weight_rows, plan.apart, plan.rows, cut.weights.row_scales and not plan.apart
     load_numbers, store0, store1 = _make_stores(plan, pitch, is_scaled=scaled, by_codes=cut.weights.by_codes)

@@ -1,17 +1,17 @@
-"""Products of a prompt's rows with a narrow weight: gates of delta nets, logits of routers.
+"""This module multiplies a prompt's rows by a narrow weight, such as gates of delta nets or a router.
 
-A narrow weight has too few rows for the tiles of prompts' other GEMM, and is not packed: a step reads it as it is. A
+A narrow weight has too few rows for the tiles of the other prefill GEMM, and is not packed: steps read it as it is. A
 block has a tile of rows and columns and one part of K, by `mma.sync`, so that any GPU from 8.0 on runs it. A second
 launch adds the parts.
 
-**One order of sums.** K is cut into parts, and these into steps of 64 columns, by K alone. Of a step one warp has the
-first 32 columns and another the last; each adds its products from the first step to the last. Both sums are added, then
-the parts in order, then the bias. So a row's bits depend on the row and the weight's row alone: not on how many rows
-there are, on tiles, or on how many columns a rank has.
+**One order of sums.** K is divided into parts, and parts into steps of 64 columns, by K alone. One warp has the first
+32 columns of each step and another the last 32; each adds its products from the first step to the last. Both sums are
+added, then the parts in order, then the bias. So a row's bits depend on the row and the weight's row alone, not on the
+number of rows, on tiles, or on the number of columns of a rank.
 
-Inputs of a step are shared by the block, 128 bytes a row, whose pieces of 16 are so permuted that lanes meet no bank
-twice. A lane's four words are 8 consecutive columns of either matrix: the instruction's columns are a permutation of
-those of the step, the same for both.
+The block shares the inputs of a step, 128 bytes a row, whose 16-byte pieces are permuted so that lanes have no bank
+conflicts. A lane's four words are 8 consecutive columns of either matrix. So the instruction's columns are a
+permutation of the step's, the same for both matrices.
 """
 
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ def _make_multiply(plan: NarrowPlan, first: int = 0) -> Any:
 
 
 def _make_store_sums(plan: NarrowPlan) -> Any:
-    """A function: a lane's sums to its half's area, [rows][columns], of which it takes the lane's first place."""
+    """A device function that stores a lane's sums to its half's area, [rows][columns], from its first place on."""
     row_tiles, column_tiles = plan.rows // 32, plan.columns // 16
     pitch, total, two = 4 * (plan.columns + PAD), row_tiles * column_tiles, row_tiles == 2
     offsets = (0, 4, 8 * pitch, 8 * pitch + 4)

@@ -1,4 +1,4 @@
-"""The sum of parts of K as a tree of neighbouring pairs, each part scaled before, the first with the bias."""
+"""This module adds up scaled parts of K as a tree of neighbouring pairs; the first part gets the bias."""
 
 from functools import cache
 from typing import Any
@@ -58,7 +58,7 @@ def _times(a: Any, b: Any) -> Any:
 
 
 def _make_part(part: int, is_held: bool, with_bias: bool, with_scales: bool) -> Any:
-    """A function: a part's four numbers as they are added; zeros where the part has no columns."""
+    """A device function that returns a part's four summands; zeros if the part has no columns."""
 
     @device_function
     def load_part(place: Any, given: Any) -> Any:

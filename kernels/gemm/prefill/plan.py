@@ -1,9 +1,9 @@
-"""The plan of a prefill GEMM: segments of K, which decide its bits, and tiles, stages and blocks, which do not.
+"""This module plans a prefill GEMM: segments of K, which decide its bits, and tiles, stages and blocks, which do not.
 
-A block multiplies 128 weight rows by a tile of x's rows, step by step. Of L2 to SMs it moves what
-every block reads: weights once for each tile of x, x once for each tile of weights, or once for two neighbouring tiles
-where their blocks are a cluster, each of which copies half of the rows to both. Where a GEMM has too few tiles
-to keep a GPU busy, its segments are blocks' own, and their sums are added afterwards.
+A block multiplies 128 weight rows by a tile of x's rows, step by step. The L2 sends each block's inputs to its SM:
+weights once for each tile of x, and x once for each tile of weights. If two neighbouring tiles of weights are a
+cluster, each block copies half of the rows to both, and x is sent once for two tiles. If a GEMM has too few tiles to
+keep a GPU busy, each segment has blocks of its own, and the segments' sums are added afterwards.
 """
 
 from dataclasses import dataclass, replace

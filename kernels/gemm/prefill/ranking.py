@@ -1,8 +1,8 @@
-"""Which tiles and stages of a prefill GEMM should take least time, without a table. They change no bit.
+"""This module estimates which tiles and stages of a prefill GEMM take least time, without a table. They change no bit.
 
-Times are reckoned as segments' are (`time_us`), with what measured tables of two GPUs add to that: what segments cost
-each way, tiles of codes, rows of x that the L2 does not hold. `python -m bench.plan_times` compares the
-choices with the tables.
+Times are estimated like those of segments (`time_us`), with corrections from the measured tables of two GPUs: the costs
+of each way to sum segments, of tiles of codes, and of rows of x that the L2 does not hold. `python -m bench.plan_times`
+compares the choices with the tables.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""The sums of a prefill GEMM's tile over all segments of K: totals stand next to the sums of the segment under way.
+"""This module adds up a prefill GEMM's tile over all segments of K, next to the sums of the present segment.
 
-Small tiles leave registers for all totals. Of large ones a part stands in shared memory, where each thread has a place
-of its own that nobody else reads.
+Small tiles leave registers for all totals. Large tiles keep a part in shared memory, where each thread has places that
+no other thread reads.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
-"""The sum of a prefill GEMM's segments of K: added from the first to the last, scaled, with the bias, in original
-columns.
+"""This module adds up a prefill GEMM's segments of K from the first to the last, scaled, with the bias.
+
+The results are in the original order of columns.
 """
 
 from functools import cache

@@ -1,7 +1,7 @@
-"""Steps of packed weights in registers: sixteen words of bf16 pairs a lane, whatever format holds them.
+"""This module returns steps of packed weights in registers: sixteen words of bf16 pairs a lane, from any format.
 
-A lane's words are those that packed bf16 has: of row g the eight columns of either half, then of row g + 8, g a quarter
-of the lane. Scales of groups of columns are applied and the product rounded once; scales of whole rows are not.
+A lane's words are those of packed bf16: the eight columns of either half for row g, then for row g + 8, where g is a
+quarter of the lane. Scales of groups of columns are applied and the product rounded once; scales of whole rows are not.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Copies of a warp that multiplies: its steps of its tiles, part after part, and the inputs of its steps.
+"""This module copies the weights of a mainloop warp, one part of a tile at a time, and loads the inputs of its steps.
 
-A part is some steps of a tile, which lie after each other in memory: in a stage first their words, then their scales.
+A part is several steps of a tile, contiguous in memory. A pipeline stage holds their words, then their scales.
 """
 
 from typing import Any
@@ -13,20 +13,20 @@ from lowlat.kernels.toolchain.numba_cuda import device_function, int64, uint32
 
 __all__ = ["make_fetch", "make_load_inputs"]
 
-PIECE_BYTES = 512  # that a warp copies at once
+PIECE_BYTES = 512  # a warp copies so many bytes at once
 
 
 def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
-    """Two functions of a warp's lanes: what a lane copies from, and copy a part to a stage, asynchronously.
+    """Make two device functions of a warp's lanes: one returns a lane's sources, one copies a part to a stage.
 
-    The first takes the addresses of the words and scales and the lane; the second the lane's place in the stage, 16
-    bytes from lane to lane, what the first one gave, the number of the part's first step among those of all tiles of
-    all experts, how many steps the warp has left from there, and the lane.
+    The first takes the addresses of the words and scales, and the lane. The second copies asynchronously. It takes the
+    lane's place in the stage, 16 bytes from lane to lane; the sources that the first returned; the number of the part's
+    first step among the steps of all tiles of all experts; the number of steps left to the warp from there; the lane.
     """
     part, step_bytes, scale_bytes = plan.part, shape.step_bytes, shape.scale_bytes
     has_scales, pieces, even = shape.format.has_scales, step_bytes // PIECE_BYTES, plan.is_even(shape)
     turns, together = -(-part * scale_bytes // PIECE_BYTES), plan.together > 1
-    # all scales in one copy without a branch: lanes that are too many copy what the last one does
+    # all scales in one copy without a branch: superfluous lanes repeat the last lane's copy
     at_once, last = together and has_scales and even and turns == 1, part * scale_bytes // 16 - 1
 
     @device_function
@@ -56,7 +56,7 @@ def make_fetch(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any]:
         elif has_scales:
             whole = uint32(part) if even else min(uint32(part), count)
             own, lanes = scales + int64(number) * scale_bytes, uint32(whole * uint32(scale_bytes // 16))
-            if lane < lanes:  # as a turn of the loop, the assembler makes this one wrong for capability 10.0
+            if lane < lanes:  # inside of the loop the assembler would make this wrong for capability 10.0
                 ptx.copy_async_16_once(uint32(place + uint32(part * step_bytes)), own)
             for turn in range(1, turns):
                 if uint32(lane + uint32(32 * turn)) < lanes:
@@ -74,10 +74,10 @@ def _lacks(words: Any) -> Any:
 
 
 def make_load_inputs(shape: ExpertShape, plan: ExpertPlan, *, awaited: bool) -> Any:
-    """A function of a warp's lanes: a lane's inputs of a part, eight words a step; zeros past the last column.
+    """A device function that loads a lane's inputs of a part, eight words a step; zeros past the last column.
 
-    Columns of the GEMM that no pair has get another pair's inputs: nobody reads them.
-    awaited  other blocks write them meanwhile, as `sentinels` has it
+    Columns of the GEMM without a pair get another pair's inputs; their results are not read.
+    awaited  other blocks write the inputs during the launch, see `sentinels`
     """
     part, depth, most = plan.part, shape.columns, plan.columns - 1
     whole = plan.is_even(shape) and depth % 64 == 0

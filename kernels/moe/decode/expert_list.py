@@ -1,7 +1,7 @@
-"""The list of a step's distinct experts and of the pairs that chose them, made by every block for itself.
+"""This module lists a step's distinct experts with the pairs that chose them; every block makes the list for itself.
 
-A pair is a row and one of its experts; a unit is an expert and up to `columns` of its pairs: so many as one tile of mma
-takes. Units come in the order of their first pairs; the list is the same in every block.
+A pair is a row and one of its experts. A unit is an expert and up to `columns` of its pairs, as many as one tile of mma
+takes. Units are in the order of their first pairs; the list is the same in every block.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ USUAL = 8  # experts a row; where there are more, four rows have just more pairs
 
 
 def make_list_units(plan: ExpertPlan, top_k: int) -> Any:
-    """A function of all threads: list the units of `count` ids, which stand at `area`; returns how many there are.
+    """A device function of all threads that lists the units of the `count` ids at `area`, and returns their number.
 
-    A barrier must stand between the writes of the ids and this call.
+    A barrier is needed between the writes of the ids and this call.
     """
     if plan.turns > 1:
         return _make_list_in_turns(plan)
@@ -29,7 +29,7 @@ def make_list_units(plan: ExpertPlan, top_k: int) -> Any:
 
 
 def _make_list_few(plan: ExpertPlan) -> Any:
-    """At most a pair a lane: the first warp compares them among its lanes; one barrier."""
+    """A device function for at most one pair a lane: the first warp compares its lanes' pairs; one barrier."""
     capacity, columns = plan.capacity, plan.columns
     leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
 
@@ -65,8 +65,10 @@ def _make_list_few(plan: ExpertPlan) -> Any:
 
 
 def _make_list_twice(plan: ExpertPlan) -> Any:
-    """At most two pairs a lane, one of each half: the first warp compares them, as many times as the second half has
-    pairs; one barrier."""
+    """A device function for at most two pairs a lane, one of each half of the list; one barrier.
+
+    The first warp compares them, once for each pair of the second half.
+    """
     capacity, columns = plan.capacity, plan.columns
     leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
 
@@ -84,7 +86,7 @@ def _make_list_twice(plan: ExpertPlan) -> Any:
 
     @device_function
     def store_unit(area: Any, unit: Any, mine: Any, low: Any, high: Any) -> None:
-        """A unit of the first pairs of these masks of both halves."""
+        """Store a unit with the first pairs of these masks of both halves."""
         members, place = uint32(0), area + uint32(pairs_at) + unit * uint32(4 * columns)
         for column in range(columns):
             if low != uint32(0):
@@ -133,7 +135,7 @@ def _make_list_twice(plan: ExpertPlan) -> Any:
 
 
 def _make_list_many(plan: ExpertPlan) -> Any:
-    """A pair a thread, compared with all others in shared memory; three barriers."""
+    """A device function for one pair a thread: each is compared with all others in shared memory; three barriers."""
     capacity, columns = plan.capacity, plan.columns
     leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
 
@@ -170,13 +172,13 @@ def _make_list_many(plan: ExpertPlan) -> Any:
 
 
 def _make_list_in_turns(plan: ExpertPlan) -> Any:
-    """Several pairs a thread, as `_make_list_many` has one; a barrier a turn, and two."""
+    """A device function for several pairs a thread, like `_make_list_many`; a barrier each turn, and two more."""
     capacity, columns, turns, threads = plan.capacity, plan.columns, plan.turns, plan.threads
     leaders_at, units_at, pairs_at = 4 * capacity, 8 * capacity, 12 * capacity
 
     @device_function
     def store_unit(area: Any, pair: Any, unit: Any) -> None:
-        """The first pair's unit: itself, and those after it that chose its expert."""
+        """Store the unit of a first pair: the pair itself, and later pairs of the same expert."""
         mine, members = ptx.load_shared_u32(area + pair * uint32(4)), uint32(0)
         place, start = area + uint32(pairs_at) + unit * uint32(4 * columns), uint32(pair & ~uint32(3))
         while start < uint32(capacity) and members < uint32(columns):
@@ -221,7 +223,7 @@ def _make_list_in_turns(plan: ExpertPlan) -> Any:
 
 @device_function
 def _sum_before(area: Any, end: Any, value: Any) -> Any:
-    """How many of the first `end` words at `area` equal `value`."""
+    """Count the words that equal `value` among the first `end` at `area`."""
     total, start = uint32(0), uint32(0)
     while start < end:
         a, b, c, d = ptx.load_shared_128(area + start * uint32(4))
@@ -235,7 +237,7 @@ def _sum_before(area: Any, end: Any, value: Any) -> Any:
 
 
 def make_expert_of(plan: ExpertPlan) -> Any:
-    """A function: a unit's expert."""
+    """A device function that returns a unit's expert."""
     units_at = 8 * plan.capacity
 
     @device_function
@@ -246,7 +248,7 @@ def make_expert_of(plan: ExpertPlan) -> Any:
 
 
 def make_members_of(plan: ExpertPlan) -> Any:
-    """A function: how many pairs a unit has."""
+    """A device function that returns the number of a unit's pairs."""
     units_at = 8 * plan.capacity
 
     @device_function
@@ -257,7 +259,7 @@ def make_members_of(plan: ExpertPlan) -> Any:
 
 
 def make_pair_of(plan: ExpertPlan) -> Any:
-    """A function: the pair in a column of a unit: row * top_k + i is that of a row and its i-th expert."""
+    """A device function that returns the pair in a column of a unit; row * top_k + i is a row with its i-th expert."""
     columns, pairs_at = plan.columns, 12 * plan.capacity
 
     @device_function
@@ -268,7 +270,7 @@ def make_pair_of(plan: ExpertPlan) -> Any:
 
 
 def make_chosen() -> Any:
-    """A function: whether a pair is live."""
+    """A device function that returns whether a pair is live."""
 
     @device_function
     def chosen(area: Any, pair: Any) -> Any:
@@ -278,7 +280,7 @@ def make_chosen() -> Any:
 
 
 def make_share_of(plan: ExpertPlan) -> Any:
-    """A function: a pair's share."""
+    """A device function that returns a pair's weight."""
     shares_at = plan.shares_at
 
     @device_function

@@ -1,8 +1,8 @@
-"""Each GEMM of an MoE layer in a launch of its own, for few rows whose experts are given.
+"""This module runs each GEMM of an MoE layer in a launch of its own, for few rows whose experts are given.
 
-`mlp` does both in one launch where top-k routing comes right before and the residual sum right after. The same parts
-compute here: both have the bits of that launch, since the cut of K is that of the weight's shape alone. No block awaits
-another, so nothing need be filled before.
+`mlp` runs both in one launch, between top-k routing and the residual sum. The launches here are made of the same device
+functions and have the same bits, since the partition of K depends on the weight's shape alone. No block waits for
+another, so no buffer must be filled beforehand.
 """
 
 from collections.abc import Callable
@@ -75,11 +75,11 @@ def experts_gate_up(
                             +-`limit`, or without them up * gate * sigmoid(gate); in float32, rounded once; zero where
                             dead
     activation  "silu", or "gelu_tanh" without a limit: up * gelu(gate)
-    GPU        what it runs on
-    plan        how to cut the GEMM; None: by the GPU's table, or `plan_experts`'
+    gpu         the GPU that it runs on
+    plan        the GEMM's plan; None: that of the GPU's table, or of `plan_experts`
     many        launches have more rows, see `parts_of`; no bit changes
-    A launch for every `rows_a_launch` rows. Time: the distinct experts' bytes over the memory's bandwidth. Captured:
-    yes. Raises ShapeError for shapes that do not fit.
+    There is a launch for every `rows_a_launch` rows. Time: the distinct experts' bytes over the memory's bandwidth.
+    Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     check_shape("x", x, expert_ids.shape[0], experts.columns)
     check_shape("out", out, *expert_ids.shape, experts.rows // 2)
@@ -105,18 +105,18 @@ def experts_down(
     gpu: Gpu = H200,
     plan: ExpertPlan | None = None,
 ) -> list[KernelCall]:
-    """Multiply activations by the down matrices of their experts, weigh the outputs, and add up each row's.
+    """Multiply activations by the down matrices of their experts, and add up each row's weighted outputs.
 
     activated       [M, k, I]  bf16; with MXFP4 magnitudes below 2**64; dead pairs' are not read
     expert_ids      [M, k]     int32    -1 dead
-    expert_weights  [M, k]     float32  shares
+    expert_weights  [M, k]     float32
     experts         [E, N, I]  packed
     bias            [E, N]     bf16; None: none
-    out             [M, N]     float32, out: the sum from a row's first expert to its last of share * (down @ activated
+    out             [M, N]     float32, out: the sum from a row's first expert to its last of weight * (down @ activated
                                + bias), every product and sum rounded by itself; zero for a dead row
-    workspace       is asked for `partials_workspace`
-    parts           of I: each gives such a sum, the first with the bias, and they are added as `cuts.tree_sum` does
-    many, GPU, plan, time, errors  as `experts_gate_up` has them; one launch more, which adds up
+    workspace       gives the memory of `partials_workspace`
+    parts           of I: each gives such a sum, the first with the bias, and they are added as by `cuts.tree_sum`
+    many, gpu, plan, time and errors are as in `experts_gate_up`; there is one launch more, for the sums.
     """
     rows, top_k = expert_ids.shape
     check_shape("activated", activated, rows, top_k, experts.columns)
@@ -230,7 +230,7 @@ def _kernel(shape: ExpertShape, plan: ExpertPlan) -> Callable[..., None]:
 
 
 def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of all threads: ids, and shares where they are used, of `count` pairs to the lists; one barrier."""
+    """A device function of all threads that copies `count` pairs' ids, and weights if used, to lists; one barrier."""
     shares_at, weighs, turns, threads = plan.shares_at, shape.kind == DOWN, plan.turns, plan.threads
 
     @device_function
@@ -251,8 +251,11 @@ def _make_load_routing(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Representative specialisations, as a GPU has them: both GEMMs of gpt-oss in MXFP4, odd shapes in bf16 and
-    in INT4 with two groups a step, and four rows with more pairs than a warp has lanes."""
+    """Return representative specialisations for a GPU, to compile in tests.
+
+    Both GEMMs of gpt-oss in MXFP4; odd shapes in bf16 and in INT4 with two groups a step; four rows with more pairs
+    than a warp has lanes.
+    """
     grouped = tiled_format("int4_32_zeros", int4_format(32, has_zeros=True).tiles(wide=True))
     cases = (
         (1, ExpertShape(GATE_UP, 5760, 2880, 4, MXFP4)),

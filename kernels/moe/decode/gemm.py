@@ -1,14 +1,15 @@
-"""The GEMMs of an MoE layer: every expert that a step chose is read once for all pairs that chose it.
+"""This module has the GEMMs of an MoE layer over few rows; each chosen expert is read once for all of its pairs.
 
-A persistent grid shares out the tiles of all units (an expert and up to eight of its pairs) in runs. A block walks its
-run a tile at a time. Its warps share a tile's steps: each has a fixed run of them, whose inputs it holds while a unit
-lasts, and feeds itself through its own pipeline of copies, which runs on across tiles and units; so no warp waits for
-another. A few more add up their sums of a tile in order while they multiply the next ones. The order of
-accumulation depends on the weight's shape alone, and a pair has the same bits whichever pairs share its expert, in
-whatever column of a unit it stands. Where K is summed in parts each is a warp's, and has outputs of its own.
+A unit is an expert with up to eight of its pairs. A persistent grid divides the tiles of all units into runs, and a
+block walks its run a tile at a time. The block's mainloop warps share a tile's steps. Each has a fixed run of steps,
+and holds their inputs as long as the unit lasts. It fills its own pipeline of copies, which continues across tiles and
+units, so no mainloop warp waits for another. A few epilogue warps add up the sums of a tile in order, while the others
+multiply the next tiles. The order of accumulation depends on the weight's shape alone. A pair has the same bits
+whichever pairs share its expert, and in any column of a unit. If K is summed in parts, each part belongs to one warp
+and has its own outputs.
 
-An expert that more than eight pairs chose is several units. Their tiles are read at about the same time: the memory
-delivers them once and the L2 the other times.
+An expert with more than eight pairs is several units. Their tiles are read at about the same time, so that memory
+delivers them once and the L2 again.
 """
 
 from dataclasses import dataclass
@@ -38,10 +39,10 @@ __all__ = [
 class Epilogue:
     """The epilogue of a GEMM, as device functions.
 
-    begin   of a tile: load what a pair's value needs at its end, four uint32 that nothing waits for; biases and scales
-            of rows come by address, 0 where there are none
-    finish  a pair's value of a tile
-    clear   store zeros for dead pairs, by the threads that finish
+    begin   loads ahead the operands of a pair's value of a tile, as four uint32; it gets the addresses of biases and
+            scales of rows, 0 if there are none
+    finish  finishes and stores a pair's value of a tile
+    clear   stores zeros for dead pairs; the epilogue's threads call it
     """
 
     begin: Any
@@ -51,10 +52,10 @@ class Epilogue:
 
 @device_function
 def run_of(units: Any, tiles: Any, block: Any, blocks: Any) -> Any:
-    """A block's run of the tiles of all units: its first unit, the tile in it, and how many tiles the run has."""
+    """Return a block's run of the tiles of all units: its first unit, the first tile in it, and the number of tiles."""
     total = uint32(units * uint32(tiles))
     each = uint32(total // blocks)
-    longer = uint32(total - each * blocks)  # blocks with a tile more than the others: the first
+    longer = uint32(total - each * blocks)  # the first blocks have a tile more than the others
     first = uint32(block * each + min(block, longer))
     unit = uint32(first // uint32(tiles))
     left = uint32(each + (uint32(1) if block < longer else uint32(0)))
@@ -62,7 +63,7 @@ def run_of(units: Any, tiles: Any, block: Any, blocks: Any) -> Any:
 
 
 def _make_steps_of(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function of a warp: its first step of a tile, the one after its last, and which of the tiles side by side."""
+    """A device function that returns a warp's first step of a tile, the step after its last, and its set of tiles."""
     steps, own, parts = shape.steps, plan.steps_a_warp(shape), shape.parts
     if parts is None:
 
@@ -75,11 +76,13 @@ def _make_steps_of(shape: ExpertShape, plan: ExpertPlan) -> Any:
 
 
 def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any, Any]:
-    """Three functions of a warp: where its lanes copy from, as `make_fetch` has it; where its copies begin in a run;
-    and prefetch the next part, if there is one.
+    """Make three device functions of a warp.
 
-    Where copies are: the number of the warp's first step of a tile, tiles left of the unit, the unit, tiles of the run
-    after it, and the steps of the tile that are after.
+    The first returns its lanes' sources, as `make_fetch` makes it. The second returns the position at which its copies
+    begin in a run. The third prefetches the next part, if there is one.
+
+    A position is: the number of the warp's first step of a tile, the tiles left of the unit, the unit, the tiles of the
+    run after it, and the remaining steps of the tile.
     """
     tiles, steps, part, own = shape.tiles // plan.sets, shape.steps, plan.part, plan.steps_a_warp(shape)
     expert_of, (sources, fetch), held = make_expert_of(plan), make_fetch(shape, plan), part == own
@@ -120,7 +123,7 @@ def make_prefetching(shape: ExpertShape, plan: ExpertPlan) -> tuple[Any, Any, An
 
 @device_function
 def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
-    """Steps that a warp has left of a tile: it has `own` from `first` on, or those that there are."""
+    """Return the steps that a warp has left of a tile: it has `own` steps from `first` on, or fewer at the end."""
     begin = uint32(first + done)
     there = uint32(uint32(steps) - begin) if begin < uint32(steps) else uint32(0)
     return min(there, uint32(uint32(own) - done))
@@ -128,7 +131,7 @@ def _left_of(first: Any, done: Any, steps: Any, own: Any) -> Any:
 
 @device_function
 def nothing_prefetched(_place: Any, _lists: Any, _source: Any, ahead: Any, _warp: Any, _lane: Any) -> Any:
-    """Prefetch nothing: after the last GEMM's parts, or after one whose successor fills its pipeline itself."""
+    """Prefetch nothing: after the last GEMM, or if the next GEMM fills its pipeline itself."""
     return ahead
 
 
@@ -141,14 +144,15 @@ def make_multiplying(
     *,
     awaited: bool = False,
 ) -> tuple[Any, Any]:
-    """Two functions of the warps that multiply: fill a warp's pipeline, and multiply its steps of all tiles of a run.
+    """Make two device functions of mainloop warps: one fills a warp's pipeline, one multiplies its steps of a run.
 
-    Sums are left to who finishes. Where the run has no more parts, those of the GEMM after it are prefetched in their
-    stead, so that their first ones are there when it begins; it begins with the stage that the first one leaves off at.
+    Sums are passed to the epilogue warps. When the run has no more parts to prefetch, parts of the next GEMM are
+    prefetched instead, so that its first parts are ready when it begins. It begins with the stage after the last one of
+    this GEMM.
 
-    stage_bytes    from a stage to the next one
-    prefetch_behind  as `make_prefetching` makes it, of the GEMM after; or `nothing_prefetched`
-    awaited        other blocks write the inputs meanwhile, as `sentinels` has it
+    stage_bytes      bytes from a stage to the next
+    prefetch_behind  the next GEMM's function from `make_prefetching`; or `nothing_prefetched`
+    awaited          other blocks write the inputs during the launch, see `sentinels`
     """
     tiles, steps, part, stages = shape.tiles // plan.sets, shape.steps, plan.part, plan.stages
     own, cut, steps_of = plan.steps_a_warp(shape), shape.parts is not None, _make_steps_of(shape, plan)
@@ -203,7 +207,7 @@ def make_multiplying(
         to_scales = uint32((lane >> uint32(2)) * uint32(4) + uint32(words_bytes) - lane * uint32(16))
         place = uint32((lane & uint32(3)) * uint32(2 * PAD * 4) + (lane >> uint32(2)) * uint32(4))
         sums_at = uint32(areas + warp * uint32(sum_bytes) + place)
-        if together > 1:  # the compiler would make them anew for each tile
+        if together > 1:  # else the compiler would compute them again for each tile
             (words, scales, stage_scales), source_behind = sources
             sources = (ptx.kept_long(words), ptx.kept_long(scales), ptx.kept(stage_scales)), source_behind
             to_scales, sums_at = ptx.kept(to_scales), ptx.kept(sums_at)
@@ -238,7 +242,7 @@ def make_multiplying(
 
 
 def _make_place_of(ring_bytes: int) -> Any:
-    """A function: where a lane's bytes of the first stage of a warp are."""
+    """A device function that returns the address of a lane's bytes in a warp's first stage."""
 
     @device_function
     def place_of(base: Any, warp: Any, lane: Any) -> Any:
@@ -248,7 +252,7 @@ def _make_place_of(ring_bytes: int) -> Any:
 
 
 def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) -> Any:
-    """A function of a warp: prefetch the next part, or where none is left, the next one of the GEMM after."""
+    """A device function of a warp that prefetches the next part, or if none is left, the next one of the next GEMM."""
     _, _, prefetch = make_prefetching(shape, plan)
 
     @device_function
@@ -267,9 +271,9 @@ def _make_next_part(shape: ExpertShape, plan: ExpertPlan, prefetch_behind: Any) 
 def make_finishing(
     shape: ExpertShape, plan: ExpertPlan, epilogue: Epilogue, pipeline: Pipeline, first_thread: int
 ) -> Any:
-    """A function of the warps that finish: add up the others' sums, and hand each pair's values to the epilogue.
+    """A device function of epilogue warps that adds up the mainloop's sums, and finishes each pair's values.
 
-    An area has the sums of `together` tiles of a unit, or of its last one alone.
+    An area has the sums of `together` tiles of a unit, or of only its last one.
     """
     sets, values, area_bytes, tile_bytes = plan.sets, shape.values, plan.area_bytes, plan.tile_sum_bytes
     tiles, set_bytes, together = shape.tiles // sets, plan.warps // sets * plan.sum_bytes, plan.together
@@ -280,7 +284,7 @@ def make_finishing(
 
     @device_function
     def begin_first(lists: Any, beside: Any, unit: Any, tile: Any, members: Any, index: Any) -> Any:
-        """Load what a thread's first value of a tile needs at its end, before its sums are there."""
+        """Load the operands of a thread's first value of a tile, before its sums are ready."""
         value, place = uint32(index % uint32(values)), uint32(index // uint32(values))
         held = (uint32(0), uint32(0), uint32(0), uint32(0))
         if place < members:
@@ -333,7 +337,7 @@ def make_finishing(
 
 
 def _make_store_sums(plan: ExpertPlan) -> Any:
-    """A function: a lane's sums of a tile to their places, [pair][16 rows], of the columns that pairs may have."""
+    """A device function that stores a lane's sums of a tile to [pair][16 rows], for columns that may have pairs."""
     columns = plan.columns
 
     @device_function
@@ -349,7 +353,7 @@ def _make_store_sums(plan: ExpertPlan) -> Any:
 
 
 def make_total(plan: ExpertPlan) -> Any:
-    """A function: the warps' sums of a pair's row of a tile, added in order."""
+    """A device function that adds up the warps' sums of a pair's row of a tile, in order."""
     sum_bytes, warps = plan.sum_bytes, plan.warps
 
     @device_function

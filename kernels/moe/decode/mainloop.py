@@ -1,6 +1,6 @@
-"""Steps of an expert's GEMM for one warp: each 16 weight rows by 64 columns times up to eight inputs.
+"""This module multiplies one warp's steps of an expert's GEMM: 16 weight rows by 64 columns times up to eight inputs.
 
-Words become what mma reads as the weights' format says: see `lowlat.kernels.formats`.
+The weights' format converts its words to operands of mma, see `lowlat.kernels.formats`.
 """
 
 from typing import Any
@@ -12,9 +12,9 @@ __all__ = ["make_multiply"]
 
 
 def make_multiply(shape: ExpertShape, plan: ExpertPlan) -> Any:
-    """A function: add a part of a tile to a warp's four sums.
+    """A device function that adds a part of a tile to a warp's four sums.
 
-    It takes the sums, the addresses of the lane's words and scales, its inputs, and how many steps the part has.
+    It takes the sums, the addresses of the lane's words and scales, its inputs, and the number of the part's steps.
     """
     part, step_bytes, scale_bytes = plan.part, shape.step_bytes, shape.scale_bytes
     even, (_, multiply) = plan.is_even(shape), shape.format.decode_fragment()

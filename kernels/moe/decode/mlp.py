@@ -1,12 +1,11 @@
-"""An MoE layer for few rows in one launch: top-k routing, gate and up GEMMs, SwiGLU, the weighed
-down GEMM, and the sum into the residual stream.
+"""This module runs an MoE layer for few rows in one launch, from top-k routing to the residual sum.
 
-It may begin while the router still runs: logits are awaited, so that weights are prefetched as soon as a block knows
-its experts. Every block has a run of the tiles of both GEMMs, and parts of the sum. A tile of the second GEMM needs
-activations of many blocks, as the sum needs outputs of many, and awaits them word by word (`sentinels`); so all
-blocks must be on the GPU at once. Weights of the second GEMM are prefetched while the last tiles of the first are
-multiplied, or where there is a single row, after them. `gemm` tells how a GEMM is computed, and `experts` has each
-GEMM in a launch of its own.
+In between are the gate and up GEMM, SwiGLU, and the weighted down GEMM. The launch may begin while the router still
+runs: blocks wait for the logits, and prefetch weights as soon as they know their experts. Every block has a run of the
+tiles of both GEMMs, and parts of the sum. A tile of the second GEMM needs activations from many blocks, and the sum
+needs outputs of many. Blocks wait for them word by word (`sentinels`), so all blocks must be on the GPU at once.
+Weights of the second GEMM are prefetched while the last tiles of the first are multiplied; with a single row, after
+them. `gemm` tells how a GEMM is computed, and `experts` runs each GEMM in a launch of its own.
 """
 
 from collections.abc import Callable
@@ -68,8 +67,7 @@ def experts_mlp(
     gpu: Gpu = H200,
     plan: MlpPlan | None = None,
 ) -> list[KernelCall]:
-    """Choose each row's experts, and add what they give to the residual stream, a launch for every `rows_a_launch`
-    rows.
+    """Choose each row's experts, and add their outputs to the residual stream; a launch for every `rows_a_launch` rows.
 
     x               [M, K]      bf16; with MXFP4 magnitudes below 2**64
     routing         the logits by which rows choose their experts
@@ -78,23 +76,23 @@ def experts_mlp(
     down            [E, N, I]   packed
     down_bias       [E, N]      bf16; None: none
     expert_ids      [M, k]      int32    out: largest logit first; -1 dead
-    expert_weights  [M, k]      float32  out: shares; 0 where dead
+    expert_weights  [M, k]      float32  out: 0 where dead
     activated       [M, k, I]   bf16     out: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up
                                          within +-`limit`, or without them up * gate * sigmoid(gate); in float32,
                                          rounded once; zero where dead
     activation      "silu", or "gelu_tanh" without a limit: up * gelu(gate)
-    partials        [M, k, N]   float32  out: share * (down @ activated + bias), every product and sum rounded by
+    partials        [M, k, N]   float32  out: weight * (down @ activated + bias), every product and sum rounded by
                                          itself; zero where dead
     residual        [M, N]      bf16
     total           [M, N]      bf16     out: residual + the sum of the partials from a row's first expert to its last
-    early           logits are awaited while the kernel before still writes them: they must have been filled with
-                    `sentinels.MISSING` before the kernel before that one has ended
-    peers           the sums of partials are added up over GPUs, of which each has a part of every expert's inner width
+    early           the launch waits for logits while the previous kernel still writes them; they must have been filled
+                    with `sentinels.MISSING` before the kernel before that one ended
+    peers           the sums of partials are added up over GPUs, each of which has a shard of every expert's inner width
     many            launches have more rows, see `parts_of`; no bit changes
-    GPU            what it runs on: all blocks must be on it at once, one an SM
-    plan            how to cut both GEMMs; None: by the GPU's table, or `plan_mlp`'s
-    activated and partials must be filled with `sentinels.MISSING` before: blocks await there what others compute.
-    It lets the next kernel start only when the kernel before it has ended: what was written before it is settled then.
+    gpu             the GPU that it runs on: all blocks must be on it at once, one an SM
+    plan            the plan of both GEMMs; None: that of the GPU's table, or of `plan_mlp`
+    activated and partials must be filled with `sentinels.MISSING` before, since blocks wait there for other blocks.
+    It lets the next kernel start only after the previous kernel has ended, so that all earlier writes are then visible.
     Time: the distinct experts' bytes over the memory's bandwidth. Captured: yes.
     Raises ShapeError for shapes that do not fit.
     """
@@ -134,7 +132,7 @@ def experts_mlp(
 
 
 def _gpus(peers: PeerRows | None, rows: int, width: int) -> int:
-    """The GPUs that add up their sums. Raises ShapeError for memory of other rows."""
+    """Return the number of GPUs that add up their sums. Raises ShapeError for peer memory of other rows."""
     if peers is None:
         return 1
     if peers.width != width or peers.rows < rows:
@@ -256,8 +254,11 @@ def _kernel(plan: MlpPlan, num_experts: int, over_all: bool, gpus: int, shared: 
 
 
 def examples(gpu: Gpu = H200) -> list[Kernel]:
-    """Representative specialisations, as a GPU has them: gpt-oss in MXFP4, 1 and 64 rows, Qwen3-30B-A3B in FP8, an odd
-    shape in bf16; and with a shared expert Qwen3-Coder-Next, 1 row, and Qwen3.6-35B-A3B, 4 rows, both in bf16."""
+    """Return representative specialisations for a GPU, to compile in tests.
+
+    gpt-oss in MXFP4, 1 and 64 rows; Qwen3-30B-A3B in FP8; an odd shape in bf16; and with a shared expert
+    Qwen3-Coder-Next, 1 row, and Qwen3.6-35B-A3B, 4 rows, both in bf16.
+    """
     made = []
     cases: tuple[tuple[int, tuple[int, int, int], int, WeightFormat, bool, bool, int], ...] = (
         (64, (5760, 2880, 2880), 4, MXFP4, True, False, 128),

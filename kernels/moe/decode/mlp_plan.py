@@ -1,4 +1,4 @@
-"""How both GEMMs of an MoE layer are cut to share the blocks of one launch."""
+"""This module plans both GEMMs of an MoE layer, which share the blocks of one launch."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,9 +28,9 @@ KIND = "experts_mlp"
 
 @dataclass(frozen=True)
 class MlpPlan:
-    """Shapes and plans of both GEMMs, which share a block's threads, its lists and its pipelines.
+    """Shapes and plans of both GEMMs, which share a block's threads, lists and pipelines.
 
-    overlaps  weights of the second GEMM are prefetched while the last ones of the first are multiplied
+    overlaps  weights of the second GEMM are prefetched while the last tiles of the first are multiplied
     """
 
     up: ExpertShape
@@ -41,7 +41,7 @@ class MlpPlan:
 
     @property
     def knobs(self) -> Knobs:
-        """The numbers that a table may choose; a part of the GEMM whose parts are longer."""
+        """The numbers that a table may choose; `part` is that of the GEMM with the longer parts."""
         part = max(self.up_plan.part, self.down_plan.part)
         return {
             "stages": self.up_plan.stages, "part": part, "columns": self.up_plan.columns, "overlaps": self.overlaps,
@@ -49,22 +49,22 @@ class MlpPlan:
 
     @property
     def warps(self) -> int:
-        """Warps that multiply in one of the GEMMs at least."""
+        """Warps that multiply in at least one of the GEMMs."""
         return max(self.up_plan.warps, self.down_plan.warps)
 
     @property
     def whole(self) -> ExpertPlan:
-        """The plan of the lists and of the block's threads, which are neither GEMM's own."""
+        """The plan of the lists and the block's threads, which both GEMMs share."""
         return replace(self.up_plan, warps=self.warps)
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of a warp's stage, for a part of either GEMM."""
+        """Bytes of a warp's stage, enough for a part of either GEMM."""
         return max(self.up_plan.stage_bytes(self.up), self.down_plan.stage_bytes(self.down))
 
     @property
     def places(self) -> tuple[int, int, int, int, int]:
-        """Places of both GEMMs' areas, the lists, the barriers, and the end of all, in bytes."""
+        """Offsets in bytes of both GEMMs' areas, the lists, the barriers, and the end of all."""
         stages = self.up_plan.stages
         first = self.warps * stages * self.stage_bytes
         second = first + stages * self.up_plan.area_bytes
@@ -85,9 +85,9 @@ def plan_mlp(
     columns: int = MAX_COLUMNS,
     overlaps: int | None = None,
 ) -> MlpPlan:
-    """The plans of both GEMMs for M rows, as `plan_experts` has them, which share a block's memory.
+    """Derive the plans of both GEMMs for M rows, as `plan_experts` does, within one block's memory.
 
-    warps, stages, part, columns  as `plan_experts` has them, of both GEMMs
+    warps, stages, part, columns  as in `plan_experts`, for both GEMMs
     overlaps                      0 or 1; None: for more than one row
     Raises ShapeError as `plan_experts` does.
     """
@@ -106,7 +106,7 @@ def plan_mlp(
 def _fit_mlp(
     rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu, cut: dict[str, Any], overlaps: int | None
 ) -> MlpPlan:
-    """The plans of both GEMMs by these cuts of `plan_experts`, which fit a block together."""
+    """Return the plans of both GEMMs with these numbers of `plan_experts`, if both fit a block."""
     available, together = gpu.shared_bytes, MOST_TOGETHER
     while True:
         try:
@@ -139,7 +139,7 @@ def _fit_mlp(
 
 @cache
 def mlp_plans(rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu) -> tuple[MlpPlan, ...]:
-    """The plans for M rows that fit a GPU, the derived one first. Raises ShapeError as `plan_mlp` does."""
+    """List the plans for M rows that fit a GPU, the derived one first. Raises ShapeError as `plan_mlp` does."""
     derived = plan_mlp(rows, up, down, gpu)
     usual = {name: int(value) for name, value in derived.knobs.items() if name != "overlaps"}
     cuts: list[dict[str, Any]] = [{**usual, "overlaps": not derived.overlaps}]
@@ -154,9 +154,9 @@ def mlp_plans(rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu) -> tuple[
 def choose_mlp_plan(
     rows: int, up: ExpertShape, down: ExpertShape, gpu: Gpu, num_experts: int, gpus: int = 1
 ) -> tuple[MlpPlan, Planned]:
-    """The plan for M rows by a GPU's table, or the derived one; and its place in tables.
+    """Choose the plan for M rows by a GPU's table, or the derived one; also return its place in tables.
 
-    GPUs  that add up their sums, each of a part of every expert
+    gpus  GPUs that add up their sums; each has a shard of every expert
     """
     facts = {**facts_of(rows, up, num_experts), "down": down.rows, "down_format": down.format.name}
     if gpus > 1:

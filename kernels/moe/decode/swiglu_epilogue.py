@@ -1,4 +1,4 @@
-"""SwiGLU, clamped or plain, or GELU, of experts' gate and up values, as the first GEMM of an MoE layer gives them."""
+"""This module has the epilogue of an MoE layer's first GEMM: SwiGLU, clamped or plain, or GELU, of gates and ups."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def make_swiglu(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:
-    """A function: store zeros for the dead pairs, each from one block; no GEMM reads them."""
+    """A device function that stores zeros for dead pairs, each by one block; no GEMM reads them."""
     pieces, chosen = shape.rows // 16, make_chosen()
 
     @device_function

@@ -1,6 +1,4 @@
-"""The sum of an MoE layer's weighed outputs where K is summed in parts: over a row's experts for each part, then
-parts as a tree.
-"""
+"""This module adds up weighted outputs if K is summed in parts: experts for each part, then parts as a tree."""
 
 from functools import cache, partial
 from typing import Any
@@ -43,7 +41,7 @@ def add_topk_parts(
 
 
 def _make_part(width: int, top_k: int, parts: int, part: int) -> Any:
-    """A function: four columns of a part of a row, by the addresses of its outputs and its ids."""
+    """A device function that adds up four columns of a part of a row, from the addresses of its outputs and ids."""
 
     @device_function
     def add_experts(place: Any, ids: Any) -> Any:

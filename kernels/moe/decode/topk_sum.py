@@ -1,8 +1,7 @@
-"""The sum that an MoE layer adds to the residual stream: weighed outputs, from a row's first expert to its
-last.
+"""This module adds the weighted outputs of a row's experts to the residual stream, from the first expert to the last.
 
-Every sum is rounded by itself, as the reference has it. Where experts are cut for several GPUs, these add up their sums
-before.
+Every sum is rounded by itself, as in the reference. If experts are sharded over several GPUs, these first add up their
+sums.
 """
 
 from typing import Any
@@ -25,7 +24,7 @@ def make_sum_rows(width: int, top_k: int, warps: int, gpus: int = 1) -> Any:
     It takes addresses of partials [M, k, N], residual and total [M, N], how many rows there are, and the number of the
     thread among those of these warps. Partials are awaited, as `sentinels` has it.
 
-    GPUs  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
+    gpus  that have a part of every expert: what they exchange by, `PeerRows.arguments`, is the last argument
     """
     add_experts, chunks = _make_add_experts(width, top_k, gpus), width // 8
     parts = -(-chunks // 32)  # of a row
@@ -50,7 +49,7 @@ def make_sum_rows(width: int, top_k: int, warps: int, gpus: int = 1) -> Any:
 
 
 def _make_add_experts(width: int, top_k: int, gpus: int) -> Any:
-    """A function: 8 columns of a row's residual plus what its experts add, as four words."""
+    """A device function that adds its experts' outputs to 8 columns of a row's residual; returns four words."""
     together = max(TOGETHER, -(-top_k // MOST_TURNS))
     num_values, begin, add_chunk = 8 * together, make_begin(gpus, width), make_add_chunk(gpus)
 

@@ -1,4 +1,4 @@
-"""The weighing of experts' down values, as they come out of the second GEMM of an MoE layer."""
+"""This module has the epilogue of an MoE layer's second GEMM, which multiplies values by their experts' weights."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def make_weighing(shape: ExpertShape, plan: ExpertPlan) -> Epilogue:
 
 
 def _make_clear(shape: ExpertShape, threads: int) -> Any:
-    """A function: store zeros for the dead pairs, each from one block; of parts none, as nobody reads them."""
+    """A device function that stores zeros for dead pairs, each by one block; none for parts, which are not read."""
     rows, chosen = shape.rows, make_chosen()
     if shape.parts is not None:
 

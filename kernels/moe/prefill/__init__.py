@@ -1,4 +1,1 @@
-"""An MoE layer over many rows: pairs of a row and one of its experts grouped by expert, and grouped GEMMs.
-
-Nothing here knows how experts were routed.
-"""
+"""Kernels of an MoE layer over many rows: grouping of (row, expert) pairs by expert, and grouped GEMMs."""

@@ -1,8 +1,7 @@
-"""The GEMMs of an MoE layer for many rows: pairs of a row and one of its experts, grouped by expert,
-then grouped GEMMs.
+"""This module runs the GEMMs of an MoE layer for many rows: it groups (row, expert) pairs by expert, then multiplies.
 
-Each operation groups its pairs for itself, so that it may stand alone; a down GEMM right after the gate_up GEMM of the
-same pairs takes the lists that it left in the workspace. The sizes of workspaces follow from shapes alone.
+Each operation groups its pairs by itself, so that it can run alone. A down GEMM right after the gate_up GEMM of the
+same pairs uses the lists that it left in the workspace. The sizes of workspaces follow from shapes alone.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""Grouped GEMMs of an MoE layer's experts over many rows: packed weights, read once for each tile of an expert's pairs.
+"""This module has the grouped GEMMs of experts over many rows; packed weights are read once for each tile of pairs.
 
-A block has 32 weight rows a warp and one tile of pairs; blocks of a tile stand side by side, and so do an expert's
-tiles: what they share is in the L2. `grouping` lists the pairs; the grid depends on shapes alone, and blocks of tiles
-that there are not leave at once.
+A block has 32 weight rows a warp and one tile of an expert's pairs. Blocks of a tile are neighbours in the grid, and so
+are an expert's tiles, so that shared data is in the L2. `grouping` lists the pairs. The grid depends on shapes alone;
+blocks without a tile exit at once.
 """
 
 from dataclasses import replace
@@ -190,7 +190,7 @@ def _high(word: Any) -> Any:
 
 
 def _make_finished(shape: ExpertShape) -> Any:
-    """A function: two rows' sums, times their scales and with their biases, where they have some."""
+    """A device function that multiplies two rows' sums by their scales and adds their biases, if they have them."""
     biased, scaled = shape.biased, shape.format.row_scales
 
     @device_function
@@ -207,7 +207,7 @@ def _make_finished(shape: ExpertShape) -> Any:
 
 
 def _make_swiglu(shape: ExpertShape) -> Any:
-    """A function of a warp: the epilogue of its gate and up sums; a lane has eight channels of a tile, two a pair."""
+    """A device function of a warp: the epilogue of gate and up sums; a lane has a tile's eight channels, two a pair."""
     num_tiles, rows, width, finished = shape.tiles, shape.rows, shape.rows // 2, _make_finished(shape)
     biased, scaled, clamped, padded = shape.biased, shape.format.row_scales, shape.clamped, shape.padded_rows
 
@@ -274,7 +274,7 @@ def _make_swiglu(shape: ExpertShape) -> Any:
 
 
 def _make_weighing(shape: ExpertShape) -> Any:
-    """A function of a warp: the epilogue of its down sums; a lane has four rows, eight lanes a pair."""
+    """A device function of a warp: the epilogue of its down sums; a lane has four rows, eight lanes a pair."""
     rows, padded, finished = shape.rows, shape.padded_rows, _make_finished(shape)
     biased, scaled = shape.biased, shape.format.row_scales
 

@@ -1,8 +1,8 @@
-"""Pairs of a row and one of its experts, sorted and cut into tiles for grouped GEMMs: one launch of one block.
+"""This module sorts (row, expert) pairs by expert and divides them into tiles for grouped GEMMs.
 
-A counting sort: each warp reads the experts of its own run of pairs and counts them, counts are added up over warps and
-experts, and each warp then puts its pairs where they belong. Pairs of an expert stay in order, so the result is the
-same however many warps there are.
+It is a counting sort, in a launch of one block. Each warp counts the experts of its own run of pairs. The counts are
+summed over warps and experts, and each warp then stores its pairs at their places. Pairs of an expert stay in order, so
+the result is the same for any number of warps.
 """
 
 from functools import cache
@@ -96,7 +96,7 @@ def _make_rank_pairs(num_experts: int, rounds: int) -> Any:
 
 
 def _make_place_pairs(num_experts: int, rounds: int) -> Any:
-    """A function of a warp: put its pairs where they belong, which is after the warps' before it."""
+    """A device function of a warp that stores its pairs at their places, which follow those of the warps before it."""
 
     @device_function
     def place_pairs(order: Any, counts: Any, firsts: Any, warp: Any, lane: Any, pairs: Any) -> None:
@@ -112,7 +112,7 @@ def _make_place_pairs(num_experts: int, rounds: int) -> Any:
 
 
 def _make_scan(warps: int, num_experts: int) -> Any:
-    """A function of the first warp: where each expert's pairs and tiles begin; how many tiles there are."""
+    """A device function of the first warp that finds the start of each expert's pairs and tiles, and counts tiles."""
 
     @device_function
     def scan(totals: Any, firsts: Any, tile_firsts: Any, tile_pairs: Any, lane: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The main loop of a grouped GEMM: 32 weight rows a warp times a tile of pairs, column after column in one order.
+"""This module has the mainloop of a grouped GEMM: 32 weight rows a warp times a tile of pairs, columns in one order.
 
-Inputs of a step are shared by the block, each pair's 128 bytes with their pieces of 16 so permuted that lanes meet no
-bank twice; a warp's weights are its own lanes' alone. The weights' format makes exact bf16 of them in registers: so
-every pair's sums are those of plain weights, the same in any company and in tiles of any size.
+The block shares the inputs of a step. The 16-byte pieces of each pair's 128 bytes are permuted, so that lanes have no
+bank conflicts. A warp's weights are used by its own lanes only. The weights' format decodes them to exact bf16 in
+registers. So every pair's sums are those of plain weights, with any other pairs and in tiles of any size.
 """
 
 from typing import Any
@@ -87,7 +87,7 @@ def make_begin(shape: ExpertShape, plan: GroupedPlan) -> Any:
 
 
 def _make_places(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function: where in a stage a thread puts the first of its inputs' pieces, its words and its scales."""
+    """A device function that returns a thread's offsets in a stage: of its first input piece, its words, its scales."""
     words_at, scales_at = plan.words_at(), plan.scales_at(shape)
     step_bytes, pitch = shape.step_bytes, _scale_pitch(shape)
 
@@ -106,7 +106,7 @@ def _make_places(shape: ExpertShape, plan: GroupedPlan) -> Any:
 
 
 def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function: copy one step's inputs and weights to a stage, asynchronously."""
+    """A device function that copies one step's inputs and weights to a stage, asynchronously."""
     turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
     depth, step_bytes, pitch = shape.columns, shape.step_bytes, _scale_pitch(shape)
     has_scales, pieces, whole = shape.format.has_scales, step_bytes // 512, depth % 64 == 0
@@ -141,7 +141,7 @@ def _make_issue(shape: ExpertShape, plan: GroupedPlan) -> Any:
 
 
 def _make_find_inputs(shape: ExpertShape, plan: GroupedPlan) -> Any:
-    """A function: of each input of which a thread copies a piece where that is, in pieces, from the list of pairs."""
+    """A device function that finds, by the list of pairs, the places of a thread's input pieces, in pieces."""
     turns, rows_a_turn = -(-plan.pairs * ROW_PIECES // plan.threads), plan.threads // ROW_PIECES
     row_pieces, top_k = (shape.pitch or shape.columns) // 8, shape.top_k if shape.kind == GATE_UP else 1
 

@@ -1,6 +1,6 @@
-"""Rows of pairs in order of experts, arranged as the second operand of a grouped GEMM by warpgroups.
+"""This module arranges the rows of pairs, in order of experts, as the second operand of a grouped GEMM by warpgroups.
 
-A row is copied for each of its experts: see `gemm.prefill.activation_layout` for how its columns lie.
+A row is copied for each of its experts. `gemm.prefill.activation_layout` describes the order of its columns.
 """
 
 from functools import cache

@@ -1,4 +1,4 @@
-"""How pairs of a row and one of its experts are cut into tiles of one expert, for grouped GEMMs."""
+"""This module divides (row, expert) pairs into tiles of one expert, for grouped GEMMs."""
 
 __all__ = ["TILE_PAIRS", "TILE_WORDS", "most_tiles", "tile_pairs_of"]
 

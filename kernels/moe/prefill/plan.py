@@ -1,4 +1,4 @@
-"""How the grouped GEMMs of an MoE layer are cut: tiles of pairs, warps, stages."""
+"""This module plans the grouped GEMMs of an MoE layer: tiles of pairs, warps, stages."""
 
 from contextlib import suppress
 from dataclasses import dataclass

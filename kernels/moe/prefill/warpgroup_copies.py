@@ -1,6 +1,6 @@
-"""Copies of a grouped GEMM by warpgroups: a block's units, and the warps that copy their weights and pairs' rows.
+"""This module lists a block's units of a grouped GEMM by warpgroups, and copies weights and pairs' rows.
 
-Copies run on across the units of a block, as far ahead as there are stages.
+Copies continue across the units of a block, as far ahead as there are stages.
 """
 
 from typing import Any
@@ -20,7 +20,10 @@ ROWS_LANE = 2 * TILES  # of the first warp, which copies rows; lanes before it c
 
 
 def make_tile_of(shape: ExpertShape, plan: WarpgroupPlan) -> Any:
-    """A function of a unit: its block of weight rows, its expert, its first pair and how many; none past the last."""
+    """A device function that returns a unit's block of weight rows, expert, first pair and number of pairs.
+
+    Past the last unit the number is 0.
+    """
     row_blocks = plan.row_blocks(shape)
 
     @device_function

@@ -1,7 +1,8 @@
-"""Epilogues of grouped GEMMs by warpgroups: SwiGLU, arranged as rows of the next GEMM, and outputs by place.
+"""This module has the epilogues of grouped GEMMs by warpgroups: SwiGLU, arranged for the next GEMM, and outputs.
 
-A thread has, of every eight pairs of its tile, two pairs' sums of one weight row and of the row 8 below: a gate and its
-up row, or two rows of the output. Outputs are not yet times their shares: who adds them up does that.
+Of every eight pairs of its tile, a thread has the sums of two pairs, for one weight row and the row 8 below: a gate and
+its up row, or two rows of the output. Outputs are not yet multiplied by their weights; the kernel that adds them up
+does that.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ AT_ONCE = 4  # runs of eight pairs, whose chains of instructions go side by side
 
 
 def _make_beside(shape: ExpertShape) -> Any:
-    """A function: scale and bias of one weight row, and of the row 8 below."""
+    """A device function that loads the scale and bias of one weight row, and of the row 8 below."""
     rows, padded, biased, scaled = shape.rows, shape.padded_rows, shape.biased, shape.format.row_scales
 
     @device_function
@@ -39,7 +40,7 @@ def _make_beside(shape: ExpertShape) -> Any:
 
 
 def _make_finished(shape: ExpertShape) -> Any:
-    """A function: a sum times its row's scale, and with its bias, where rows have some."""
+    """A device function that multiplies a sum by its row's scale and adds its bias, if rows have them."""
     biased, scaled = shape.biased, shape.format.row_scales
 
     @device_function
@@ -136,7 +137,7 @@ def make_gated_finish(shape: ExpertShape, most: int) -> Any:
 
 
 def make_outputs_finish(shape: ExpertShape, most: int) -> Any:
-    """A function of a warp: store a tile's outputs [pairs, 16] of float32 to the pairs' places; `beside` as above."""
+    """A device function of a warp that stores a tile's outputs [pairs, 16] float32 by place; `beside` as above."""
     load_beside, finished, num_tiles = _make_beside(shape), _make_finished(shape), shape.tiles
     pitch = 4 * shape.rows
 

@@ -1,8 +1,8 @@
-"""Grouped GEMMs of an MoE layer's experts by warpgroups' tensor cores, for GPUs of capability 9.0 and many rows.
+"""This module has the grouped GEMMs of experts by warpgroups, for GPUs of capability 9.0 and many rows.
 
-An expert's weights are decoded once for up to 192 of its pairs, whose rows lie side by side as `arrange_pairs` leaves
-them. A persistent grid, one block an SM, takes tiles of pairs one after the other, all blocks of weight rows
-of one side by side. A pair's bits are those of `grouped_gemm`: the same products in the same order.
+An expert's weights are decoded once for up to 192 of its pairs, whose rows are contiguous, as `arrange_pairs` stores
+them. A persistent grid, one block an SM, takes one tile of pairs after another, and all blocks of weight rows of a tile
+at about the same time. A pair's bits are those of `grouped_gemm`: the same products in the same order.
 """
 
 from functools import cache, partial

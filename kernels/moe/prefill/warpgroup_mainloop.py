@@ -1,8 +1,8 @@
-"""The main loop of a grouped GEMM by warpgroups: three multiply, half a step at a time, and four warps copy.
+"""This module has the mainloop of a grouped GEMM by warpgroups: three multiply, half a step at a time, four warps copy.
 
-A step's weights are decoded in registers by the warp that multiplies them, half of it while the tensor cores have the
-other half and what the other warpgroups have for them. A tile's pairs are multiplied by an instruction for about as
-many, so each size has a loop.
+Each warp decodes the weights of its step in registers. While it decodes one half, the tensor cores multiply its other
+half, and the halves of the other warpgroups. A tile's pairs are multiplied by an instruction of about that size, so
+each size has a loop.
 """
 
 from collections.abc import Callable

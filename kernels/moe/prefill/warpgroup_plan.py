@@ -1,7 +1,7 @@
-"""The plan of grouped GEMMs by warpgroups' tensor cores: where they pay, their stages, and rows in order of experts.
+"""This module plans grouped GEMMs by warpgroups: when they are faster, their stages, and rows in order of experts.
 
-Three warpgroups multiply 192 weight rows of an expert by up to 192 of its pairs, which lie side by side: an expert's
-pairs begin at a multiple of eight places. Four more warps copy. No bit depends on any of it.
+Three warpgroups multiply 192 weight rows of an expert by up to 192 of its pairs, which are contiguous; an expert's
+pairs begin at a multiple of eight places. Four more warps copy. No bit depends on the plan.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
-"""Attention over the paged cache: for the rows of a step, and for a chunk of prefill.
+"""This module computes attention over the paged cache, for the rows of a step and for a chunk of prefill.
 
-Keys lie in tiles at fixed absolute positions; each tile's product has one fixed shape, and tiles are added in
-order, so a row's bits depend on its own positions alone. Masked keys and values are replaced by zero on load.
-With scales the caches hold codes, see `kv_codes`.
+Tiles of keys are at fixed absolute positions. Each tile's product has one fixed shape, and tiles are added in order, so
+a row's bits depend on its own positions alone. Masked keys and values are replaced by zero on load. If scales are
+given, the caches hold codes, see `kv_codes`.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ TILE = 256  # keys a tile
 
 
 def _rows_of(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions [0, count) of a slot as the cache holds them, [G, count, D]."""
+    """Gather positions [0, count) of a slot from the cache, in its dtype: [G, count, D]."""
     blocks = cache[table[: -(-count // cache.shape[2])].long()].transpose(0, 1)
     return blocks.reshape(blocks.shape[0], -1, blocks.shape[-1])[:, :count]
 
@@ -37,9 +37,9 @@ def _rows_of(cache: torch.Tensor, table: torch.Tensor, count: int) -> torch.Tens
 def load_kv(
     rows: tuple[torch.Tensor, torch.Tensor], count: int, kv_scales: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [G, n, D] of a cache for `count` positions, as `whole_tiles` has them.
+    """Load keys and values [G, n, D] of `count` positions from the caches, as `whole_tiles` returns them.
 
-    dtype  the compute dtype, to which the numbers of codes are rounded
+    dtype  the compute dtype; the numbers of codes are rounded to it
     """
     if kv_scales is not None:
         rows = dequantised_kv(rows[0], kv_scales[0], dtype), dequantised_kv(rows[1], kv_scales[1], dtype)
@@ -47,7 +47,7 @@ def load_kv(
 
 
 def whole_tiles(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """Rows [G, n, D] as float32, with zeros after them up to the end of the tile of the last of `count` positions."""
+    """Convert rows [G, n, D] to float32, and pad them with zeros to whole tiles of `count` positions."""
     shape = (rows.shape[0], -(-count // TILE) * TILE, rows.shape[2])
     loaded = torch.zeros(shape, dtype=torch.float32, device=rows.device)
     loaded[:, : rows.shape[1]] = rows
@@ -63,7 +63,7 @@ class _Softmax:
         self.total = self.out = queries
 
     def add(self, keys: torch.Tensor, values: torch.Tensor, hidden: torch.Tensor | None) -> None:
-        """Add one tile: keys and values [G, n, D]; hidden [n] or [R, n] bool, None where all are visible."""
+        """Add one tile: keys and values [G, n, D]; hidden [n] or [R, n] bool, None if all are visible."""
         scores = torch.bmm(self.queries, keys.transpose(1, 2)).mul_(self.scale)
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -81,7 +81,7 @@ class _Softmax:
         self.peak, self.total, self.out = peak, total, out
 
     def finish(self, sinks: torch.Tensor | None) -> torch.Tensor:
-        """The weighted mean, zero where there was no tile; sinks [G, R, 1] are one more score each, of no value."""
+        """Return the weighted mean of values, zero without tiles; sinks [G, R, 1] are scores without a value."""
         if self.peak is None:
             return torch.zeros_like(self.queries)
         if sinks is None:
@@ -100,11 +100,11 @@ def _bits(mask: int) -> list[int]:
     read    k_cache, v_cache  cache    [P, G, block, D]
     read    block_table       int32    [max_B, blocks]
     read    slots             int32    [B]               -1 pads
-    read    dense_lens        int32    [B]               positions [first, dense) are everybody's
+    read    dense_lens        int32    [B]               all rows of the slot see positions [first, dense)
     read    row_live          uint8    flat [B * R]
-    read    row_masks         int64    [B, R]            bit a: sees node a, stored at dense + a, itself included
-    read    kv_scales         float32  [2, G]            of keys and of values, where the caches hold codes
-    weight  sinks             float    [H]               one more score a head, of no value
+    read    row_masks         int64    [B, R]            bit a: the row sees node a, at dense + a, itself included
+    read    kv_scales         float32  [2, G]            of keys and of values, if the caches hold codes
+    weight  sinks             float    [H]               one more score a head, without a value
     write   out               compute  [B * R, H * D]    dead rows zero
 """)
 def attention(
@@ -127,13 +127,13 @@ def attention(
     group: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Each row attends to its slot's dense prefix and to its own ancestors in the tree.
+    """Attend from each row to its slot's dense prefix and to its own ancestors in the tree.
 
-    A row stands at position p = dense + bits - 1. With a window it sees positions above p - window, and
-    [first, first + keep_first) besides.
+    A row is at position p = dense + bits - 1, where bits counts its mask's ones. With a window it sees only positions
+    above p - window, and [first, first + keep_first).
 
-    group    query heads of a key-value head in all, where q has some of them alone; no bit depends on it in kernels
-    softcap  c: scores s, scaled, become c tanh(s / c); None: they stay
+    group    all query heads of a key-value head, if q has only some of them; in kernels no bit depends on it
+    softcap  c: scaled scores s become c tanh(s / c); None: they stay
     """
     rows = AttendedRows(q, slots, dense_lens, row_live, row_masks, sinks, k_cache.shape[1], group)
 
@@ -145,9 +145,9 @@ def attention(
 
 
 class AttendedRows(NamedTuple):
-    """The rows of a step that attend, by the arguments of `attention`, and the number of key-value heads.
+    """The rows of a step, by the arguments of `attention`, and the number of key-value heads.
 
-    group  query heads of each that products are made as if there were; None: as many as there are
+    group  products are made as if each key-value head had so many query heads; None: as many as it has
     """
 
     q: torch.Tensor
@@ -169,14 +169,14 @@ def attend_rows(
     span: tuple[int, int | None, int] = (0, None, 0),
     softcap: float | None = None,
 ) -> None:
-    """Attention of a step's rows; `load` gives a slot's first keys and values, see `whole_tiles`.
+    """Compute the attention of a step's rows. `load` returns a slot's first keys and values, see `whole_tiles`.
 
     span  first, window and keep_first of `attention`
     """
     rows, kv_heads, head_dim = step.row_masks.shape[1], step.kv_heads, step.q.shape[-1]
     first, window, keep_first = span
     own = step.q.shape[1] // kv_heads
-    missing = (0, 0, 0, max(0, (step.group or own) - own))  # products of one to three rows have other bits than of more
+    missing = (0, 0, 0, max(0, (step.group or own) - own))  # products of up to three rows have other bits than larger
     sink_rows = None if step.sinks is None else pad(step.sinks.float().reshape(kv_heads, -1, 1), missing)
     live = step.row_live.reshape(-1, rows).tolist()
     out.zero_()
@@ -207,7 +207,7 @@ def attend_rows(
 
 
 class _View(NamedTuple):
-    """The positions that a row attends to, of the tile at start: [low, end) and [first, first + keep_first)."""
+    """The positions of the tile at `start` to which a row attends: [low, end) and [first, first + keep_first)."""
 
     start: int
     first: int
@@ -217,7 +217,7 @@ class _View(NamedTuple):
 
 
 def _add_tile(state: _Softmax, keys: torch.Tensor, values: torch.Tensor, view: _View, zero_from_end: bool) -> None:
-    """Add the tile at view.start; zero_from_end: keys and values from the end on are zero already."""
+    """Add the tile at view.start. zero_from_end: keys and values are already zero from view.end on."""
     from_start = max(view.first, view.low) <= view.start
     if from_start and view.start + TILE <= view.end:
         state.add(keys, values, None)
@@ -228,9 +228,9 @@ def _add_tile(state: _Softmax, keys: torch.Tensor, values: torch.Tensor, view: _
     state.add(keys, values, hidden)
 
 
-@lru_cache(maxsize=64)  # the layers of a step ask for the same few
+@lru_cache(maxsize=64)  # all layers of a step need the same few
 def _hidden(view: _View, device: torch.device) -> torch.Tensor:
-    """The positions of a tile that are masked: [TILE] bool."""
+    """Return which positions of a tile are masked, [TILE] bool."""
     position = torch.arange(view.start, view.start + TILE, device=device)
     visible = (position >= view.low) | (position < view.first + view.keep_first)
     return ~(visible & (position >= view.first) & (position < view.end))
@@ -261,11 +261,12 @@ def prefill_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """Causal attention of a chunk, or several, over the positions up to each one's own: its shape depends on where it
-    starts alone.
+    """Compute the causal attention of one chunk or several, each over the positions up to its own.
 
-    chunk_size  rows of a chunk; None: all are one. Fewer rows are attended to as the first of so many
-    first       the first position that is seen; a row before it gives zero
+    The shape of a chunk's products depends only on where it starts.
+
+    chunk_size  rows of a chunk; None: all rows are one chunk. Fewer rows are computed as the first rows of a chunk
+    first       the first visible position; a row before it gives zero
     softcap     as in `attention`
     """
     start, count = chunk.tolist()
@@ -311,8 +312,10 @@ def refresh_attention(
     chunk_size: int | None = None,
     softcap: float | None = None,
 ) -> None:
-    """`prefill_attention` of few rows far after a text's start: an executor may take the positions before them in
-    parts, whose sums are added, and so round otherwise than for a prompt's rows."""
+    """Compute `prefill_attention` of few rows far after a text's start.
+
+    An executor may split the positions before them and add the splits, so its rounding may differ from a prompt's rows.
+    """
     prefill_attention(
         q,
         k_cache,

@@ -1,7 +1,7 @@
-"""The paged KV cache: write rows, and move a tree's accepted rows to the dense tail.
+"""This module writes rows to the paged KV cache, and moves a tree's accepted rows to the dense tail.
 
-Position p of a slot lies in block table[p // block], at offset p % block. Block 0 is the null block. With scales the
-caches hold codes, see `kv_codes`.
+Position p of a slot is in block table[p // block], at offset p % block. Block 0 is the null block. If scales are given,
+the caches hold codes, see `kv_codes`.
 """
 
 import torch
@@ -19,7 +19,7 @@ __all__ = ["kv_compact", "kv_write", "place_table", "prefill_kv_write"]
     read    row_live          uint8    flat [B * R]
     read    write_lens        int32    [B]               first position
     read    offsets           int32    [R]
-    read    kv_scales         float32  [2, G]            of keys and of values, where the caches hold codes
+    read    kv_scales         float32  [2, G]            of keys and of values, if the caches hold codes
     update  k_cache, v_cache  cache    [P, G, block, D]
 """)
 def kv_write(
@@ -50,7 +50,7 @@ def kv_write(
 
 
 def _stored(rows: torch.Tensor, kv_scales: torch.Tensor | None, part: int) -> torch.Tensor:
-    """Rows of keys (part 0) or values (1) as the caches hold them."""
+    """Convert rows of keys (part 0) or values (1) to the caches' dtype, as codes if scales are given."""
     return rows if kv_scales is None else quantised_kv(rows, kv_scales[part])
 
 
@@ -73,7 +73,7 @@ def prefill_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Store a chunk's live rows at positions start + row."""
+    """Store the keys and values of a chunk's live rows at positions start + row."""
     block = k_cache.shape[2]
     row = row_live.nonzero().reshape(-1).to(k.device)
     position = row + int(chunk[0])
@@ -100,7 +100,7 @@ def kv_compact(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Move the accepted nodes' rows, node i of the path to position dense_lens + i."""
+    """Move the rows of accepted nodes: node i of the path goes to position dense_lens + i."""
     block = k_cache.shape[2]
     for index, (slot, count, base) in enumerate(
         zip(slots.tolist(), commit_lens.tolist(), dense_lens.tolist(), strict=True)
@@ -120,5 +120,5 @@ def kv_compact(
     update  block_table  int32  [max_B, blocks]
 """)
 def place_table(table: torch.Tensor, slot: torch.Tensor, *, block_table: torch.Tensor) -> None:
-    """Give a slot the table that its prompt was prefilled with: its steps go on with it."""
+    """Store the block table of a prefilled prompt as its slot's, for the slot's steps."""
     block_table[slot.long()] = table.to(block_table.device)

@@ -1,9 +1,9 @@
-"""Keys and values as 8-bit codes: e4m3 numbers, with one scale of keys and one of values for each key-value head.
+"""This module quantises keys and values to 8-bit codes: e4m3, with a scale of keys and one of values for each KV head.
 
-A cache of codes is uint8; its scales are float32 [2, G], of keys and of values: bfloat16 numbers from SMALLEST to
-LARGEST. A number is quantised once, where it is written: divided by its scale in float32, brought to 448 where its
-magnitude is more, rounded to the nearest, ties to even; NaN is code 127. A code is read as its product with the scale,
-rounded once to the compute dtype; a step's attention on a GPU multiplies sums by the scale instead, and rounds less.
+A cache of codes is uint8. Its scales are float32 [2, G], of keys and of values; they are bfloat16 numbers from SMALLEST
+to LARGEST. A number is quantised once, when it is written: it is divided by its scale in float32, clamped to +-448, and
+rounded to nearest, ties to even; NaN is code 127. A code is read as its product with the scale, rounded once to the
+compute dtype. A step's attention on a GPU multiplies sums by the scale instead, and rounds less.
 """
 
 import torch
@@ -18,12 +18,12 @@ NAN_CODE = 127
 
 
 def quantised_kv(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The codes of keys or values, uint8 [..., G, D]; rows [..., G, D] bf16 or float32, scales [G] of these."""
+    """Quantise keys or values: rows [..., G, D] bf16 or float32 by their scales [G] to codes uint8 [..., G, D]."""
     ratios = (rows.float() / scales[:, None]).clamp_(-LARGEST_CODE, LARGEST_CODE)
     codes = ratios.to(torch.float8_e4m3fn).view(torch.uint8)
     return torch.where(ratios.isnan(), NAN_CODE, codes)
 
 
 def dequantised_kv(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers of codes [G, n, D] uint8 in a compute dtype, by scales [G] of keys or of values."""
+    """Convert codes [G, n, D] uint8 to numbers of a compute dtype, by scales [G] of keys or of values."""
     return decode_e4m3(codes).mul_(scales[:, None, None]).to(dtype)

@@ -1,8 +1,8 @@
-"""SpecPV: summaries of keys by block, the choice of blocks by the last queries, attention over lists of blocks.
+"""This module has SpecPV's operations: summaries of keys by block, choice of blocks, attention over lists of blocks.
 
-A block of a list is a part of a block of the paged cache, b positions of its block_size: entry e is part e % parts of
-cache block e // parts. Position p of a slot lies in its list at p where the list holds everything, and from the
-window on at p - shift.
+A list's block is a part of a block of the paged cache, b positions of its block_size: entry e is part e % parts of
+cache block e // parts. Position p of a slot is at place p of a list that holds everything. In other lists it is at
+p - shift, from the window on.
 
 Source: SpecPV, arXiv 2512.02337; the score is that of TanZhendong/SpecPV, specpv/kv/kv_cache.py.
 """
@@ -20,8 +20,8 @@ __all__ = ["choose_blocks", "list_lens", "partial_attention", "summarise_blocks"
     read    k_cache      cache    [P, G, block, D]
     read    block_table  int32    [1, blocks]
     read    span         int32    [2]                   positions [first, end) are new
-    read    kv_scales    float32  [2, G]                where the cache holds codes, see `kv_codes`
-    update  key_summary  compute  [P, G, parts, 2, D]   largest and smallest key of a part, each dimension by itself
+    read    kv_scales    float32  [2, G]                if the cache holds codes, see `kv_codes`
+    update  key_summary  compute  [P, G, parts, 2, D]   largest and smallest key of a part, for each dimension
 """)
 def summarise_blocks(
     k_cache: torch.Tensor,
@@ -31,7 +31,7 @@ def summarise_blocks(
     *,
     key_summary: torch.Tensor,
 ) -> None:
-    """Renew the summaries of the parts with new positions; those of a part that goes on are of what it has so far."""
+    """Compute the summaries of all parts with new positions; an unfinished part is summarised as far as it goes."""
     parts = key_summary.shape[2]
     size = k_cache.shape[2] // parts
     first, end = span.tolist()
@@ -45,8 +45,10 @@ def summarise_blocks(
 
 
 def block_scores(q: torch.Tensor, largest: torch.Tensor, smallest: torch.Tensor) -> torch.Tensor:
-    """Scores of blocks for each key-value head, [G, n] float32: the greater of the queries' products with the largest
-    and with the smallest keys, in mean over the queries and the heads of a group.
+    """Compute the scores of blocks for each key-value head, [G, n] float32.
+
+    A query's score is the greater of its products with the largest and with the smallest keys. The mean is taken over
+    the queries and the heads of a group.
 
     q  [R, H, D]; largest, smallest  [G, n, D]
     """
@@ -79,10 +81,11 @@ def choose_blocks(
     num_sinks: int,
     num_retrieved: int,
 ) -> None:
-    """List a slot's blocks: all; or sinks, those that the last `num_queries` live rows score best, and the window's.
+    """List a slot's blocks: all of them, or the sinks, the blocks of the best scores, and the window.
 
-    The window begins num_sinks + num_retrieved blocks and the shift from the start. The chosen ones are in order of
-    position; of equal scores the first goes first.
+    Scores are those of the last `num_queries` live rows, see `block_scores`.
+    The window begins num_sinks + num_retrieved blocks plus the shift from the start. Chosen blocks are in order of
+    position. Of blocks with equal scores the first is chosen.
 
     block  positions of a block
     """
@@ -109,10 +112,10 @@ def choose_blocks(
     read    dense_lens  int32  [B]      positions before a slot's rows
     read    slots       int32  [B]      -1 pads
     read    shifts      int32  [max_B]
-    write   out         int32  [B]      the same in the slot's list
+    write   out         int32  [B]      positions before them in the slot's list
 """)
 def list_lens(dense_lens: torch.Tensor, slots: torch.Tensor, shifts: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Positions of each slot's list before its rows."""
+    """Count the positions of each slot's list before its rows."""
     out.copy_(dense_lens - torch.where(slots >= 0, shifts[slots.clamp(min=0).long()], 0))
 
 
@@ -121,11 +124,11 @@ def list_lens(dense_lens: torch.Tensor, slots: torch.Tensor, shifts: torch.Tenso
     read    k_cache, v_cache  cache    [P, G, size, D]
     read    block_lists       int32    [max_B, G, n]
     read    slots             int32    [B]               -1 pads
-    read    dense_lens        int32    [B]               positions of the list that are everybody's
+    read    dense_lens        int32    [B]               positions of the list that all rows of the slot see
     read    row_live          uint8    flat [B * R]
     read    row_masks         int64    [B, R]            bit a: sees node a, at dense + a of the list, itself included
     read    kv_scales         float32  [2, G]            as in `attention`
-    weight  sinks             float    [H]               one more score a head, of no value
+    weight  sinks             float    [H]               one more score a head, without a value
     write   out               compute  [B * R, H * D]    dead rows zero
 """)
 def partial_attention(
@@ -145,8 +148,9 @@ def partial_attention(
     block: int,
     softcap: float | None = None,
 ) -> None:
-    """Each row attends to its slot's list of blocks and to its own ancestors: `attention`, to the bit, where the list
-    holds everything.
+    """Attend from each row to its slot's list of blocks and to its own ancestors.
+
+    If the list holds everything, the result has the bits of `attention`.
 
     block    positions of a block of the list
     softcap  as in `attention`
@@ -162,7 +166,7 @@ def partial_attention(
 
 
 def _rows_of(cache: torch.Tensor, entries: torch.Tensor, count: int, block: int) -> torch.Tensor:
-    """The first positions of lists [G, n] as the cache holds them, [G, count, D]."""
+    """Gather the first `count` positions of lists [G, n] from the cache, in its dtype: [G, count, D]."""
     parts = cache.shape[2] // block
     heads = torch.arange(cache.shape[1], device=cache.device)[:, None]
     blocks: torch.Tensor = cache.unflatten(2, (parts, block))[entries // parts, heads, entries % parts]

@@ -1,1 +1,1 @@
-"""References of collectives among ranks, and the cut of extents into parts for them."""
+"""References of collectives among ranks, and the partition of extents among ranks."""

@@ -1,4 +1,4 @@
-"""The cut of an extent into parts, which is the same for ranks and for what a rank sums, and the order of sums."""
+"""This module partitions an extent, in the same way among ranks and within a rank, and fixes the order of sums."""
 
 from collections.abc import Sequence
 
@@ -10,12 +10,12 @@ __all__ = ["bounds", "tree_sum"]
 
 
 def bounds(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
-    """Where each of the parts of an extent begins, and its end: halves of halves, the first of them the larger.
+    """Return the start of each part of an extent, and the last end; parts are halves of halves, the larger first.
 
     parts  a power of two
-    unit   numbers that stay together; the last may be fewer
-    A part that is cut again by this rule has the bounds that a finer cut of the whole has there. Raises ShapeError for
-    another number of parts.
+    unit   a part has whole units of so many numbers; the last unit may have fewer
+    If a part is partitioned again by this rule, its bounds are those of a finer partition of the whole. Raises
+    ShapeError for another number of parts.
     """
     if parts < 1 or parts & (parts - 1):
         raise ShapeError(f"an extent is cut into a power of two of parts, got {parts}")
@@ -29,7 +29,7 @@ def bounds(total: int, parts: int, unit: int = 1) -> tuple[int, ...]:
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of a power of two of arrays by neighbouring pairs: ((p0 + p1) + (p2 + p3)) + ..."""
+    """Add up arrays, a power of two of them, by neighbouring pairs: ((p0 + p1) + (p2 + p3)) + ..."""
     sums = list(parts)
     while len(sums) > 1:
         sums = [sums[index] + sums[index + 1] for index in range(0, len(sums), 2)]

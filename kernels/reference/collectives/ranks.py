@@ -1,6 +1,6 @@
-"""Collectives among ranks: every rank gathers all parts, and adds them or puts them side by side.
+"""This module has the collectives among ranks: every rank gathers all parts, then adds or concatenates them.
 
-`gather_ranks` alone reads what other ranks have. Everything else is a rank's own, so that all have the same bits.
+Only `gather_ranks` reads other ranks' data. Each rank computes everything else by itself, so all have the same bits.
 """
 
 import itertools
@@ -20,11 +20,11 @@ __all__ = ["all_gather", "all_reduce_parts", "gather_ranks", "sum_ranks"]
     write   out  float32  [R, M, W]  every rank's, by rank; W is the widest one's N, and columns past a rank's own zero
 """)
 def gather_ranks(x: torch.Tensor, *, out: torch.Tensor, rank: int) -> None:
-    """Hand this rank's part to all ranks; the gathering is complete when all ranks have.
+    """Store this rank's part in the gathered array; it is complete when all ranks have stored theirs.
 
-    rank  this one, from 0
-    By itself this is a rank's part of the all-reduce alone; `all_reduce_parts` is the whole of it. Raises ShapeError
-    for a part that is wider than there is room.
+    rank  this rank's number, from 0
+    This function stores one rank's part only; `all_reduce_parts` stores those of all. Raises ShapeError for a part that
+    is wider than the array.
     """
     check_shape("out", out, out.shape[0], x.shape[0], max(out.shape[2], x.shape[1]))
     out[rank].zero_()
@@ -32,7 +32,7 @@ def gather_ranks(x: torch.Tensor, *, out: torch.Tensor, rank: int) -> None:
 
 
 def all_reduce_parts(parts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-    """`gather_ranks` of all ranks.
+    """Run `gather_ranks` for all ranks.
 
     parts  of each rank [M, N]     float32
     outs   of each rank [R, M, W]  float32  out: the same everywhere
@@ -47,7 +47,7 @@ def all_reduce_parts(parts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]
     write   out    float32  [M, N]
 """)
 def sum_ranks(parts: torch.Tensor, *, out: torch.Tensor) -> None:
-    """The sum over ranks in float32, by neighbouring pairs: ((p0 + p1) + (p2 + p3)) + ...; R is a power of two."""
+    """Add up the ranks' parts in float32 by neighbouring pairs: ((p0 + p1) + (p2 + p3)) + ...; R is a power of two."""
     out.copy_(tree_sum(list(parts)))
 
 

@@ -1,4 +1,4 @@
-"""Small row-wise operations: embedding, norms, residual sums, activations, concatenation."""
+"""This module has small row-wise operations: embedding, norms, residual sums, activations, concatenation."""
 
 import math
 from collections.abc import Callable
@@ -49,7 +49,7 @@ ACTIVATIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
 def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The function of a gate, by name. Raises ValueError for a name that is none."""
+    """Return the activation of a gate by its name. Raises ValueError for an unknown name."""
     function = ACTIVATIONS.get(name)
     if function is None:
         raise ValueError(f"activation {name!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -61,7 +61,7 @@ def activation_of(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     write   out  any  [*shape]
 """)
 def identity(x: torch.Tensor, *, out: torch.Tensor) -> None:
-    """A copy: out = x, of any shape and dtype."""
+    """Copy x to out; any shape and dtype."""
     out.copy_(x)
 
 
@@ -70,7 +70,7 @@ def identity(x: torch.Tensor, *, out: torch.Tensor) -> None:
     write   out  float32  [M, N]
 """)
 def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> None:
-    """Columns `first` to `first` + N - 1 of each row."""
+    """Copy columns `first` to `first` + N - 1 of each row."""
     out.copy_(x[:, first : first + out.shape[1]])
 
 
@@ -82,7 +82,7 @@ def take_columns(x: torch.Tensor, *, out: torch.Tensor, first: int) -> None:
 def embed(tokens: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, scale: float | None = None) -> None:
     """Gather embedding rows; a dead row (token -1) gives zero.
 
-    scale  multiplies the rows in float32, rounded once; None: they are taken as they are
+    scale  multiplies the rows in float32, rounded once; None: rows are copied
     """
     flat = tokens.reshape(-1).long()
     rows = weight[flat.clamp(min=0)]
@@ -98,7 +98,7 @@ def embed(tokens: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, scal
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float
 ) -> None:
-    """x / rms(x) * weight in float32, rounded once."""
+    """Compute x / rms(x) * weight in float32, rounded once."""
     map_rows(lambda row: _normalise(row, weight, eps), x, row_live, out)
 
 
@@ -108,7 +108,7 @@ def rms_norm(
     weight  hidden_weight     float    [N]
     read    row_live          uint8    flat [M]
     write   out               compute  [M, 2 * N]
-    write   normed_hidden     compute  [M, N]      the right half, a residual where norm_before_residual is set
+    write   normed_hidden     compute  [M, N]      the right half, the residual if norm_before_residual is set
 """)
 def concat_norms(
     embedded: torch.Tensor,
@@ -121,7 +121,7 @@ def concat_norms(
     normed_hidden: torch.Tensor,
     eps: float,
 ) -> None:
-    """The draft model's attention input: normed embedding next to normed hidden state.
+    """Compute the draft model's attention input: the normed embedding, then the normed hidden state.
 
     Source: EAGLE-3, arXiv 2503.01840, section 3.
     """
@@ -140,7 +140,7 @@ def concat_norms(
 def split_norms(
     x: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, eps: float, **weights: torch.Tensor
 ) -> None:
-    """RMS norm of each captured feature on its own."""
+    """Compute the RMS norm of each captured feature by itself."""
     width = x.shape[1] // len(weights)
     for index in range(len(weights)):
         part = slice(index * width, (index + 1) * width)
@@ -151,7 +151,7 @@ def split_norms(
 @operation("""
     read    qkv       float32  [M, W]                                          queries, keys, values if given, by head
     weight  q_weight  float    [head_dim]
-    weight  k_weight  float    [head_dim]                                      absent: there are queries alone
+    weight  k_weight  float    [head_dim]                                      absent: only queries
     read    row_live  uint8    flat [M]
     write   out       float32  [M, (num_heads + 2 * num_kv_heads) * head_dim]
 """)
@@ -169,10 +169,10 @@ def qk_norm(
     v_norm: bool = False,
     keys_as_values: bool = False,
 ) -> None:
-    """RMS norm of every query and key head, before RoPE (Qwen3). Either width may be zero heads.
+    """Compute the RMS norm of every query and key head, before RoPE (Qwen3). Either may have zero heads.
 
-    v_norm          value heads are normed, too, without a weight (Gemma 4); else values pass through
-    keys_as_values  qkv has no values: they are the keys that it has
+    v_norm          value heads are normed, too, without a weight (Gemma 4); else they are copied
+    keys_as_values  qkv has no values; its keys are used as values
     Raises ShapeError for a width of qkv that does not fit the heads.
     """
     count = qkv.shape[0]
@@ -197,7 +197,7 @@ def qk_norm(
     write   out  compute  [M, N]
 """)
 def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
-    """a + b in float32, rounded once to out's dtype."""
+    """Add a + b in float32, rounded once to out's dtype."""
     out.copy_(a.float() + b.float())
 
 
@@ -207,7 +207,7 @@ def add(a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> None:
     write   out     compute  [M, N]
 """)
 def scale(x: torch.Tensor, scalar: torch.Tensor, *, out: torch.Tensor) -> None:
-    """x times one number in float32, rounded once."""
+    """Multiply x by one number in float32, rounded once."""
     out.copy_(x.float() * scalar.float())
 
 
@@ -228,10 +228,10 @@ def per_layer_inputs(
     scale: float,
     eps: float,
 ) -> None:
-    """The embeddings of a token for each layer: (norm(projected * scale) + embedded) / sqrt 2, by layer.
+    """Compute a token's embeddings for each layer: (norm(projected * scale) + embedded) / sqrt 2, by layer.
 
-    The product, the scaled one, the normed one, the sum and the result are each rounded to the compute dtype. Raises
-    ShapeError where P does not divide W. Source: transformers models/gemma4.
+    `projected`, its product with the scale, the norm, the sum and the result are each rounded to the compute dtype.
+    Raises ShapeError if P does not divide W. Source: transformers models/gemma4.
     """
     count, width, size = *projected.shape, weight.shape[0]
     if width % size:
@@ -253,9 +253,9 @@ def per_layer_inputs(
 def per_layer_gate(
     gate: torch.Tensor, inputs: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, layer: int
 ) -> None:
-    """gelu(gate) * the layer's inputs; the gate is rounded to the compute dtype first, the result once.
+    """Compute gelu(gate) * the layer's inputs; the gate is rounded to the compute dtype first, the result once.
 
-    Columns layer * P to (layer + 1) * P - 1 are the layer's. Raises ShapeError where there are none.
+    The layer's inputs are columns layer * P to (layer + 1) * P - 1. Raises ShapeError if there are none.
     Source: transformers models/gemma4.
     """
     size = gate.shape[1]
@@ -282,7 +282,7 @@ def cast(x: torch.Tensor, *, out: torch.Tensor) -> None:
 def silu_mul(
     gate_up: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor, activation: str = "silu"
 ) -> None:
-    """silu(gate) * up of a fused product, or another activation's.
+    """Compute activation(gate) * up, of gates and ups from one GEMM.
 
     activation  "silu", or "gelu_tanh": GELU by its tanh formula. Raises ValueError for another name
     """

@@ -1,4 +1,4 @@
-"""Rotary embedding: a fused product is split into queries, keys and values, the first two rotated."""
+"""This module has rotary embedding: it splits a GEMM's output into queries, keys, values, and rotates the first two."""
 
 import torch
 
@@ -14,9 +14,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 @operation("""
-    read    qkv        float32  [M, (H + K + V) * D]  the parts that are asked for alone, in this order
+    read    qkv        float32  [M, (H + K + V) * D]  only those of q, k, v that are written, in this order
     read    positions  int32    flat [M]              below C; dead rows hold 0
-    read    cos, sin   float32  [C, R]                at most D / 2: the first 2 R dimensions of a head turn
+    read    cos, sin   float32  [C, R]                R at most D / 2: a head's first 2 R dimensions are rotated
     write   q          compute  [M, H, D]
     write   k          compute  [M, K, D]
     write   v          compute  [M, V, D]
@@ -31,7 +31,10 @@ def rope(
     k: torch.Tensor | None = None,
     v: torch.Tensor | None = None,
 ) -> None:
-    """Rotate queries and keys by their positions, halves of what turns paired (Hugging Face's order)."""
+    """Rotate queries and keys by their positions.
+
+    Dimension i is paired with dimension i + R (Hugging Face's order); values, and dimensions from 2 R on, are copied.
+    """
     at = positions.reshape(-1).long()
     parts = [part for part in (q, k, v) if part is not None]
     heads = qkv.reshape(qkv.shape[0], -1, parts[0].shape[2])

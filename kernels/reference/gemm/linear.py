@@ -18,7 +18,7 @@ __all__ = ["ROW_BLOCK", "linear", "linear_block", "narrow_linear", "packed_linea
 
 @operation("""
     read    x       compute  [M, K]
-    weight  weight  float    [N, K]  on a CPU best float32 already, anything else is expanded at every call
+    weight  weight  float    [N, K]  on a CPU preferably float32: other dtypes are converted at every call
     weight  bias    float    [N]     added in float32 after the GEMM
     write   out     float32  [M, N]
 """)
@@ -34,16 +34,16 @@ def linear(
     softcap: float | None = None,
     activations: str | None = None,
 ) -> None:
-    """x @ weight.T + bias in float32.
+    """Compute x @ weight.T + bias in float32.
 
-    row_block  rows a GEMM: fixed by the program, so that a row's bits do not depend on M; a chunk of
-               prefill, whose M is fixed, is one block
-    num_parts  of K, in whole units as `all_reduce.cuts.bounds` cuts it: each is summed by itself, the bias added to the
-               first, and they are added by `all_reduce.cuts.tree_sum`. Given, even as 1, kernels sum in that order,
-               too: a part's bits are then the same on any rank
+    row_block  rows a GEMM. The program fixes it, so that a row's bits do not depend on M; a chunk of prefill, whose M
+               is fixed, is one block
+    num_parts  parts of K, cut in whole units by `collectives.cuts.bounds`. Each is summed by itself, the bias is added
+               to the first, and `collectives.cuts.tree_sum` adds them. If it is given, even as 1, kernels sum in that
+               order, too, so that a part has the same bits on any rank
     softcap    c: results r become c tanh(r / c); None: they stay
-    activations  "fp8": rows are rounded to e4m3 codes with a scale each, see `code_rows`; sums of codes are multiplied
-               by it. In one part of K. None: rows are taken as they are
+    activations  "fp8": rows are rounded to e4m3 codes, and sums of codes are multiplied by the row's scale, see
+               `code_rows`; K then has one part. None: rows are not rounded
     Raises ShapeError on the host for shapes that do not fit, another kind of activations, or parts of coded rows.
     """
     weight = weight if x.is_cuda else weight.float()
@@ -76,7 +76,7 @@ def linear(
     write   out     float32  [M, N]
 """)
 def narrow_linear(x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor, row_block: int = ROW_BLOCK) -> None:
-    """`linear` of a weight of few rows, which a step multiplies by in the launch of the norm before it.
+    """Compute `linear` of a weight with few rows; a step runs it in the launch of the norm before it.
 
     Raises ShapeError as `linear` does.
     """
@@ -98,7 +98,7 @@ def packed_linear(
     row_block: int = ROW_BLOCK,
     softcap: float | None = None,
 ) -> None:
-    """The same as `linear`, of a packed weight and in blocks of ROW_BLOCK. Raises ShapeError as `linear` does."""
+    """Compute `linear` of a packed weight, in blocks of ROW_BLOCK rows. Raises ShapeError as `linear` does."""
     check_shape("out", out, x.shape[0], weight.shape[0])
     weight.multiply(x, out)
     _finish(bias, softcap, out)

@@ -1,10 +1,10 @@
-"""Products with float32 accumulation in which a row's bits depend on the row and the weight alone.
+"""This module computes GEMMs with float32 accumulation whose row bits depend on the row and the weight alone.
 
-Matrix libraries choose another kernel, and so another order of accumulation, for another number of rows, and for
-narrow weights even for another place of the row. Measured with MKL in torch 2.13 on an AVX-512 processor, blocks
-of 8 rows: a row's bits change with its place for widths 2 to 11 (three matrices in four), never from 12 up. So
-rows come in blocks of one fixed size, padded with zero rows, and the weight's last columns outside a multiple of
-16 (all of them below 64) go through a product of their own that is padded to 64 columns.
+Matrix libraries choose another kernel, and so another order of accumulation, for another number of rows. For narrow
+weights the order even depends on the row's place. Measured with MKL in torch 2.13 on an AVX-512 processor, blocks of 8
+rows: a row's bits change with its place for widths 2 to 11 (three matrices in four), never from 12 up. So rows are
+multiplied in blocks of one fixed size, padded with zero rows. Columns past the last multiple of 16, and all columns of
+a weight with fewer than 64, go through a product of their own that is padded to 64 columns.
 """
 
 import torch
@@ -26,7 +26,7 @@ def _product(block: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear_block(x: torch.Tensor, weight: torch.Tensor, row_block: int = ROW_BLOCK) -> torch.Tensor:
-    """x @ weight.T for at most `row_block` rows, computed as if there were exactly so many.
+    """Compute x @ weight.T for at most `row_block` rows, as if there were exactly `row_block`.
 
     x       [m, K]  any float dtype, m <= row_block
     weight  [N, K]  any float dtype

@@ -1,8 +1,8 @@
-"""Weights of decode's GEMMs in panels of bf16: the bits of `linear_block`, at half the bytes and without padding.
+"""This module packs weights of decode's GEMMs in panels of bf16, for half the bytes and the same bits.
 
-MKL accumulates a GEMM in float32 over parts of K, in order inside a part, and adds the parts in order, as
-`panel_gemm` does. The parts depend on the processor: they are found by trial, and a weight whose packed GEMM
-differs from `linear_block`'s in one bit of a trial stays as it is.
+MKL accumulates a GEMM in float32 over parts of K, in order inside a part, and adds the parts in order. `panel_gemm`
+does the same. The length of a part depends on the processor and is found by trial. If a weight's packed GEMM differs
+from `linear_block`'s in one bit of the trial, the weight is not packed.
 """
 
 import threading
@@ -17,13 +17,13 @@ __all__ = ["PackedWeight", "pack"]
 
 USUAL_PART = 192
 TRIAL_WIDTH = 64
-_running = threading.Lock()  # not every pool of threads that Numba may choose takes two callers
+_running = threading.Lock()  # some of the thread pools that Numba may choose allow only one caller
 
 
 class PackedWeight:
-    """One weight [N, K] of bf16 numbers in panels.
+    """A weight [N, K] of bf16 numbers in panels.
 
-    part  columns of K that are summed up before the next
+    part  columns of K that are summed by themselves
     """
 
     def __init__(self, weight: torch.Tensor, part: int) -> None:
@@ -43,11 +43,11 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes of memory."""
+        """Bytes of memory."""
         return int(self._panels.nbytes)
 
     def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x @ weight.T.
+        """Compute x @ weight.T.
 
         x    [m, K]  any float dtype
         out  [m, N]  float32, contiguous: out
@@ -65,7 +65,7 @@ class PackedWeight:
             self._gemm(pairs.numpy(), self._panels, self._part, out.numpy())
 
     def agrees(self, weight: torch.Tensor) -> bool:
-        """Whether a block of random rows has the bits of `linear_block`; fewer rows are computed in the same way."""
+        """Whether a block of random rows gets the bits of `linear_block`; fewer rows are computed in the same way."""
         drawn = torch.Generator().manual_seed(0)
         x = torch.randn(ROW_BLOCK, self.shape[1], generator=drawn).bfloat16().float()
         found = torch.empty(ROW_BLOCK, self.shape[0])
@@ -74,9 +74,9 @@ class PackedWeight:
 
 
 def pack(weight: torch.Tensor) -> PackedWeight | None:
-    """A float32 weight [N, K] on a CPU, packed; None for one that is no bf16, or whose bits would not be the same.
+    """Pack a float32 weight [N, K] on a CPU; None if its numbers are not bf16, or if the result's bits would differ.
 
-    The packed weight takes half of its bytes besides it.
+    The packed weight takes half of the weight's bytes, in addition to them.
     """
     if weight.is_cuda or weight.dtype != torch.float32 or not torch.equal(weight.bfloat16().float(), weight):
         return None
@@ -89,7 +89,7 @@ def pack(weight: torch.Tensor) -> PackedWeight | None:
 
 @lru_cache
 def _part_of(depth: int, _threads: int) -> int | None:
-    """The columns of K that MKL adds up before the next, or None where no usual width is it."""
+    """Find the length of MKL's parts of K by trial; None if it is none of the usual lengths."""
     weight = torch.randn(TRIAL_WIDTH, depth, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     parts = dict.fromkeys((min(USUAL_PART, depth), *(-(-depth // count) for count in range(1, 5))))
     return next((part for part in parts if PackedWeight(weight, part).agrees(weight)), None)

@@ -1,7 +1,7 @@
-"""The operations of an MoE layer: router, gated activation, and the weighted sum over each row's experts.
+"""This module has the operations of an MoE layer: router, gated activation, weighted sum over each row's experts.
 
-Experts' matrices [E, out, in] come as the parts of their format (`kernels.formats`); gate_up has all gate rows, then
-all up rows. Each expert that any row chose is expanded once a call.
+Experts' matrices [E, out, in] are given as the arrays of their format (`kernels.formats`). gate_up has all gate rows,
+then all up rows. A call expands each expert that any row chose once.
 Source: gpt-oss model card, arXiv 2508.10925, section 2, and the reference implementation's clamped SwiGLU; Qwen3,
 arXiv 2505.09388, with plain SwiGLU and no biases.
 """
@@ -29,7 +29,7 @@ FORMS = (("weight",), ("blocks", "scales"))  # plain, or MXFP4
     read    x               compute  [M, N]
     weight  weight          float    [E, N]    with a shared expert, its row is the last
     weight  bias            float    [E]       absent: none
-    weight  scale           float32  [E]       of experts' shares; absent: none. With a shared expert, its is the last
+    weight  scale           float32  [E]       multiplies experts' weights; absent: none. A shared expert's is the last
     read    row_live        uint8    flat [M]  absent: all live
     write   expert_ids      int32    [M, k]    largest logit first, the lowest id among equals; -1 in dead rows
     write   expert_weights  float32  [M, k]    0 in dead rows
@@ -47,12 +47,14 @@ def router(
     shared: bool = False,
     row_block: int = ROW_BLOCK,
 ) -> None:
-    """Choose each row's experts, and their shares by softmax over the chosen (that over all, renormalised to sum to 1).
+    """Choose each row's k experts of the largest logits, and their weights by softmax over the chosen experts.
 
-    over_all  shares are those of the softmax over all experts, and sum to less
-    shared    the last of the E experts is every row's last one, with the sigmoid of its logit as its share; a row
-              chooses k - 1 of the others, whose softmax leaves it out
-    A share is multiplied by its expert's scale last. Logits are float32, never rounded to the compute dtype. Raises
+    The weights equal those of the softmax over all experts, renormalised to sum to 1.
+
+    over_all  weights are those of the softmax over all experts, and sum to less than 1
+    shared    the last of the E experts is the last expert of every row, and its weight is the sigmoid of its logit. A
+              row chooses k - 1 of the others, whose softmax leaves it out
+    A weight is multiplied by its expert's scale last. Logits are float32, never rounded to the compute dtype. Raises
     ShapeError for shapes that do not fit.
     """
     rows, top_k = expert_ids.shape
@@ -81,9 +83,10 @@ def router(
 def _expert_matrices(
     expert_ids: torch.Tensor, parts: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Each chosen expert once: its id, the pairs that chose it as places in the flat ids, its [out, in] matrix.
+    """Yield each chosen expert once: its id, the places in the flat ids that chose it, and its [out, in] matrix.
 
-    A quantised one is expanded to float32 on a CPU and to `dtype`, as exactly, on a device that multiplies it natively.
+    A quantised matrix is expanded to float32 on a CPU. On a GPU, which multiplies `dtype` natively, it is expanded to
+    `dtype`; that is exact, too.
     """
     weight_format, given = format_of(parts), parts.get("weight")
     is_wide = not expert_ids.is_cuda or (given is not None and given.dtype == torch.float32)
@@ -97,7 +100,7 @@ def _expert_matrices(
 def _given(
     weight: torch.Tensor | None, blocks: torch.Tensor | None, scales: torch.Tensor | None
 ) -> dict[str, torch.Tensor]:
-    """The parts of the experts' matrices that were given, by name."""
+    """Return the arrays of the experts' matrices that are not None, by name."""
     parts = {"weight": weight, "blocks": blocks, "scales": scales}
     return {name: part for name, part in parts.items() if part is not None}
 
@@ -112,10 +115,11 @@ def _products(
     row_block: int,
     ends: tuple[int, ...],
 ) -> torch.Tensor:
-    """Each pair's product with its expert over each part of K: [parts, M * k, width] float32, zero where nobody was
-    chosen; the bias is added to the first.
+    """Multiply each (row, expert) pair over each part of K: [parts, M * k, width] float32.
 
-    inputs [n, in]; source [M * k] int64: the input row of each pair; ends: where parts begin, and the last one's end.
+    A pair without an expert gives zero. The bias is added to the first part.
+
+    inputs [n, in]; source [M * k] int64: the input row of each pair; ends: the start of each part, and the last end
     """
     spans = [slice(start, stop) for start, stop in itertools.pairwise(ends)]
     out = torch.zeros(len(spans), expert_ids.numel(), width, dtype=torch.float32, device=inputs.device)
@@ -154,12 +158,13 @@ def experts_gate_up(
     activation: str = "silu",
     row_block: int = ROW_BLOCK,
 ) -> None:
-    """Gate and up products of the chosen experts, and a gated activation: SwiGLU, clamped or plain, or another.
+    """Compute the gate and up products of the chosen experts, and their gated activation.
 
-    out is up * activation(gate), "silu" or "gelu_tanh", see `silu_mul`; with limit and alpha, (up + 1) * gate *
-    sigmoid(alpha * gate), the gate at most `limit`, up within +-`limit`; in float32, rounded once.
-    row_block   rows a product: an expert's pairs come in blocks of so many, in order of rows
-    Raises ShapeError for shapes that do not fit, and ValueError for an activation that is none.
+    out is up * activation(gate), with "silu" or "gelu_tanh", see `silu_mul`. With limit and alpha it is clamped SwiGLU:
+    (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, up within +-`limit`. All is computed in float32
+    and rounded once.
+    row_block   rows a product: an expert's pairs are multiplied in blocks of so many, in order of rows
+    Raises ShapeError for shapes that do not fit, and ValueError for an unknown activation.
     """
     rows, top_k = expert_ids.shape
     parts, activate = _given(weight, blocks, scales), activation_of(activation)
@@ -208,13 +213,13 @@ def experts_down(
     num_parts: int = 1,
     unit: int = 1,
 ) -> None:
-    """Down products of the chosen experts, each weighted, added from a row's first expert to its last.
+    """Compute the down products of the chosen experts, and their weighted sum, from a row's first expert to its last.
 
-    out is the sum of share * (down @ activated + bias), every product and every sum rounded by itself; row_block as in
-    `experts_gate_up`.
+    out is the sum of weight * (down @ activated + bias). Every product and every sum is rounded by itself. row_block is
+    as in `experts_gate_up`.
 
-    num_parts  of I, cut in whole units as `linear` cuts K: each gives such a sum, the bias in the first, and these are
-               added by `all_reduce.cuts.tree_sum`; given, even as 1, kernels sum in that order, too
+    num_parts  parts of I, cut in whole units as `linear` cuts K. Each part gives such a sum, the first with the bias,
+               and `collectives.cuts.tree_sum` adds them. If it is given, even as 1, kernels sum in that order, too
     Raises ShapeError for shapes that do not fit.
     """
     rows, top_k = expert_ids.shape

@@ -1,4 +1,4 @@
-"""The causal convolution before a gated delta rule, of each channel by itself, over a few last inputs.
+"""This module has the causal convolution before a gated delta rule: each channel by itself, over its last few inputs.
 
 Source: Gated Delta Networks, arXiv 2412.06464, section 3.4; Qwen3-Next and Qwen3.5, transformers 5.23.
 """
@@ -12,14 +12,14 @@ __all__ = ["delta_conv", "prefill_delta_conv"]
 
 
 def _inputs(conv_state: torch.Tensor, slot: int, start: int, kept: int) -> torch.Tensor:
-    """The `kept` inputs before a position; before position 0 they are zero, and nothing is read."""
+    """Return the `kept` inputs before a position. Inputs before position 0 are zero and not read."""
     known = conv_state[slot, ring_places(start - kept, kept, conv_state.shape[1])]
     known[: max(kept - start, 0)] = 0
     return known
 
 
 def _convolve(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """Rows [n, C] of the outputs of inputs [taps - 1 + n, C], each row by itself."""
+    """Convolve inputs [taps - 1 + n, C] to rows [n, C], each row by itself."""
     taps = weight.float().unbind(1)
     for index in range(out.shape[0]):
         total = taps[0] * inputs[index].float()
@@ -49,11 +49,11 @@ def delta_conv(
     conv_state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """silu of the sum over a channel's last inputs, for a step's rows; see `pending`.
+    """Compute silu of the weighted sum of a channel's last inputs, for a step's rows; see `pending`.
 
     out = silu(round(sum_j w_j x_{t - taps + 1 + j})), products and sums in float32, in order of j; the sum is rounded
-    to the compute dtype before silu. Inputs before position 0 are zero. I is taps - 1 + the most rows a slot, at least:
-    what is written are other places than those that are read, and what a rewind goes back to stays.
+    to the compute dtype before silu. Inputs before position 0 are zero. I is at least taps - 1 + the most rows a slot.
+    So a step overwrites no input that it reads, nor one that the step after a rewind needs.
     """
     kept, channels = weight.shape[1] - 1, weight.shape[0]
     out.zero_()
@@ -84,7 +84,7 @@ def prefill_delta_conv(
     conv_state: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """`delta_conv` of a chunk of one slot, which leaves no pending rows. Inputs before position 0 are zero."""
+    """Compute `delta_conv` for a chunk of one slot; it leaves no pending rows. Inputs before position 0 are zero."""
     (start, count), kept = chunk.tolist(), weight.shape[1] - 1
     begin, left = prefill_rows(slot, chunk, snapshots)
     fresh = x[:count, : weight.shape[0]].to(conv_state.dtype)

@@ -1,7 +1,7 @@
-"""The gated delta rule: a state per value head that decays, is corrected by each row, and is read by its query.
+"""This module has the gated delta rule: each value head has a state, which decays and is corrected by each row.
 
-S = decay S;  d = beta (v - S^T k);  S = S + k d^T;  o = S^T q. All of it is float32, and sums over Dk are added by
-halves, so that a head's bits depend neither on how many heads there are nor on other rows.
+S = decay S;  d = beta (v - S^T k);  S = S + k d^T;  o = S^T q. All numbers are float32. Sums over Dk are added by
+halves, so that a head's bits depend neither on the number of heads nor on other rows.
 Source: Gated Delta Networks, arXiv 2412.06464; Qwen3-Next and Qwen3.5, transformers 5.23.
 """
 
@@ -15,7 +15,7 @@ from lowlat.kernels.reference.row_blocks import sigmoid, without_tail
 
 __all__ = ["delta_rule", "prefill_delta_rule", "sum_by_halves"]
 
-NORM_EPS = 1e-6  # of the l2 norms of queries and keys, in every model
+NORM_EPS = 1e-6  # for the l2 norms of queries and keys, in every model
 
 
 class _Row(NamedTuple):
@@ -29,7 +29,7 @@ class _Row(NamedTuple):
 
 
 def sum_by_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """The sum over a dimension: its second half is added to the first, and so on; zeros fill it to a power of two."""
+    """Sum over a dimension, padded by zeros to a power of two: add its second half to the first, again and again."""
     size = 1 << (x.shape[dim] - 1).bit_length()
     x = x.movedim(dim, 0)
     if size > x.shape[0]:
@@ -41,14 +41,14 @@ def sum_by_halves(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _unit(x: torch.Tensor) -> torch.Tensor:
-    """Heads [H, D] by their l2 norms."""
+    """Divide heads [H, D] by their l2 norms."""
     return x * without_tail(torch.rsqrt, sum_by_halves(x * x, 1) + NORM_EPS)[:, None]
 
 
 def _row(
     mixed: torch.Tensor, ba: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, extents: tuple[int, ...]
 ) -> _Row:
-    """A row's numbers, of mixed [C] in the compute dtype and ba [2 Hv] float32, which is rounded to that dtype."""
+    """Compute a row's numbers from mixed [C] in the compute dtype and ba [2 Hv] float32, rounded to that dtype."""
     key_heads, key_dim, heads, value_dim = extents
     keys = key_heads * key_dim
     q, k, v = mixed.float().split((keys, keys, heads * value_dim))
@@ -71,12 +71,12 @@ def _corrected(decayed: torch.Tensor, k: torch.Tensor, d: torch.Tensor) -> torch
 
 
 def _by_value_head(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """Key heads [Hk, Dk] for each value head [Hv, Dk]; consecutive ones share one."""
+    """Repeat key heads [Hk, Dk] for value heads [Hv, Dk]; consecutive value heads share a key head."""
     return x.repeat_interleave(d.shape[0] // x.shape[0], 0)
 
 
 def _step(state: torch.Tensor, row: _Row) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The state after a row, its correction d [Hv, Dv], and its output [Hv, Dv]."""
+    """Return the state after a row, the row's correction d [Hv, Dv], and its output [Hv, Dv]."""
     decayed = _decayed(state, row.decay)
     seen = sum_by_halves(decayed * _by_value_head(row.k, row.v)[:, :, None], 1)
     d = (row.v - seen) * row.beta[:, None]
@@ -115,11 +115,11 @@ def delta_rule(
     pending_g: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """The gated delta rule over a step's rows; see `pending`.
+    """Apply the gated delta rule to a step's rows; see `pending`.
 
-    q and k are by head divided by their l2 norms, q also by sqrt(Dk); b and a are rounded to the compute dtype first,
-    and beta = sigmoid(b) after; decay = exp(-exp(a_log) softplus(a + dt_bias)). Value heads Hv / Hk in a row share a
-    key head. The output is rounded once. P is twice the most rows a slot.
+    Each head of q and k is divided by its l2 norm, q also by sqrt(Dk). b and a are first rounded to the compute dtype;
+    beta = sigmoid(b) is rounded to it, too; decay = exp(-exp(a_log) softplus(a + dt_bias)). Hv / Hk consecutive value
+    heads share a key head. The output is rounded once. P is twice the most rows a slot.
     """
     extents = (*pending_k.shape[2:], *pending_d.shape[2:])
     out.zero_()
@@ -161,11 +161,12 @@ def prefill_delta_rule(
     out: torch.Tensor,
     chunk_size: int | None = None,
 ) -> None:
-    """The same recurrence over a chunk of one slot, which leaves no pending rows.
+    """Apply the gated delta rule to a chunk of one slot; it leaves no pending rows.
 
-    A chunk that starts at position 0 begins with zero and reads nothing of the state; others begin with the slot's, or
-    with a snapshot. chunk_size: chunks start, and snapshots are due, at multiples of so many positions; None: of 32.
-    A kernel may take rows together that lie between such multiples; here each is taken alone, and it changes no bit.
+    A chunk at position 0 begins with a zero state and reads none. Others begin with the slot's state, or with a
+    snapshot. chunk_size: chunks start, and snapshots are taken, at multiples of so many positions; None: of 32.
+    Here each row is computed by itself, so chunk_size changes no bit. A kernel may compute the rows between two such
+    multiples together.
     """
     start, count = chunk.tolist()
     begin, left = prefill_rows(slot, chunk, snapshots)

@@ -1,4 +1,4 @@
-"""Operations after hybrid layers' mixers, row by row: the gated norm of a delta net, the output gate of attention.
+"""This module has the row-wise operations after mixers of hybrid layers: a delta net's gated norm, and output gates.
 
 Source: Gated Delta Networks, arXiv 2412.06464; Gated Attention, arXiv 2505.06708; Qwen3.5, transformers 5.23.
 """
@@ -15,7 +15,7 @@ __all__ = ["add_gated", "delta_norm", "output_gate"]
 
 @operation("""
     read    x         compute  [M, Hv * Dv]  the delta rule's output
-    read    gates     float32  [M, W]        the GEMM of delta_conv; z are its last Hv * Dv columns
+    read    gates     float32  [M, W]        the GEMM before delta_conv; z is its last Hv * Dv columns
     weight  weight    float    [Dv]
     read    row_live  uint8    flat [M]      absent: all live
     write   out       compute  [M, Hv * Dv]  dead rows zero
@@ -29,9 +29,9 @@ def delta_norm(
     out: torch.Tensor,
     eps: float,
 ) -> None:
-    """RMS norm of each head times silu of its gate z.
+    """Multiply the RMS norm of each head by silu of its gate z.
 
-    Each of these is rounded to the compute dtype: z, the normed head, and that times the weight. The product with
+    z, the normed head, and the normed head times the weight are each rounded to the compute dtype. The product with
     silu(z), in float32, is rounded once.
     """
     width, dim = x.shape[1], weight.shape[0]
@@ -56,7 +56,7 @@ def delta_norm(
 def output_gate(
     x: torch.Tensor, gate: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor
 ) -> None:
-    """x * sigmoid(gate), the sigmoid rounded to the compute dtype, then the product."""
+    """Compute x * sigmoid(gate); the sigmoid is rounded to the compute dtype, then the product."""
     both = torch.cat((x.float(), gate.to(out.dtype).float()), 1)
 
     def gated(row: torch.Tensor) -> torch.Tensor:
@@ -77,7 +77,7 @@ def output_gate(
 def add_gated(
     a: torch.Tensor, b: torch.Tensor, gate: torch.Tensor, row_live: torch.Tensor | None = None, *, out: torch.Tensor
 ) -> None:
-    """a + b * sigmoid(gate) in float32, the product and the sum rounded by themselves."""
+    """Compute a + b * sigmoid(gate) in float32; product and sum are each rounded."""
     both = torch.cat((a, b, gate), 1)
     width = a.shape[1]
 
@@ -88,5 +88,5 @@ def add_gated(
 
 
 def _live(x: torch.Tensor, row_live: torch.Tensor | None) -> torch.Tensor:
-    """The rows that are live, where torch's functions see one row at a time."""
+    """Return row_live, or ones if it is absent, so that `map_rows` applies functions row by row."""
     return torch.ones(x.shape[0], dtype=torch.uint8) if row_live is None else row_live

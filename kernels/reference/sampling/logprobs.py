@@ -1,4 +1,4 @@
-"""Logarithmic probabilities of drawn tokens and of their likeliest alternatives, from the raw logits."""
+"""This module computes logprobs of drawn tokens and of the likeliest alternatives, from the raw logits."""
 
 import torch
 
@@ -28,10 +28,10 @@ def logprobs(
     logprob_values: torch.Tensor,
     logprob_ids: torch.Tensor,
 ) -> None:
-    """Log-softmax of the drawn token and of the MAX_LOGPROBS likeliest, for the slots that ask.
+    """Compute the log-softmax of the drawn token and of the MAX_LOGPROBS likeliest, for slots that ask for it.
 
-    Equal logits come lowest id first. A row without a draw, or whose logits are not finite, gives nothing: its request
-    fails.
+    Of equal logits the lowest id comes first. A row without a draw, or whose logits are not finite, has no logprobs:
+    its request fails.
     Raises ShapeError on the host for shapes that do not fit.
     """
     batch, rows = target_tokens.shape

@@ -1,8 +1,8 @@
-"""The rows of a prompt whose logits are made, a bounded number at a time: taken, ranked, and kept for the host.
+"""This module has the operations of a prompt's logprobs, which passes compute for a fixed number of rows at a time.
 
-Prefill leaves the residual stream of its positions. A pass takes the next rows of it, from a cursor on the device; the
-LM head and `logprobs` follow; what they gave is kept by position, and the cursor goes on. The pass that reaches the
-last position sets it back, so the host starts as many passes as there are, and writes nothing between them.
+Prefill leaves the residual stream of its positions. A pass takes the next rows of it, from a cursor on the device. The
+LM head and `logprobs` follow. Their results are stored by position, and the cursor advances. The pass that reaches the
+last position resets the cursor, so the host launches all passes without writing anything between them.
 """
 
 import torch
@@ -33,7 +33,7 @@ def take_prompt_rows(
     row_live: torch.Tensor,
     target_tokens: torch.Tensor,
 ) -> None:
-    """Take the rows from the cursor on; a row is live where a token stands after its position."""
+    """Take the rows from the cursor on; a row is live if a token follows its position."""
     positions, rows = residual.shape[0], out.shape[0]
     place = cursor.long() + torch.arange(rows, device=out.device)
     inside = place < count.long().clamp(max=positions)
@@ -54,9 +54,9 @@ def take_prompt_rows(
 def token_ranks(
     logits: torch.Tensor, row_live: torch.Tensor, target_tokens: torch.Tensor, *, ranks: torch.Tensor
 ) -> None:
-    """The place of a token among all of its row, likeliest first and of equal ones the lowest id first.
+    """Compute the rank of each row's token in the vocabulary: likeliest first, of equal logits the lowest id first.
 
-    Of a row that is not finite it means nothing. Raises ShapeError on the host for shapes that do not fit.
+    The rank in a row that is not finite has no meaning. Raises ShapeError on the host for shapes that do not fit.
     """
     batch, rows = target_tokens.shape
     check_shape("logits", logits, batch * rows, logits.shape[1])
@@ -89,7 +89,7 @@ def keep_prompt_logprobs(
     prompt_logprob_ids: torch.Tensor,
     prompt_ranks: torch.Tensor,
 ) -> None:
-    """Keep what a pass gave by position, and advance the cursor by its rows."""
+    """Store a pass's results by position, and advance the cursor by its rows."""
     first, rows = int(cursor), ranks.shape[1]
     fitting = max(0, min(rows, prompt_ranks.shape[0] - first))
     prompt_logprob_values[first : first + fitting] = logprob_values[0, :fitting]

@@ -1,8 +1,7 @@
-"""Random numbers that are a pure function of (seed, position, stream, token): nothing is advanced or stored.
+"""This module computes random numbers as a pure function of (seed, position, stream, token); no state is kept.
 
-So a token's draw is the same in any bucket, with or without speculation, on any device: the integers are exact
-everywhere. Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011: Philox
-4x32 with 10 rounds.
+So a token's draw is the same in any bucket, with or without speculation, on any device: integers are exact everywhere.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011: Philox 4x32 with 10 rounds.
 """
 
 from functools import lru_cache
@@ -20,7 +19,7 @@ LARGEST = 1.0 - 2.0**-24  # the largest float32 below one
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Philox4x32-10: four 32-bit words for each counter.
+    """Compute Philox4x32-10: four 32-bit words for each counter.
 
     counter  [n, 4]  int64  words 0..2**32 - 1
     key      two words
@@ -41,9 +40,9 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 
 
 def uniforms(seed: int, position: int, count: int, device: torch.device, *, stream: int = 0) -> torch.Tensor:
-    """One number in (0, 1) for each token at an absolute position.
+    """Return a number in (0, 1) for each token at an absolute position.
 
-    seed      key: the low 64 bits of it
+    seed      its low 64 bits are the key
     position  counter word 0; word 1 is token // 4, word 2 the stream, word 3 zero; the lane is token % 4
     Returns [count] float32 on `device`: (2 r + 1) rounded to float32, times 2**-33, at most 1 - 2**-24.
     The rounding is to nearest even, once, so every device has the same bits.
@@ -57,11 +56,11 @@ def uniforms(seed: int, position: int, count: int, device: torch.device, *, stre
     return ((2 * words + 1).float() * 2.0**-33).clamp(max=LARGEST)
 
 
-@lru_cache(maxsize=64)  # nodes of a tree that stand at one position draw with the same noise
+@lru_cache(maxsize=64)  # nodes of a tree at the same position draw with the same noise
 def gumbel(seed: int, position: int, count: int, device: torch.device, *, stream: int = 0) -> torch.Tensor:
-    """Standard Gumbel noise for each token at an absolute position: [count] float32 on `device`, not to be changed.
+    """Return standard Gumbel noise for each token at an absolute position: [count] float32 on `device`, read-only.
 
-    -log(-log1p(-u)): the large values, which decide draws, come from small u, where float32 is finest; so the
-    noise reaches 22.9 upwards and -2.9 downwards, and the likeliest of logits + noise is a draw from softmax.
+    The largest of logits + noise is a draw from softmax. Noise is -log(-log1p(-u)): the large values, which decide
+    draws, come from small u, where float32 is finest. So the noise lies between -2.9 and 22.9.
     """
     return -torch.log(-torch.log1p(-uniforms(seed, position, count, device, stream=stream)))

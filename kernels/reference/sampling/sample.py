@@ -1,18 +1,18 @@
-"""The target's draw at every node: logits processed with the node's own history, then one token.
+"""This module draws the target's token at every node: it processes the logits by the node's history, then draws.
 
-A draw depends on the node's logits, its request's parameters and history, its seed and its absolute position,
-and on nothing else: so drafts change no token (sample-and-match). Order of processing:
+A draw depends only on the node's logits, its request's parameters and history, its seed and its absolute position. So
+drafts change no token (sample-and-match). The order of processing is:
 
 1. repetition penalty: a logit of a token in the prompt or the output is divided by it if positive, else multiplied
 2. presence penalty, then frequency penalty: subtracted for tokens of the output
 3. logit bias: added
-4. min_tokens: stop ids are banned while fewer tokens have been generated; then what the row's grammar forbids
-5. temperature 0: the largest, the lowest id among equals. Otherwise (logit - largest) / temperature, then
-6. top_k, top_p on what top_k kept, min_p; then the largest of logit + Gumbel noise among the kept
+4. min_tokens: stop ids are banned while fewer tokens have been generated; then tokens that the row's grammar forbids
+5. temperature 0: the largest logit, the lowest id among equals. Otherwise (logit - largest) / temperature, then
+6. top_k, top_p among the tokens that top_k kept, min_p; then the largest of logit + Gumbel noise among the kept
 
-So transformers orders its warpers (temperature, top_k, top_p, min_p), and so vLLM its penalties. Each of the three
-cut-offs keeps every token whose logit reaches a bound: tokens that tie at the bound are all kept. top_p's masses
-are integers in units of 2**-40 of the likeliest token's, so that their sums have no order of summation.
+transformers has the same order of warpers (temperature, top_k, top_p, min_p), and vLLM of penalties. Each of the three
+cut-offs keeps every token whose logit reaches a bound, so tokens that tie at the bound are all kept. top_p's masses
+are integers in units of 2**-40 of the likeliest token's, so that their sums do not depend on the order of summation.
 """
 
 import math
@@ -55,25 +55,25 @@ MASK_BITS = (1 << 64) - 1
     write   finite    uint8    [B, T]        1 for a live row without NaN or infinity, else 0
 """)
 def finite(logits: torch.Tensor, row_live: torch.Tensor, *, finite: torch.Tensor) -> None:
-    """Flag the rows whose raw logits are all finite; minus infinity from a model counts as a failure too."""
+    """Flag the rows whose raw logits are all finite; minus infinity from a model counts as a failure, too."""
     check_shape("logits", logits, finite.numel(), logits.shape[1])
     sound = logits.isfinite().all(-1) & (row_live.reshape(-1) != 0)
     finite.copy_(sound.reshape(finite.shape))
 
 
 def lowest_argmax(row: torch.Tensor) -> int:
-    """The index of the largest of [V] numbers without NaN, the lowest among equals, on any device."""
+    """Return the index of the largest of [V] numbers without NaN, the lowest among equals, on any device."""
     return int((row == row.max()).nonzero()[0, 0])
 
 
 def allowed(mask: torch.Tensor, width: int) -> torch.Tensor:
-    """The tokens whose bit is 1 in a row's mask, [width] bool; mask [ceil(width / 32)] int32, little end first."""
+    """Unpack a row's mask [ceil(width / 32)] int32, lowest bit first, to [width] bool."""
     bits = torch.arange(32, dtype=torch.int32, device=mask.device)
     return (mask[:, None] >> bits & 1).bool().reshape(-1)[:width]
 
 
 def keep(scaled: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Which tokens may be drawn.
+    """Mark the tokens that may be drawn.
 
     scaled  [V]  float32  (logit - largest) / temperature: the likeliest is 0, banned tokens are -inf
     top_k   keep logits that reach the k-th largest; 0 keeps all
@@ -105,14 +105,14 @@ def penalise(
     presence: torch.Tensor,
     frequency: torch.Tensor,
 ) -> torch.Tensor:
-    """The three penalties of one row, in this order, each operation rounded by itself: a new [V] float32.
+    """Apply the three penalties to one row, in this order, each operation rounded by itself: a new [V] float32.
 
     logits       [V]  float32
     prompt_seen  [V]  uint8
-    counts       [V]  int32    times each token is in the output, drafted ancestors included
-    repetition, presence, frequency  []  float32, on the row's device: a host number would be divided by as a
-                 product with its reciprocal on some devices
-    What a division pushes past float32's range stays at its end.
+    counts       [V]  int32    occurrences of each token in the output, drafted ancestors included
+    repetition, presence, frequency  []  float32, on the row's device: some devices divide by a host number by
+                 multiplying by its reciprocal
+    A quotient beyond float32's range becomes its largest or least number.
     """
     in_output = counts > 0
     penalised = torch.where(logits > 0, logits / repetition, logits * repetition).clamp(-LARGEST, LARGEST)
@@ -131,7 +131,7 @@ class _Rows:
         self.masks = state["row_masks"].tolist()
 
     def draw(self, logits: torch.Tensor, slot: int, index: int, node: int) -> int:
-        """The token after one live node."""
+        """Draw the token after one live node."""
         if not bool(logits.isfinite().all()):
             return 0
         ints, floats = self.state["slot_ints"][slot].tolist(), self.state["slot_floats"][slot]
@@ -156,14 +156,14 @@ class _Rows:
         return lowest_argmax(torch.where(kept, noisy, -math.inf))
 
     def _allowed(self, slot: int, node: int, width: int) -> torch.Tensor:
-        """The tokens that a row's grammar allows. Raises DeviceError where the host has not filled the step's masks."""
+        """Return the tokens that a row's grammar allows. Raises DeviceError if the host has not filled the masks."""
         ready, length = int(self.state["grammar_ready"][slot]), self.lengths[slot]
         if ready < length:
             raise DeviceError(f"slot {slot} draws after {length} tokens, and its masks are those after {ready}")
         return allowed(self.state["grammar_masks"][slot, node].to(self.state["slot_ints"].device), width)
 
     def _penalise(self, logits: torch.Tensor, slot: int, drafted: list[int]) -> torch.Tensor:
-        """Steps 1 and 2, into a new row."""
+        """Apply steps 1 and 2, into a new row."""
         floats = self.state["slot_floats"][slot]
         parameters = floats[[REPETITION, PRESENCE, FREQUENCY]]
         if parameters.tolist() == [1.0, 0.0, 0.0]:
@@ -175,13 +175,13 @@ class _Rows:
         return penalise(logits, self.state["prompt_seen"][slot], counts, *parameters)
 
     def _bias(self, row: torch.Tensor, slot: int) -> torch.Tensor:
-        """Step 3, in place."""
+        """Apply step 3 in place."""
         places, ids = self._listed("bias_ids", slot, row.numel())
         row[ids] = row[ids] + self.state["bias_values"][slot][places]
         return row.clamp_(-LARGEST, LARGEST)
 
     def _listed(self, name: str, slot: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Columns in use of a slot's list of ids, and the ids; what lies outside the vocabulary is a pad."""
+        """Return the used columns of a slot's list of ids, and the ids; ids outside the vocabulary are pads."""
         ids = self.state[name][slot].long()
         places = ((ids >= 0) & (ids < vocabulary)).nonzero()[:, 0]
         return places, ids[places]
@@ -196,8 +196,8 @@ class _Rows:
     read    lengths        int32    [max_B]                committed tokens n
     read    slot_ints      int64    [max_B, {NUM_INTS}]    see `slot_record`
     read    slot_floats    float32  [max_B, {NUM_FLOATS}]  see `slot_record`
-    read    prompt_seen    uint8    [max_B, V]             1 where the prompt has the token
-    read    output_counts  int32    [max_B, V]             times the token was generated and committed
+    read    prompt_seen    uint8    [max_B, V]             1 if the prompt has the token
+    read    output_counts  int32    [max_B, V]             how often the token was generated and committed
     read    bias_ids       int32    [max_B, {MAX_BIASES}]  distinct; -1 pads
     read    bias_values    float32  [max_B, {MAX_BIASES}]
     read    stop_ids       int32    [max_B, {MAX_STOPS}]   -1 pads
@@ -226,9 +226,9 @@ def sample(
 ) -> None:
     """Draw the target's token at every live node; the module's docstring gives the order of processing.
 
-    The draw after a node of depth d (bits set in its mask - 1) has the absolute position n + d. A node's own ancestors
-    and itself are added to output_counts, node 0 excepted. Where the slot has a grammar, what its node's mask forbids
-    has no probability; a kernel waits for the host to have filled the masks, the reference does not.
+    The draw after a node of depth d (bits set in its mask - 1) has the absolute position n + d. The node and its
+    ancestors, except node 0, count as output, too. If the slot has a grammar, tokens that the node's mask forbids have
+    probability 0. A kernel waits until the host has filled the masks; the reference raises DeviceError if it has not.
     Time: a few passes over each live row, a sort where top_p is set. Captured: yes, as a kernel.
     Raises ShapeError on the host for shapes that do not fit.
     Source: Gumbel-max over counter-based numbers, see `random`; penalties as OpenAI's and CTRL's (arXiv

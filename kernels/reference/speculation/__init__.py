@@ -1,1 +1,1 @@
-"""Dynamic trees: their likeliest drafts, grown level by level or at once, and what the next step verifies of them."""
+"""References of speculation: acceptance and commit, draft rows, trees, drafts from text, draft lengths."""

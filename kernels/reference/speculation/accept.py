@@ -1,7 +1,7 @@
-"""Acceptance: follow the drafted children that equal the target's draw, and commit the path.
+"""This module accepts drafts: it follows the drafted children that equal the target's draw, and commits the path.
 
-Source: EAGLE-3, arXiv 2503.01840, section 3; sample-and-match: the draw at every node is the target's own, so the
-committed tokens are those of decoding without drafts, whatever was drafted.
+Source: EAGLE-3, arXiv 2503.01840, section 3. Sample-and-match: the draw at every node is the target's own, so the
+committed tokens are those of decoding without drafts, whatever the drafts are.
 """
 
 import torch
@@ -83,16 +83,16 @@ def accept_simulated(
     probability: float,
     seed: int,
 ) -> None:
-    """Accept each draft with a probability, whatever it is, where those before it were accepted; for benchmarks.
+    """Accept each draft with a fixed probability, if those before it were accepted, whatever its token; for benchmarks.
 
-    The coin of a draft is keyed by (seed + slot, its absolute position) alone: a longer or a shorter run of drafts
-    accepts the same ones. The text means nothing.
+    A draft's coin depends only on (seed + slot, its absolute position), so longer and shorter drafts accept the same
+    positions. The resulting text has no meaning.
     """
     accepted_tokens.fill_(-1)
     accepted_nodes.fill_(-1)
     best_path.fill_(-1)
     accepted_lens.zero_()
-    chance = float(torch.tensor(probability, dtype=torch.float32))  # as coins are
+    chance = float(torch.tensor(probability, dtype=torch.float32))  # rounded to float32, as coins are
     for index, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
@@ -150,9 +150,9 @@ def truncate(
     commit_lens: torch.Tensor,
     finish: torch.Tensor,
 ) -> None:
-    """Cut the accepted run at the first stop token, at the length limit, or before a row that has no draw.
+    """Cut the accepted tokens at the first stop token, at the length limit, or before a row without a draw.
 
-    A row has none where its logits are not finite, or where a grammar allows no token.
+    A row has no draw if its logits are not finite, or if a grammar allows no token.
     """
     commit_lens.zero_()
     finish.zero_()
@@ -185,7 +185,7 @@ def truncate(
     update  active           int32  [max_B]
     update  output_counts    int32  [max_B, V]
     update  num_drafts       int32  [max_B]
-    write   draft_live       uint8  [B]         1 for slots that go on and so will draft
+    write   draft_live       uint8  [B]         1 for slots that continue, and so will draft
     write   draft_lens       int32  [B]         the new committed length n' of such slots, else 0
 """)
 def commit(
@@ -202,7 +202,7 @@ def commit(
     draft_live: torch.Tensor,
     draft_lens: torch.Tensor,
 ) -> None:
-    """Append the tokens, advance lengths and counts, end finished slots, retract all drafts."""
+    """Append the tokens, advance lengths and counts, end finished slots, and retract all drafts."""
     draft_live.zero_()
     draft_lens.zero_()
     entries = zip(slots.tolist(), commit_lens.tolist(), finish.tolist(), strict=True)

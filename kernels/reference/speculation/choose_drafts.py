@@ -1,8 +1,8 @@
-"""The choice between a model's drafts and those from a slot's own text: by the drafts that are expected to be accepted.
+"""This module chooses a model's drafts or those from a slot's own text, by the expected number of accepted ones.
 
-A slot keeps both proposals and, once the text has gone on, compares each with it, whichever was verified. So both have
-running acceptance probabilities: how often a draft whose predecessors were right was right as well, for a model by the
-draft's position and for text by the length of the ending that it continues, next to how often its share had promised.
+A slot keeps both proposals. After the step it compares each with the text, whichever was verified. So it learns the
+acceptance probabilities of both: how often a draft is right if those before it were. A model's are kept by the draft's
+position. Text's are kept by the length of the ending that the draft continues, relative to the shares of such drafts.
 The same seed gives the same tokens whatever is chosen.
 """
 
@@ -29,12 +29,13 @@ __all__ = [
 
 MAX_DRAFTS = 7
 NUM_BINS = 8
-DECAY = 4  # an observation loses a 16th of its weight to each that follows
-MADE_AT, MATCH, CHOSEN, FIRST = 0, 1, 2, 3  # of a proposal; then the model's drafts, the text's, and the text's shares
+DECAY = 4  # an observation loses a 16th of its weight with each later one
+MADE_AT, MATCH, CHOSEN, FIRST = 0, 1, 2, 3  # columns; from FIRST on the model's drafts, the text's, the text's shares
 PROPOSAL_WIDTH = FIRST + 3 * MAX_DRAFTS
 PRIOR_WEIGHT = 8  # observations
-# in 1024ths, before anything was seen, by position, and by an ending's tokens from 1 to 8 and more: near the bundled
-# pair's, but warier of text. Replayed on its texts with copies, choices won two thirds of what the best ones would have
+# In 1024ths, before any observation: the model's by position, the text's by an ending's tokens, from 1 to 8 or more.
+# They are near the bundled pair's, but lower for text. In a replay of its texts with copies the choices gained two
+# thirds of what the best choices would have gained.
 PRIOR_RATES = ((740, 760, 790, 800, 800, 800, 800, 800), (300, 460, 600, 700, 760, 800, 840, 960))
 PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, SHARE * PRIOR_WEIGHT) for rate in rates) for rates in PRIOR_RATES)
 
@@ -42,14 +43,14 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, SHARE * PRIOR_WEIGHT) for rate in rate
 @operation(f"""
     read    tokens               int32  [Bmax, C]                 committed tokens
     read    slots                int32  [B]                       -1 pads
-    read    draft_live           uint8  [B]                       slots that go on
+    read    draft_live           uint8  [B]                       slots that continue
     read    draft_lens           int32  [B]                       committed tokens n' of such slots
     read    text_nodes           int32  [B, T]                    as `suffix_draft` wrote them, with shares and lengths
     read    draft_shares         int32  [B, T]
     read    match_lens           int32  [B]
-    update  draft_nodes          int32  [B, T]                    the model's drafts; out: those that are chosen
-    update  proposals            int32  [Bmax, {PROPOSAL_WIDTH}]  the last of both: where, ending, choice, drafts
-    update  draft_probabilities  int32  [Bmax, 2, {NUM_BINS}, 2]  model and text: drafts right, and to be right
+    update  draft_nodes          int32  [B, T]                    the model's drafts; out: the chosen ones
+    update  proposals            int32  [Bmax, {PROPOSAL_WIDTH}]  both last proposals, see the columns above
+    update  draft_probabilities  int32  [Bmax, 2, {NUM_BINS}, 2]  model and text: right drafts, expected right ones
     update  draft_sources        int32  [Bmax]                    1: the text's are chosen; 0: the model's
 """)
 def choose_drafts(
@@ -67,12 +68,12 @@ def choose_drafts(
     draft_sources: torch.Tensor,
     fresh: bool,
 ) -> None:
-    """Learn from the last proposals, and take the drafts of which more should be accepted; a tie is the model's.
+    """Learn from the last proposals, and choose the drafts with more expected accepted ones; the model's if equal.
 
-    fresh  the slots' requests are new: nothing is known of them but the acceptance probabilities in general
+    fresh  the slots' requests are new: their acceptance probabilities begin with PRIOR
     A source's expected number of accepted drafts is the sum over its drafts of the products of the acceptance
-    probabilities up to each; the acceptance probabilities of a text's draft are its share of the places with its
-    predecessors, times how often such shares kept their promise.
+    probabilities up to each. For a text's draft this probability is its share of the places with its predecessors,
+    times the ratio of right drafts to the sum of such shares so far.
     Time: some dozen integers a slot. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     check_arguments(choose_drafts, locals())
@@ -102,19 +103,17 @@ def choose_drafts(
 
 
 def _text_bin(match: int, place: int) -> int:
-    """The acceptance probabilities of a text's draft: by the tokens of the ending that it continues, earlier drafts
-    included.
-    """
+    """Return the bin of a text's draft: by the tokens of the ending that it continues, with the drafts before it."""
     return max(0, min(match + place, NUM_BINS) - 1)
 
 
 def _promises(shares: list[int]) -> list[int]:
-    """The share of each draft among the places that had its predecessors, from the shares among all."""
+    """Convert shares among all places to each draft's share among the places with its predecessors."""
     return [share * SHARE // max(before, 1) for share, before in zip(shares, [SHARE, *shares], strict=False)]
 
 
 def _learn(text: list[int], proposal: list[int], probabilities: list[list[list[int]]]) -> None:
-    """Compare both kept proposals with what came, draft by draft up to the first that was wrong."""
+    """Compare both kept proposals with the text since then, draft by draft up to the first wrong one."""
     start = proposal[MADE_AT]
     for source in (0, 1):
         for place in range(MAX_DRAFTS):
@@ -131,7 +130,7 @@ def _learn(text: list[int], proposal: list[int], probabilities: list[list[list[i
 
 
 def _expected(drafts: list[int], promises: list[int], probabilities: list[list[int]], bins: list[int] | range) -> int:
-    """Drafts that will be accepted, in 1024ths."""
+    """Compute the expected number of accepted drafts, in 1024ths."""
     product, total = SHARE, 0
     for draft, promise, at in zip(drafts, promises, bins, strict=True):
         if draft < 0:

@@ -1,7 +1,7 @@
-"""The rows of drafters that draft all positions in one pass.
+"""This module lays out the rows of draft models that draft all positions in one pass.
 
-P-EAGLE's are accepted rows, and after them those of the mask: row r of a slot is its r-th committed token, and the
-S - 1 rows after the last of these take the mask's token and state. DFlash's are the last known token and the mask's.
+P-EAGLE has accepted rows and then mask rows: row r of a slot is its r-th committed token, and the S - 1 rows after the
+last of these have the mask's token and state. DFlash has the last known token and then mask rows.
 """
 
 import torch
@@ -42,7 +42,7 @@ def block_rows(
     drafting_positions: torch.Tensor,
     mask_token: int,
 ) -> None:
-    """Lay out a drafter's rows after a commit: the committed tokens with their features, and the mask's rows."""
+    """Lay out a draft model's rows after a commit: the committed tokens with their features, then the mask rows."""
     batch, accepted = tokens.shape
     count, drafting = block_live.shape[1], drafting_live.shape[1]
     row = torch.arange(count, device=tokens.device)[None]
@@ -67,7 +67,7 @@ def block_rows(
     write   out          compute  [B * S, W]  zero where nothing was committed
 """)
 def take_block(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Rows commit_lens - 1 to commit_lens + S - 2 of each slot. Raises ShapeError where there is no slot."""
+    """Copy rows commit_lens - 1 to commit_lens + S - 2 of each slot. Raises ShapeError if there is no slot."""
     batch, count = commit_lens.shape[0], rows_of_slots(x, commit_lens)
     drafting = rows_of_slots(out, commit_lens)
     row = (commit_lens - 1)[:, None] + torch.arange(drafting, device=x.device)[None]
@@ -98,7 +98,7 @@ def mask_rows(
     write_lens: torch.Tensor,
     mask_token: int,
 ) -> None:
-    """Lay out a block: the last committed token at its position, and the mask's tokens after it."""
+    """Lay out a block: the last committed token at its position, then the mask's tokens."""
     row = torch.arange(tokens.shape[1], device=tokens.device)[None]
     going = (draft_live != 0)[:, None]
     last = accepted_tokens.gather(1, (commit_lens - 1).clamp(min=0)[:, None].long())

@@ -1,10 +1,11 @@
-"""The draft length of a step: how many drafts are made and verified, by their expected tokens and their cost.
+"""This module chooses a step's draft length, the number of drafts that it makes and verifies.
 
-The expected tokens of a length are those of all slots by their acceptance probabilities, see `length_probabilities`; a
-length costs what a step of it takes, and more the more positions are attended to. The length of most expected tokens by
-its cost is chosen, but the last one stays unless another is better by more than a 256th. At length zero nothing is
-learnt: so a draft is tried now and then, as often as costs at most a 512th of the time by what is known. The same seed
-gives the same tokens whatever is chosen. All numbers are integers, so that every executor chooses alike.
+The expected tokens of a length are the sum over all slots, by their acceptance probabilities, see
+`length_probabilities`. A length's cost is the time of such a step, and grows with the positions that it attends to.
+The length with the most expected tokens for its cost is chosen, but the last choice stays unless another is better by
+more than a 256th. At length zero nothing is learnt. So a draft is tried now and then, as often as takes at most a 512th
+of the time by the known costs. The same seed gives the same tokens whatever is chosen. All numbers are integers, so
+that every executor makes the same choice.
 """
 
 import torch
@@ -32,12 +33,12 @@ __all__ = [
     "tokens_by_length",
 ]
 
-EDGE = 8  # a length is left for one that is better by more than a 256th
-TRIAL = 9  # drafts are tried at length zero where that takes at most a 512th of the time
-FIRST_TRIAL = 6  # steps at length zero before the first of them: so few positions wait that no draft model need run
-BASE, SLOPE = 0, 1  # of costs: without positions, and for each UNIT of them
+EDGE = 8  # a new length must be better than the last by more than a 256th
+TRIAL = 9  # at length zero drafts are tried in at most a 512th of the time
+FIRST_TRIAL = 6  # steps at length zero before the first trial: so few positions wait that no draft model need run
+BASE, SLOPE = 0, 1  # columns of costs: without positions, and for each UNIT of positions
 UNIT = 10  # positions, as a power of two
-LARGEST_COST = 1 << 29  # costs times expected tokens of 32 slots fit into 64 bits with room to spare
+LARGEST_COST = 1 << 29  # so that costs times expected tokens of 32 slots fit into 64 bits
 
 
 @operation(f"""
@@ -69,10 +70,10 @@ def choose_draft_length(
 ) -> None:
     """Choose the draft length of a step.
 
-    row           of the costs: the bucket's
-    most_waiting  positions that may wait for the draft model before it must run; 0: nothing waits
-    A body that drafts takes K + 1 waiting positions: where more wait, a step of length zero first runs the draft model,
-    and the one after it drafts. Captured: yes. Raises ShapeError for shapes that do not fit.
+    row           the bucket's row of the costs
+    most_waiting  the most positions that may wait for the draft model before it must run; 0: positions never wait
+    A body that drafts takes K + 1 waiting positions. If more wait, a step of length zero first runs the draft model,
+    and the next step drafts. Captured: yes. Raises ShapeError for shapes that do not fit.
     """
     check_arguments(choose_draft_length, locals())
     most = draft_length_costs.shape[2] - 2
@@ -97,33 +98,35 @@ def choose_draft_length(
 
 
 def slot_limits(slots: list[int], slot_ints: torch.Tensor, most: int) -> dict[int, int]:
-    """The drafts that each of these slots may make, at most."""
+    """Return the most drafts that each of these slots may make."""
     return {slot: max(0, min(int(slot_ints[slot, DRAFT_LIMIT]), most)) for slot in slots}
 
 
 def bounds_of(length_bounds: torch.Tensor, limits: dict[int, int], most: int) -> tuple[int, int]:
-    """The least and the greatest draft length of a step, by the host's bounds and its slots' limits."""
+    """Return the least and the greatest draft length of a step, by the host's bounds and its slots' limits."""
     low, high = (max(0, min(int(bound), most)) for bound in length_bounds)
     return low, max(low, min(high, max(limits.values(), default=0)))
 
 
 def tokens_by_length(expected: torch.Tensor, limits: dict[int, int]) -> list[int]:
-    """The expected tokens of all slots together by draft length, of each slot as far as it may draft."""
+    """Add up all slots' expected tokens by draft length; beyond a slot's limit its tokens are those at the limit."""
     most = expected.shape[1]
     return [sum(int(expected[slot, min(length, limit)]) for slot, limit in limits.items()) for length in range(most)]
 
 
 def costs_by_length(costs: torch.Tensor, positions: int) -> list[int]:
-    """The costs of a step over so many positions, by their BASE and SLOPE [2, n]."""
+    """Return the costs of a step with so many positions, by draft length; from their BASE and SLOPE [2, n]."""
     return [base + (slope * positions >> UNIT) for base, slope in zip(*costs.tolist(), strict=True)]
 
 
 def best_length(
     expected: list[int], costs: list[int], low: int, high: int, last: int | None = None
 ) -> tuple[int, int, int]:
-    """The draft length of most expected tokens by cost between two, of those that draft, and how much zero is better.
+    """Return the best draft length between two bounds, of those that draft, and by how much length zero is better.
 
-    last  the one that stays unless another is better by more than a 256th; None: none does
+    The best length has the most expected tokens for its cost.
+
+    last  the length that stays unless another is better by more than a 256th; None: there is none
     """
     best = drafted = max(low, min(1, high))
     for length in range(drafted + 1, high + 1):

@@ -1,7 +1,7 @@
-"""The rows that the EAGLE3 draft model runs over: accepted rows, the live one among them, and the tree's levels.
+"""This module lays out the EAGLE3 draft model's rows: accepted rows, the last of them, and the tree's levels.
 
 The draft model's row for the token at index i uses the target's feature at i - 1 and is stored at index i, so that a
-cached block depends on its own prefix alone; index 0 is never used.
+cached block depends on its own prefix alone. Index 0 is never used.
 """
 
 import torch
@@ -63,7 +63,7 @@ def draft_rows(
     write   out             compute  [B * T, F * Ht]  zero for pads
 """)
 def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **sources: torch.Tensor) -> None:
-    """Features of the accepted rows in order, the captured residual streams side by side."""
+    """Gather the features of the accepted rows in order, the captured residual streams side by side."""
     rows = accepted_nodes.shape[1]
     base = torch.arange(accepted_nodes.shape[0], device=out.device)[:, None] * rows
     at = (base + accepted_nodes.clamp(min=0)).reshape(-1).long()
@@ -76,7 +76,7 @@ def gather_features(accepted_nodes: torch.Tensor, *, out: torch.Tensor, **source
     write   out        compute  [c, F * Ht]
 """)
 def join_features(*, out: torch.Tensor, **sources: torch.Tensor) -> None:
-    """A chunk's captured residual streams side by side."""
+    """Join a chunk's captured residual streams side by side."""
     out.copy_(torch.cat([sources[f"source{k}"] for k in range(len(sources))], dim=1))
 
 
@@ -86,7 +86,7 @@ def join_features(*, out: torch.Tensor, **sources: torch.Tensor) -> None:
     write   out          compute  [B, W]      zero where nothing was committed
 """)
 def take_last(x: torch.Tensor, commit_lens: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Row commit_lens - 1 of each slot. Raises ShapeError where there is no slot."""
+    """Copy row commit_lens - 1 of each slot. Raises ShapeError if there is no slot."""
     batch, rows = commit_lens.shape[0], rows_of_slots(x, commit_lens)
     last = (commit_lens - 1).clamp(min=0).long()
     picked = x.reshape(batch, rows, x.shape[-1])[torch.arange(batch, device=x.device), last]
@@ -111,7 +111,7 @@ def store_boundary(
     block_features: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Keep the feature of each block's last position: a reused prefix has no other source of it."""
+    """Store the feature of each block's last position; a reused prefix has no other source of it."""
     rows = positions.shape[1]
     ends = (row_live != 0) & ((positions + 1) % block_size == 0)
     owner, row = ends.nonzero(as_tuple=True)
@@ -136,7 +136,7 @@ def draft_prefill_rows(
     shifted: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Shift a chunk's features by one row, the first taken from the block before, and keep the new block ends."""
+    """Shift a chunk's features by one row, with the first from the previous block, and store those of block ends."""
     start, count = chunk.tolist()
     shifted[1:] = hidden[:-1]
     if start:
@@ -162,7 +162,7 @@ def assign_drafts(
     *,
     draft_nodes: torch.Tensor,
 ) -> None:
-    """Give the children of a level their tokens."""
+    """Store the drafted tokens of a level's children."""
     batch = draft_nodes.shape[0]
     by_row = top_tokens.reshape(batch, -1, top_tokens.shape[-1])
     draft_nodes[:, children.long()] = by_row[:, child_rows.long(), child_ranks.long()]
@@ -198,7 +198,7 @@ def gather_level(
     row_masks: torch.Tensor,
     depth: int,
 ) -> None:
-    """Lay out one deeper level: its nodes' tokens, each with the state fed back by its parent."""
+    """Lay out the next level: its nodes' tokens, each with the hidden state that its parent's row feeds back."""
     batch = draft_nodes.shape[0]
     above = feedback.reshape(batch, -1, feedback.shape[-1])
     hidden.copy_(above[:, parent_rows.long()].reshape(hidden.shape))
@@ -211,7 +211,7 @@ def gather_level(
 
 
 @operation("""
-    read    draft_nodes     int32  [B, N]                 node 0 unused; -1 where a draft failed: the rest is dropped
+    read    draft_nodes     int32  [B, N]                 node 0 unused; -1 for a failed draft, which ends the drafts
     read    draft_live      uint8  [B]
     read    slots           int32  [B]
     read    topology_masks  int64  [T]                    ancestors and self
@@ -233,9 +233,9 @@ def tree_masks(
     tree_masks: torch.Tensor,
     tree_paths: torch.Tensor,
 ) -> None:
-    """Hand the drafts to the step that verifies them: nodes, count, packed masks, paths.
+    """Store the drafts for the step that verifies them: nodes, count, packed masks, paths.
 
-    Of more nodes than the topology has, the first are taken. Raises ShapeError for fewer.
+    If there are more nodes than the topology has, the first are taken. Raises ShapeError for fewer.
     """
     rows = topology_masks.shape[0]
     check_nodes(draft_nodes, slots.shape[0], rows)
@@ -251,7 +251,7 @@ def tree_masks(
 
 
 def check_nodes(draft_nodes: torch.Tensor, batch: int, rows: int) -> int:
-    """The drafted nodes of a slot. Raises ShapeError where they are fewer than the rows of a topology."""
+    """Return the number of a slot's drafted nodes. Raises ShapeError if they are fewer than the topology's rows."""
     nodes = draft_nodes.shape[-1]
     check_shape("draft_nodes", draft_nodes, batch, max(nodes, rows))
     return nodes

@@ -1,4 +1,4 @@
-"""The likeliest drafts of a row with their logarithmic probabilities, as target ids."""
+"""This module takes a row's likeliest drafts with their logprobs, as target ids."""
 
 import torch
 
@@ -25,9 +25,9 @@ def draft_topk_logprobs(
     top_logprobs: torch.Tensor,
     k: int,
 ) -> None:
-    """Take the k largest logits of each row, the lowest draft id first among equals, with their log-softmax.
+    """Take the k largest logits of each row, of equal ones the lowest draft id first, with their log-softmax.
 
-    A logarithmic probability is never above 0. Raises ShapeError for k outside 1..Vd or shapes that do not fit.
+    A logprob is never above 0. Raises ShapeError for k outside 1..Vd or shapes that do not fit.
     """
     rows, width = logits.shape
     if not 1 <= k <= width:

@@ -1,4 +1,4 @@
-"""The draft model's proposals: the likeliest draft ids of a row, as target ids."""
+"""This module takes a draft model's proposals: the likeliest draft ids of a row, as target ids."""
 
 import torch
 
@@ -23,7 +23,7 @@ def draft_topk(
     out: torch.Tensor,
     k: int,
 ) -> None:
-    """Take the k largest logits of each row, the lowest draft id first among equals, and name their target ids.
+    """Take the k largest logits of each row, of equal ones the lowest draft id first, and return their target ids.
 
     Time: one sort a row. Captured: yes. Raises ShapeError for k outside 1..Vd or shapes that do not fit.
     Source: EAGLE-3, arXiv 2503.01840, section 3; greedy proposals, so that sample-and-match is exact.

@@ -1,9 +1,9 @@
-"""The growth of a dynamic tree: which drafts a level goes on from, and which of all are verified.
+"""This module grows a dynamic tree: it chooses the drafts that each level expands, and the drafts to verify.
 
-A tree has an entry for every draft that was looked at: the K likeliest tokens of the root, and at each deeper level K
-of each of the K drafts with which the level before was left. An entry's score is the sum of the logarithmic
-probabilities on its path, which never grows along a path. Order is by score, then by entry: by level, by the row of the
-level, by rank; so a parent comes before its children, and any first entries in that order are a tree.
+A tree has an entry for every candidate draft: the K likeliest tokens after the root, and at each deeper level the K
+likeliest tokens after each of the K drafts that the previous level kept. An entry's score is the sum of the logprobs on
+its path, so it never grows along a path. Entries are ordered by score, then by number: by level, row of the level, and
+rank. So a parent comes before its children, and the first entries in this order, however many, are a tree.
 
 Source: EAGLE-2, arXiv 2406.16858, section 4.
 """
@@ -15,12 +15,12 @@ from lowlat.graphs.schema import operation
 
 __all__ = ["LOWEST", "MAX_ENTRIES", "choose_nodes", "first_entry", "grow_block_tree", "grow_tree"]
 
-LOWEST = -3.0e38  # of a draft's score; that of none is minus infinity
+LOWEST = -3.0e38  # the lowest score of a draft; a missing draft has minus infinity
 MAX_ENTRIES = 1024 + 64
 
 
 def first_entry(depth: int, top_k: int) -> int:
-    """The first entry of the drafts of a depth, from 1: so many come before them."""
+    """Return the first entry of the drafts of a depth, from 1 on; it is the number of entries before them."""
     return 0 if depth == 1 else top_k + (depth - 2) * top_k * top_k
 
 
@@ -64,9 +64,9 @@ def grow_tree(
     next_masks: torch.Tensor,
     depth: int,
 ) -> None:
-    """Enter a level's drafts, of this depth, and lay out the K best of them as the rows of the next level.
+    """Add the drafts of a level, at this depth, as entries, and lay out the K best as the rows of the next level.
 
-    A row's ordinal is (depth - 1) * K + its place: so many rows of deeper levels come before it.
+    A row's ordinal is (depth - 1) * K + its place; it is the number of rows below the root's level before it.
     """
     (batch, width), top_k = row_scores.shape, top_tokens.shape[1]
     tree = (tree_tokens, tree_scores, tree_parents)
@@ -110,7 +110,7 @@ def choose_nodes(
     draft_nodes: torch.Tensor,
     draft_parents: torch.Tensor,
 ) -> None:
-    """Enter the last level's drafts, and take the T - 1 best of all, best first, as the nodes to verify."""
+    """Add the last level's drafts as entries, and take the T - 1 best of all, best first, as the nodes to verify."""
     tree = (tree_tokens, tree_scores, tree_parents)
     _enter(top_tokens, top_logprobs, row_scores, row_entries, tree, tree_tokens.shape[1] - _children(top_tokens, tree))
     _choose(tree, draft_nodes, draft_parents)
@@ -130,10 +130,10 @@ def grow_block_tree(
     draft_parents: torch.Tensor,
     first_row: int,
 ) -> None:
-    """Grow a tree from the lists of a block that drafts all positions at once, and take the T - 1 best drafts.
+    """Grow a tree from a block that drafts all positions at once, and take the T - 1 best drafts.
 
-    first_row  that whose list holds the root's children; the rows after it are those of deeper drafts
-    A draft's probability is its token's at its depth, whatever stands before it.
+    first_row  the row with the root's children; the rows after it have those of deeper levels
+    A draft's probability is that of its token at its depth, whatever tokens come before it.
     """
     batch, top_k = draft_nodes.shape[0], top_tokens.shape[1]
     lists, logprobs = (each.reshape(batch, -1, top_k)[:, first_row:] for each in (top_tokens, top_logprobs))
@@ -162,12 +162,12 @@ def _enter(
     tree: tuple[torch.Tensor, ...],
     start: int,
 ) -> int:
-    """Enter the children of a level's rows from an entry on; returns the entry after them."""
+    """Store the children of a level's rows as entries from `start` on. Returns the entry after them."""
     (batch, width), top_k = row_scores.shape, top_tokens.shape[1]
     end = start + width * top_k
     if not 0 <= start <= end <= min(tree[0].shape[1], MAX_ENTRIES):
         raise ShapeError(f"entries {start} to {end} do not fit a tree of {tree[0].shape[1]}, at most {MAX_ENTRIES}")
-    known = (row_scores >= LOWEST).repeat_interleave(top_k, dim=1)  # after a missing draft there is none
+    known = (row_scores >= LOWEST).repeat_interleave(top_k, dim=1)  # a missing draft has no children
     tokens = torch.where(known, top_tokens.reshape(batch, -1), -1)
     scores = (row_scores[..., None] + top_logprobs.reshape(batch, width, top_k)).reshape(batch, -1).clamp(min=LOWEST)
     tree[0][:, start:end] = tokens
@@ -181,7 +181,7 @@ def _children(top_tokens: torch.Tensor, tree: tuple[torch.Tensor, ...]) -> int:
 
 
 def _order(scores: torch.Tensor) -> torch.Tensor:
-    """Places in order of scores, of equal ones the first place first."""
+    """Sort places by score, largest first, of equal ones the first place first."""
     return torch.argsort(scores, dim=1, descending=True, stable=True)
 
 

@@ -1,4 +1,4 @@
-"""A dynamic tree's nodes as the next step verifies them: masks and paths from parents."""
+"""This module stores a dynamic tree for the next step, with masks and paths made from parents."""
 
 import torch
 
@@ -28,9 +28,9 @@ def hand_over_tree(
     tree_masks: torch.Tensor,
     tree_paths: torch.Tensor,
 ) -> None:
-    """Hand a tree of this step's making to the next: nodes, count, packed masks, paths.
+    """Store this step's tree for the next step: nodes, count, packed masks, paths.
 
-    A tree has at most P leaves, and W nodes from its root to a leaf.
+    A tree has at most P leaves, and at most W nodes from its root to a leaf.
     """
     rows = draft_nodes.shape[1]
     for index, (slot, live) in enumerate(zip(slots.tolist(), draft_live.tolist(), strict=True)):

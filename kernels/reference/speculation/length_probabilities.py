@@ -1,14 +1,13 @@
-"""The acceptance probabilities of drafts, and the tokens that a step should bring by its draft length: it is counted
-here how a step's drafts fared.
+"""This module learns the acceptance probabilities of drafts, and from them the expected tokens by draft length.
 
-A slot's drafts are a chain. Acceptance probabilities by position say how often a draft whose predecessors were right
-was right as well. They are kept apart by the run of right drafts of the last step that drafted, which tells more than
-anything else: after a long run the next drafts are nearly always right, after a wrong one often not. There are
-acceptance probabilities of each slot, which forget what is old, and of all requests, from which a new request begins
-and which its own observations move little by little. What a slot has not seen lately is taken from the position before
-it, in the proportion that holds over all requests. The expected tokens of a length are one plus the sum over its drafts
-of the products of the acceptance probabilities up to each. All numbers are integers, so that every executor counts
-alike.
+A slot's drafts are a chain. The acceptance probability of a position is how often its draft was accepted if those
+before it were. Probabilities are kept separately by the number of accepted drafts in the last step that drafted, which
+predicts better than anything else: after many, the next drafts are nearly always right; after none, often not. Each
+slot has its own, in which old observations fade. All requests together have others: a new request begins with them, and
+its observations change them little by little. For a position that a slot has not seen lately, the probability is that
+of the position before, scaled by the ratio of both over all requests. The expected tokens of a length are one plus the
+sum over its drafts of the products of the acceptance probabilities up to each. All numbers are integers, so that every
+executor counts the same.
 """
 
 import torch
@@ -38,15 +37,15 @@ __all__ = [
 
 MAX_LENGTH = 7
 ONE = 1024
-RUNS = (1, 3, 7)  # right drafts from which on a run is of the next kind
+RUNS = (1, 3, 7)  # accepted drafts at which the next kind of run begins
 NUM_RUNS = 1 + len(RUNS)
-MAX_WAITED = 1 << 16  # steps at length zero: more than any draft waits for
-DECAY = 5  # an observation of a slot loses a 32nd of its weight to each that follows
-ALL_DECAY = 8  # one over all requests a 256th
-AGE = 6  # and what a slot has not seen again in a step a 64th
-WEIGHT = 10  # observations: those that stand in for what a slot has not seen
-PRIOR_WEIGHT = 4  # and those of all requests before there was any
-PRIOR_RATES = (  # in 1024ths, before anything was seen: by the kind of run, and by position
+MAX_WAITED = 1 << 16  # steps at length zero: more than any trial waits for
+DECAY = 5  # an observation of a slot loses a 32nd of its weight with each later one
+ALL_DECAY = 8  # an observation over all requests loses a 256th
+AGE = 6  # and a slot's observations of positions that a step did not reach lose a 64th
+WEIGHT = 10  # observations: the weight of the estimate for what a slot has not seen
+PRIOR_WEIGHT = 4  # observations: the weight of the rates below, over all requests
+PRIOR_RATES = (  # in 1024ths, before any observation: by the kind of run, and by position
     (600, 700, 740, 760, 770, 780, 790),
     (720, 740, 760, 770, 780, 790, 800),
     (800, 800, 800, 800, 800, 800, 800),
@@ -57,13 +56,13 @@ PRIOR = tuple(tuple((rate * PRIOR_WEIGHT, ONE * PRIOR_WEIGHT) for rate in rates)
 
 @operation(f"""
     read    slots            int32  [B]
-    read    accepted_lens    int32  [B]                          drafts that were right, and one; 0 for a dead slot
-    read    num_verified     int32  [B]                          drafts that were to be
-    read    verified_source  int32  [B]                          what a grammar forces is no draft
+    read    accepted_lens    int32  [B]                          accepted drafts plus one; 0 for a dead slot
+    read    num_verified     int32  [B]                          verified drafts
+    read    verified_source  int32  [B]                          tokens that a grammar forces do not count
     read    dense_lens       int32  [B]                          the root's position
     update  extended         int32  [max_B]                      positions that the draft model has run over
-    update  length_probabilities       int32  [max_B + 1, {NUM_RUNS}, K, 2]  right drafts and those to be; last: all
-    update  length_runs       int32  [max_B]                      right drafts of the last step that drafted
+    update  length_probabilities       int32  [max_B + 1, {NUM_RUNS}, K, 2]  accepted, tried; last: of all requests
+    update  length_runs       int32  [max_B]                      accepted drafts of the last step that drafted
     update  length_expected   int32  [max_B, K + 1]               tokens of the next step by its length, in {ONE}ths
 """)
 def learn_draft_lengths(
@@ -79,7 +78,7 @@ def learn_draft_lengths(
     length_expected: torch.Tensor,
     extends: bool,
 ) -> None:
-    """Count how the drafts of a step fared, and reckon what the next one should bring.
+    """Count the accepted drafts of a step, and compute the expected tokens of the next.
 
     extends  the draft model has run in the step, over all positions before the root
     """
@@ -103,12 +102,12 @@ def learn_draft_lengths(
 
 
 def run_index(run: int) -> int:
-    """The kind of a run of right drafts."""
+    """Return the kind of a run of accepted drafts."""
     return sum(run >= least for least in RUNS)
 
 
 def _count(own: list[list[int]], every: list[list[int]], tried: int, right: int) -> None:
-    """Count a step of `tried` drafts of which the first `right` were right; what it did not see ages."""
+    """Count a step of `tried` drafts of which the first `right` were accepted; all other observations age."""
     for position, (mine, others) in enumerate(zip(own, every, strict=True)):
         if position < tried and position <= right:
             hit = ONE if position < right else 0
@@ -122,7 +121,7 @@ def _count(own: list[list[int]], every: list[list[int]], tried: int, right: int)
 
 
 def expected_tokens(own: list[list[int]], every: list[list[int]]) -> list[int]:
-    """Tokens of a step by its draft length, in 1024ths."""
+    """Compute the expected tokens of a step by its draft length, in 1024ths."""
     total, product, before, before_all = ONE, ONE, ONE, ONE
     found = [total]
     for position, ((right, tried), (all_right, all_tried)) in enumerate(zip(own, every, strict=True)):
@@ -158,8 +157,9 @@ def join_lengths(
     length_expected: torch.Tensor,
     length_waited: torch.Tensor,
 ) -> None:
-    """Begin a slot's record after its first token, with the acceptance probabilities over all requests; its first step
-    tries a draft.
+    """Begin a slot's record after its first token, with the acceptance probabilities over all requests.
+
+    The slot's first step tries a draft.
     """
     check_arguments(join_lengths, locals())
     check_most(length_probabilities.shape[2])
@@ -179,6 +179,6 @@ def join_lengths(
 
 
 def check_most(most: int) -> None:
-    """Raise ShapeError for a greatest draft length that records are not kept of."""
+    """Raise ShapeError for a greatest draft length for which no records are kept."""
     if not 1 <= most <= MAX_LENGTH:
         raise ShapeError(f"drafts have acceptance probabilities by position for 1 to {MAX_LENGTH}, got {most}")

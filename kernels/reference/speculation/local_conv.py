@@ -1,4 +1,4 @@
-"""DFlash2's operations over a block: a convolution along its rows, and the walk through candidates of its rows.
+"""This module has DFlash2's operations on a block: a convolution along its rows, and the choice of a chain of drafts.
 
 Shapes: B slots, R rows of a block, M = B * R, K taps, k candidates of a row, r the selector's rank.
 Source: DFlash 2, z-lab.
@@ -29,10 +29,10 @@ def local_conv(
     side: int,
     group: int,
 ) -> None:
-    """Each row and those of its block before it, weighted by column: sum over taps t of (w + c) x of row i - t.
+    """Add up each row and the rows before it in its block, weighted by column: over taps t, (w + c) x of row i - t.
 
-    group  columns that share a coefficient
-    In float32, rounded once. Raises ShapeError for shapes that do not fit.
+    group  columns that share a coefficient c
+    The sum is float32, rounded once. Raises ShapeError for shapes that do not fit.
     """
     (batch, rows), taps, width = row_live.shape, weight.shape[1], x.shape[1]
     check_shape("coefficients", coefficients, batch * rows, 2 * taps * (width // group))
@@ -65,10 +65,12 @@ def walk_candidates(
     draft_nodes: torch.Tensor,
     first_row: int,
 ) -> None:
-    """Draft a chain: after a token p the candidate c of the next row of which score + (vector(p) * h) . vector(c) is
-    largest, in float32; the first among equals.
+    """Draft a chain, token by token.
 
-    first_row  of the block's, the row that drafts first
+    Token p is followed by the next row's candidate c with the largest score + (vector(p) * h) . vector(c), in float32;
+    of equal ones by the first candidate.
+
+    first_row  the first row of the block that drafts
     A row without candidates ends the chain: -1 from there on.
     """
     batch, rows = tokens.shape

@@ -1,4 +1,4 @@
-"""DSpark's operations after the rows of its block: the tokens that drafts follow, a bias by them.
+"""This module has DSpark's operations after its block: it biases a row's logits by the token that the draft follows.
 
 Shapes: B slots, R rows of a block, W nodes of a level that have children, r the bias' rank.
 Source: DSpark, DeepSeek, arXiv 2607.05147.
@@ -27,7 +27,7 @@ def parent_tokens(
     parents: torch.Tensor,
     row_live: torch.Tensor,
 ) -> None:
-    """The tokens of the nodes of a level, after which drafts are made."""
+    """Gather the tokens of a level's nodes, after which drafts are made."""
     chosen = tokens[:, :1].expand(-1, nodes.shape[0])
     if draft_nodes is not None:
         drafted = torch.where(nodes == 0, chosen, draft_nodes[:, nodes.long()])
@@ -37,9 +37,9 @@ def parent_tokens(
 
 
 @operation("""
-    read    x           compute  [M, r]      vectors of the tokens before
-    read    token_gate  float32  [M, r]      what the gate's projection makes of them
-    read    state_gate  float32  [B * R, r]  and of the states of the block's rows, its bias added
+    read    x           compute  [M, r]      vectors of the parent tokens
+    read    token_gate  float32  [M, r]      the gate's projection of these vectors
+    read    state_gate  float32  [B * R, r]  and of the states of the block's rows, with the bias
     read    row_live    uint8    [B, W]
     write   out         compute  [M, r]      zero where dead
 """)
@@ -52,7 +52,7 @@ def markov_gate(
     out: torch.Tensor,
     row: int,
 ) -> None:
-    """x * sigmoid(token_gate + state_gate of row `row` of the slot's block), rounded once."""
+    """Compute x * sigmoid(token_gate + state_gate of row `row` of the slot's block), rounded once."""
     both = token_gate + _rows_of(state_gate, row_live, row)
     packed = torch.stack((x.float(), both), dim=1)
     map_rows(lambda pair: pair[0] * torch.sigmoid(pair[1]), packed, row_live, out)
@@ -65,11 +65,11 @@ def markov_gate(
     write   out       float32  [M, Vd]      zero where dead
 """)
 def bias_rows(logits: torch.Tensor, bias: torch.Tensor, row_live: torch.Tensor, *, out: torch.Tensor, row: int) -> None:
-    """The logits of row `row` of each slot's block, and the bias of each of its W rows."""
+    """Add the logits of row `row` of each slot's block to the bias of each of the slot's W rows."""
     out.copy_(torch.where(row_live.reshape(-1, 1) != 0, bias + _rows_of(logits, row_live, row), 0))
 
 
 def _rows_of(block: torch.Tensor, row_live: torch.Tensor, row: int) -> torch.Tensor:
-    """Row `row` of each slot's block [B * R, N], for each of its W rows: [B * W, N]."""
+    """Repeat row `row` of each slot's block [B * R, N] for the slot's W rows: [B * W, N]."""
     batch, wide = row_live.shape
     return block.reshape(batch, -1, block.shape[1])[:, row].repeat_interleave(wide, dim=0)

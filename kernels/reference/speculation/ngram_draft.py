@@ -1,4 +1,4 @@
-"""Drafts copied from a slot's own text: prompt lookup. Source: prompt lookup decoding, A. Saxena, 2023."""
+"""This module copies drafts from a slot's own text. Source: prompt lookup decoding, A. Saxena, 2023."""
 
 import torch
 
@@ -28,11 +28,11 @@ def ngram_draft(
     min_match: int,
     max_match: int,
 ) -> None:
-    """Draft what followed the longest ending of the text that stands in it before.
+    """Draft the tokens that followed an earlier occurrence of the text's ending, of the longest ending that has one.
 
-    An ending has max_match tokens, or fewer, but no less than min_match, and may overlap the place where it stood
-    before. Of several places the last counts. The tokens after it, up to the text's end, are a period: drafts that
-    reach past the end begin it again. So a slot has T - 1 drafts or none.
+    An ending has min_match to max_match tokens, and may overlap its earlier occurrence. The last occurrence counts. The
+    tokens after it, up to the text's end, are taken as a period: drafts that reach the end begin it again. So a slot
+    has T - 1 drafts or none.
     Time: one read of the text. Captured: yes. Raises ShapeError for shapes and lengths that do not fit.
     """
     check_arguments(ngram_draft, locals())
@@ -51,9 +51,9 @@ def ngram_draft(
 
 
 def _continuation(text: torch.Tensor, min_match: int, max_match: int) -> int:
-    """Where the text [n] goes on after the last of the longest matches of its ending; 0 where there is none."""
+    """Return the position after the last of the longest matches of the text's ending; 0 if there is none. text [n]"""
     length = text.shape[0]
-    lengths = torch.zeros(length, dtype=torch.int64, device=text.device)  # of the match that ends before each position
+    lengths = torch.zeros(length, dtype=torch.int64, device=text.device)  # of the match that ends before a position
     going = torch.ones(length, dtype=torch.bool, device=text.device)
     going[0] = False
     for back in range(1, min(max_match, length - 1) + 1):

@@ -1,6 +1,6 @@
-"""The proposals of a wide step: the slots that it opens with, and drafts from texts that requests name.
+"""This module makes the proposals of a wide step: it lists the slots, and drafts from texts that requests name.
 
-Source of drafts from texts: as in `suffix_draft`; here the longest match alone counts, since a named text has few.
+Source of drafts from texts: as in `suffix_draft`. Here only the longest match counts, since a named text has few.
 """
 
 import torch
@@ -34,7 +34,7 @@ def open_proposals(
     draft_sources: torch.Tensor,
     source: int,
 ) -> None:
-    """List the slots for which a step that verifies proposals makes them, and say where those come from.
+    """List the slots for which a step makes proposals, before it verifies them, and store the proposals' source.
 
     source  its number in `verified_source`
     """
@@ -70,11 +70,11 @@ def draft_from_texts(
     max_depth: int,
     max_spec_factor: float,
 ) -> None:
-    """Draft from a slot's named texts where they hold a longer ending of its own text than its own drafts follow.
+    """Draft from a slot's named texts if these match a longer ending of its own text than its own drafts follow.
 
-    Of the 32 places where the longest endings stand, of 1 to max_depth tokens and of equally long ones the last, the
-    first is followed that no text ends with: to its text's end, and to max_spec_factor * m drafts at most, m the
-    ending's tokens. All shares are whole.
+    Endings have 1 to max_depth tokens. The 32 longest matches are looked at, of equally long ones the last first. The
+    first is followed that is not at a text's end: up to its text's end, and for at most max_spec_factor * m drafts, m
+    the match's tokens. All shares are whole.
     Time: one read of the texts. Captured: yes. Raises ShapeError for shapes, lengths and options that do not fit.
     """
     check_arguments(draft_from_texts, locals())
@@ -100,7 +100,7 @@ def draft_from_texts(
 
 
 def _longest_match(text: torch.Tensor, ending: torch.Tensor) -> tuple[int, int]:
-    """The tokens of the ending that stand at the place that is followed, and the place after them; 0: there is none."""
+    """Return the length of the match that is followed, and the place after it; 0: there is none."""
     size = text.shape[0]
     lengths = torch.zeros(size, dtype=torch.int64, device=text.device)
     going = torch.ones(size, dtype=torch.bool, device=text.device)

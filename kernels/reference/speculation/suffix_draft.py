@@ -1,7 +1,7 @@
-"""Drafts from what followed the ends of a slot's own text, by how often it did.
+"""This module drafts the tokens that most often followed the endings of a slot's own text.
 
-Source: SuffixDecoding, G. Oliaro and others, arXiv 2411.04975, section 3; here a text is searched as it is, without a
-tree that would have to be kept.
+Source: SuffixDecoding, G. Oliaro and others, arXiv 2411.04975, section 3. Here the text itself is searched, and no
+suffix tree is kept.
 """
 
 from collections import Counter
@@ -17,8 +17,8 @@ __all__ = ["MAX_DEPTH", "SAMPLES", "SHARE", "check_options", "fractions", "suffi
 
 MAX_DEPTH = 32
 MAX_FACTOR = 16.0
-SAMPLES = 32  # places that are counted, at most
-SHARE = 1024  # of a whole, in which shares are written
+SAMPLES = 32  # the most places that are counted
+SHARE = 1024  # shares are in 1024ths
 
 
 @operation("""
@@ -43,14 +43,14 @@ def suffix_draft(
     max_spec_factor: float,
     min_token_prob: float,
 ) -> None:
-    """Draft the most frequent continuation of one of the text's endings, that of which most drafts are expected.
+    """Draft the most frequent continuation of one of the text's endings: the ending with the most expected drafts.
 
-    Places where an ending of 1 to max_depth tokens stood before are looked for; the 32 with the longest endings, and
-    of equally long ones the last, are counted. For an ending of m tokens the drafts are chosen one by one: the token
-    that stands next in most of the places, of equally frequent ones that of the last place, and then these places
-    alone count. There are max_spec_factor * m drafts at most, and none whose share of the ending's places is below
+    Endings of 1 to max_depth tokens are searched in the text. The 32 places with the longest matches are counted, of
+    equally long ones the last. For an ending of m tokens the drafts are chosen one by one. Each is the token that comes
+    next in most of the ending's places, of equally frequent ones that of the last place. Then only the places with this
+    token count. There are at most max_spec_factor * m drafts, and none whose share of the ending's places is below
     min_token_prob. The expected drafts are the sum of the shares; of equal sums the longest ending's are taken. A place
-    ends where the text does: what follows it up to there is a period, as in `ngram_draft`.
+    is followed up to the text's end; these tokens are taken as a period, as in `ngram_draft`.
     Time: one read of the text. Captured: yes. Raises ShapeError for shapes, lengths and options that do not fit.
     """
     check_arguments(suffix_draft, locals())
@@ -71,14 +71,14 @@ def suffix_draft(
 
 
 def fractions(max_spec_factor: float, min_token_prob: float) -> tuple[int, int]:
-    """Both options in 65536ths, the first rounded up and the second down: simple fractions are kept as written."""
+    """Return both options in 65536ths, the first rounded up, the second down, so that simple fractions stay exact."""
     return -int(-max_spec_factor * 65536 // 1), int(min_token_prob * 65536 // 1)
 
 
 def _best(
     text: torch.Tensor, count: int, max_depth: int, factor: int, least: int
 ) -> tuple[int, list[int], list[int], int]:
-    """The length of the ending that is followed, its drafts, how many places had them, and how many were counted."""
+    """Return the followed ending's length, its drafts, the number of places with each, and the number counted."""
     size, words = text.shape[0], text.tolist()
     found: tuple[int, list[int], list[int], int] = (0, [], [], 1)
     matches = _longest_matches(text, max_depth)
@@ -101,7 +101,7 @@ def _best(
 
 
 def _longest_matches(text: torch.Tensor, max_depth: int) -> list[tuple[int, int]]:
-    """How many tokens equal the text's end, and the place after them; the longest, of equals the last, come first."""
+    """List the matches of the text's end, as lengths and the places after them: longest first, of equals the last."""
     length = text.shape[0]
     lengths = torch.zeros(length, dtype=torch.int64, device=text.device)
     going = torch.ones(length, dtype=torch.bool, device=text.device)

@@ -1,4 +1,4 @@
-"""The rows of a draft model that reads tokens alone, each stored and rotated at the index of its token."""
+"""This module lays out the rows of a draft model that reads only tokens; a row is at the index of its token."""
 
 import torch
 
@@ -8,7 +8,7 @@ __all__ = ["token_rows"]
 
 
 @operation("""
-    read    given       int32  [B, N]  tokens, -1 where there is none
+    read    given       int32  [B, N]  tokens, -1 pads
     read    live        uint8  [B]
     read    lens        int32  [B]
     read    counts      int32  [B]     tokens that are taken; absent: all R
@@ -30,7 +30,7 @@ def token_rows(
     column: int,
     ahead: int,
 ) -> None:
-    """Lay out rows: row r is token `column` + r of its slot, at index `lens` + `ahead` + r."""
+    """Lay out a draft model's rows: row r is token `column` + r of its slot, at index `lens` + `ahead` + r."""
     row = torch.arange(tokens.shape[1], device=tokens.device)[None]
     taken = given[:, column : column + tokens.shape[1]]
     going = live != 0

@@ -1,7 +1,8 @@
-"""Rows of committed positions that the draft model has not run over yet, and the features kept for it meanwhile.
+"""This module lays out the waiting positions, over which the draft model has not run yet, and keeps their features.
 
-Where the width of steps is chosen again each time, drafting opens a step: the draft model's rows are those committed
-since it last ran, at most R, whose features wait in a ring by slot. Steps that draft nothing only add to them.
+If each step chooses its draft length, drafting comes first in a step. The draft model's rows are the positions
+committed since it last ran, at most R. Their features wait in a ring for each slot. Steps without drafts only add to
+them.
 """
 
 import torch
@@ -34,7 +35,7 @@ def waiting_rows(
     draft_live: torch.Tensor,
     draft_lens: torch.Tensor,
 ) -> None:
-    """Lay out the positions that wait for the draft model, the last R at most."""
+    """Lay out the positions that wait for the draft model, at most the last R."""
     most = waiting_tokens.shape[1]
     waiting_tokens.fill_(-1)
     for out in (counts, firsts, draft_live, draft_lens):
@@ -65,7 +66,7 @@ def take_features(
     *,
     out: torch.Tensor,
 ) -> None:
-    """Features of the waiting positions in order."""
+    """Gather the features of the waiting positions in order."""
     row = torch.arange(out.shape[0] // slots.shape[0], device=out.device)
     places = (firsts[:, None] + row[None]) % waiting_features.shape[1]
     found = waiting_features[slots.clamp(min=0).long()[:, None], places.long()]
@@ -90,7 +91,7 @@ def keep_features(
     waiting_features: torch.Tensor,
     **sources: torch.Tensor,
 ) -> None:
-    """Keep the features of the committed positions, the captured residual streams side by side."""
+    """Store the features of the committed positions, the captured residual streams side by side."""
     rows, most = accepted_nodes.shape[1], waiting_features.shape[1]
     for index, (slot, count) in enumerate(zip(slots.tolist(), commit_lens.tolist(), strict=True)):
         if slot < 0 or not count:

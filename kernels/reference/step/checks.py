@@ -1,8 +1,8 @@
-"""Checks of a step on the device: lengths, the KV blocks that it reads and writes, tree masks.
+"""This module checks a step on the device: lengths, the KV blocks that it reads and writes, tree masks.
 
-They stand between a step's operations where a runtime asks for them. A slot whose check fails is taken off the list of
-slots, as if the step had never had it: nothing that the step computes for it is committed or published. It ends, or it
-goes on without drafts. Of the checks that fail at a slot the one of the lowest code, then of the lowest place, is told.
+If a runtime asks for checks, they are emitted between a step's operations. A slot whose check fails is taken off the
+list of slots, so the step commits and publishes nothing for it. The slot ends, or it continues without drafts. If
+several checks fail at a slot, the one of the lowest code, then of the lowest place, is reported.
 """
 
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ BITS = (1 << 64) - 1
 
 
 class _Failure(NamedTuple):
-    """A check that failed; `None` compares with nothing, so the least is taken by code and place."""
+    """A check that failed; the least one has the lowest code, then the lowest place."""
 
     code: int
     place: int
@@ -75,9 +75,9 @@ class _Failure(NamedTuple):
     update  slots            int32  [B]                       -1 where a check fails
     update  active           int32  [max_B]                   0 where a slot ends
     update  num_drafts       int32  [max_B]
-    update  slot_ints        int64  [max_B, {NUM_INTS}]       DRAFT_LIMIT 0 where a slot goes on without drafts
+    update  slot_ints        int64  [max_B, {NUM_INTS}]       DRAFT_LIMIT 0 if a slot continues without drafts
     update  checked_lengths  int32  [max_B]                   the committed tokens that the last step left
-    update  check_failures   int64  [max_B + 1, {WIDTH}]      by slot, the last of no slot: cleared, then this step's
+    update  check_failures   int64  [max_B + 1, {WIDTH}]      this step's by slot; the last row is of no slot
 """)
 def check_slots(
     lengths: torch.Tensor,
@@ -103,11 +103,11 @@ def check_slots(
 ) -> None:
     """Check the listed slots before anything is read through their lengths, counts and block tables.
 
-    falls_back  a slot that may verify drafts goes on without any; else it ends
+    falls_back  a slot that may verify drafts continues without drafts; else it ends
     joins       the step is a prompt's first token: a slot's length is that of its record
     rewinds     a slot may have gone back to fewer tokens
     overhang    positions after a slot's tokens that a step may write
-    num_blocks  of the pool, the null block included
+    num_blocks  blocks of the pool, with the null block
     """
     check_failures.zero_()
     listed = [(index, slot) for index, slot in enumerate(slots.tolist()) if slot >= 0]
@@ -181,7 +181,7 @@ def _drop(
     *,
     falls_back: bool,
 ) -> None:
-    """Take a slot off the list: it goes on without drafts where it may have had some, else it ends."""
+    """Take a slot off the list. If it could have drafts it continues without them, else it ends."""
     slot = int(slots[index])
     goes_on = falls_back and int(slot_ints[slot, DRAFT_LIMIT]) > 0
     if goes_on:
@@ -231,8 +231,8 @@ def check_rows(
 ) -> None:
     """Check the rows that a step verifies, before the target runs over them; arguments as in `check_slots`.
 
-    A row's mask holds the row itself, no later row, and all that its ancestors' masks hold; it is that of the path to
-    the row. Dead rows have none. Of an entry without a slot only the masks are checked.
+    A row's mask must contain the row itself, no later row, and all rows of its ancestors' masks, and must agree with
+    the path to the row. A dead row's mask must be 0. Without a slot only the masks are checked.
     """
     for index, slot in enumerate(slots.tolist()):
         live = [bool(each) for each in row_live[index].tolist()]
@@ -265,7 +265,7 @@ def check_rows(
 
 
 def _check_masks(live: Sequence[bool], masks: Sequence[int], paths: Sequence[Sequence[int]]) -> Iterator[_Failure]:
-    """The checks of one slot's masks, of T rows, and P paths."""
+    """Check one slot's masks, of T rows, by its P paths; yield the failures."""
     for row, mask in enumerate(masks):
         if not live[row]:
             if mask:
@@ -296,7 +296,7 @@ def _check_masks(live: Sequence[bool], masks: Sequence[int], paths: Sequence[Seq
 
 
 def _signed(failure: _Failure) -> _Failure:
-    """The same with masks as an int64 holds them."""
+    """Convert a failure's masks to the signed numbers that an int64 holds."""
     value, expected = ((each + (1 << 63)) % (1 << 64) - (1 << 63) for each in failure[2:])
     return _Failure(failure.code, failure.place, value, expected)
 
@@ -327,9 +327,10 @@ def check_accepted(
     check_failures: torch.Tensor,
     falls_back: bool,
 ) -> None:
-    """Check the accepted rows before anything is committed: 1 to the verified ones and the root, 0 without a slot.
+    """Check the accepted rows before anything is committed.
 
-    The first is the root, and each other one a live child of the one before.
+    A slot has at least 1 and at most its verified drafts plus the root; without a slot there are 0. The first accepted
+    row must be the root, and each other one a live child of the one before.
     """
     rows = row_live.shape[1]
     for index, slot in enumerate(slots.tolist()):
@@ -385,9 +386,9 @@ def check_commit(
     ring_checks: torch.Tensor,
     checks_lengths: bool,
 ) -> None:
-    """Check what was committed, and tell the host of every check of the step that failed, before the step is published.
+    """Check the committed lengths, and write all of the step's failures to the ring, before the step is published.
 
-    A slot whose state is wrong already ends.
+    A slot that fails here ends, since its state is already wrong.
     """
     for index, slot in enumerate(slots.tolist()):
         if slot < 0 or not checks_lengths:

@@ -1,4 +1,4 @@
-"""The end of a step: its results go into a ring that the host polls."""
+"""This module publishes a step's results in a ring that the host polls."""
 
 import torch
 
@@ -59,9 +59,9 @@ def publish(
     ring_logprob_ids: torch.Tensor,
     ring_head: torch.Tensor,
 ) -> None:
-    """Write one entry of the ring, then advance its head; the order is what a polling host relies on.
+    """Write one entry of the ring, then advance its head; a polling host relies on this order.
 
-    ACCEPTED counts committed drafts: the bonus token is none, nor is what truncation dropped.
+    ACCEPTED counts committed drafts, without the bonus token and without tokens that truncation dropped.
     """
     entry = int(ring_head) % ring_records.shape[0]
     records, tokens = ring_records[entry], ring_tokens[entry]

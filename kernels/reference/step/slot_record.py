@@ -1,7 +1,7 @@
-"""The columns of a slot's record: written once by the host when a request joins, and read by every operation.
+"""This module numbers the columns of a slot's record, which the host writes when a request joins.
 
-`slot_ints` [max B, NUM_INTS] int64 and `slot_floats` [max B, NUM_FLOATS] float32 hold one row a slot. This module
-is numbers only, so that kernels, operations and the host agree on them.
+`slot_ints` [max B, NUM_INTS] int64 and `slot_floats` [max B, NUM_FLOATS] float32 have one row a slot. Operations,
+kernels and the host all use these numbers.
 """
 
 __all__ = [
@@ -33,14 +33,14 @@ MASKED, FORCED = 1, 2  # values of HAS_GRAMMAR
 
 # slot_ints
 LENGTH = 0  # committed tokens when the request joins
-MAX_LENGTH = 1  # prompt and output tokens at most
+MAX_LENGTH = 1  # the most prompt and output tokens
 PROMPT_LENGTH = 2
 MIN_TOKENS = 3  # output tokens before a stop id may be drawn
 TOP_K = 4  # 0 keeps all
 SEED = 5  # 64 bits
-DRAFT_LIMIT = 6  # drafts verified in a step at most
-NUM_LOGPROBS = 7  # alternatives; -1: no logprobs at all, 0: the drawn token's alone
-HAS_GRAMMAR = 8  # MASKED: the host fills masks for its rows, see `sample`; FORCED: it forces drafts alone
+DRAFT_LIMIT = 6  # the most drafts verified in a step
+NUM_LOGPROBS = 7  # number of alternatives; 0: only the drawn token's, -1: no logprobs
+HAS_GRAMMAR = 8  # MASKED: the host fills masks for its rows, see `sample`; FORCED: it only forces drafts
 NUM_INTS = 9
 
 # slot_floats

@@ -1,7 +1,7 @@
-"""The start of a step: apply the host's commands, list the active slots, and lay out the rows to verify.
+"""This module starts a step: it applies the host's commands, lists the active slots, and lays out the rows to verify.
 
-A slot's state lies in rows of arrays as long as the largest batch; a bucket reaches them through the list of
-active slots, so that a step may run in another bucket than the step before.
+State arrays have one row for each slot of the largest batch. A bucket reaches them through the list of active slots, so
+that a step may run in another bucket than the step before.
 """
 
 import torch
@@ -41,17 +41,17 @@ __all__ = [
 ]
 
 JOIN, CANCEL, SET_DRAFT_LIMIT, REWIND = 1, 2, 3, 4
-NO_SOURCE, FROM_METHOD, FROM_TEXT, FORCED_DRAFTS = range(4)  # of what a slot verifies; text: next to a draft model
-MAX_PATHS = 64  # of a slot, that may begin with what its grammar forces
-MAX_PATH_NODES = 10240  # of the paths of all slots of a step: 40 KiB of a kernel's shared memory
-MAX_FORCED = 31  # tokens of a grammar that one step verifies
+NO_SOURCE, FROM_METHOD, FROM_TEXT, FORCED_DRAFTS = range(4)  # a slot's drafts are from; text: next to a draft model
+MAX_PATHS = 64  # of a slot, that are compared with a forced text
+MAX_PATH_NODES = 10240  # on the paths of all slots of a step: 40 KiB of a kernel's shared memory
+MAX_FORCED = 31  # the most tokens of a forced text that one step verifies
 COMMAND_WIDTH = 4  # opcode, slot, value, reserved
 
 
 @operation(f"""
     read    command_ring        int64    [R, {COMMAND_WIDTH}]   opcode, slot, value, 0
     read    command_tail        int64    [1]                    commands written so far
-    read    staged_ints         int64    [max_B, {NUM_INTS}]    staged_*: a joining slot's first state, from the host
+    read    staged_ints         int64    [max_B, {NUM_INTS}]    staged_*: a joining slot's first state, by the host
     read    staged_floats       float32  [max_B, {NUM_FLOATS}]
     read    staged_tokens       int32    [max_B, C]
     read    staged_table        int32    [max_B, blocks]
@@ -97,9 +97,9 @@ def apply_commands(
     prompt_seen: torch.Tensor,
     output_counts: torch.Tensor,
 ) -> None:
-    """Take the commands between head and tail off the ring: a slot joins or leaves, gets a draft limit, or goes back.
+    """Apply the commands between the ring's head and tail: a slot joins or leaves, gets a draft limit, or goes back.
 
-    A slot that goes back to fewer committed tokens is active, has no drafts, and verifies what the host forces.
+    A slot that goes back to fewer committed tokens is active and has no drafts, and verifies the host's forced tokens.
     """
     tail = int(command_tail)
     for index in range(int(command_head), tail):
@@ -137,7 +137,7 @@ def apply_commands(
 
 
 def _forced(ints: list[int], row: list[int], rows: int, width: int) -> list[int]:
-    """The tokens that the host forces and that one step may verify; none where it forces nothing."""
+    """Return the host's forced tokens, as many as one step may verify; empty if it forces none."""
     count = min(row[0], rows - 1, width - 1, ints[DRAFT_LIMIT], MAX_FORCED) if ints[HAS_GRAMMAR] else 0
     return row[1 : max(count, 0) + 1]
 
@@ -162,8 +162,8 @@ def list_active_slots(active: torch.Tensor, *, slots: torch.Tensor) -> None:
     read   tree_masks       int64  [max_B, max_T]       ancestors and self of each drafted node
     read   tree_paths       int32  [max_B, P, W]        root to leaf, -1 pads
     read   slot_ints        int64  [max_B, {NUM_INTS}]  per-slot limits
-    read   grammar_forced   int32  [max_B, max_T]       of a slot with a grammar: count, tokens that must follow
-    read   grammar_decided  int64  [max_B]              the committed tokens after which they hold
+    read   grammar_forced   int32  [max_B, max_T]       for a slot with a grammar: count, tokens that must follow
+    read   grammar_decided  int64  [max_B]              the number of committed tokens after which they hold
     read   draft_sources    int32  [max_B]              1: the drafts are from text next to a draft model; else 0
     write  row_tokens       int32  [B, T]               -1 where dead
     write  row_positions    int32  [B, T]               absolute; 0 where dead
@@ -200,9 +200,9 @@ def gather_rows(
 ) -> None:
     """Lay out the rows of this step: the last committed token, then the drafted nodes that may be verified.
 
-    A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length. What its
-    grammar forces next are its drafts, as a chain, unless a path of those that it has begins so. Where T is more than 1
-    a kernel waits for the host to have said what that is; the reference raises DeviceError where it has not.
+    A slot verifies min(its drafts, the bucket's, its request's limit) nodes, none past its maximal length. The tokens
+    that its grammar forces next replace its drafts, as a chain, unless a path of its drafts begins with them. If T is
+    more than 1, a kernel waits until the host has written these tokens; the reference raises DeviceError if it has not.
     """
     rows = row_tokens.shape[1]
     row_tokens.fill_(-1)
@@ -248,7 +248,7 @@ def gather_rows(
         verified_source[index] = source if sum(live) > 1 else NO_SOURCE
         verified_depth[index] = max(depth for depth, alive_ in zip(depths, live, strict=True) if alive_)
         dead = (known < 0) | (known >= count)
-        dead[:, 1:] |= known[:, 1:] == 0  # all zero until the slot's first drafts: only the root is certain
+        dead[:, 1:] |= known[:, 1:] == 0  # paths are all zero until a slot's first drafts: only the root is valid
         dead |= ~alive[known.clamp(0, count - 1).long()]
         paths[index] = torch.where(dead.cumsum(-1) > 0, -1, known)
         paths[index, :, 0] = 0
@@ -278,10 +278,11 @@ def publish_rows(
     grammar_lengths: torch.Tensor,
     most_drafts: int = 0,
 ) -> None:
-    """Tell the host which rows the slots with a grammar verify, so that it fills their masks while the target runs.
+    """Publish the rows of slots with a grammar, so that the host fills their masks while the target runs.
 
-    most_drafts  with draft_length_choice: a step of 1 to so many drafts is not told of here, but when they are made
-    What is past the step's rows is dead. Other slots are not told.
+    most_drafts  with draft_length_choice: if the step makes 1 to `most_drafts` drafts, its rows are not published here,
+                 but after drafting
+    Columns past the step's rows are dead. Slots without a grammar are not published.
     """
     if draft_length_choice is not None and 1 <= int(draft_length_choice[0]) <= most_drafts:
         return

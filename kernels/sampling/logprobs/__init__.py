@@ -1,1 +1,1 @@
-"""Logarithmic probabilities: of drawn tokens with their likeliest alternatives, and of the tokens of prompts."""
+"""Kernels of logprobs: of drawn tokens with their likeliest alternatives, and of the tokens of prompts."""

@@ -1,7 +1,7 @@
-"""The rows of a prompt whose logits are made, a bounded number at a time: taken, ranked, and kept for the host.
+"""This module has the kernels of a prompt's logprobs, which take, rank and store a fixed number of rows at a time.
 
-The rows are named by a cursor on the device, so a captured launch does the next ones each time that it is replayed.
-What is kept lies in pinned host memory.
+A cursor on the device points to the rows, so a captured launch takes the next ones each time that it is replayed.
+Results are stored in pinned host memory.
 """
 
 from functools import cache

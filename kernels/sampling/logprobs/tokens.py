@@ -1,7 +1,7 @@
-"""Logarithmic probabilities of drawn tokens and of their likeliest alternatives, from the raw logits.
+"""This module computes logprobs of drawn tokens and of their likeliest alternatives, from the raw logits.
 
-Each block ranks its chunk of a row and sums the exponentials against the chunk's largest; the last block of a row
-puts them together. The order of every sum is fixed by the vocabulary alone.
+Each block ranks its chunk of a row and sums the exponentials relative to the chunk's largest. The last block of a row
+combines them. The order of every sum is fixed by the vocabulary alone.
 """
 
 import functools

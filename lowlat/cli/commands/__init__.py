@@ -1,1 +1,1 @@
-"""The commands, one module each, imported when the command runs."""
+"""This package has the commands, one module each; a module is imported when its command runs."""

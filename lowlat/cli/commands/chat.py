@@ -103,7 +103,7 @@ def command(model: Path | None, endpoint: str | None, curve_keys: Path | None, d
         raise click.UsageError("give MODEL or --demo, not both")
     if not local:
         refuse_the_servers_own(click.get_current_context())
-    sampling_params(values)  # refuses what is out of range before anybody is asked
+    sampling_params(values)  # refuse values out of range before the model is asked
     with ExitStack() as stack:
         if not local:
             try:

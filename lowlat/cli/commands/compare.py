@@ -122,7 +122,7 @@ def command(
     draft = None if head is None else local_draft_model(head, directory)
     saved, original = _counterpart(against, directory)
     if saved is None and (save is None or against is not None):
-        transformers_version()  # it may be absent: then nothing is loaded
+        transformers_version()  # raises before anything is loaded if it is absent
     start = _prompt(directory, saved) if prompt is None and token_ids is None else prompt or token_ids or ()
     options |= _lengths(saved, num_tokens, num_speculative_tokens)
     with loading_bar(f"loading {target.name}") as update:

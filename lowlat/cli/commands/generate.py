@@ -71,7 +71,7 @@ def command(model: Path | None, **values: Any) -> None:
     one alone.
     """
     served = values["endpoint"] is not None
-    if served and not _named_prompts(values):  # PROMPT stands where MODEL or ENDPOINT would
+    if served and not _named_prompts(values):  # PROMPT is in the place of MODEL or ENDPOINT
         if model is not None:
             model, values["text"] = None, str(model)
         elif values["endpoint"] and "://" not in values["endpoint"]:
@@ -83,7 +83,7 @@ def command(model: Path | None, **values: Any) -> None:
     prompt: str | Sequence[int] = _read_prompt(model, values)
     if values["logprobs"] is not None and not values["json_output"]:
         raise click.UsageError("--logprobs needs --json")
-    sampling_params(values)  # refuses what is out of range before anything is loaded or asked
+    sampling_params(values)  # refuse values out of range before anything is loaded or asked
     if served:
         generation, device = _ask_server(prompt, values)
         _show(generation, values, device, None)
@@ -201,7 +201,7 @@ def _read_text(file: BinaryIO) -> str:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RequestError(f"{file.name}: is not UTF-8: byte {error.start}") from error
-    return text.removesuffix("\n").removesuffix("\r")  # what `echo` and editors put after a text is not of it
+    return text.removesuffix("\n").removesuffix("\r")  # `echo` and editors add a newline that is not part of the text
 
 
 def _writer(*, has_text: bool) -> Callable[[Chunk], None]:

@@ -18,7 +18,7 @@ __all__ = ["command"]
 
 DEFAULT = "127.0.0.1:8000"
 SOCKET_MODES = ("600", "660", "666")
-DRAIN_S = 10.0  # a server's default, too
+DRAIN_S = 10.0  # also a server's default
 
 
 @click.command("http")

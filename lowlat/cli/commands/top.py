@@ -99,7 +99,7 @@ def _watch(source: Shown, interval: float) -> None:
             while True:
                 try:
                     shown = source.render()
-                except ServerGone as error:  # it may come back: the next question connects again
+                except ServerGone as error:  # it may come back: the next call connects again
                     shown = Text(f"{error}\n\nwaiting for a server; q ends this", style="red")
                 live.update(shown, refresh=True)
                 if _is_quit(interval):
@@ -186,7 +186,7 @@ def _slots(stats: dict[str, Any], engine: dict[str, Any]) -> "RenderableType":
         table.add_column(name, justify="left" if name in ("phase", "") else "right")
     by_slot = {slot["slot"]: slot for slot in engine.get("slots", ())}
     num_slots = stats.get("num_slots", 0)
-    is_long = num_slots > FEW_SLOTS  # then those that are free have one line
+    is_long = num_slots > FEW_SLOTS  # then the free slots share one line
     for number in sorted(by_slot) if is_long else range(num_slots):
         slot = by_slot.get(number)
         if slot is None:
@@ -222,7 +222,7 @@ def _kv(kv: dict[str, Any]) -> "RenderableType":
 
     used, total = kv["num_used"], max(kv["num_blocks"], 1)
     hits = kv["hit_tokens"] / kv["query_tokens"] if kv["query_tokens"] else 0.0
-    capacity = f" ({kv['capacity_tokens']:,} tokens)" if "capacity_tokens" in kv else ""  # older servers do not say
+    capacity = f" ({kv['capacity_tokens']:,} tokens)" if "capacity_tokens" in kv else ""  # older servers do not have it
     return Text(
         f"KV        {_bar(used / total)} {used}/{total} blocks{capacity}, {kv['num_evictable']} reusable; "
         f"{hits:.0%} of prompt tokens reused"

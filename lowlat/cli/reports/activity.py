@@ -1,6 +1,6 @@
-"""This module tells whether speculation is active for a pair, and the reasons where it is not.
+"""This module reports whether speculation is active for a pair, and if not, the reasons.
 
-Active means that drafts are verified and accepted more often than guessing would be: then a step gives several tokens.
+Speculation is active if drafts are verified, and accepted more often than guesses: then a step gives several tokens.
 """
 
 from collections import Counter
@@ -36,7 +36,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decoded(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt and its answer; the answer is token ids where there is no tokenizer."""
+    """One prompt and its answer; without a tokenizer the answer is token ids."""
 
     prompt: Prompt
     answer: str | list[int]
@@ -45,13 +45,13 @@ class Decoded(msgspec.Struct, frozen=True, kw_only=True):
 class Activity(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The report of `lowlat inspect run`.
 
-    num_steps          decode steps, of which eagle_speculation's num_drafts verified drafts
+    num_steps          decode steps; eagle_speculation's num_drafts of them verified drafts
     active             whether steps give several tokens because drafts are accepted
-    reasons            why not; empty where it is active
-    guess_rate         how often a token drawn from those of the texts would be accepted; None without text
-    tokens_per_s       of decoding, one request at a time, with a short request before
-    eagle_speculation  as in the metrics; absent in JSON where no draft was verified
-    texts              each prompt, with what was decoded after it
+    reasons            why it is not active; empty if it is
+    guess_rate         how often a token drawn at random from the texts would be accepted; None without text
+    tokens_per_s       speed of decoding, one request at a time, after a short warm-up request
+    eagle_speculation  as in the metrics; absent in JSON if no draft was verified
+    texts              each prompt with its answer
     """
 
     model: str
@@ -133,14 +133,14 @@ def _report(
 
 
 def guess_rate(texts: Sequence[Sequence[int]]) -> float | None:
-    """How often two tokens drawn at random from all texts are the same: the acceptance of random drafts."""
+    """Return how often two tokens drawn at random from all texts are the same: the acceptance of random drafts."""
     counts = Counter(token for text in texts for token in text)
     total = counts.total()
     return sum((count / total) ** 2 for count in counts.values()) if total else None
 
 
 def _why_off(runtime: Runtime, speculative: SpeculativeConfig | None, params: SamplingParams) -> Reason | None:
-    """Why no step can verify a draft, or none truly, by what was loaded and asked for."""
+    """Return why no step can verify drafts, or not truly, from what was loaded and asked for."""
     if speculative is None or not speculative.enabled:
         return Reason(code="not_asked_for", text="no draft model was given: --draft-model MODEL, or --method suffix")
     if runtime.speculation_error is not None:
@@ -158,7 +158,7 @@ def _why_off(runtime: Runtime, speculative: SpeculativeConfig | None, params: Sa
 def _why_idle(
     runtime: Runtime, stats: SpeculativeDecodingStats, chance: float | None, completion_tokens: int
 ) -> Reason | None:
-    """Why speculation that runs does not help, by its figures."""
+    """Return why speculation that runs does not help, from its figures."""
     method = None if runtime.speculator is None else runtime.speculator.method
     drafted, accepted = stats.drafted_by_position[0], stats.accepted_by_position[0]
     repeats = {

@@ -1,4 +1,4 @@
-"""This module decodes the same prompts with speculation and without it, which the demo shows."""
+"""This module decodes the same prompts with and without speculation, for the demo."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ MAX_PROMPT_FILE = 16 << 20
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt: where it is from, its text, and whether it is a user's message or text to go on with."""
+    """One prompt: its source, its text, and whether it is a user's message or a text to continue."""
 
     domain: str
     text: str
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a drafted step, bonus included; 0.0 where nothing was drafted."""
+        """Mean tokens a step with drafts, bonus included; 0.0 without drafts."""
         stats = self.speculated.record.speculation
         return 0.0 if stats is None else stats.mean_acceptance_length
 
@@ -119,7 +119,7 @@ class Comparison:
 
 
 def read_questions(path: Path, domains: Sequence[str]) -> list[Question]:
-    """The first prompt of each domain of a bundled file. Raises ConfigError for a file that is not such a one."""
+    """Return the first prompt of each domain of a bundled file. Raises ConfigError for a file of another form."""
     try:
         found = read_json(path, MAX_PROMPT_FILE)
         return [Question(domain, str(found[domain][0])) for domain in domains]
@@ -137,9 +137,9 @@ def compare(
     on_prompt: Callable[[Question], None],
     on_text: Callable[[str], None],
 ) -> Comparison:
-    """Run every prompt with speculation, handing on its text, then every one in a runtime without a draft model.
+    """Run every prompt with speculation and pass its text on, then run every prompt without a draft model.
 
-    chat wraps each as a user's message. Before anything is timed each runtime runs a few tokens.
+    chat wraps each prompt as a user's message. Each runtime runs a few tokens before it is timed.
     Raises ConfigError and RequestError.
     """
 
@@ -169,7 +169,7 @@ def _prompt(runtime: Runtime, question: Question) -> str | list[int]:
 
 
 def _warm_up(runtime: Runtime, params: SamplingParams) -> None:
-    """Run a few tokens, so that no figure holds what only the first steps of a process take."""
+    """Run a few tokens, so that figures do not include the extra time of a process's first steps."""
     run_request(runtime, "The", SamplingParams(max_tokens=min(WARM_UP_TOKENS, params.max_tokens)))
 
 

@@ -1,4 +1,4 @@
-"""`lowlat doctor --exactness` and `--fidelity`: the pair, its prompts, a line a sweep, and the file of reports."""
+"""This module runs `lowlat doctor --exactness` and `--fidelity`, prints a line for each sweep, and writes reports."""
 
 import json
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class Proof:
     draft_model  None: the target's own MTP layer
     depth        the longest draft length
     chat         texts are messages of the target's chat template
-    out          a file of reports, to which `write` adds this one; read first, so that another file is refused at once
+    out          a file of reports to which `write` adds this one; it is read first, so a wrong file is refused at once
     Raises ConfigError and LowlatError as `measure_exactness` does.
     """
 

@@ -1,4 +1,4 @@
-"""The report of `lowlat inspect step` for what the command line names: a directory, a repository or a preset."""
+"""This module makes the report of `lowlat inspect step` for a directory, a repository or a preset."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -65,7 +65,7 @@ def inspect_step(
 
 
 def _speculative(values: Mapping[str, Any], model: Path | None) -> SpeculativeConfig | None:
-    """How to speculate; by default with the bundled draft model, or with a preset's own."""
+    """Return the SpeculativeConfig; by default with the bundled draft model, or with a preset's own."""
     own = bundled("head") if model is None else PRESET_DRAFT_MODEL if has_draft_models(str(model)) else None
     found = speculative_config(values, own)
     if found is not None and found.model is not None and Path(found.model) != PRESET_DRAFT_MODEL:

@@ -47,7 +47,7 @@ def model_report(
 
     options       of RuntimeConfig; max_context may be None for the usual one
     context_flag  the command line's option for max_context, where it has another name
-    Of several GPUs "memory" is the first one's, and "GPUs" has that of each.
+    With several GPUs "memory" is that of the first one, and "GPUs" has that of each.
     """
     runtime = options_from({**options, "max_context": default_context(directory, options["max_context"])})
     read_model_config(directory).check_context(runtime.max_context, directory / "config.json", flag=context_flag)
@@ -88,7 +88,7 @@ def model_report(
 
 
 def download_report(*downloads: Download | None) -> dict[str, Any] | None:
-    """The downloads of models, together; None where all are here."""
+    """Return the downloads that models need, together; None if all are local."""
     wanted = [download for download in downloads if download is not None]
     if not wanted:
         return None
@@ -168,7 +168,7 @@ def _geometry(config: ModelConfig | DraftConfig) -> dict[str, Any]:
 
 
 def _activations(config: ModelConfig) -> str:
-    """How layers' inputs are multiplied, and for how many matrices prompts' rows can be FP8."""
+    """Return how layers multiply their inputs, and for how many matrices the rows of prompts can be FP8."""
     if config.coded_rows:
         return f"{config.dtype}; of prompts fp8, for {len(config.coded_rows)} matrices"
     possible = len(codable_matrices(config))

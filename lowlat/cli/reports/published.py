@@ -1,4 +1,4 @@
-"""The report of `lowlat models`: families, published models of them, and what runs each."""
+"""This module makes the report of `lowlat models`: families, their published models, and the formats that fit."""
 
 import json
 from pathlib import Path
@@ -28,10 +28,10 @@ ROUNDED: tuple[Literal["fp8", "int4"], ...] = ("fp8", "int4")
 def models_report() -> dict[str, Any]:
     """All families by model_type, and published models with their sizes; nothing is fetched.
 
-    "bytes" has the weights' by format: as they are published ("stored"), and rounded at load. "fits" names the formats
-    of which the weights alone are less than the GPU's free memory. Where there is no GPU, it is this machine's, and its
-    executor expands them, so that none is smaller than the published one: "expanded_bytes" says what they take.
-    "quant_methods" those by which published files may be quantised.
+    "bytes" has the bytes of the weights by format: as published ("stored"), and rounded at load. "fits" lists the
+    formats whose weights alone are smaller than the GPU's free memory. Without a GPU it is this machine's memory; its
+    executor expands weights, so no format is smaller than the published one, and "expanded_bytes" has the size.
+    "quant_methods" lists the quantisations of published files that are supported.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     free = available_bytes(device)

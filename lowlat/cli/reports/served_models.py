@@ -1,4 +1,4 @@
-"""The figures that `lowlat top` shows: of one server, or a line for each of several models."""
+"""This module renders the figures of `lowlat top`: those of one server, or a line for each of several models."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""This module checks capture boundaries: it measures acceptance of the first draft where they are shifted by one.
+"""This module checks capture boundaries: it measures the acceptance of first drafts with boundaries shifted by one.
 
-Being off by one layer is this field's commonest silent failure: the draft model works, and accepts little.
+An error of one layer is this field's commonest silent failure: the draft model works, but few drafts are accepted.
 """
 
 from collections.abc import Sequence
@@ -84,10 +84,9 @@ def measure_shifts(
 ) -> tuple[list[ShiftResult], list[LimitCheck]]:
     """Decode the prompts greedily, one draft a step, once for each shift of the draft model's capture boundaries.
 
-    head  the draft model; None: what the target's own files have
-    Boundaries stay between 0 and the target's layers; where that undoes a shift, nothing is run for it. Also returns
-    how the default configuration of this draft model lies next to the engine that was loaded. Raises ConfigError and
-    RequestError.
+    head  the draft model; None: the one in the target's own files
+    Boundaries stay between 0 and the target's layers; a shift that this undoes is not run. Also returns the default
+    configuration of this draft model compared with the loaded engine. Raises ConfigError and RequestError.
     """
     config = read_model_config(target)
     own_options = settled(SpeculativeConfig(model=head, method=AUTO_METHOD, num_speculative_tokens=1), target)
@@ -122,7 +121,7 @@ def _first_position(runtime: Runtime, prompts: Sequence[Prompt], max_tokens: int
 
 
 def unshifted_is_best(results: Sequence[ShiftResult]) -> bool:
-    """Whether no shift accepts more than the boundaries as they are. False where nothing was drafted."""
+    """Return whether no shift has a higher acceptance than the unshifted boundaries; False without drafts."""
     rates = {result.shift: result.acceptance for result in results}
     own = rates.get(0)
     return own is not None and all(rate is None or rate <= own for rate in rates.values())

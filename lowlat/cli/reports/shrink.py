@@ -1,4 +1,4 @@
-"""The report of `lowlat draft-model shrink`: the choice of ids, and both draft models' acceptance and time."""
+"""This module makes the report of `lowlat draft-model shrink`: the chosen ids, and both draft models compared."""
 
 import time
 from collections.abc import Sequence
@@ -96,8 +96,8 @@ def measure(
 ) -> dict[str, Any]:
     """Decode the prompts greedily without a draft model and with each; acceptance, times, and whether the tokens agree.
 
-    The time of drafting is measured on the reference executor of a CPU alone, where operations run one by one.
-    Elsewhere a change of the step time is one of drafting, since the rest of a step is the same. Raises ConfigError.
+    The time of drafting is measured only with the reference executor on a CPU, where operations run one by one. With
+    other executors, compare step times: the rest of a step is the same. Raises ConfigError.
     """
     params = SamplingParams(max_tokens=max_tokens)
     found = read_prompts(prompts, num_prompts)

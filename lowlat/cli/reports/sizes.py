@@ -1,4 +1,4 @@
-"""This module sums up a model, a speculator and a runtime of them by part, from their configs alone."""
+"""This module computes the sizes of a model, a speculator and a runtime by part, from their configs alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ PART_OF = {  # the last name but the tensor's own: `layers.3.qkv.weight` is qkv
 
 
 def parts_of(plan: WeightPlan) -> dict[str, dict[str, int]]:
-    """Parameters and bytes by part, and in all, as the weights' formats count them; maps hold no parameters."""
+    """Return parameters and bytes by part and in total, as the weights' formats count them; maps have no parameters."""
     parts: dict[str, dict[str, int]] = {}
     for name, (shape, dtype) in plan.items():
         count = 1
@@ -77,9 +77,9 @@ def _part(name: str) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A runtime's shapes and programs, with weights that have shapes and no content; host memory of its loading.
+    """A runtime's shapes and programs, with weights that have only shapes, and the host memory of its load.
 
-    ranks  the shapes of each GPU's part, where several share the target; else of the one
+    ranks  the shapes of each GPU's shard of the target; one entry for a single GPU
     """
 
     geometry: StepGeometry
@@ -96,10 +96,10 @@ class Plan:
         return build_step(self.ranks[rank], Bucket(batch, topology.num_nodes, num_speculative_tokens), topology)
 
     def kv_bytes_per_token(self, program: Program) -> dict[str, int]:
-        """Bytes that one more token takes in the caches of the target, and of the draft model (`head_`).
+        """Return the bytes of one more token in the caches of the target, and of the draft model (`head_`).
 
-        Caches of layers of windows do not grow with a text. They are counted apart (`window_`), where there are some:
-        of both, for as long as the token is in the window.
+        Caches of layers with sliding windows do not grow with the text. Their bytes are separate (`window_`), for
+        target and draft model together, while the token is in the window.
         """
         speculator, size = self.geometry.speculator, self.geometry.block_size
         own = [] if speculator is None else speculator.state_specs(self.geometry.state_sizes)

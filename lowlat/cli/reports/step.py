@@ -1,9 +1,9 @@
-"""The report of `lowlat inspect step`: operations, fusions, launches, bytes and buffers of a planned step, as JSON.
+"""This module reports a planned step for `lowlat inspect step`: operations, fusions, launches, bytes and buffers.
 
-Bytes are those that any executor must move: each weight that an operation reads in the checkpoint's format, of experts
-as many as rows are expected to choose; keys and values before the step's rows; keys and values written. Activations
-are scratch buffers that pass between groups of operations. The floor is the time of weights, keys and values at the
-bandwidth of streaming reads.
+Bytes are those that any executor must move: each weight that an operation reads, in the checkpoint's format, with the
+expected number of chosen experts; keys and values before the step's rows; and keys and values written. Activations are
+scratch buffers between groups of operations. The floor is the time of weights, keys and values at the bandwidth of
+streaming reads.
 """
 
 from collections import Counter
@@ -59,7 +59,7 @@ class _Counted:
 
     @property
     def likeness(self) -> tuple[Any, ...]:
-        """The key that groups which repeat have in common: a layer's, whether or not a norm precedes its first one."""
+        """The key that repeated groups share; a layer's groups have it with or without a norm before the first one."""
         return self.group.stage, self.group.name, len(self.group.calls), self.moved.kv_read
 
 
@@ -137,7 +137,7 @@ def _counted(
 
 
 def _experts_share(config: ModelConfig, program: Program, ops: Sequence[Op]) -> float:
-    """The share of a layer's experts that rows choose, as expected where each is as likely as another."""
+    """Return the share of a layer's experts that rows are expected to choose, if all are equally likely."""
     if config.experts is None:
         return 1.0
     rows = next((program.buffers[op.reads["expert_ids"]].shape[0] for op in ops if "expert_ids" in op.reads), 1)
@@ -145,7 +145,7 @@ def _experts_share(config: ModelConfig, program: Program, ops: Sequence[Op]) -> 
 
 
 def _prompt_bytes(program: Program, op: Op, length: int) -> int:
-    """Bytes of keys and values that prefill's attention reads where a prompt ends: each position once."""
+    """Return the bytes of keys and values that prefill's attention reads at a prompt's end: each position once."""
     if op.kind not in PREFILL_ATTENTION:
         return 0
     window = op.params.get("window")
@@ -165,7 +165,7 @@ def _written_bytes(program: Program, op: Op) -> int:
 
 
 def _activation_bytes(program: Program, group: LoweredGroup) -> int:
-    """Bytes of scratch that a group reads of others and writes for them."""
+    """Return the bytes of scratch that a group reads from other groups and writes for them."""
     read, written = dict[str, None](), dict[str, None]()
     for op in group.ops:
         read |= dict.fromkeys(name for name in op.reads.values() if name not in written)
@@ -188,7 +188,7 @@ def _program_report(groups: Sequence[_Counted], rate: float, *, full: bool) -> d
 
 
 def _stages(groups: Sequence[_Counted], rate: float) -> list[dict[str, Any]]:
-    """The groups by stage in order, those that repeat folded: a layer's, or a draft level's."""
+    """Return the groups by stage, in order; repeated ones, of a layer or a draft level, are folded."""
     rows: dict[tuple[Any, ...], list[list[_Counted]]] = {}
     for block in _blocks(groups):
         likeness = block[0].group.stage, tuple((each.group.name, len(each.group.calls)) for each in block)
@@ -207,7 +207,7 @@ def _stages(groups: Sequence[_Counted], rate: float) -> list[dict[str, Any]]:
 
 
 def _blocks(groups: Sequence[_Counted]) -> Iterable[list[_Counted]]:
-    """Consecutive groups of one stage: each repetition of what repeats, and what stands between."""
+    """Split the groups of one stage into blocks: repeated blocks, and the groups between them."""
     start, plain = 0, list[_Counted]()
     while start < len(groups):
         size, count = _repetition(groups, start)
@@ -225,7 +225,7 @@ def _blocks(groups: Sequence[_Counted]) -> Iterable[list[_Counted]]:
 
 
 def _repetition(groups: Sequence[_Counted], start: int) -> tuple[int, int]:
-    """The size of the block from `start` on that covers most by repeating, and how often it stands there."""
+    """Return the size and the number of repetitions of the block from `start` on that covers most groups."""
     like = [each.likeness for each in groups[start:]]
     best = (1, 1)
     for size in range(1, min(MOST_REPEATED, len(like) // 2) + 1):
@@ -240,7 +240,7 @@ def _repetition(groups: Sequence[_Counted], start: int) -> tuple[int, int]:
 
 
 def _fusions(groups: Sequence[_Counted]) -> list[dict[str, Any]]:
-    """The fusions that apply, most often first: the operations that each covers, and the launches that it saves."""
+    """Return the fusions that apply, the most frequent first, with their operations and the launches saved."""
     saves = {fusion.name: fusion.saves for fusion in FUSIONS}
     fused = [each.group for each in groups if len(each.group.ops) > 1]
     times = Counter(group.name for group in fused)
@@ -277,7 +277,7 @@ def _group(counted: _Counted, rate: float) -> dict[str, Any]:
 
 
 def _buffer_report(programs: Sequence[Program]) -> dict[str, dict[str, int]]:
-    """Buffers of the step and the prefill pass by role, each once; the KV pools apart."""
+    """Return the buffers of step and prefill pass by role, each once, and separately the KV pools."""
     found: dict[str, dict[str, int]] = {}
     for spec in {spec.name: spec for program in programs for spec in program.buffers.values()}.values():
         entry = found.setdefault("kv" if spec.paging is Paging.POSITIONS else spec.role.value, {"count": 0, "bytes": 0})

@@ -1,4 +1,4 @@
-"""The tables of `lowlat inspect step`: a screenful of a step and a prefill pass, or every operation of them."""
+"""This module prints the tables of `lowlat inspect step`: a step and a prefill pass in brief, or every operation."""
 
 from textwrap import wrap
 from typing import Any
@@ -125,7 +125,7 @@ def _sizes(values: dict[str, Any]) -> list[object]:
 
 
 def _size(count: int) -> str:
-    """Bytes in decimal units, as bandwidths are."""
+    """Return bytes in decimal units, like those of bandwidths."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}" if count < 10 * scale else f"{count / scale:.1f} {unit}"

@@ -90,9 +90,9 @@ def what_if_report(
     target: Path,
     head: Path,
 ) -> dict[str, Any]:
-    """The best tree of each budget, by acceptance that was measured or is assumed, and the KV that its rows take.
+    """Return the best tree for each budget, from a measured or assumed acceptance, and the KV that its rows take.
 
-    Each step writes keys and values of all its rows; those of rows that are not accepted are room that a slot keeps
+    Each step writes keys and values of all its rows. The space of rows that are not accepted stays reserved in the slot
     for the next step. Raises ConfigError.
     """
     from lowlat.cli.reports.sizes import plan_runtime

@@ -1,1 +1,1 @@
-"""This package chooses a step's bucket by what is drafted, forced or proposed, and learns what draft lengths cost."""
+"""This package chooses a step's bucket by drafts, forced text or proposals, and learns the costs of draft lengths."""

@@ -1,7 +1,7 @@
-"""This is the interface of proposers, and the proposer of runtimes that verify drafts of the usual length alone.
+"""This module has the interface of proposers, and the default proposer, whose steps have one draft length.
 
-A proposer chooses the bucket of the next step, says how far steps may run ahead of what it decides, and keeps back
-tokens that are only proposed. `Steps` knows this interface alone; a loaded runtime hands its proposer over.
+A proposer chooses the bucket of the next step, limits how far steps run ahead of its decisions, and withholds tokens
+that are only proposals. `Steps` knows only this interface.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,53 +39,53 @@ class StepParts:
 
 
 class Proposer:
-    """A source of proposals for one runtime's slots; this one has none: all steps are of the depth asked for."""
+    """A source of proposals for one runtime's slots. This one has none: all steps have the requested draft length."""
 
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
 
     def prefill(self, request: Request, start: int, count: int) -> None:
-        """Write what prefill of a prompt's positions [start, start + count) needs next to the chunk itself."""
+        """Write further inputs for the prefill of a prompt's positions [start, start + count)."""
 
     def observe(self, entry: Entry) -> None:
-        """Learn from what a step has published, before the step after it is chosen; once for each, in order."""
+        """Learn from a step's publications, before the next step is chosen; called once for each step, in order."""
 
     def bucket(self, depth: int, num_active: int) -> Bucket:
-        """The bucket of the step that is wanted next, of so many slots, by what was observed so far."""
+        """The bucket of the next step for a number of slots, by the publications observed so far."""
         return self.parts.scheduler.ladder.choose(num_active, depth)
 
     def next_step(self, depth: int) -> tuple[Bucket, int | None]:
-        """The bucket of the next step, and how many steps like it are certain, None: any number; nothing is under way.
+        """The bucket of the next step, and how many steps like it are certain (None: any number).
 
-        depth  draft tokens that the caller wants
-        It may run prefill's programs first. Raises DeviceError when the device has failed.
+        depth  the caller's draft length
+        No launch is in flight. It may run prefill's programs first. Raises DeviceError when the device has failed.
         """
         return self.bucket(depth, self.parts.scheduler.num_active), None
 
     def num_certain(self, depth: int, num_unread: int = 0) -> int | None:
-        """Steps of a depth that may be launched after those under way, whatever these bring; None: any number.
+        """Steps of a draft length that may follow the launches in flight, whatever their results; None: any number.
 
-        num_unread  steps that were seen, of which no request has taken its tokens yet
+        num_unread  steps whose entries were seen, but whose tokens were not given to requests yet
         """
         return None
 
     def committed(self, request: Request, publication: SlotPublication) -> SlotPublication | None:
-        """A publication as its request takes it; None where its tokens are proposals, yet to be verified.
+        """The publication that its request takes; None if its tokens are proposals, which must be verified first.
 
         Called once for each publication of a live request, before the request takes it.
         """
         return publication
 
     def leave(self, request: Request) -> object:
-        """A request gives its slot away before its end; returns what `enter` needs."""
+        """Record that a request leaves its slot before its end; returns the argument for `enter`."""
         return None
 
     def enter(self, request: Request, kept: object) -> None:
-        """A request that decoded goes on, in the slot that it has now."""
+        """Record that a request goes on decoding, in its new slot."""
 
     def end(self, request: Request) -> None:
-        """A request has left its slot for good."""
+        """Record that a request has left its slot for good."""
 
     def report(self) -> dict[str, Any]:
-        """Figures since the load, as JSON, in a block of the source's name; empty where there are none."""
+        """Figures since the load, as JSON, in a block with the source's name; empty if there are none."""
         return {}

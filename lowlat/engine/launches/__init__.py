@@ -1,1 +1,1 @@
-"""This package launches steps, loops and prefill ahead of the host, and waits for what they publish."""
+"""This package launches steps, loops and prefill ahead of their results, and waits for their publications."""

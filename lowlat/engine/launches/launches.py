@@ -1,7 +1,7 @@
-"""This module carries out the launches of steps, loops and prefill, and waits for what they publish.
+"""This module launches steps, loops and prefill, and waits for their publications.
 
-`lowlat.engine.launches.in_flight` decides what may be launched, and counts. What is under way may still end, or publish
-for, a slot that the host has given up meanwhile: the caller drops such publications.
+`lowlat.engine.launches.in_flight` decides what may be launched, and counts the launches. A launch in flight may still
+end, or publish for, a slot that the host has given up; the caller drops such publications.
 """
 
 import time
@@ -20,7 +20,7 @@ __all__ = ["Launches", "loop_of"]
 
 
 def loop_of(executor: Executor, *, wanted: bool) -> LoopingExecutor | None:
-    """The same executor as one that repeats steps by itself, where wanted. Raises ConfigError where it cannot."""
+    """The executor as one with device loops, or None if they are not wanted. Raises ConfigError if it has none."""
     if not wanted:
         return None
     if not isinstance(executor, LoopingExecutor):
@@ -29,17 +29,17 @@ def loop_of(executor: Executor, *, wanted: bool) -> LoopingExecutor | None:
 
 
 class Launches:
-    """Launches steps and waits for their entries of the ring; `in_flight` is the state of what is under way.
+    """Launches steps and waits for their entries in the ring; `in_flight` has the state of the launches.
 
-    loop   the same executor, if it repeats steps by itself; None: every step is launched
-    guard  says whether a wait that was broken off may be repeated
+    loop   the same executor, if it has device loops; None: every step is launched
+    guard  knows whether an interrupted wait may be repeated
     """
 
     def __init__(
         self, executor: Executor, mailbox: Mailbox, loop: LoopingExecutor | None = None, *, guard: ChangeGuard
     ) -> None:
         self._executor, self._mailbox, self._loop, self._guard = executor, mailbox, loop, guard
-        self._pace = Pace() if executor.device.type == "cuda" else None  # others work in the host's time
+        self._pace = Pace() if executor.device.type == "cuda" else None  # on a CPU the host itself runs the steps
         self.in_flight = InFlight[Bucket](mailbox.num_entries)
 
     def start(
@@ -50,10 +50,10 @@ class Launches:
         meanwhile: Callable[[], None] | None = None,
         max_steps: int | None = None,
     ) -> None:
-        """Launch a step; or a loop, where there is one and the caller's next steps may be like this one.
+        """Launch a step; or a loop, if the executor has loops and the next steps may be like this one.
 
-        Where something is under way `InFlight.may_launch` must allow it, and a loop is followed by a loop. A loop gets
-        at most `max_steps` steps. `meanwhile` is the host's part of a step, see `Executor.step`.
+        With launches in flight `InFlight.may_launch` must allow it, and only a loop may follow a loop. A loop gets at
+        most `max_steps` steps. `meanwhile` is the host's part of a step, see `Executor.step`.
         Raises DeviceError when the device has failed.
         """
         budget = 0
@@ -66,9 +66,10 @@ class Launches:
         self.in_flight.launched(bucket, budget)
 
     def prefill(self, size: int, first: Bucket | None, passes: int = 0) -> Sequence[Entry]:
-        """Run chunks of prefill; the entry of the first token where `first` is its bucket. Nothing may be under way.
+        """Run chunks of prefill; with `first`, a first token's bucket, returns the first token's entry.
 
-        passes  over what they leave, see `Executor.prefill`
+        No launch may be in flight.
+        passes  the number of passes after them, see `Executor.prefill`
         Raises DeviceError when the device has failed.
         """
         self._executor.prefill(size, first, passes)
@@ -78,26 +79,26 @@ class Launches:
         return self._wait(every=True)
 
     def stop(self) -> None:
-        """Ask loops to end soon; nothing where none is under way. One that is queued still runs a step."""
+        """Ask loops in flight to end soon. A queued loop still runs a step."""
         if self.in_flight.stop() and self._loop is not None:
             self._loop.stop_loop()
 
     def close(self) -> None:
-        """Ask loops to end, and launch nothing from here on."""
+        """Ask loops to end, and refuse later launches."""
         if self.in_flight.close() and self._loop is not None:
             self._loop.stop_loop()
 
     def clear_blocks(self, blocks: Sequence[int], pool: str = "") -> None:
         """Zero KV blocks of a pool, if there are any; a loop ends first.
 
-        What is under way may wait for nothing of the host's.
+        No launch in flight may wait for the host.
         """
         if blocks:
             self.stop()
             self._executor.clear_blocks(blocks, pool)
 
     def wait(self) -> Sequence[Entry]:
-        """The next entries, at least one; none where all loops have ended without more. Raises DeviceError."""
+        """The next entries, at least one; none if all loops have ended without more. Raises DeviceError."""
         bucket = self.in_flight.bucket
         if self._pace is None:
             return self._wait(every=False)
@@ -108,7 +109,7 @@ class Launches:
         return entries
 
     def drain(self) -> Sequence[Entry]:
-        """All entries that are still to come, however many; a loop is stopped. Raises DeviceError."""
+        """All outstanding entries; a loop is stopped. Raises DeviceError."""
         self.stop()
         return self._wait(every=True)
 

@@ -1,9 +1,9 @@
-"""This module learns the pace of steps, so that the host sleeps through the first part of one rather than polls.
+"""This module learns the times of steps, so that the host can sleep through the first half of a step before it polls.
 
-A thread that polls for whole steps has used up its share of a core where other programs want it, and then loses the
-core for milliseconds at a time: among processes that spin on every core, the end of a step of 3.7 ms was seen 5.8 ms
-late at p99 and 13.9 at p99.9 by a thread that polls, 3.8 and 4.0 by one that sleeps through half of it; at the
-median neither was late by a microsecond (two cores of an AMD EPYC).
+A thread that polls for whole steps uses up its share of a core that other programs want, and then loses the core for
+milliseconds at a time. Among processes that spin on every core, a polling thread saw the end of a step of 3.7 ms 5.8 ms
+late at p99 and 13.9 at p99.9. A thread that sleeps through half of the step saw it 3.8 and 4.0 ms late. At the median
+neither was late by a microsecond (two cores of an AMD EPYC).
 """
 
 import time
@@ -12,10 +12,10 @@ from statistics import median
 
 __all__ = ["Pace"]
 
-MEMORY = 8  # intervals
-MIN_STEP_S = 0.002  # steps of less are polled for: a sleep may end 0.1 ms late
-PART = 0.5  # of a step
-REGULAR = 1.1  # times the usual interval: after a longer one the step that runs began earlier than it was seen to
+MEMORY = 8  # intervals that are kept
+MIN_STEP_S = 0.002  # shorter steps are polled for: a sleep may end 0.1 ms late
+PART = 0.5  # of a step, which the host sleeps through
+REGULAR = 1.1  # times the usual interval: after a longer one, the running step began before the last one's end was seen
 
 
 class Pace:
@@ -27,7 +27,7 @@ class Pace:
         self._seen = 0.0
 
     def saw(self, kind: object, now: float) -> None:
-        """The end of a step was seen; kind tells steps that take equally long."""
+        """Record that the end of a step was seen; steps of one kind take the same time."""
         if kind != self._kind:
             self._kind = kind
             self._intervals.clear()

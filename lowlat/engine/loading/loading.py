@@ -1,8 +1,8 @@
-"""This module goes from options to a ready executor: checkpoint, tokenizer, speculator, programs, buffers.
+"""This module makes a ready executor from options: checkpoint, tokenizer, speculator, programs, buffers.
 
-Quick things are read first: configs, headers of weights, the tokenizer. A target's weights go from its files to
-their final place one at a time, while the executor is made. A speculator is loaded whole before: one that is damaged
-must be known in time to go on without it. Nothing half-loaded stays.
+Small files are read first: configs, headers of weights, the tokenizer. A speculator is loaded whole before the target's
+weights: if it is damaged, the load can go on without it. The target's weights are streamed from their files to their
+final place one at a time, while the executor is made. If loading fails, everything is freed.
 """
 
 import logging
@@ -56,9 +56,9 @@ def load(
     downloaded: Progress | None = None,
     reserve: Reserve | None = None,
 ) -> Loaded:
-    """Load a target and, where asked for, its speculator; allocate everything, compile and capture what runs on a GPU.
+    """Load a target and, with `speculative`, its speculator; allocate all memory; on a GPU compile and capture.
 
-    model      a directory; or a target whose weights come from elsewhere, opened in the dtype that it is to have
+    model      a directory; or an `OpenedTarget` in the wanted dtype
     progress   called with bytes read and bytes in all; captured with buckets captured and buckets in all; downloaded
                with bytes fetched and bytes in all, for each model that is a repository's name
     reserve    called before any memory is taken, with what is needed of each device; it may wait until others have made
@@ -126,7 +126,7 @@ def load(
 def _settled_choice(
     choice: DeviceChoice, options: RuntimeConfig, rank: Rank, weights: Mapping[str, torch.Tensor]
 ) -> DeviceChoice:
-    """The choice for these programs, see `settle_executor`; logged where it is another one."""
+    """The executor for these programs, see `settle_executor`; a change is logged."""
     programs = (*rank.programs.values(), *rank.prefills.values())
     settled = settle_executor(choice, options.executor, programs, weights)
     if settled is not choice:
@@ -137,7 +137,7 @@ def _settled_choice(
 def _refuse_unfit(
     choice: DeviceChoice, options: RuntimeConfig, geometries: Sequence[StepGeometry], ranks: Sequence[Rank]
 ) -> None:
-    """Raise ConfigError for options and shapes that the chosen executor does not run."""
+    """Raise ConfigError for options and shapes that the chosen executor does not support."""
     first = geometries[0]
     refuse_ranks(options, choice)
     refuse_codes(choice, ranks, first.prefill_chunk)
@@ -148,8 +148,8 @@ def _refuse_unfit(
 
 
 def _log_sizes(geometry: StepGeometry, ranks: Sequence[StepGeometry]) -> None:
-    """Log how many tokens the KV cache holds, of how many requests, and what it takes of a rank's device; and how much
-    of a prompt is read at once."""
+    """Log the tokens and requests that the KV cache can hold, its size on a rank's device, and the most positions of a
+    prompt that are prefilled at once."""
     tokens, size = geometry.num_kv_tokens, max(map(kv_bytes, ranks)) / 2**30
     count = (geometry.num_blocks - 1) // geometry.table_width
     logger.info("the KV cache holds %d tokens, %d requests of max_context %d, in %.2f GiB%s", tokens, count,
@@ -159,7 +159,7 @@ def _log_sizes(geometry: StepGeometry, ranks: Sequence[StepGeometry]) -> None:
 
 
 def _check_call(model: object, speculative: object, *told: object) -> None:
-    """Refuse arguments of `Runtime.load` that are of another type than it takes. Raises ConfigError naming them."""
+    """Refuse arguments of `Runtime.load` of a wrong type. Raises ConfigError naming them."""
     if not isinstance(model, (str, Path, OpenedTarget)) or not str(model):
         raise ConfigError(f"model must be a directory or ORG/NAME of a repository, got {model!r:.80}")
     if not isinstance(speculative, (SpeculativeConfig, NoneType)):
@@ -170,6 +170,6 @@ def _check_call(model: object, speculative: object, *told: object) -> None:
 
 
 def _log_choice(choice: DeviceChoice) -> None:
-    """Log where the runtime runs, as a warning where that is not what a user would expect."""
+    """Log the runtime's device and executor, as a warning if a user would not expect them."""
     level = logging.WARNING if choice.loud else logging.INFO
     logger.log(level, "running on %s: %s", choice.device, choice.reason)

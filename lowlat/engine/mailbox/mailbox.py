@@ -1,4 +1,4 @@
-"""A mailbox is the host's side of a step's two rings: it writes commands, and reads publications."""
+"""The mailbox is the host's side of a step's two rings: it writes commands, and reads publications."""
 
 from collections.abc import Mapping, Sequence
 
@@ -27,8 +27,8 @@ CHECKS = "ring_checks"  # where steps are checked
 class Mailbox:
     """Writes commands and staged records into an executor's state, and reads its publications in order.
 
-    `num_seen` counts the entries that `poll` has given, `num_unread` those of them that `read` was not given yet:
-    until then the step must not write over them.
+    `num_seen` counts the entries that `poll` has returned. `num_unread` counts those that were not passed to `read`
+    yet; until then the step must not overwrite them.
     """
 
     def __init__(self, state: Mapping[str, torch.Tensor], max_draft_tokens: int) -> None:
@@ -52,17 +52,17 @@ class Mailbox:
 
     @property
     def num_copies(self) -> int:
-        """Copies to and from the device so far: none where it reads and writes the host's memory itself."""
+        """Copies to and from the device so far; none if the device accesses host memory itself."""
         return sum(view.num_copies for view in (self._host, self.prefill.view, self.grammars.view))
 
     @property
     def num_unread(self) -> int:
-        """Entries that were seen and must stay as they are."""
+        """Entries that were seen and must not be overwritten yet."""
         return self.num_seen - self._num_read
 
     @property
     def has_unseen(self) -> bool:
-        """Whether a step has published an entry that `poll` has not given yet."""
+        """Whether a step has published an entry that `poll` has not returned yet."""
         self._host.fetch("ring_head")
         return int(self._head[0]) > self.num_seen
 
@@ -78,9 +78,9 @@ class Mailbox:
         *,
         has_grammar: bool = False,
     ) -> None:
-        """Stage a slot's record and command it to join at the next step, or first token; none may be under way.
+        """Stage a slot's record and command it to join at the next step, or first token; no step may be in flight.
 
-        has_grammar  the masks of its first token were sent, and those of each step will be
+        has_grammar  whether the masks of its first token were sent, and those of each step will be
         """
         arrays = self._arrays
         ints = arrays["staged_ints"][slot]
@@ -117,24 +117,24 @@ class Mailbox:
         self._command(JOIN, slot)
 
     def cancel(self, slot: int) -> None:
-        """Command a slot to leave; the next step to begin sees it, in a loop too."""
+        """Command a slot to leave; the next step reads it as it begins, in a device loop, too."""
         self._command(CANCEL, slot)
 
     def set_draft_limit(self, slot: int, limit: int | None) -> None:
-        """Command a slot that decodes to verify so many drafts in a step from now on; the next step sees it.
+        """Command a decoding slot to verify at most `limit` drafts in a step, from the next step on.
 
-        limit  as in SamplingParams; None: as many as there can be
+        limit  as in SamplingParams; None: no limit
         """
         self._command(SET_DRAFT_LIMIT, slot, self._draft_limit(limit))
 
     def rewind(self, slot: int, length: int) -> None:
-        """Command a slot to go back to so many committed tokens; see `force_drafts` for what it then verifies."""
+        """Command a slot to go back to a number of committed tokens; `force_drafts` sets what it then verifies."""
         self._command(REWIND, slot, length)
 
     def name_texts(self, slot: int, tokens: Sequence[int]) -> None:
-        """Write the texts that a slot drafts from next to its own, -1 after each; nothing where none may be named.
+        """Write the texts that a slot drafts from besides its own, -1 after each; does nothing without this option.
 
-        None of its steps may be under way.
+        None of its steps may be in flight.
         """
         if TEXTS[0] not in self._arrays or not (tokens or self._arrays[TEXTS[1]][slot]):
             return
@@ -143,7 +143,7 @@ class Mailbox:
         self._host.send(*TEXTS)
 
     def bound_draft_lengths(self, least: int, most: int) -> None:
-        """Bound the draft lengths that steps choose from the next one on; where none is chosen, nothing is written.
+        """Bound the draft lengths that the device chooses, from the next step on; does nothing if it chooses none.
 
         A request's own limit of drafts takes precedence over `least`.
         """
@@ -161,14 +161,14 @@ class Mailbox:
         ring[self._num_commands % len(ring)] = (opcode, slot, value, 0)
         self._num_commands += 1
         self._host.send("command_ring")
-        self._arrays["command_tail"][0] = self._num_commands  # the last: a step may be reading
+        self._arrays["command_tail"][0] = self._num_commands  # written last, since a step may be reading
         self._host.send("command_tail")
 
     def take_over(self, slot: int, table: Sequence[int]) -> None:
-        """A request comes into a slot by its rows: commands to who had the slot before have no effect any more.
+        """Prepare a slot whose rows are written by copies: earlier commands to the slot then have no effect.
 
-        table  its blocks by position, by which steps are checked
-        Its steps wait for nothing of the host's, until it says otherwise. None may be under way.
+        table  its blocks by position, for the checks of steps
+        Its steps do not wait for the host until a grammar is set. No step may be in flight.
         """
         ring = self._arrays["command_ring"]
         ring[ring[:, 1] == slot] = 0
@@ -178,7 +178,7 @@ class Mailbox:
         self.grammars.release(slot)
 
     def poll(self) -> list[Entry]:
-        """The entries of the ring that were not seen yet, in order; `read` them in this order, too."""
+        """The entries of the ring that were not seen yet, in order; pass them to `read` in the same order."""
         self._host.fetch(*READ, *self._checks)
         head = int(self._head[0])
         entries = []
@@ -188,7 +188,7 @@ class Mailbox:
         return entries
 
     def _failed(self, number: int) -> tuple[FailedCheck, ...]:
-        """The checks that failed in an entry's step, by slot, last those of no slot."""
+        """The checks that failed in an entry's step, by slot; the last item has those of no slot."""
         if CHECKS not in self._arrays:
             return ()
         rows = self._arrays[CHECKS][number % self.num_entries]
@@ -197,7 +197,7 @@ class Mailbox:
         return tuple(FailedCheck.of(slot, row) for slot, row in found)
 
     def read(self, entry: Entry) -> list[SlotPublication]:
-        """The publication of each slot in an entry; the step may then write over it."""
+        """The publication of each slot in an entry; a step may then overwrite the entry."""
         place = entry.number % self.num_entries
         rows = enumerate(entry.records)
         publications = [self._read_slot(place, row, record) for row, record in rows if record[publish.SLOT] >= 0]
@@ -230,6 +230,6 @@ def _token_logprobs(ids: list[int], values: list[float]) -> TokenLogprobs:
 
 
 def _of_failure(failure: FailedCheck) -> SlotPublication:
-    """The publication of a slot of which a step gives nothing but a failed check."""
+    """The publication of a slot with only a failed check."""
     reason: FinishReason | None = "error" if failure.ends else None
     return SlotPublication(failure.slot, (), reason, 0, 0, NO_SOURCE, 0, 0, None, failure)

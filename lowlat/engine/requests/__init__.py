@@ -1,1 +1,1 @@
-"""This package has requests: what each asks for and has got, checks of what may be asked, and growing prompts."""
+"""This package has requests: their parameters and tokens so far, the checks of new requests, and growing prompts."""

@@ -1,4 +1,4 @@
-"""A request is what its caller asked for, where it lies, and what it has got so far.
+"""A request has its caller's parameters, its slot and blocks, and its tokens so far.
 
 It turns a step's publication into the caller's output: text, stop strings, ends.
 """
@@ -26,18 +26,18 @@ from lowlat.text.grammar.state import GrammarState
 
 __all__ = ["FROM_PART", "Opening", "Request"]
 
-FROM_PART = 4  # besides the sources of drafts that the device knows: steps over a part of the cache
+FROM_PART = 4  # a source of drafts besides the device's own: SpecPV's steps over a part of the cache
 
 
 @dataclass
 class Opening:
-    """The part of a request that an open prompt needs.
+    """The part of a request for an open prompt.
 
-    arrival         its number in the order of arrival
+    arrival         its arrival number
     scheduled       its record for the scheduler while the prompt is open
-    max_prompt      tokens that the prompt may have
-    num_certain     tokens of the prompt that stay, whatever comes; all of them before `finish`
-    is_speculative  the prompt was finished on trial
+    max_prompt      the most tokens of the prompt
+    num_certain     tokens of the prompt that later text cannot change; all of them before `finish`
+    is_speculative  whether the prompt was finished on trial
     """
 
     arrival: int
@@ -113,13 +113,13 @@ class Request:
             )
 
     def place(self, slot: int, table: Sequence[int], num_cached: int) -> None:
-        """The scheduler gave it a slot and blocks, which hold num_cached tokens' KV already."""
+        """Record the slot and blocks from the scheduler; the blocks hold num_cached tokens' KV already."""
         self.slot, self.table = slot, table
         self._num_cached = num_cached if self._most_cached is None else min(num_cached, self._most_cached)
         self._times.placed = time.monotonic()
 
     def take_over_from(self, other: "Request") -> None:
-        """Take the slot, and what was read of the prompt, of the request that was open in its place."""
+        """Take over the slot and the prefilled part of the prompt from the open request that this one replaces."""
         self.slot, self.table, self._num_cached = other.slot, other.table, other._num_cached
         self._times.placed = None if other._times.placed is None else self._times.submitted
         self._prompt_logprobs = other._prompt_logprobs
@@ -130,7 +130,7 @@ class Request:
         self._most_cached = other._most_cached if other._times.placed is None else other._num_cached
 
     def displace(self, *, decoded: bool) -> None:
-        """It has no slot any more; one that did not decode reads its prompt again."""
+        """Record that it lost its slot; a request that did not decode yet prefills its prompt again."""
         self.slot, self.table = -1, ()
         if not decoded:
             self._prompt_logprobs.clear()
@@ -144,7 +144,7 @@ class Request:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its first token has come: what comes next is a decode step's."""
+        """Whether it has its first token; later tokens come from decode steps."""
         return self._times.prefilled is not None
 
     @property
@@ -158,14 +158,14 @@ class Request:
         return self.params.max_draft_tokens if self.drafts else 0
 
     def num_remaining_after(self, num_steps: int, depth: int) -> int:
-        """Tokens that it may still get when so many steps of a depth have brought it as many as they can."""
+        """Tokens that it may still get, at least, after a number of steps of a draft length."""
         limit = self.draft_limit
         most = 1 + (depth if limit is None else min(depth, limit))
         remaining = 1 if self.grammar is not None and self.grammar.terminated else self.num_remaining
         return remaining - most * num_steps
 
     def describe(self, phase: str) -> dict[str, Any]:
-        """Its slot, phase, tokens of prompt and completion, and their bound, as JSON."""
+        """Its slot, phase, tokens of prompt and completion, and the limit on both, as JSON."""
         return {
             "slot": self.slot,
             "request_id": self.request_id,
@@ -195,7 +195,7 @@ class Request:
     def take(self, publication: SlotPublication, problem: str | None = None) -> StepOutput:
         """Add a step's tokens; a stop string found in their text drops the tokens after it and ends the request.
 
-        problem  why it ends, where the reason is an error; None: by its logits
+        problem  the message, if an error ends it; None: its logits are not finite
         A text that the tokenizer fails to decode ends the request with an error of the code "text".
         """
         tokens, reason = publication.token_ids, publication.finish_reason
@@ -249,7 +249,7 @@ class Request:
         """Count a step, or a first token; returns how many of its tokens were accepted drafts."""
         now = time.monotonic()
         if not self.has_begun:
-            self._times.prefilled = now  # what comes first comes out of prefill, not of a step
+            self._times.prefilled = now  # the first token comes from prefill, not from a decode step
         else:
             self._num_steps += 1
         # drafts after a stop string were dropped with their tokens: they count as rewound
@@ -272,7 +272,7 @@ class Request:
         error_code: ErrorCode | None = None,
         num_accepted: int = 0,
     ) -> StepOutput:
-        """The caller's output; a reason ends the request, and one that is cut off gets the text that was held back."""
+        """Make the caller's output. A reason ends the request; a request that is cut off gets the text held back."""
         self.finish_reason = reason
         if reason in ("cancelled", "error") and not deltas and self._text is not None:
             with suppress(RequestError):  # it ends by another reason already

@@ -1,1 +1,1 @@
-"""This package schedules: who has a slot, which chunk of a prompt is next, and whose the blocks of the KV cache are."""
+"""This package schedules requests: it gives them slots and KV blocks, and chooses the next chunk of a prompt."""

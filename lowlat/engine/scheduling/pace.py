@@ -1,4 +1,4 @@
-"""This module says how many chunks of a prompt fit in the time that decoding requests may be held up."""
+"""This module learns how many chunks of a prompt fit in the time for which decoding requests may be delayed."""
 
 import time
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ CHUNKS_AT_FIRST = 4
 
 
 class PrefillPace:
-    """Learns how many chunks of prefill take no longer than `max_stall_ms`, from the last that ran.
+    """Learns how many chunks of prefill take at most `max_stall_ms`, from the last chunks that ran.
 
-    A chunk takes longer when few run at once, and after a long text. An estimate from few chunks is therefore too low,
-    and is corrected by the next that run.
+    A chunk takes longer if few run at once, and after a long text. So an estimate from few chunks is too low; the next
+    chunks correct it.
     """
 
     def __init__(self, max_stall_ms: float) -> None:
@@ -22,12 +22,12 @@ class PrefillPace:
 
     @contextmanager
     def timed(self, num_chunks: float) -> Iterator[None]:
-        """Time so many chunks at once."""
+        """Time the run of several chunks."""
         begun = time.monotonic()
         yield
         self.saw(num_chunks, time.monotonic() - begun)
 
     def saw(self, num_chunks: float, seconds: float) -> None:
-        """Learn from so many chunks that ran at once; less than a whole one is ignored."""
+        """Learn from the time of chunks that ran at once; less than a whole chunk is ignored."""
         if num_chunks >= 1:
             self.num_chunks = max(1, int(self._max_stall_ms * num_chunks / max(1e3 * seconds, 1e-3)))

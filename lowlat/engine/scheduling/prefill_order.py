@@ -1,8 +1,8 @@
-"""This module says which slot's chunks are prefilled next, and how many at once.
+"""This module chooses the slot whose chunks are prefilled next, and how many run at once.
 
-Among the slots that prefill, the one with the fewest chunks left goes first (the best mean time to first token), but
-one that was passed over MAX_PASSED_OVER times goes before it, oldest first, so that no prompt starves; or as many times
-as there are slots, where there are more, so that long prompts do not take every turn.
+The slot with the fewest chunks left goes first, which gives the best mean time to first token. So that no prompt
+starves, a slot that was passed over MAX_PASSED_OVER times goes before it, oldest first. With more slots than that the
+limit is the number of slots, so that long prompts do not take every turn.
 """
 
 from collections.abc import Sequence, Set
@@ -20,9 +20,9 @@ class PrefillOrder:
     """Chooses chunks for the slots of one scheduler.
 
     slots       by number; None: it is free
-    open_names  of requests whose prompts may still grow
+    open_names  ids of requests with open prompts
     pace        learns how many chunks may run at once while others decode
-    max_chunks  chunks of one prompt that run at once, at most
+    max_chunks  the most chunks of one prompt that run at once
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class PrefillOrder:
         self.max_passed_over = max(MAX_PASSED_OVER, len(slots))
 
     def num_left(self, slot: Slot) -> int:
-        """Chunks that may be run: of an open prompt those after which a token is known."""
+        """Chunks that may run; in an open prompt, those with a known token after them."""
         num_left = len(slot.request.prompt_token_ids) - slot.next_start
         if slot.request.request_id in self._open:
             return max(0, (num_left - 1) // self._prefill_chunk)
@@ -46,7 +46,7 @@ class PrefillOrder:
         return [slot for slot in prefilling if slot.request.request_id not in self._open or self.num_left(slot)]
 
     def next_chunk(self, *, decodes: bool) -> PrefillChunk | None:
-        """The chunk to run next; decodes: while others decode."""
+        """The chunk to run next; decodes: whether other requests decode."""
         waiting = self.waiting()
         if not waiting:
             return None

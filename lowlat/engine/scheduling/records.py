@@ -1,4 +1,4 @@
-"""These records are what scheduling needs to know of a request, and what it decides."""
+"""This module has the scheduler's records: the properties of requests that it reads, and its decisions."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ MOST_NAMED = 3  # requests in a line
 
 
 class Phase(StrEnum):
-    """Where a request is."""
+    """The phases of a request."""
 
     QUEUED = "queued"
     PAUSED = "paused"
@@ -22,11 +22,11 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class ScheduledRequest:
-    """The properties of a request that scheduling needs; max_total_tokens counts prompt and completion.
+    """The properties of a request that the scheduler needs; max_total_tokens counts prompt and completion.
 
-    Only requests of the same cache_salt share cached prefixes. One that does not read the cache has all of its prompt
-    prefilled. A higher priority goes first. The tokens of an open prompt are a list that grows. Its owner, where it has
-    one, keeps its prefix when it has ended.
+    Only requests with the same cache_salt share cached prefixes. A request that does not read the cache prefills its
+    whole prompt. Higher priorities go first. The tokens of an open prompt are a list that grows. The owner, if there is
+    one, keeps the request's prefix after its end.
     """
 
     request_id: str
@@ -42,8 +42,8 @@ class ScheduledRequest:
 class Admission:
     """A request that got a slot, its blocks by position, and how much of its prompt they hold already.
 
-    resumes   it has decoded before: its slot's rows are to be written
-    moved_in  its blocks had left the device: their contents are to be written to these places
+    resumes   whether it has decoded before: its slot's state must then be written
+    moved_in  blocks whose contents were moved to the host, and must be written back here
     """
 
     request_id: str
@@ -56,8 +56,8 @@ class Admission:
 
 @dataclass(frozen=True)
 class Departure:
-    """A request that left its slot before its end. One that decoded comes back with its slot's rows, which are to be
-    read; another one begins again."""
+    """A request that left its slot before its end. The slot's state of a decoding request must be read, for its return;
+    another request starts again."""
 
     request_id: str
     slot: int
@@ -66,9 +66,9 @@ class Departure:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """One chunk to run, or several of one prompt: positions [start, start + num_tokens), of `size` in whole chunks.
+    """One or more chunks of one prompt to run: positions [start, start + num_tokens), or `size` in whole chunks.
 
-    last  the prompt ends with it: its first token comes out of it
+    last  whether the prompt ends with it, so that its first token follows
     """
 
     request_id: str
@@ -83,10 +83,10 @@ class PrefillChunk:
 class StepPlan:
     """The work before the next decode step, in this order.
 
-    departed   requests that gave their slots to others
-    moved_out  requests whose blocks are others' from here on, and which these were: their contents are to be read
+    departed   requests whose slots were taken
+    moved_out  requests whose blocks were taken, with these blocks: their contents must be read
     admitted   requests that got a slot
-    prefill    chunks of one request at most; call `Scheduler.prefill_done` with them when they are launched
+    prefill    chunks of one request, or None; call `Scheduler.prefill_done` with them when they are launched
     """
 
     admitted: tuple[Admission, ...]
@@ -100,12 +100,12 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class HeldUp:
-    """The head of the queue waits for what requests hold that wait for their callers, and nothing else runs.
+    """The head of the queue waits for blocks of requests that wait for their callers, and nothing else runs.
 
     num_needed         KV blocks of its worst case
-    num_available      blocks that are free, or hold prefixes that nobody uses
-    paused             ids of paused requests whose blocks are on the device; num_paused_blocks are theirs
-    open_prompts       ids of requests with a slot whose prompts are still to come; num_open_blocks are theirs
+    num_available      blocks that are free, or hold unused prefixes
+    paused             ids of paused requests with blocks on the device; they hold num_paused_blocks
+    open_prompts       ids of requests in slots whose prompts are open; they hold num_open_blocks
     has_slot           whether a slot is free
     """
 

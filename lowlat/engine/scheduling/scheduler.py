@@ -1,17 +1,17 @@
-"""A scheduler has the queue and the slots of one runtime, without a device, and plans what precedes each step.
+"""The scheduler has the queue and the slots of one runtime, without a device, and plans the work before each step.
 
-A request is queued, then prefilling in a slot, then decoding in it, then gone. The order is that of priority, and
-among equals first come, first served: nothing overtakes the head of the queue, not even a smaller request that would
-fit, because every admitted request ends within its reserved worst case and so the head is served in bounded time. But
-a request whose next chunk is being prefilled for another, as those of several answers to one prompt, waits until it can
-share it; and one that comes back, and has its blocks still, does not wait for a head that finds none.
-`lowlat.engine.scheduling.prefill_order` says which of the slots that prefill goes first.
+A request is queued, then prefills in a slot, then decodes in it, then ends. Requests are ordered by priority, and among
+equals by arrival. No request overtakes the head of the queue, not even a smaller one that would fit. Since every
+admitted request ends within its reserved worst case, the head is served in bounded time. There are two exceptions. If
+a request's next chunk is being prefilled for another request, as for several answers to one prompt, it waits until it
+can share the chunk. If a request returns and still has its blocks, it does not wait for a head that finds no blocks.
+`lowlat.engine.scheduling.prefill_order` chooses the slot that prefills next.
 
-A request that is paused gives its slot away, and comes back to the place in the queue that its arrival gives it. So
-does one of lower priority than the head, where that finds no slot or no blocks: the lowest first, of equals the last
-that came. One that decodes keeps its blocks until somebody needs them; then their contents go to host memory. One that
-prefills gives its blocks back, and reads its prompt again from what is shared of it. A prompt may be open: its tokens
-come while it is read, and a chunk is planned when a token after it is known.
+A paused request frees its slot, and later returns to its place in the queue by arrival. The scheduler also takes the
+slot of a request of lower priority if the head finds no slot or no blocks: of the lowest priority first, and of equals
+the last to arrive. A decoding request then keeps its blocks until another request needs them; their contents then go to
+host memory. A prefilling request frees its blocks, and later prefills again from the shared part of its prompt. A
+prompt may be open: its tokens arrive while it is read, and a chunk is planned when a token after it is known.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from lowlat.engine.scheduling.records import Departure, HeldUp, Phase, PrefillCh
 from lowlat.errors import CapacityError, ConfigError, RequestError
 from lowlat.sequence.book import InvariantError
 
-if TYPE_CHECKING:  # lowlat.graphs loads torch, of which this module needs nothing
+if TYPE_CHECKING:  # lowlat.graphs loads torch, which this module does not need
     from lowlat.graphs.buckets import Bucket
     from lowlat.sequence.kvcache import KVCache
     from lowlat.step.ladder import StepLadder
@@ -39,13 +39,13 @@ class Scheduler:
     """The queue and the slots of one runtime.
 
     ladder              the buckets; its largest batch must be at least max_batch
-    kvcache             the book of what requests keep between steps
+    kvcache             the book of requests' state between steps
     max_queue           requests that may wait beyond those that free slots take; more raise CapacityError
-    max_prefill_chunks  chunks of one prompt that run at once, at most
-    max_stall_ms        how long chunks may run at once while others decode; `pace` learns how many that are
-    num_overprovision   positions that a step may write past a request's total; None: the ladder's most rows
-    space               host memory for requests that have left their slot; None: none leaves it
-    num_written         positions of a decoding request that may be written, by its id; it is set by who knows
+    max_prefill_chunks  the most chunks of one prompt that run at once
+    max_stall_ms        the time that chunks may take while others decode; `pace` learns how many chunks fit
+    num_overprovision   positions that a step may write after a request's total; None: the ladder's most rows
+    space               host memory for requests that have left their slot; None: no request leaves it
+    num_written         returns the positions that a decoding request may have written, by its id; the engine sets it
 
     Not safe for use by several threads. Raises ConfigError for sizes that do not fit each other.
     """
@@ -99,7 +99,7 @@ class Scheduler:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more request would be refused: the queue and the free slots are taken."""
+        """Whether one more request would be refused, since the queue and the free slots are taken."""
         return self.num_queued >= self.max_queue + self._slots.count(None)
 
     @property
@@ -111,7 +111,7 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether any request may go on by itself.
 
-        Those that wait to be resumed, or for more of their prompt, do not; nor do those that wait for what these hold.
+        Requests that wait for `resume`, or for more of their prompt, may not; nor requests that wait for their blocks.
         """
         if self.ready:
             return True
@@ -122,26 +122,26 @@ class Scheduler:
 
     @property
     def ready(self) -> bool:
-        """Whether any request may go on now: of those that `busy` counts, not a head that waits for copies or files."""
+        """Whether any request may go on now; unlike in `busy`, a head that waits for copies or files may not."""
         return not self._all_wait and (not self._queue.queued or self.num_active > 0 or self.has_work)
 
     @property
     def _all_wait(self) -> bool:
-        """Whether every request waits to be resumed, or for more of its prompt."""
+        """Whether every request waits for `resume`, or for more of its prompt."""
         return len(self._requests) <= len(self._queue.aside) + self._num_starved
 
     @property
     def is_held_up(self) -> bool:
-        """Whether the head of the queue waits for what requests hold that wait for their callers: nothing else runs."""
+        """Whether nothing runs and the head of the queue waits for blocks of requests that wait for their callers."""
         return bool(self._queue.queued) and not self.busy
 
     @property
     def retry_at(self) -> float | None:
-        """The time at which the host is asked again for memory that the head of the queue waits for; None: never."""
+        """The time at which host memory for the head of the queue is requested again; None: never."""
         return self._placement.retry_at if self._queue.queued else None
 
     def held_up(self) -> HeldUp | None:
-        """The wants of the queue's head, and who holds them; None: it may go on. Time: blocks."""
+        """The blocks that the queue's head needs, and the requests that hold them; None: it may go on. Time: blocks."""
         if not self.is_held_up:
             return None
         head, kvcache, stats = self._queue.queued[0], self.kvcache, self.kvcache.stats()
@@ -164,32 +164,32 @@ class Scheduler:
 
     @property
     def _num_starved(self) -> int:
-        """Open prompts with a slot all of whose known chunks were run."""
+        """Open prompts in slots whose known chunks have all been run."""
         open_ones = (self._requests[name] for name in self._queue.open)
         return sum(slot is not None and not self._order.num_left(slot) for slot in open_ones)
 
     @property
     def has_work(self) -> bool:
-        """Whether `plan` may have anything to do now: a chunk to prefill, or a slot for the head of the queue."""
+        """Whether `plan` may have work now: a chunk to prefill, or a slot for the head of the queue."""
         return bool(self._order.waiting()) or self._placement.may_admit()
 
     def phase(self, request_id: str) -> Phase:
-        """Where a request is. Raises RequestError for one that is unknown or has ended."""
+        """The phase of a request. Raises RequestError for one that is unknown or has ended."""
         slot = self._find(request_id)
         if slot is not None:
             return slot.phase
         return Phase.PAUSED if self._queue.is_paused(request_id) else Phase.QUEUED
 
     def slot(self, request_id: str) -> int | None:
-        """The slot of a request; None while it has none. Raises RequestError as `phase` does."""
+        """The slot of a request; None: it has none. Raises RequestError as `phase` does."""
         slot = self._find(request_id)
         return None if slot is None else slot.number
 
     def enqueue(self, request: ScheduledRequest, *, is_open: bool = False, arrival: int | None = None) -> None:
-        """Put a request in the queue, after those of its priority that came before. Raises what `check` does.
+        """Queue a request after earlier ones of its priority. Raises the errors of `check`.
 
-        is_open  its prompt grows, see `grow`: it is queued when more than a chunk of it is known
-        arrival  the number that `arrival` gave for it before; it is then queued whatever waits
+        is_open  whether its prompt grows, see `grow`: it is then queued when more than a chunk of it is known
+        arrival  its earlier number of `arrival`; it is then queued even if the queue is full
         """
         if arrival is None:
             self.check(request, is_open=is_open)
@@ -202,7 +202,7 @@ class Scheduler:
         return self._queue.arrivals[request_id]
 
     def grow(self, request_id: str) -> None:
-        """The list of an open prompt's tokens has become longer. Raises RequestError for one that is not open."""
+        """Take note of new tokens in an open prompt's list. Raises RequestError for a prompt that is not open."""
         self._check_open(request_id)
         if request_id in self._queue.aside:
             self._queue.put(self._queue.take(request_id))
@@ -210,7 +210,7 @@ class Scheduler:
             self.kvcache.grow(request_id)
 
     def complete(self, request_id: str, max_total_tokens: int) -> None:
-        """An open prompt is whole, with a total that is no larger than before. Raises RequestError as `grow` does."""
+        """Mark an open prompt as complete; its total must not be larger than before. Raises RequestError as `grow`."""
         self._check_open(request_id)
         self._queue.open.remove(request_id)
         slot = self._requests[request_id]
@@ -229,11 +229,11 @@ class Scheduler:
             raise RequestError(f"request {request_id} has no open prompt: it was finished, is unknown or has ended")
 
     def pause(self, request_id: str) -> Departure | None:
-        """Take a request out of its slot, or of the queue, until `resume`; its departure, where it had a slot.
+        """Take a request out of its slot, or of the queue, until `resume`; returns its departure, if it had a slot.
 
-        What the slot holds of one that decoded is to be read before anything else is launched.
-        Raises RequestError for one that is unknown, paused already or whose prompt is open; CapacityError where what it
-        keeps does not fit in host memory.
+        The caller must read the slot's state of a decoding request before it launches anything.
+        Raises RequestError for a request that is unknown, paused already or whose prompt is open; CapacityError if its
+        state does not fit in host memory.
         """
         slot = self._find(request_id)
         if request_id in self._queue.open:
@@ -245,7 +245,7 @@ class Scheduler:
         return departure
 
     def resume(self, request_id: str) -> None:
-        """Queue a paused request again, as its priority and arrival say. Raises RequestError for one that is not."""
+        """Queue a paused request again, by its priority and arrival. Raises RequestError if it is not paused."""
         self._find(request_id)
         if not self._queue.is_paused(request_id):
             raise RequestError(f"request {request_id} is not paused")
@@ -275,9 +275,9 @@ class Scheduler:
             )
 
     def plan(self) -> StepPlan:
-        """Admit what fits, and choose one chunk. Time: slots, and what the book's `admit` takes.
+        """Admit the requests that fit, and choose one chunk. Time: slots, and the book's `admit`.
 
-        Raises InvariantError when the chunk of the plan before was not reported by `prefill_done`.
+        Raises InvariantError if the last plan's chunk was not reported by `prefill_done`.
         """
         if self._pending is not None:
             raise InvariantError(f"request {self._pending.request_id}: its last chunk was not reported as done")
@@ -289,8 +289,7 @@ class Scheduler:
         return StepPlan(tuple(admitted), self._pending, departed, moved_out)
 
     def prefill_done(self, chunk: PrefillChunk) -> None:
-        """Say that the planned chunk is launched: its KV may be shared, and after the last one its slot
-        decodes.
+        """Report that the planned chunk is launched: its KV may be shared, and after a last chunk the slot decodes.
 
         Raises InvariantError for any other chunk.
         """
@@ -312,10 +311,10 @@ class Scheduler:
         poisoned: bool = False,
         completed: bool = True,
     ) -> Phase:
-        """Take a request out wherever it is, ended or not; return its phase.
+        """Remove a request from slot or queue, ended or not; return its phase.
 
-        The other arguments are those of `KVCache.release`.
-        The device must write to its blocks no more. Raises RequestError for one that is unknown or was taken out.
+        The other arguments are those of `KVCache.release`. The device must not write to its blocks after this call.
+        Raises RequestError for a request that is unknown or was removed.
         """
         slot = self._find(request_id)
         phase, kept = self.phase(request_id), self._kept.get(request_id)
@@ -337,7 +336,7 @@ class Scheduler:
         return phase
 
     def choose_bucket(self, num_speculative_tokens: int) -> "Bucket":
-        """The smallest bucket for the decoding slots. Raises ConfigError for a depth without one."""
+        """The smallest bucket for the decoding slots. Raises ConfigError for a draft length without a bucket."""
         return self.ladder.choose(self.num_active, num_speculative_tokens)
 
     def invariants(self) -> None:

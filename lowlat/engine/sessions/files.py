@@ -239,8 +239,8 @@ class SessionFile:
         keys = runtime.owned_call(lambda owned: owned.kvcache.pin_tokens(key, self.token_ids, key.cache_salt))
         batch: dict[ChunkKey, torch.Tensor] = {}
         size = 0
-        pools = [each.pool for each in self._header.contents]
-        for each, following in zip(self._header.contents, [*pools[1:], None], strict=True):
+        pools = [*(each.pool for each in self._header.contents), None]
+        for each, following in zip(self._header.contents, pools[1:], strict=True):
             content = torch.empty(each.num_bytes, dtype=torch.uint8)
             self._file.seek(offset)
             if self._file.readinto(_view(content)) != each.num_bytes:

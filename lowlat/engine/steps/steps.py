@@ -1,8 +1,8 @@
-"""This module runs the steps of one runtime: it admits, prefills, launches ahead, and makes outputs of publications.
+"""This module runs the steps of one runtime: it admits, prefills, launches ahead, and makes outputs from publications.
 
-While nobody joins or leaves, a step is launched before the one ahead of it has ended, or the device repeats steps by
-itself. That changes no token: what a step does to a slot depends on nothing that the host does in between, and what is
-published for a slot that the host has given up is dropped.
+While no request joins or leaves, a step is launched before the step ahead of it has ended, or the device repeats steps
+by itself. This changes no token: a step's effect on a slot does not depend on what the host does in between, and
+publications for a slot that the host has given up are dropped.
 """
 
 import logging
@@ -46,16 +46,16 @@ __all__ = ["Steps"]
 logger = logging.getLogger("lowlat.engine.steps")
 
 TIERS_WAIT_S = 0.005
-TELL_HELD_UP_S = 60.0  # so often, at most, is told who waits for what is held for callers
+TELL_HELD_UP_S = 60.0  # the least time between two log messages about a queue that waits for callers
 
 
 class Steps:
-    """Runs steps for the live requests; the outputs that they give are appended to `requests.outputs`.
+    """Runs steps for the live requests, and appends their outputs to `requests.outputs`.
 
-    mailbox    commands to the device, and what it publishes
+    mailbox    commands to the device, and its publications
     masks      the grammars of requests that decode
-    launches   what is under way
-    proposer   chooses the bucket of the next step, and what of a publication is final
+    launches   the launches in flight
+    proposer   chooses the bucket of the next step, and which tokens of a publication are final
     published  counts and checks publications
     """
 
@@ -100,11 +100,11 @@ class Steps:
         )
         num_ahead = geometry.overhang + (0 if geometry.partial is None else geometry.partial.buffer)
         scheduler.num_written = lambda request_id: len(requests[request_id].committed) + num_ahead
-        self._owes_step = False  # a first token was returned, and no step followed it yet
+        self._owes_step = False  # whether a first token was returned, and no step has followed it yet
         self._tells_held_up_at = 0.0
 
     def step(self, num_speculative_tokens: int | None, depth: int) -> None:
-        """Do what `Runtime.step` says, at a depth that has a bucket. Raises DeviceError when the device has failed."""
+        """Run `Runtime.step`, for a draft length with a bucket. Raises DeviceError when the device has failed."""
         ahead = num_speculative_tokens is None and self._executor.asynchronous and self._tracer is None
         outputs = self._requests.outputs
         num_before = len(outputs)
@@ -112,7 +112,7 @@ class Steps:
             self._advance(depth, ahead)
             if ahead and len(outputs) > num_before:
                 return
-        # Nothing is under way from here on: whoever joins now is in no step that was launched before.
+        # From here on no launch is in flight: a request that joins now is in no step that was launched before.
         self.mailbox.bound_draft_lengths(0 if num_speculative_tokens is None else depth, depth)
         if not (self._owes_step and self._scheduler.num_active):
             entries = self._admit(depth)
@@ -126,18 +126,18 @@ class Steps:
             self._advance(depth, ahead)
 
     def stop_outdated(self) -> None:
-        """Ask a loop to end where something else is wanted; the next `step` takes what it published."""
+        """Ask a device loop to end if other work is wanted; the next `step` takes its publications."""
         bucket = self._in_flight.bucket
         if bucket is not None and self._in_flight.looping and self._wanted(bucket.num_speculative_tokens) != bucket:
             self.launches.stop()
 
     def settle(self) -> None:
-        """Wait for all that is under way, and take its outputs. Raises DeviceError when the device has failed."""
+        """Wait for all launches in flight, and take their outputs. Raises DeviceError when the device has failed."""
         while self._in_flight.under_way and (bucket := self._in_flight.bucket) is not None:
             self._advance(bucket.num_speculative_tokens, ahead=False)
 
     def report(self, speculation: SpeculativeDecodingStats | None) -> dict[str, Any]:
-        """Figures of steps since the load, as JSON: blocks of a source of proposals only where it has run.
+        """Figures of steps since the load, as JSON; a source of proposals has a block only if it has run.
 
         speculation  figures of all requests' drafts
         """
@@ -150,7 +150,7 @@ class Steps:
         }
 
     def close(self) -> None:
-        """Let nothing wait for the host any more, and launch nothing; the steps' figures are logged."""
+        """Release work on the device that waits for the host, launch nothing more, and log the steps' figures."""
         if self.published.active.num_steps:
             logger.info("%s", self.published.describe())
         self.launches.close()
@@ -159,11 +159,11 @@ class Steps:
             self._kvcache.tiers.close()
 
     def _admit(self, depth: int) -> Sequence[Entry]:
-        """Give free slots to who waits and run a chunk of prefill; returns the entry of a first token, if one came."""
+        """Give free slots to waiting requests and run a chunk of prefill; returns a first token's entry, if any."""
         tiers = self._kvcache.tiers
         if tiers is not None and not (self._requests.outputs or self._scheduler.ready):
             with self._guard.repeatable_wait():
-                # for a chunk to come from a file, or for blocks that are copied, for a moment: nobody decodes meanwhile
+                # wait a moment for a chunk from a file, or for copies of blocks: no request decodes meanwhile
                 tiers.wait(TIERS_WAIT_S)
         plan = self._scheduler.plan()
         for departure in plan.departed:
@@ -181,7 +181,7 @@ class Steps:
         return self._prefill(plan.prefill, depth)
 
     def _tell_held_up(self) -> None:
-        """Log it where the head of the queue waits for what is held for callers: for ever, if these never come."""
+        """Log that the head of the queue waits for memory of requests that wait for their callers, if it does."""
         if time.monotonic() >= self._tells_held_up_at and (found := self._scheduler.held_up()) is not None:
             self._tells_held_up_at = time.monotonic() + TELL_HELD_UP_S
             logger.warning("%s; resume, finish or cancel these", found)
@@ -225,7 +225,7 @@ class Steps:
             self._learner.launched(bucket, loops=self._in_flight.in_loop)
 
     def _fill_masks(self, bucket: Bucket | None, *, amid: bool = False) -> None:
-        """The host's part of a step that runs in a bucket, or that it is amid: masks that slots' draws wait for."""
+        """Do the host's part of a running step: fill the masks for which the draws of slots wait."""
         if self.masks and bucket is not None:
             with nullcontext() if amid else self._guard.repeatable_wait():
                 failures = self.masks.fill(bucket.rows)
@@ -233,10 +233,10 @@ class Steps:
                 self.changes.end(request, "error", error=problem, code="grammar")
 
     def _advance(self, depth: int, ahead: bool) -> None:
-        """Take the outputs of what is under way: of the next step, or of all where others are wanted from here on.
+        """Take the outputs of the next step in flight, or of all if other steps are wanted after them.
 
-        What follows is queued first, where it is certain: then the device does not wait while the host waits, makes
-        outputs, or stands still. The masks of what runs come first: nothing ends without them.
+        If the step after them is certain, it is queued first. Then the device does not wait while the host waits, makes
+        outputs, or is stopped. Before that the masks of the running step are filled, since it cannot end without them.
         """
         in_flight = self._in_flight
         self._fill_masks(in_flight.bucket)
@@ -248,7 +248,7 @@ class Steps:
         self._consume(self.launches.drain() if drains else self.launches.wait(), depth, ahead)
 
     def _num_certain(self, depth: int) -> int | None:
-        """Steps that are wanted after all that is under way, whatever that brings; None: any number."""
+        """Steps that are wanted after all launches in flight, whatever their results; None: any number."""
         bucket = self._in_flight.bucket
         longest = depth if bucket is None else max(depth, bucket.num_speculative_tokens)
         num_remaining = self._requests.num_remaining_after(self._in_flight.num_steps, longest)
@@ -257,14 +257,14 @@ class Steps:
         return self.proposer.num_certain(depth)
 
     def _wanted(self, depth: int) -> Bucket | None:
-        """The bucket of the step that is wanted next; None where no request decodes, or one must join before."""
+        """The bucket of the next step; None if no request decodes, or if one must join before."""
         scheduler = self._scheduler
         if not scheduler.num_active or scheduler.has_work:
             return None
         return self.proposer.bucket(depth, scheduler.num_active)
 
     def _consume(self, entries: Sequence[Entry], depth: int, ahead: bool) -> None:
-        """Make the outputs of entries; where the step after them is certain, it is launched first."""
+        """Make the outputs of entries; if the step after them is certain, launch it first."""
         requests, in_flight = self._requests, self._in_flight
         for entry in entries:
             self.proposer.observe(entry)
@@ -296,7 +296,7 @@ class Steps:
     def _launch_ahead(self, entries: Sequence[Entry], depth: int) -> None:
         """Launch the next step if its plan is known before the entries' outputs are made.
 
-        A stop string that they hold is not known yet: the step then runs for that slot, too, and its share is dropped.
+        The entries may hold a stop string. The step then runs for that slot, too, and its publication is dropped.
         """
         scheduler, is_live = self._scheduler, self._requests.is_live
         num_ended = sum(is_live(slot, entry.number) for entry in entries for slot in entry.ended)
@@ -322,7 +322,7 @@ class Steps:
         self._requests.deliver(request, output)
 
     def _drop(self, request: Request, failure: FailedCheck) -> None:
-        """End a request of which a step gave nothing but a failed check, or let it go on without drafts."""
+        """End a request after a failed check, or let it go on without drafts."""
         text = self._failed_checks.record(failure, request.request_id)
         request.failed_checks += (failure.kind,)
         if not failure.ends:
@@ -336,12 +336,12 @@ class Steps:
 
 
 def _always_drafts(speculator: Speculator | None) -> bool:
-    """Whether each step brings drafts: a draft model's does, but for wide steps, and a text may have none."""
+    """Whether each step makes drafts: with a draft model, except in wide steps. Drafts from text may be missing."""
     return speculator is not None and speculator.draft_config is not None and not speculator.wide_rows
 
 
 def _tile_counter(loaded: Loaded) -> "TileCounter":
-    """The counter of attention's tiles: it loads the kernels, which others may do without."""
+    """The counter of attention's tiles, for the option that needs it: it loads the kernels."""
     from lowlat.engine.figures.tile_counter import TileCounter
 
     return TileCounter(loaded.geometry, loaded.speculation.topologies, loaded.ladder, loaded.gpu)

@@ -1,7 +1,7 @@
-"""Families of targets, one file each: config.json to geometry, and recipes where they are not the plain decoder's.
+"""This package has the target families, one file each: it parses config.json to geometry, and has the family's recipes.
 
-`FAMILIES` is the only table of them, by the model_type of config.json. A program may enter a family of its own there
-before it loads a model. `tests/examples` has two.
+`FAMILIES` is the only table of them, by the model_type of config.json. A program may add a family of its own there
+before it loads a model. `tests/examples` has two examples.
 """
 
 from collections.abc import Callable, Collection
@@ -40,11 +40,12 @@ __all__ = ["FAMILIES", "Family", "TensorNames"]
 
 @dataclass(frozen=True)
 class Family:
-    """A family: how its config.json is read, and how its canonical weights are made of stored tensors.
+    """A family: how its config.json is parsed, and how its canonical weights are made from stored tensors.
 
-    recipes        by the names of text models, which `names` translates
-    names          of its files, the usual ones first
-    ties_by_files  whether the LM head is the embedding says not the config but whether files have one
+    parse          config.json to geometry
+    recipes        with the tensor names of text models, which `names` translates
+    names          the tensor names of its files, the usual ones first
+    ties_by_files  whether the LM head is the embedding if files have no LM head; False: the config says it
     """
 
     parse: Callable[[Fields, Path, ComputeDtype], ModelConfig]
@@ -53,12 +54,12 @@ class Family:
     ties_by_files: bool = False
 
     def names_in(self, stored: Collection[str] | None) -> TensorNames:
-        """The names of files with these tensors; None: the usual ones."""
+        """The tensor names of files with these tensors; None: the usual ones."""
         return next((each for each in self.names if stored is not None and each.fit(stored)), self.names[0])
 
 
 def _stems(usual: str, skipped: tuple[str, ...]) -> tuple[TensorNames, ...]:
-    """The names of files of a text model and of a vision-language one: some have the others' names."""
+    """The tensor names of text and of vision-language models, the usual ones first; some files have the other's."""
     stems = sorted(("model", "model.language_model", "language_model.model"), key=lambda stem: stem != usual)
     return tuple(
         TensorNames(stem, "language_model.lm_head" if stem == "language_model.model" else "lm_head", skipped)

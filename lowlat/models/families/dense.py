@@ -1,6 +1,6 @@
-"""Common parts of the target families: the keys that all configs have, and the recipes of attention and dense FFN.
+"""This module has common parts of the target families: keys of all configs, and recipes of attention and dense FFN.
 
-It knows the tensors' names of transformers' text models; each family's own keys are in its own module.
+It uses the tensor names of transformers' text models. Each family's own keys are in its own module.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -52,7 +52,7 @@ MAX_POSITIONS = 1 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that config.json of every decoder names."""
+    """The sizes that every decoder's config.json has."""
 
     hidden_size: int
     intermediate_size: int
@@ -65,13 +65,13 @@ class Sizes:
     rms_norm_eps: float
 
     def attention(self, rope: RopeConfig, **further: Any) -> AttentionSpec:
-        """The attention of layers with these heads; further: other fields of the spec."""
+        """The attention spec of layers with these heads; further: other fields of the spec."""
         return AttentionSpec(
             num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, rope=rope, **further
         )
 
     def model(self) -> dict[str, Any]:
-        """The fields of a whole model, but max_position, which RoPE may stretch."""
+        """The fields of a whole model except max_position, which RoPE scaling may extend."""
         return {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size, "rms_norm_eps": self.rms_norm_eps}
 
 
@@ -83,7 +83,7 @@ def parse_sizes(
     default_vocab_size: int | None = None,
     default_max_position: int | None = None,
 ) -> Sizes:
-    """The sizes of a decoder, checked; head_dim is hidden_size / num_attention_heads where there is no default."""
+    """Read and check a decoder's sizes. Without head_dim and a default it is hidden_size / num_attention_heads."""
     hidden_size = fields.integer("hidden_size", 1, MAX_WIDTH)
     num_heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
     num_kv_heads = fields.integer("num_key_value_heads", 1, MAX_HEADS, default=num_heads)
@@ -128,17 +128,18 @@ def parse_decoder(
     rope_keys: Collection[str] = (),
     harmless: Collection[str] = (),
 ) -> ModelConfig:
-    """The geometry of a decoder whose layers are alike but for windows, from the keys that families share.
+    """Read the geometry of a decoder whose layers differ only in windows, from the keys that families share.
 
     architecture  the class, or the classes, that its configs name
-    experts       in place of the dense FFN
-    windows       of the layers, in order; none: all see everything
-    partial       of a head that turns where partial_rotary_factor does not say; None: heads turn whole
+    experts       replace the dense FFN; None: the FFN is dense
+    windows       of the layers, in order; (): no layer has a window
+    partial       the default of partial_rotary_factor, the share of a head that RoPE rotates; None: it rotates all
     scale         of scores
-    rope          of the layers, which the family has read; None: the config says it once for all
-    tied          whether the LM head is the embedding where the config does not say
-    rope_keys     of rope_parameters that the family reads itself; harmless: the same of the config, or no matter
-    The family's own keys must have been read before: here every key that nobody read is refused. Raises ConfigError.
+    rope          of the layers, if the family has read it; None: it is read here, one for all layers
+    tied          the default of tie_word_embeddings
+    rope_keys     keys of rope_parameters that the family reads itself
+    harmless      keys of the config that the family reads itself, or that have no effect
+    The family must read its own keys before, since every key that was not read is refused here. Raises ConfigError.
     """
     check_architecture(fields, (architecture,) if isinstance(architecture, str) else architecture)
     check_settled(fields, qk_norm=qk_norm)
@@ -180,14 +181,14 @@ def parse_decoder(
 
 
 def evens_first(piece: Piece, head_dim: int, dims: int) -> Piece:
-    """Rows of queries or keys of a model whose RoPE turns neighbours, pairs (2i, 2i + 1) of a head's first `dims`.
+    """Reorder rows of queries or keys of a model whose RoPE rotates neighbours, pairs (2i, 2i + 1) of a head's `dims`.
 
-    With even rows before odd ones these are pairs (i, i + dims / 2), as they are turned here.
+    With even rows before odd ones these become pairs (i, i + dims / 2), which lowlat rotates.
     """
     return picked_piece(piece, _evens_first(piece.shape[0], head_dim, dims))
 
 
-@lru_cache(maxsize=64)  # the same of all layers
+@lru_cache(maxsize=64)  # all layers have the same
 def _evens_first(rows: int, head_dim: int, dims: int) -> tuple[Span, ...]:
     """Spans of the rows, see `evens_first`."""
     spans = [(row, row + 1) for row in (*range(0, dims, 2), *range(1, dims, 2))]
@@ -196,13 +197,13 @@ def _evens_first(rows: int, head_dim: int, dims: int) -> tuple[Span, ...]:
 
 
 def plus_one_norm(weight: str, tensor: str, size: int) -> Recipe:
-    """A norm whose file stores w and which multiplies by 1 + w: the canonical weight is the sum, in float32."""
+    """The recipe of a norm that multiplies by 1 + w, with w in files: the canonical weight is 1 + w in float32."""
     added = Conversion((size,), tuple(FLOAT_NAMES), lambda label, stored: 1 + stored.float())
     return Recipe(weight, (Piece(tensor, (size,), added),), torch.float32)
 
 
 def outer_recipes(config: ModelConfig) -> list[Recipe]:
-    """Embedding, final norm, and the LM head unless it is the embedding."""
+    """Recipes of embedding, final norm, and the LM head, unless it is the embedding."""
     dtype = TORCH_DTYPES[config.dtype]
     table = (config.vocab_size, config.hidden_size)
     recipes = [
@@ -215,7 +216,7 @@ def outer_recipes(config: ModelConfig) -> list[Recipe]:
 
 
 def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
-    """Norms, fused projections, biases, query and key norms, and sinks of one layer."""
+    """Recipes of one layer's norms, fused projections, biases, query and key norms, and sinks."""
     dtype, spec = TORCH_DTYPES[config.dtype], config.attentions[layer]
     stored, canonical = f"model.layers.{layer}", f"layers.{layer}"
     hidden, rows = config.hidden_size, {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}
@@ -244,7 +245,7 @@ def attention_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 
 
 def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
-    """The gated FFN of one layer; none where the layer has another."""
+    """Recipes of one layer's gated FFN; [] if the layer has another FFN."""
     dtype, ffn = TORCH_DTYPES[config.dtype], config.layers[layer].dense
     if ffn is None:
         return []
@@ -267,7 +268,7 @@ def dense_recipes(config: ModelConfig, layer: int) -> list[Recipe]:
 def decoder_recipes(
     config: ModelConfig, ffn_recipes: Callable[[ModelConfig, int], list[Recipe]] = dense_recipes
 ) -> list[Recipe]:
-    """How every canonical weight of a decoder is made; ffn_recipes: of the FFN, or of the experts, of one layer."""
+    """The recipes of all canonical weights of a decoder; ffn_recipes: makes those of one layer's FFN or experts."""
     made = outer_recipes(config)
     for layer in range(config.num_layers):
         made += attention_recipes(config, layer)
@@ -276,9 +277,9 @@ def decoder_recipes(
 
 
 def with_stored_matrices(recipes: Iterable[Recipe], paths: Mapping[str, str]) -> list[Recipe]:
-    """Recipes, of which matrices of layers have one stored matrix each.
+    """Change recipes of layers' matrices that files store as one matrix each.
 
-    paths  where a matrix is in a stored layer, by its canonical name, such as "gate_up"
+    paths  the matrix's path in a stored layer, by its canonical name, such as "gate_up"
     """
 
     def own(recipe: Recipe) -> Recipe:

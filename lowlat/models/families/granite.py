@@ -1,8 +1,8 @@
 """Granite 3 and 4.1 (granite), and Granite 4.0 without Mamba layers (granitemoehybrid): config.json to geometry.
 
-Embeddings, scores, sums and logits have multipliers. Logits are divided by dividing the final norm's weight, which is
-kept in float32 where the quotient of a bfloat16 number may be none: a divisor costs a step nothing, and each number
-that the LM head reads is rounded once, as without one. Source: transformers models/granite, models/granitemoehybrid.
+Embeddings, scores, sums and logits have multipliers. The divisor of logits divides the final norm's weight, which is
+kept in float32 if the quotients may not be bfloat16 numbers. So a divisor costs a step nothing, and each number that
+the LM head reads is rounded once, as without a divisor. Source: transformers models/granite, models/granitemoehybrid.
 """
 
 import math
@@ -39,9 +39,9 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def parse_hybrid(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
-    """The geometry of a Granite 4.0 of attention and dense FFNs alone (Micro, 1B, 350M).
+    """The geometry of a Granite 4.0 with only attention and dense FFNs (Micro, 1B, 350M).
 
-    Raises ConfigError for Mamba layers, experts, and what else lowlat does not implement.
+    Raises ConfigError for Mamba layers, experts, and other features that lowlat does not implement.
     """
     count = fields.integer("num_hidden_layers", 1, 1 << 12)
     key = "layers_block_type" if "layers_block_type" in fields.values else "layer_types"
@@ -73,7 +73,7 @@ def parse_hybrid(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelC
 
 
 def _parse(fields: Fields, directory: Path, dtype: ComputeDtype, **own: Any) -> ModelConfig:
-    """A decoder with Granite's multipliers; own: arguments of `parse_decoder`."""
+    """Read a decoder with Granite's multipliers; own: further arguments of `parse_decoder`."""
     biased, divisor = fields.boolean("attention_bias", False), fields.number("logits_scaling", 1e-6, 1e6, default=1.0)
     embedding = fields.number("embedding_multiplier", 1e-6, 1e6, default=1.0)
     sums = fields.number("residual_multiplier", 1e-6, 1e6, default=1.0)
@@ -85,7 +85,7 @@ def _parse(fields: Fields, directory: Path, dtype: ComputeDtype, **own: Any) -> 
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Granite 3 or 4.1 is made."""
+    """The recipes of all canonical weights of a Granite 3 or 4.1."""
     hidden, divisor = config.hidden_size, config.logit_divisor
     is_exact = math.frexp(divisor)[0] == 0.5  # a power of two
     dtype = TORCH_DTYPES[config.dtype] if is_exact else torch.float32
@@ -98,12 +98,12 @@ def recipes(config: ModelConfig) -> list[Recipe]:
 
 
 def hybrid_recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Granite 4.0 is made: its FFN is the one that experts would share."""
+    """The recipes of all canonical weights of a Granite 4.0; its FFN has the names of a shared expert."""
     return with_stored_matrices(recipes(config), FUSED)
 
 
 def _constant(config: ModelConfig, layer: int, value: float | None) -> Recipe:
-    """A number of the config as a weight: any tensor of the layer stands for it."""
+    """The recipe of a weight that is a number of the config; it reads a tensor of the layer and ignores its values."""
     made = Conversion((1,), tuple(FLOAT_NAMES), lambda label, stored: torch.tensor([value]))
     piece = Piece(f"model.layers.{layer}.input_layernorm.weight", (config.hidden_size,), made)
     return Recipe(f"layers.{layer}.sum_scale", (piece,), torch.float32)

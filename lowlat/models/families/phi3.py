@@ -36,5 +36,5 @@ def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
 
 
 def recipes(config: ModelConfig) -> list[Recipe]:
-    """How every canonical weight of a Phi-3 is made."""
+    """The recipes of all canonical weights of a Phi-3."""
     return with_stored_matrices(decoder_recipes(config), FUSED)

@@ -13,10 +13,10 @@ __all__ = ["parse"]
 def parse(fields: Fields, directory: Path, dtype: ComputeDtype) -> ModelConfig:
     """The geometry of a Qwen2. Raises ConfigError for what lowlat does not implement.
 
-    Its configs name a window's size even where no layer has a window: `use_sliding_window` says whether one does.
+    Its configs name a window's size even if no layer has a window: `use_sliding_window` says whether a layer has one.
     Source: transformers models/qwen2.
     """
-    fields.optional_boolean("qkv_bias")  # they are always there, and the tensors are looked for
+    fields.optional_boolean("qkv_bias")  # ignored: there always are biases, and missing tensors are refused
     return parse_decoder(
         fields,
         directory,

@@ -1,4 +1,4 @@
-"""The HTTP gateway offers OpenAI's interface, metrics and a page, in a process of its own before a running server.
+"""The HTTP gateway offers OpenAI's API, metrics and a chat page, in a separate process in front of a running server.
 
 It is a client of that server like any other. It needs the extra `lowlat[http]`.
 """

@@ -1,6 +1,6 @@
-"""This module takes connections from a listener up to a capacity, also when no file descriptors are left.
+"""This module accepts connections of a listener up to a capacity, and waits when no file descriptors are left.
 
-asyncio's own way logs a traceback for every attempt then, and tries again at once.
+asyncio itself logs a traceback for every attempt without descriptors, and tries again at once.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 __all__ = ["Acceptor"]
 
-AT_ONCE = 128  # connections, before other work has its turn
+AT_ONCE = 128  # connections accepted before other work gets its turn
 PAUSE_S = 0.1
 FULL_PAUSE_S = 0.01
 LOG_S = 10.0
@@ -25,9 +25,9 @@ logger = logging.getLogger("lowlat.serving.http")
 class Acceptor:
     """Makes a protocol for every connection to a listener.
 
-    make        a protocol
+    make        makes a protocol
     make_room   closes a connection that can be spared
-    has_room    whether another one may be accepted next to so many that are on their way; else it waits in the queue
+    has_room    given the number of connections under way, whether another may be accepted; otherwise it stays queued
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The gateway is an ASGI application: this module has its routes, its guard and its page."""
+"""This module makes the gateway's ASGI application, with its routes, its guard and its page."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -32,7 +32,7 @@ FILES = {
 }
 OPEN_PATHS = (*FILES, "/favicon.ico", "/health", "/ready")
 HTTP_CODES = {404: "not_found", 405: "method_not_allowed"}
-SHOWN = ["x-request-id", "retry-after", "retry-after-ms"]  # to pages of other origins
+SHOWN = ["x-request-id", "retry-after", "retry-after-ms"]  # headers that pages of other origins may read
 SAFE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -52,10 +52,10 @@ def make_app(
 ) -> Starlette:
     """The application.
 
-    gateways  to the servers of the models; they are closed with the application
-    key     that every request but the page's files, /health and /ready must carry; None: none
-    host    where it is bound, None where a proxy stands before it; hosts are further names under which it is reached
-    origins of other sites whose pages may ask, with the key as anybody; "*": of all
+    gateways  connections to the servers of the models; they are closed with the application
+    key     the key that requests must have, except for the page's files, /health and /ready; None: no key
+    host    the host that it is bound to, None behind a proxy; hosts: further names under which clients reach it
+    origins origins of other sites whose pages may use it, with the key like anybody; "*": all
     """
 
     @asynccontextmanager
@@ -100,7 +100,7 @@ def make_app(
 
 
 def _cross_origin(origins: Iterable[str]) -> list[Middleware]:
-    """Middleware by which pages of other sites may ask; the guard's refusals are for them to read, too."""
+    """Return middleware that lets pages of other sites use the gateway, and also read the guard's refusals."""
     allowed = list(origins)
     if not allowed:
         return []

@@ -1,8 +1,8 @@
-"""This module guards access by a Host header that names this machine, and by the key, before a request is read.
+"""This module checks the Host header and the key before a request is read.
 
-The Host is checked because a page of another site can have its own name resolve to this machine (DNS rebinding): its
-requests then carry that name. An address in digits cannot be rebound, nor can names of the loopback; and what sends no
-Host, as some health checks do, is no browser.
+The Host must name this machine, because a page of another site can make its own name resolve to this machine (DNS
+rebinding); its requests then have that name. Numeric addresses and names of the loopback cannot be rebound. A client
+without a Host header, such as some health checks, is no browser.
 """
 
 import hmac
@@ -27,13 +27,13 @@ _ORIGIN = re.compile(r"\*|null|(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://
 
 
 def key_of(environment: Mapping[str, str]) -> tuple[str, bool]:
-    """The key in LOWLAT_API_KEY, else a new one; and whether it is new. Raises ConfigError for one that is none."""
+    """Return the key in LOWLAT_API_KEY, or a new one, and whether it is new. Raises ConfigError for an invalid key."""
     key = environment.get(KEY_VARIABLE, "")
     return (checked_key(key), False) if key else (secrets.token_urlsafe(24), True)
 
 
 def checked_key(key: str) -> str:
-    """The key, where it is one. Raises ConfigError for one too short, or with what headers do not carry."""
+    """Return the key. Raises ConfigError if it is too short, or has characters that headers cannot have."""
     if len(key) < MIN_KEY:
         raise ConfigError(f"{KEY_VARIABLE} must have {MIN_KEY} characters at least, got {len(key)}")
     wrong = next((place for place, each in enumerate(key) if not "!" <= each <= "~"), None)
@@ -45,7 +45,7 @@ def checked_key(key: str) -> str:
 
 
 def origins_of(text: str | None) -> list[str]:
-    """The origins in a setting, with commas between. Raises ConfigError for one that no browser would send."""
+    """Return the origins in a setting, separated by commas. Raises ConfigError for one that no browser would send."""
     origins = [each.strip() for each in (text or "").split(",") if each.strip()]
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
@@ -58,9 +58,9 @@ def origins_of(text: str | None) -> list[str]:
 class Guard:
     """Refuses requests with a wrong Host or key.
 
-    key        of `Authorization: Bearer KEY`; None: nobody is asked for one
-    host       where the gateway is bound; None: after a proxy, which any name may reach
-    hosts      further names under which it is reached
+    key        the key of `Authorization: Bearer KEY`; None: no key is required
+    host       the host that the gateway is bound to; None: behind a proxy, where any name is allowed
+    hosts      further names under which clients reach it
     open_paths paths that need no key
     """
 
@@ -117,14 +117,14 @@ class Guard:
 
 
 def _host_name(header: str) -> str:
-    """The name in a Host header, without port, brackets and the root's dot."""
+    """Return the name in a Host header, without port, brackets and the root's dot."""
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0].removesuffix(".")
 
 
 def _is_loopback(name: str) -> bool:
-    """Whether a name means this machine whatever a name server says; 0.0.0.0 leads to it, too."""
+    """Return whether a name means this machine independently of name servers; 0.0.0.0 does, too."""
     address = _address(name)
     if address is None:
         return f".{name}".endswith(".localhost")

@@ -1,4 +1,4 @@
-"""This module has several generations of the server be the choices of one answer."""
+"""This module merges several generations of the server into the choices of one answer."""
 
 import asyncio
 from collections import deque
@@ -18,11 +18,11 @@ Taken = tuple[int, Chunk]
 
 
 class Choices:
-    """Chunks of some generations, by the place of each, as they come. One task at a time asks for the next.
+    """Gives the chunks of several generations as they come, with the choice's number. One task at a time may read.
 
-    start   sends the request of a choice, by its place. Raises RequestError
-    told    makes of an error of a choice, by its place, the one that is raised
-    At most MAX_AT_ONCE are under way. Where the server is busy, the first ones are refused and later ones wait.
+    start   sends the request of a choice, by its number. Raises RequestError
+    told    converts an error of a choice, by its number, to the one that is raised
+    At most MAX_AT_ONCE are under way. If the server is busy, the first ones are refused and later ones wait.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Choices:
         self._num_choices = num_choices
         self._num_open = num_choices
         self._next_place = min(num_choices, MAX_AT_ONCE)
-        self._generations: dict[int, AsyncGeneration] = {}  # under way, by place
+        self._generations: dict[int, AsyncGeneration] = {}  # running generations, by number of the choice
         self._to_open: dict[int, asyncio.Handle] = {}
-        self._arrived: deque[int] = deque()  # places where something came, in order
+        self._arrived: deque[int] = deque()  # choices that have received something, in order
         self._failure: Exception | None = None
         self._waiting: asyncio.Future[Taken | None] | None = None
         self._use: Callable[[int, Chunk], bool] | None = None
@@ -47,10 +47,10 @@ class Choices:
                 self._open(place)
 
     async def next(self, use: Callable[[int, Chunk], bool] | None = None) -> Taken | None:
-        """The number of a choice and its next chunk; None when all have ended. Raises what a generation raises.
+        """Return a choice's number and its next chunk; None when all have ended. Raises what a generation raises.
 
-        use   takes a chunk in the very call that receives it, and no task is switched to for it; the first chunk for
-              which it returns False is returned here. What it raises is raised here.
+        use   takes chunks in the call that receives them, without a switch of tasks; the first chunk for which it
+              returns False is returned here. Its errors are raised here, too.
         """
         self._use = use
         self._waiting = asyncio.get_running_loop().create_future()
@@ -81,7 +81,7 @@ class Choices:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Give chunks that have come to whoever waits for them."""
+        """Pass chunks that have come on to the waiting reader."""
         waiting = self._waiting
         if waiting is None or waiting.done():
             return
@@ -94,7 +94,7 @@ class Choices:
                     return
             if not self._num_open:
                 waiting.set_result(None)
-        except Exception as error:  # of a generation or of `use`: it belongs to the task that waits
+        except Exception as error:  # raised later in the waiting task
             waiting.set_exception(error)
 
     def _take(self) -> Taken | None:
@@ -114,7 +114,7 @@ class Choices:
             if chunk is None:
                 continue
             if chunk.finish_reason is None:
-                self._arrived.append(place)  # a call that receives several chunks may tell of them once
+                self._arrived.append(place)  # a call that receives several chunks may report them once
                 return place, chunk
             self._num_open -= 1
             del self._generations[place]

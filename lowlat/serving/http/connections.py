@@ -1,8 +1,8 @@
-"""This module decides who may hold a connection to the gateway, and for how long.
+"""This module limits connections to the gateway, in number and in time.
 
-A connection is a stranger's until a request with the key came on it, and then a caller's. Strangers and callers have
-bounds of their own, so that whoever lacks the key cannot keep those out who have it: of too many strangers the oldest
-that asks nothing is let go, and of too many callers one that asks nothing.
+A connection belongs to a stranger until a request with the key came on it, and then to a caller. Strangers and callers
+have separate limits, so that clients without the key cannot keep callers out. With too many strangers, the oldest idle
+stranger's connection is closed; with too many callers, an idle caller's.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ CLOSE = (b"connection", b"close")
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Bounds of connections.
+    """Limits of connections.
 
-    answer_s           that a stranger's request may take: of the few paths that need no key
-    headers_s          within which a request's headers must have come, from the connection's begin or their first byte
-    idle_s             that a stranger's connection may wait for its next request
-    caller_idle_s      that a caller's may: longer than clients keep theirs, or they would send into one that closes
-    linger_s           that what is sent after an answer is dropped before the connection is closed: a socket that is
-    max_linger_bytes   closed with unread bytes would take the answer away from its reader
-    stranger_s         that a stranger keeps its place at least: many callers may come at once, and their requests later
-    max_strangers      connections of those who have not shown the key; more wait until they are accepted
-    max_callers        connections of those who have
+    answer_s           time for a stranger's request, to one of the few paths that need no key
+    headers_s          time for a request's headers, from the connection's begin or from their first byte
+    idle_s             time for which a stranger's connection may wait for its next request
+    caller_idle_s      the same for a caller's; longer than clients keep theirs, or they would send into a closing one
+    linger_s           time for which, and bytes up to which, input after an answer is dropped before the connection
+    max_linger_bytes   closes: closing a socket with unread bytes could lose the answer
+    stranger_s         the least time for which a stranger keeps its place: the requests of many callers may come later
+    max_strangers      connections without a request that had the key; more wait until they are accepted
+    max_callers        connections with one
     """
 
     headers_s: float = 10.0
@@ -58,7 +58,7 @@ class ConnectionLimits:
 
 
 class Connections:
-    """All connections, strangers' and callers' apart, oldest first."""
+    """The connections of strangers and of callers, oldest first."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
@@ -83,7 +83,7 @@ class Connections:
         self._strangers[connection] = None
 
     def admit(self, connection: "Connection") -> bool:
-        """Make a stranger a caller; False where all callers' connections are busy."""
+        """Make a stranger a caller; False if there are too many callers and all are busy."""
         if connection in self._callers:
             return True
         if len(self._callers) >= self.limits.max_callers:
@@ -101,7 +101,7 @@ class Connections:
         self._callers.pop(connection, None)
 
     def drop_stranger(self) -> bool:
-        """Close the oldest stranger that has had its time, one that asks nothing where there is one; False without."""
+        """Close the oldest stranger that has had its time, an idle one if possible; False if there is none."""
         spent = list(self._spent())
         found = next((other for other in spent if other.idle), spent[0] if spent else None)
         if found is None:
@@ -120,7 +120,7 @@ class Connections:
 
 
 class Connection(H11Protocol):
-    """A connection of uvicorn's, with bounds on time: for a request's headers, between requests, after an answer.
+    """A connection of uvicorn's, with time limits for a request's headers, between requests, and after an answer.
 
     places   every connection of the gateway
     """
@@ -130,7 +130,7 @@ class Connection(H11Protocol):
         self._places = places
         self._asked: ASGIApp = self.app
         self.app = self._answer
-        self._timer: asyncio.TimerHandle | None = None  # closes the connection; None: it may take its time
+        self._timer: asyncio.TimerHandle | None = None  # closes the connection; None: no time limit
         self._is_admitted = False
         self.made_at = time.monotonic()
         self._num_lingered: int | None = None  # bytes dropped after the last answer
@@ -143,7 +143,7 @@ class Connection(H11Protocol):
 
     def admit(self) -> bool:
         """See Connections.admit."""
-        if self.transport.is_closing():  # nobody will read the answer, and the place was given back already
+        if self.transport.is_closing():  # nobody will read the answer, and the place is already free
             return True
         if not self._is_admitted and self._places.admit(self):
             self._is_admitted = True
@@ -205,7 +205,7 @@ class Connection(H11Protocol):
         head = b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode())
         fields = b"".join(b"%b: %b\r\n" % field for field in [*answer.raw_headers, CLOSE])
         self.transport.write(b"".join((head, fields, b"\r\n", answer.body)))
-        if not self.idle:  # what waits for the rest of the body has no one to answer
+        if not self.idle:  # the handler that waits for the rest of the body cannot answer
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.linger()

@@ -1,4 +1,4 @@
-"""This module words errors as OpenAI's clients expect them, and makes lowlat's own into such."""
+"""This module makes errors in OpenAI's shape, also from lowlat's own errors."""
 
 import math
 import re
@@ -15,14 +15,14 @@ __all__ = ["ApiError", "answer_error", "api_error", "invalid", "missing", "name_
 
 INVALID = "invalid_request_error"
 _NAMED = re.compile(r"([a-z][a-z_]*)((?:\[[^]]*\]|\.[a-z_]+)*)(?:: | must )")  # an option, and a path within it
-_FIELDS = "lowlat.fields"  # of a request's state
+_FIELDS = "lowlat.fields"  # key in a request's state
 
-GONE_RETRY_S = "1"  # a server that is started again takes longer, but clients wait longer at each try
+GONE_RETRY_S = "1"  # a restart takes longer, but clients wait longer at each retry
 _CONTEXT = re.compile(r" exceed (\d+) \(max_context\)")
 _EMPTY = "the prompt is empty"
-_OF_DOCUMENT = "tool_calls.document: "  # which json_schema gives
+_OF_DOCUMENT = "tool_calls.document: "  # the option comes from json_schema
 _TOOLS = ".tools"
-_OWN_NAMES = {"template_options": "chat_template_kwargs", "tool_calls": "tools"}  # everywhere in this interface
+_OWN_NAMES = {"template_options": "chat_template_kwargs", "tool_calls": "tools"}  # names in this API
 
 
 class ApiError(Exception):
@@ -60,7 +60,7 @@ def invalid(param: str, message: str) -> ApiError:
 
 
 def missing(param: str) -> ApiError:
-    """The refusal of a body that lacks a field."""
+    """Return the error for a body that lacks a field."""
     return ApiError(400, f"Missing required parameter: {param}", param=param, code="missing_required_parameter")
 
 
@@ -73,9 +73,9 @@ def name_fields(request: Request, fields: Mapping[str, str]) -> None:
 
 
 def api_error(error: Exception, scope: Scope) -> ApiError:
-    """Any error as the answer to a request, or as the last event of its stream.
+    """Convert any error to the answer to a request, or to the last event of its stream.
 
-    Those that are neither ApiError nor LowlatError tell nothing of themselves.
+    Errors other than ApiError and LowlatError do not show their texts.
     """
     if isinstance(error, ApiError):
         return error
@@ -104,7 +104,7 @@ def api_error(error: Exception, scope: Scope) -> ApiError:
 
 
 def of_prompt(error: LowlatError, scope: Scope, place: int) -> ApiError:
-    """The error of one of several prompts, by its place, unless it has to do with none, or with all of them."""
+    """Name one of several prompts in an error, by its number, if the error is about this prompt alone."""
     told = api_error(error, scope)
     body, name = told.body["error"], f"prompt[{place}]"
     if isinstance(error, (CapacityError, ServerGone)) or body["param"] not in (None, "prompt"):
@@ -128,7 +128,7 @@ def _named(text: str, fields: Mapping[str, str]) -> tuple[str, str | None]:
     if found is None:
         return text, None
     name, within = found.groups()
-    if name == "messages":  # those of an input are made of its items
+    if name == "messages":  # messages of an input are made of its items
         name, within = fields.get("prompt", name), within if fields.get("prompt") == name else ""
         return f"{name}{within}{text[found.end(2) :]}", f"{name}{within}"
     if name == "template_options" and within.startswith(_TOOLS):  # of a chat's template, which is shown them

@@ -1,4 +1,4 @@
-"""An exchange is a request's connection, as far as the application deals with it; other servers have none."""
+"""An exchange gives the application access to a request's connection; only this gateway's server provides one."""
 
 from collections.abc import Awaitable
 from typing import Protocol
@@ -30,6 +30,6 @@ class Exchange(Protocol):
 
 
 def exchange_of(scope: Scope) -> Exchange | None:
-    """The connection of this request, None where the server offers none."""
+    """Return the exchange of a request; None if the server provides none."""
     found: Exchange | None = scope.get("extensions", {}).get(EXTENSION)
     return found

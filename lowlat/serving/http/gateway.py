@@ -1,4 +1,4 @@
-"""This module has the gateway's state: its connections to servers, one for each model, and what it remembers."""
+"""This module has the gateway's state: its connections to servers, one for each model, and recent answers of these."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from lowlat.serving.models.roster import Listed, Roster
 __all__ = ["Gateway", "Gateways", "OneModel", "SeveralModels", "gateways_of"]
 
 ENDS = "the gateway ends"
-STATS_S = 0.1  # whoever asks more often gets the same figures
+STATS_S = 0.1  # within this time callers get the same figures
 LOADING_RETRY_S = "5"
 
 
@@ -26,10 +26,10 @@ Value = TypeVar("Value")
 
 
 class _Recent(Generic[Value]):
-    """An answer of the server's, asked for again when it is STATS_S old.
+    """Keeps an answer of the server, and asks for it again when it is STATS_S old.
 
-    Callers that come while it is asked for wait for the same answer: all of them are one client to the server, which
-    drops a client that asks too often.
+    Callers that come meanwhile wait for the same answer. All of them are one client to the server, which drops a client
+    that asks too often.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[Value]]) -> None:
@@ -38,11 +38,11 @@ class _Recent(Generic[Value]):
         self._asking: asyncio.Task[Value] | None = None
 
     async def get(self) -> Value:
-        """The answer; what `ask` raises, to all who wait."""
+        """Return the answer. Raises what `ask` raises, in all waiting callers."""
         if self._asking is None:
             if self._found is not None and time.monotonic() - self._found[1] < STATS_S:
                 return self._found[0]
-            self._found = None  # what was known is not so where this fails
+            self._found = None  # forget the old answer, in case this fails
             self._asking = asyncio.get_running_loop().create_task(self._asked())
             self._asking.add_done_callback(_told)
         return await asyncio.shield(self._asking)
@@ -64,9 +64,9 @@ def _told(asked: asyncio.Task[Any]) -> None:
 
 
 class Gateway:
-    """A connection to one model's server, made again where it was lost.
+    """A connection to one model's server, which is made again after a loss.
 
-    known  the server's description as it was told last; None before the first time
+    known  the server's last known description; None before the first connection
     """
 
     def __init__(self, client: AsyncClient) -> None:
@@ -95,11 +95,11 @@ class Gateway:
         return server
 
     async def health(self) -> Pong:
-        """The server's state, at most 0.1 s old: anybody may ask. Raises ServerGone."""
+        """Return the server's state, at most 0.1 s old; anybody may ask. Raises ServerGone."""
         return await self._pong.get()
 
     async def stats(self) -> dict[str, Any]:
-        """The server's figures, at most 0.1 s old. Raises ServerGone."""
+        """Return the server's figures, at most 0.1 s old. Raises ServerGone."""
         return await self._stats.get()
 
 

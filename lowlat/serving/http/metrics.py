@@ -1,6 +1,6 @@
 """This module shows the server's figures in Prometheus' format: vLLM's names with the prefix `lowlat:`, and more.
 
-They are the server's own, of all its clients, whichever gateway they came through.
+The figures cover all clients of the server, through any gateway or none.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 __all__ = ["CONTENT_TYPE", "exposition"]
 
-FIRST_OCTAVE = 6  # buckets of histograms begin at 64 us: nothing that is timed is faster
+FIRST_OCTAVE = 6  # buckets of histograms begin at 64 us: no timed event is faster
 CACHE_BITS = {"fp8": 8, "bfloat16": 16, "float32": 32}
 GAUGES = {
     "num_requests_running": ("num_running", "Requests inside the engine."),
@@ -67,7 +67,7 @@ TIERS = {
 KV_GAUGES = {
     "kv_cache_capacity_tokens": ("capacity_tokens", "Tokens that the KV cache holds, cached prefixes included."),
 }
-HELD_UP = {  # all 0 while the queue goes on
+HELD_UP = {  # all 0 while the queue moves
     "queue_held_up": (
         "is_held_up",
         "1 while the engine's first waiting request waits for what paused requests or open prompts hold.",
@@ -96,7 +96,7 @@ SOURCES = {
 
 
 class _Snapshot(Collector):
-    """One answer to STATS as metrics; what the server does not say is left out."""
+    """Converts one answer to STATS to metrics; figures that it lacks are left out."""
 
     def __init__(self, stats: Mapping[str, Any]) -> None:
         self._stats = stats
@@ -186,7 +186,7 @@ class _Snapshot(Collector):
             total += count
             if octave >= FIRST_OCTAVE:
                 buckets.append((f"{1e-6 * 2**octave:.6f}", float(total)))
-        buckets[-1] = ("+Inf", float(total))  # the last octave holds whatever is longer, too
+        buckets[-1] = ("+Inf", float(total))  # the last octave also has all longer times
         family.add_metric([self._model], buckets, figures["sum"] / 1e3)
         return family
 

@@ -1,4 +1,4 @@
-"""This module finds what clients mean by a path, as base URLs are put before it in more than one way."""
+"""This module normalizes paths, as clients join them with base URLs in different ways."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""This module runs the gateway's process: uvicorn before the application, a line that says where it is, and its end."""
+"""This module runs the gateway's process: it starts uvicorn with the application, prints the address, and ends both."""
 
 import asyncio
 import logging
@@ -27,11 +27,11 @@ from lowlat.serving.http.gateway import Gateways
 
 __all__ = ["Address", "bind", "check_free", "listening", "parse_address", "run"]
 
-END_S = 2.0  # that answers may take to leave once nothing more will be added to them
-TICK_S = 1.0  # of the Date header
+END_S = 2.0  # time to send answers after their last event
+TICK_S = 1.0  # update interval of the Date header
 POLL_S = 0.01
 BACKLOG = 1024
-OWN_DESCRIPTORS = 64  # of the process next to connections: sockets to the server, pipes, logs
+OWN_DESCRIPTORS = 64  # descriptors besides connections: sockets to the server, pipes, logs
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 logger = logging.getLogger("lowlat.serving.http")
@@ -56,7 +56,7 @@ class Address:
         return self.path is not None or self.host in LOOPBACK
 
     def url(self) -> str:
-        """Where a browser of this machine finds it; a Unix socket has the form that some clients know."""
+        """Return the URL for a browser of this machine; for a Unix socket, the form that some clients know."""
         if self.path is not None:
             return f"http+unix://{quote(str(self.path), safe='')}"
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
@@ -82,7 +82,7 @@ def parse_address(text: str, socket_mode: str = "600") -> Address:
 
 
 def check_free(address: Address) -> None:
-    """Raise ConfigError where an address cannot be bound now."""
+    """Raise ConfigError if an address cannot be bound now."""
     with listening(address):
         pass
 
@@ -102,12 +102,12 @@ def run(
     """Serve until a signal of `ending_signals`, or until nothing holds the other end of a pipe any more.
 
     key, hosts, origins  see `make_app`
-    opened   called with the address when connections are accepted; its port is the one that was chosen
-    parent   file descriptor of the reading end of that pipe; signals are then left to whoever holds the other: where a
-             service manager sends them to every process, answers last as long as the server lets them
-    limits   of connections
-    drain_s  that answers under way may take after a signal; then their callers are told, and a second one ends at once
-    Raises ConfigError where the address cannot be bound.
+    opened   called with the address when connections are accepted; it has the chosen port
+    parent   descriptor of the reading end of that pipe. The gateway then ignores signals, which a service manager may
+             send to every process; so answers last as long as the server, which holds the other end, lets them
+    limits   limits of connections
+    drain_s  time for running answers after a signal; then they end with an error. A second signal ends all at once
+    Raises ConfigError if the address cannot be bound.
     """
     limits = (limits or ConnectionLimits()).within(raise_descriptor_limit() - OWN_DESCRIPTORS)
     with listening(address) as (listener, address):
@@ -117,7 +117,7 @@ def run(
         config = uvicorn.Config(
             app,
             log_config=None,
-            log_level="error",  # what strangers send wrongly is not worth a line each
+            log_level="error",  # a stranger's wrong requests are not logged one by one
             access_log=False,
             server_header=False,
             ws="none",
@@ -128,7 +128,7 @@ def run(
 
 
 class _Server(uvicorn.Server):
-    """A server that a signal ends well (uvicorn's own raises the signal again) and that bounds its connections."""
+    """A server that ends cleanly on a signal (uvicorn raises the signal again), and limits its connections."""
 
     def __init__(
         self,
@@ -216,16 +216,16 @@ class _Server(uvicorn.Server):
 
     def _parent_ended(self, loop: asyncio.AbstractEventLoop, parent: int) -> None:
         loop.remove_reader(parent)
-        self._drain_s = END_S  # its answers have ended
+        self._drain_s = END_S  # all answers have ended
         self.handle_exit(signal.SIGTERM, None)
 
 
 @contextmanager
 def listening(address: Address) -> Iterator[tuple[socket.socket, Address]]:
-    """A listener, and its address with the port that was chosen. Raises ConfigError where it cannot be bound.
+    """Return a listener, and its address with the chosen port. Raises ConfigError if it cannot be bound.
 
-    The folder of a Unix socket is this user's. Its mode and the file's say who reaches it, and whoever does needs the
-    key, too.
+    The folder of a Unix socket must belong to this user. The modes of folder and file limit who can connect; requests
+    need the key, too.
     """
     if address.path is None:
         with bind(address) as listener:
@@ -240,10 +240,10 @@ def listening(address: Address) -> Iterator[tuple[socket.socket, Address]]:
 
 
 def bind(address: Address) -> socket.socket:
-    """A listener whose accepted sockets send every event at once.
+    """Return a listener whose accepted sockets send every event at once.
 
-    asyncio sets TCP_NODELAY only where `socket.proto` says TCP, and `create_server` leaves that 0. Linux hands the
-    listener's option on to what it accepts. `::` is every address, those of IPv4 included.
+    asyncio sets TCP_NODELAY only if `socket.proto` says TCP, and `create_server` leaves that 0. On Linux accepted
+    sockets inherit the listener's option. `::` is every address, those of IPv4 included.
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     both = address.host == "::" and socket.has_dualstack_ipv6()
@@ -252,7 +252,7 @@ def bind(address: Address) -> socket.socket:
             (address.host, address.port), family=family, backlog=BACKLOG, dualstack_ipv6=both
         )
     except OSError as error:
-        why = str(error.strerror).partition(" (while ")[0]  # then comes the address, again
+        why = str(error.strerror).partition(" (while ")[0]  # the rest repeats the address
         privileged = "; a port below 1024 takes a privilege" if isinstance(error, PermissionError) else ""
         raise ConfigError(
             f"the HTTP gateway cannot listen at {address.host}:{address.port}: {why}{privileged}; choose another"

@@ -1,4 +1,4 @@
-"""The header x-session-id names the session that a request belongs to, as its caller calls it."""
+"""This module reads the header x-session-id, with which a caller names the session of a request."""
 
 import re
 
@@ -14,7 +14,7 @@ _PLAIN = re.compile(rf"[!-~]{{1,{MAX_SESSION}}}")
 
 
 def session_of(request: Request) -> str:
-    """The session's name; "" without one. Raises ApiError for one that is none."""
+    """Return the session's name, or "" without one. Raises ApiError for an invalid name."""
     name = request.headers.get(HEADER, "")
     if name and not _PLAIN.fullmatch(name):
         message = f"{HEADER} must have 1 to {MAX_SESSION} printable ASCII characters, without spaces"

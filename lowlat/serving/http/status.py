@@ -17,7 +17,7 @@ from lowlat.serving.models.roster import Listed
 __all__ = ["health", "metrics", "model", "models", "ready", "stats", "version"]
 
 AWAKE = "awake"
-STALLED_S = 10.0  # a step takes milliseconds; the server itself gives up one that hangs
+STALLED_S = 10.0  # a step takes milliseconds; the server's own watchdog ends one that hangs
 
 
 async def models(request: Request) -> Response:
@@ -66,15 +66,15 @@ def _described_as(gateway: Gateway, server: Welcome, state: str) -> dict[str, An
 
 
 async def _described_of(gateways: Gateways, listed: Listed) -> dict[str, Any]:
-    """A model of several, in the state that its supervisor knows: one that has just died would be waited for.
+    """Describe a model of several, with the state that its supervisor knows; asking a dead process would take time.
 
-    One that cannot be asked has its state and the problem alone.
+    A model that does not answer has only its state and the problem.
     """
     if listed.answers:
         try:
             gateway = await gateways.of(listed.name)
             return _described_as(gateway, gateway.known or await gateway.server(), listed.state)
-        except ServerGone:  # it ends, and its supervisor does not know yet
+        except ServerGone:  # it is ending, and its supervisor does not know yet
             listed = Listed(listed.name, listed.endpoint, "down")
     problem = {} if listed.problem is None else {"problem": listed.problem}
     return {**_model(listed.name, 0), "state": listed.state, **problem}
@@ -85,7 +85,7 @@ def _model(name: str, created: int) -> dict[str, Any]:
 
 
 async def health(request: Request) -> Response:
-    """Say whether the server answers and steps: 200, or 503; of several models, whether every one that is loaded does.
+    """Answer 200 if the server answers and steps, else 503; with several models, if all loaded ones do.
 
     The query may name a model.
     """
@@ -94,7 +94,7 @@ async def health(request: Request) -> Response:
 
 
 async def ready(request: Request) -> Response:
-    """Say whether the server takes requests: 200, or 503; of several models, whether one does."""
+    """Answer 200 if the server takes requests, else 503; with several models, if at least one does."""
     pongs = await _pongs(request)
     return _pong(pongs, well=any(pong.state != "draining" and pong.last_step_age_s < STALLED_S for pong in pongs))
 
@@ -107,7 +107,7 @@ async def _pongs(request: Request) -> list[Pong]:
     found = []
     for each in listed:
         if each.answers:
-            with suppress(ServerGone):  # it ends, and its supervisor does not know yet
+            with suppress(ServerGone):  # it is ending, and its supervisor does not know yet
                 found.append(await (await gateways.of(each.name)).health())
     if not found:
         raise ServerGone(f"none of the models {', '.join(each.name for each in listed)} answers", code="gone")
@@ -134,7 +134,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def stats(request: Request) -> Response:
-    """Show a server's figures and description as they are, for the page: of the model that the query names, if any."""
+    """Show a server's figures and description unchanged, for the page; the query may name the model."""
     gateway = await _asked(request)
     server = msgspec.to_builtins(await gateway.server())
     return JSONResponse({"server": server, "stats": await gateway.stats()})

@@ -32,12 +32,10 @@ __all__ = [
 
 MAX_BODY_BYTES = 4 << 20
 BODY_TIMEOUT_S = 30.0
-CLIENT_GONE = 499  # for nobody to read
+CLIENT_GONE = 499  # nobody reads this status
 DONE = b"data: [DONE]\n\n"
-SILENCE_S = (
-    15.0  # after which a comment says that an answer is still to come: proxies give up on what is silent for 60 s
-)
-COMMENT = b": waiting\n\n"  # which readers of events pass over
+SILENCE_S = 15.0  # of silence, then a comment is sent: proxies give up after 60 s
+COMMENT = b": waiting\n\n"  # readers of events ignore comments
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -64,7 +62,7 @@ class Answer(Protocol):
 
 
 def event(value: Any, name: str | None = None) -> bytes:
-    """One event: a JSON value, with a name where its kind is not in the value alone."""
+    """Encode one event: a JSON value, with a name if the value alone does not show its kind."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return b"".join((head, b"data: ", _encode(value), b"\n\n"))
 
@@ -77,7 +75,7 @@ def check_coding(request: Request) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises ApiError for one that is too long, too slow or compressed."""
+    """Read the whole body. Raises ApiError if it is too long, too slow or compressed."""
     check_coding(request)
     too_long = ApiError(413, f"the body has more than {MAX_BODY_BYTES} bytes", code="too_large")
     told = request.headers.get("content-length", "")
@@ -98,7 +96,7 @@ async def read_body(request: Request) -> bytes:
 
 
 class Caller:
-    """The caller who waits for an answer in this task, and may go away before it has come."""
+    """The caller that waits for an answer in this task; it may disconnect before the answer comes."""
 
     def __init__(self, receive: Receive) -> None:
         self._task = asyncio.current_task()
@@ -107,7 +105,7 @@ class Caller:
         self._gone.add_done_callback(self._note)
 
     async def wait_for(self, work: Awaitable[Value]) -> Value | None:
-        """The work's value; None, and the work cancelled, when the caller goes away first."""
+        """Return the work's value; if the caller disconnects first, cancel the work and return None."""
         try:
             return await work
         except asyncio.CancelledError:
@@ -132,11 +130,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends events as they come until they end, fail, or nobody reads them any more.
+    """Sends events as they come, until they end or fail, or the caller disconnects.
 
-    The status is sent with the first event, so that a refusal before it still has a status of its own; or with a
-    comment, which breaks the silence where a request waits for long, in the queue or while its prompt is read.
-    choices  where chunks come from; they are closed with the stream
+    The status is sent with the first event, so that a refusal before it can have its own status. If a request waits for
+    long, in the queue or while its prompt is read, the status is sent with a comment.
+    choices  the source of chunks; closed with the stream
     """
 
     def __init__(self, choices: Choices, answer: Answer, caller: Caller) -> None:
@@ -162,8 +160,8 @@ class EventStream(Response):
             await self._choices.close()
 
     async def _send_all(self, scope: Scope, exchange: Exchange | None, send: Send) -> None:
-        """Send all events: an event in the call that receives its chunk, where the server offers a way and its buffer
-        has room, else by `send`. Raises what fails before the first event; later it is the last one.
+        """Send all events: in the call that receives a chunk, if the server allows it and its buffer has space, else by
+        `send`. Raises errors before the first event; a later error becomes the last event.
         """
         failure: Exception | None = None
 
@@ -189,10 +187,10 @@ class EventStream(Response):
         await self._begin(send)
         await send({"type": "http.response.body", "body": data, "more_body": False})
         if failure is not None and not isinstance(failure, (ApiError, LowlatError)):
-            raise failure  # a fault of the gateway's, for its log
+            raise failure  # a fault of the gateway: log it
 
     def _write(self, exchange: Exchange, send: Send, data: bytes) -> None:
-        """Write what the connection has room for at once, after the status."""
+        """Write directly to the connection, as far as it has space, after the status."""
         if not self._begun:
             self._begun = True
             exchange.begin(send(self._start()), data)
@@ -201,7 +199,7 @@ class EventStream(Response):
         self._num_written += bool(data)
 
     def _start(self) -> Message:
-        """The status, with headers to which middleware may add."""
+        """Return the message that sends the status; middleware may add headers."""
         return {"type": "http.response.start", "status": self.status_code, "headers": [*HEADERS]}
 
     async def _begin(self, send: Send) -> None:
@@ -211,7 +209,7 @@ class EventStream(Response):
             await send(self._start())
 
     def _break_silence(self, exchange: Exchange, send: Send, num_written: int) -> None:
-        """Send a comment if nothing was written since the last look, and look again later."""
+        """Send a comment if nothing was written since the last call, and schedule the next call."""
         if num_written == self._num_written and exchange.can_write():
             self._write(exchange, send, COMMENT)
         again = partial(self._break_silence, exchange, send, self._num_written)

@@ -1,10 +1,10 @@
-"""This module takes bodies of lines that are still being written: a request, then pieces of its prompt, in JSON.
+"""This module reads bodies of JSON lines while they are written: first a request, then pieces of its prompt.
 
     {"model": "...", "stream": true}      the request, as it is sent at once; its prompt, or a chat's last message, may
                                           hold a beginning
     "What people say "                    text, whose tokens are those of all text lines together
     [5, 6, 7]                             token ids; not of a chat
-    {"finish": "speculative"}             perhaps this is all: the answer begins, and the next piece withdraws it
+    {"finish": "speculative"}             the prompt may be complete: the answer begins; the next piece withdraws it
 
 The end of the body is the end of the prompt. A body that breaks off cancels the request.
 """
@@ -35,7 +35,7 @@ class Trial(Struct, forbid_unknown_fields=True):
 
 
 Piece = str | list[int] | Trial
-_HALF = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"\s*$')  # of a surrogate pair, as JavaScript cuts strings
+_HALF = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"\s*$')  # half of a surrogate pair; JavaScript may cut strings there
 _PIECE: msgspec.json.Decoder[Piece] = msgspec.json.Decoder(Piece)
 
 
@@ -45,7 +45,7 @@ def is_lines(request: Request) -> bool:
 
 
 class Lines:
-    """The lines of a request's body, as they come; empty ones are left out. Raises ApiError for compressed ones."""
+    """Yields the lines of a request's body as they come, without empty ones. Raises ApiError for a compressed body."""
 
     def __init__(self, request: Request) -> None:
         check_coding(request)
@@ -56,7 +56,7 @@ class Lines:
         self._ended = False
 
     async def first(self) -> bytes:
-        """The first line. Raises ApiError for one that is too long or too slow, or that does not come."""
+        """Return the first line. Raises ApiError if it is too long, too slow, or missing."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
                 while not self._lines and not self._ended:
@@ -67,7 +67,7 @@ class Lines:
         return self._lines.pop(0) if self._lines else b""
 
     async def more(self) -> list[bytes] | None:
-        """The lines that have come since, at least one; None at the end. Raises ApiError for too long a body."""
+        """Return the lines since the last call, at least one; None at the end. Raises ApiError for too long a body."""
         while not self._lines:
             if self._ended:
                 return None
@@ -98,8 +98,8 @@ class Lines:
 async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[int] = "") -> AsyncGeneration:
     """Send a prompt's pieces as they come, finish it with the body's end, and return its answer.
 
-    Raises ApiError for a line that is none, and what ends the request meanwhile, also while nothing comes; the prompt
-    is abandoned then.
+    Raises ApiError for an invalid line, and the error that ends the request meanwhile, even while no line comes. The
+    prompt is then abandoned.
     """
     place = 2
     try:
@@ -120,9 +120,9 @@ async def feed(prompt: AsyncOpenPrompt, lines: Lines, beginning: str | Sequence[
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """Pieces that have come together, those of a kind as one, and without a trial that more follows.
+    """Join consecutive pieces of one kind, and drop an end on trial that more pieces follow.
 
-    So many short lines become few messages, of which the client sends no more at a time than the server takes.
+    So many short lines become few messages; the server limits the number of messages a second.
     """
     last = len(pieces) - 1
     wanted = (each for place, each in enumerate(pieces) if place == last or not isinstance(each, Trial))

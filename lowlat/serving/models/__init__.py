@@ -1,8 +1,8 @@
-"""This package serves several models: a process each, and a supervisor that shares the devices' memory among them.
+"""This package serves several models in one process each; a supervisor shares the devices' memory among them.
 
-tables      [[models]] of the server's file as settings of each
-places      who holds memory, who is woken, and who sleeps for it
-supervisor  the processes: started, restarted, put to sleep and woken
-worker      a model's process as the supervisor's other end
-roster      the models' states in a file, for gateways and commands
+tables      reads [[models]] of the server's file as settings of each model
+places      decides which models are woken, and which sleep for them
+supervisor  starts and restarts the processes, and tells them to sleep and to wake
+worker      runs a model's process for the supervisor
+roster      writes the models' states to a file, for gateways and commands
 """

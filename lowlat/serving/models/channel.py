@@ -1,4 +1,4 @@
-"""The supervisor and a model's process send each other lines of JSON over a pair of sockets."""
+"""This module connects the supervisor and a model's process, which send each other lines of JSON over a socket pair."""
 
 import json
 import socket
@@ -22,11 +22,11 @@ class Channel:
         self.closed = False
 
     def fileno(self) -> int:
-        """The descriptor, to wait on."""
+        """Return the descriptor, for polls."""
         return self._socket.fileno()
 
     def send(self, message: Mapping[str, Any]) -> bool:
-        """Send a message; False where the other end is gone: what is under way ends by itself then."""
+        """Send a message; False if the other end is gone."""
         data = json.dumps(message).encode() + b"\n"
         with self._lock:
             try:
@@ -36,7 +36,7 @@ class Channel:
         return True
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come, waiting for bytes; none and `closed` where the other end is gone."""
+        """Wait for bytes, and return complete messages; sets `closed` if the other end is gone."""
         try:
             data = self._socket.recv(AT_ONCE)
         except OSError:
@@ -48,7 +48,7 @@ class Channel:
         return [message for line in lines if isinstance(message := json.loads(line), dict)]
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Messages as they come, until the other end is gone."""
+        """Yield messages as they come, until the other end is gone."""
         while not self.closed:
             yield from self.receive()
 

@@ -1,8 +1,8 @@
-"""This module decides which model is woken or loaded next, and which ones sleep for it.
+"""This module decides which model is woken or loaded next, and which models go to sleep for it.
 
-Models that nobody asked for longest go first, and those with requests only after one that waits has waited for a while:
-they finish what runs, and what comes meanwhile waits. Wakes are served in the order in which they were asked for, and
-before loads, unless these have waited for long.
+The least recently used models go to sleep first. A model with requests goes to sleep only after the waiting one has
+waited for a while; it finishes running requests, and new ones wait. Wakes are served in the order of their requests,
+and before loads that have not waited for long.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,11 +11,11 @@ from enum import StrEnum
 
 __all__ = ["Decision", "Place", "Presence", "decide"]
 
-LOAD_PATIENCE = 6.0  # times busy_s: nobody asked for what is loaded first
+LOAD_PATIENCE = 6.0  # times busy_s; a load waits longer than a wake, as no request asked for it
 
 
 class Presence(StrEnum):
-    """Where a model is."""
+    """The state of a model."""
 
     DOWN = "down"  # it has no process that holds memory
     STARTING = "starting"  # its process waits to load
@@ -24,16 +24,16 @@ class Presence(StrEnum):
     FALLING = "falling asleep"
     ASLEEP = "asleep"
     WAKING = "waking"
-    FAILED = "failed"  # for good
+    FAILED = "failed"  # it is not started again
 
 
 @dataclass
 class Place:
-    """One model's part of the memory of its devices.
+    """One model's state and its memory on its devices.
 
-    awake, asleep  bytes held on each device, by its name
-    last_used      when requests were there last
-    wanted_since   it waits to be woken or loaded; None: nobody asks
+    awake, asleep  bytes that it holds on each device in that state, by the device's name
+    last_used      time when it last had requests
+    wanted_since   time since when it waits for a wake or a load; None: it does not wait
     """
 
     name: str
@@ -46,24 +46,24 @@ class Place:
     wanted_since: float | None = None
 
     def held(self, device: str) -> int:
-        """Bytes of a device that are held now."""
+        """Return the bytes of a device that it holds now."""
         if self.presence in (Presence.DOWN, Presence.STARTING, Presence.FAILED):
             return 0
         return (self.asleep if self.presence is Presence.ASLEEP else self.awake).get(device, 0)
 
     def least(self, device: str) -> int:
-        """Bytes held where others need all that it can spare."""
+        """Return the bytes of a device that it always holds, after it has freed all that it can."""
         held = self.held(device)
         return min(held, self.asleep.get(device, 0)) if self.can_sleep else held
 
     def freed(self, device: str) -> int:
-        """Bytes that are free when it has fallen asleep."""
+        """Return the bytes of a device that a sleep frees."""
         return self.awake.get(device, 0) - self.asleep.get(device, 0)
 
 
 @dataclass
 class Decision:
-    """The decision for now: models to load or wake, to put to sleep, those that never fit, and when to ask again."""
+    """A decision: models to load or wake, models to put to sleep, models that never fit, and when to decide again."""
 
     grants: list[str] = field(default_factory=list)
     sleeps: list[str] = field(default_factory=list)
@@ -72,10 +72,10 @@ class Decision:
 
 
 def decide(places: Sequence[Place], budgets: Mapping[str, int], now: float, busy_s: float) -> Decision:
-    """Decide for all devices. A model has the memory of all of its devices, or of none.
+    """Decide for all devices. A model gets the memory of all of its devices, or of none.
 
     budgets  bytes of each device that all models together may hold
-    busy_s   after so long a model with requests must let its memory go for one that waits
+    busy_s   how long a model waits before one with requests must go to sleep for it
     """
     decision = Decision()
     held = {device: sum(place.held(device) for place in places) for device in budgets}
@@ -120,9 +120,9 @@ def _problem(place: Place, places: Sequence[Place], budgets: Mapping[str, int]) 
 def _sleepers(
     place: Place, places: Sequence[Place], short: dict[str, int], now: float, busy_s: float, decision: Decision
 ) -> list[Place]:
-    """Those that sleep for a model from now on.
+    """Choose the models that go to sleep for a model now.
 
-    short  bytes of each device that are lacking
+    short  missing bytes of each device; reduced by what the sleeps free
     """
     patience = busy_s if place.presence is Presence.ASLEEP else LOAD_PATIENCE * busy_s
     since = now if place.wanted_since is None else place.wanted_since
@@ -137,7 +137,7 @@ def _sleepers(
         found.append(victim)
         for device in short:
             short[device] -= victim.freed(device)
-    for victim in found[::-1]:  # one that others make needless, of several devices or sizes
+    for victim in found[::-1]:  # keep a model awake if the others free enough
         if all(short[device] + victim.freed(device) <= 0 for device in short):
             found.remove(victim)
             for device in short:
@@ -146,7 +146,7 @@ def _sleepers(
 
 
 def _waiting(places: Iterable[Place], long_ago: float) -> list[Place]:
-    """Those that ask, in order; wakes before loads that have not waited since long ago."""
+    """Return the waiting models in order: wakes, and loads that wait since before `long_ago`, come first."""
     asking = [p for p in places if p.wanted_since is not None and p.presence in (Presence.ASLEEP, Presence.STARTING)]
 
     def order(place: Place) -> tuple[bool, float]:
@@ -157,7 +157,7 @@ def _waiting(places: Iterable[Place], long_ago: float) -> list[Place]:
 
 
 def _victims(places: Iterable[Place], place: Place, sleeping: Collection[str]) -> list[Place]:
-    """Those that may sleep for another, the first to go first."""
+    """Return the models that may sleep for another, in the order in which they should."""
     awake = [
         p for p in places if p is not place and p.presence is Presence.AWAKE and p.can_sleep and p.name not in sleeping
     ]

@@ -1,7 +1,7 @@
 """A roster lists a supervisor's models in a file next to its endpoint, for gateways and commands.
 
-The file is replaced whole, so that a reader never sees half of it. It names the supervisor's process: one that was
-killed leaves a file that nobody believes.
+The file is replaced as a whole, so a reader never sees half of it. It has the supervisor's process id, so readers
+ignore the file of a supervisor that was killed.
 """
 
 import os
@@ -20,11 +20,11 @@ SUFFIX = ".models.json"
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """One model.
+    """A model's entry.
 
     state    "starting", "loading", "awake", "falling asleep", "asleep", "waking", "down" or "failed"
     problem  why it is down or failed
-    pid      its process; None: there is none
+    pid      the id of its process, or None
     """
 
     name: str
@@ -35,7 +35,7 @@ class Listed(msgspec.Struct, frozen=True):
 
     @property
     def answers(self) -> bool:
-        """Whether its server can be asked."""
+        """Whether its server answers requests."""
         return self.state in ("awake", "falling asleep", "asleep", "waking")
 
 
@@ -53,28 +53,28 @@ class Roster(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> "Roster":
-        """The roster in a file. Raises ServerGone where there is none, or its supervisor has ended."""
+        """Read a roster. Raises ServerGone if there is none, or its supervisor has ended."""
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
-            with suppress(PermissionError):  # it is another user's, and runs
+            with suppress(PermissionError):  # the process runs, as another user
                 os.kill(found.pid, 0)
         except (OSError, msgspec.DecodeError) as error:
             raise ServerGone(f"no server of several models is there ({path})", code="gone") from error
         return found
 
     def find(self, name: str) -> Listed | None:
-        """A model by its name; None for another."""
+        """Return the model with this name, or None."""
         return next((model for model in self.models if model.name == name), None)
 
 
 def roster_path(endpoint: str) -> Path | None:
-    """Where the roster of an endpoint is; None for one that has no file of its own."""
+    """Return the path of an endpoint's roster; None if the endpoint is no file."""
     own = parse_endpoint(endpoint).path
     return None if own is None else own.with_name(f"{own.stem}{SUFFIX}")
 
 
 def roster_of(endpoint: str) -> Path | None:
-    """The roster of an endpoint where a supervisor runs; None where none does."""
+    """Return the path of an endpoint's roster if a supervisor runs there, else None."""
     path = roster_path(endpoint)
     if path is None:
         return None

@@ -1,7 +1,7 @@
-"""The supervisor runs one process for each model, restarts it where it ends, and shares the devices' memory.
+"""The supervisor runs one process for each model, restarts a process that ends, and shares the devices' memory.
 
-It loads no model itself. Processes ask it for memory before they load, and tell when a request waits for a model that
-sleeps; it puts others to sleep, as `lowlat.serving.models.places` decides, and gives the memory on.
+It loads no model itself. A process asks it for memory before it loads, and reports when a request waits for its
+sleeping model. The supervisor then puts other models to sleep, as `lowlat.serving.models.places` decides.
 """
 
 import fcntl
@@ -31,11 +31,11 @@ __all__ = ["Supervisor"]
 logger = logging.getLogger("lowlat.serving.models")
 
 GIB = 1 << 30
-CONTEXT_BYTES = 768 << 20  # of a process on a GPU, next to what is planned: its context, kernels and libraries
+CONTEXT_BYTES = 768 << 20  # a process's context, kernels and libraries on a GPU, besides its planned memory
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
-WELL_S = 60.0  # a process that served for so long begins with the first backoff again
+WELL_S = 60.0  # after serving for this time, a process restarts with the first backoff
 TICK_S = 0.2
-END_S = 5.0  # from the end of a process's channel to its own
+END_S = 5.0  # from the end of a process's channel until it is killed
 STATES = {
     "AWAKE": Presence.AWAKE,
     "FALLING": Presence.FALLING,
@@ -57,17 +57,17 @@ class Child:
         self.for_good = False
         self.facts: dict[str, Any] = {}
         self.ready_at = 0.0
-        self.ended_at: float | None = None  # of its channel
+        self.ended_at: float | None = None  # when its channel ended
         self.start_at: float | None = 0.0
         self.backoff_s = FIRST_BACKOFF_S
 
     def listed(self) -> Listed:
-        """Its entry of the roster."""
+        """Return its entry of the roster."""
         pid = None if self.process is None else self.process.pid
         return Listed(self.table.name, self.table.endpoint, str(self.place.presence), self.problem, pid)
 
     def order(self, what: str, **more: Any) -> None:
-        """Tell the process what to do."""
+        """Send an order to the process."""
         if self.channel is not None:
             self.channel.send({"order": what, **more})
 
@@ -75,9 +75,9 @@ class Child:
 class Supervisor:
     """Runs the processes of several models until a signal ends them.
 
-    models_gib  memory of each device that they may hold together; None: what the first one finds free there
+    models_gib  GiB of each device that all models together may hold; None: what the first one finds free
     busy_s      see `lowlat.serving.models.places.decide`
-    drain_s     that a process may take to finish its requests at the end
+    drain_s     seconds that a process has to finish its requests at the end
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Supervisor:
         return tuple(child.listed() for child in self._children.values())
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """The facts that each model that was loaded says of itself, by name."""
+        """Return the facts that each loaded model has reported, by name."""
         return {name: child.facts for name, child in self._children.items() if child.facts}
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Handle signals, and end all processes and the roster with the context."""
+        """Handle signals while the context lasts; at its end, end all processes and remove the roster."""
         make_folder(self.roster.parent)
         lock = self._locked()
         before = {number: signal.signal(number, self._signalled) for number in ending_signals()}
@@ -128,7 +128,7 @@ class Supervisor:
             os.close(lock)
 
     def _locked(self) -> int:
-        """A descriptor that holds the roster's lock as long as it is open. Raises ConfigError where another has it."""
+        """Take the roster's lock; returns its open descriptor. Raises ConfigError if another server holds the lock."""
         path = self.roster.with_suffix(".lock")
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -139,7 +139,7 @@ class Supervisor:
         return lock
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
-        """Work until `until` says so, or a signal came. Raises ConfigError where no model can be served."""
+        """Run until `until()` is true or a signal comes. Raises ConfigError if no model can be served."""
         while not until() and not self._num_signals:
             self._turn(TICK_S)
             if all(child.place.presence is Presence.FAILED for child in self._children.values()):
@@ -147,7 +147,7 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a model can be asked."""
+        """Whether any model answers requests."""
         return any(child.listed().answers for child in self._children.values())
 
     def _turn(self, timeout_s: float) -> None:
@@ -174,7 +174,7 @@ class Supervisor:
         command = [sys.executable, "-P", "-m", "lowlat.cli", "serve", f"--supervised={theirs.fileno()}"]
         environment = {name: value for name, value in os.environ.items() if name != "LOWLAT_API_KEY"}
         with theirs:
-            # a session of its own: Ctrl-C is the supervisor's, which lets running requests finish first
+            # in a session of its own, it gets no Ctrl-C: the supervisor gets it, and lets running requests finish
             child.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
                 start_new_session=True, env=environment,
@@ -223,7 +223,7 @@ class Supervisor:
             logger.warning("%s: %s", place.name, message["problem"])
 
     def _reap(self, child: Child) -> None:
-        """Note the end of a process, and when the next one starts."""
+        """Handle the end of a process, and schedule its restart."""
         process, place, now = child.process, child.place, time.monotonic()
         if process is None or (code := process.poll()) is None:
             if process is not None and child.ended_at is not None and now > child.ended_at + END_S:
@@ -257,7 +257,7 @@ class Supervisor:
             return bool(one.select(0))
 
     def _settle(self) -> None:
-        """Give memory to who waits for it."""
+        """Decide which models wake, load or go to sleep, and send the orders."""
         places = [child.place for child in self._children.values()]
         decision: Decision = decide(places, self._budgets, time.monotonic(), self._busy_s)
         for name in decision.sleeps:
@@ -283,7 +283,7 @@ class Supervisor:
         if listed != self._listed:
             try:
                 Roster(os.getpid(), listed).write(self.roster)
-            except OSError as error:  # a full disk: models go on, and the file is written as soon as it can be
+            except OSError as error:  # a full disk: models keep running, and the next turn tries again
                 if not self._has_warned:
                     logger.warning("the models' states cannot be written to %s: %s", self.roster, error.strerror)
                 self._has_warned = True
@@ -294,7 +294,7 @@ class Supervisor:
         self._num_signals += 1
 
     def _end_all(self) -> None:
-        """End every process: by its own drain, at once after a second signal, by force where that does not help."""
+        """End every process: by its own drain, at once after a second signal, and by SIGKILL after the deadline."""
         told, deadline = 0, time.monotonic() + self._drain_s + END_S
         self._num_signals = max(1, self._num_signals)
         while any(child.process is not None for child in self._children.values()):
@@ -311,5 +311,5 @@ class Supervisor:
 
 
 def _context_bytes(device: str) -> int:
-    """Bytes of a device that a process takes next to what it plans."""
+    """Return the bytes of a device that a process takes besides its planned memory."""
     return CONTEXT_BYTES if device.startswith("cuda") else 0

@@ -13,7 +13,7 @@ from lowlat.serving.config import MODELS_TABLE, ServeConfig, read_toml
 
 __all__ = ["ModelTable", "has_tables", "read_tables"]
 
-OWN = ("model", "head", "name")  # settings that belong into a table
+OWN = ("model", "head", "name")  # settings that only a table may have
 SUPERVISORS = (  # settings that no model's process has
     "http", "http_host", "http_origins", "http_socket_mode", "models_gib", "busy_s",
 )  # fmt: skip
@@ -22,14 +22,14 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True)
 class ModelTable:
-    """One model: the name by which requests ask for it, where its server listens, and its settings."""
+    """One model: its name in requests, the endpoint of its server, and its settings."""
 
     name: str
     endpoint: str
     settings: ServeConfig
 
     def given(self) -> dict[str, Any]:
-        """The settings that are not defaults, as JSON: what its process is started with."""
+        """Return the settings that are not defaults, as JSON values, for its process."""
         given = {key: value for key, value in self.settings.to_dict().items() if self._is_given(key)}
         return {"can_sleep": True, **given, "name": self.name, "endpoint": self.endpoint}
 
@@ -38,7 +38,7 @@ class ModelTable:
 
 
 def has_tables(file: str | Path | None) -> bool:
-    """Whether a file has [[models]]. Raises ConfigError for one that cannot be read."""
+    """Return whether a file has [[models]]. Raises ConfigError for a file that cannot be read."""
     return file is not None and MODELS_TABLE in read_toml(Path(file))
 
 

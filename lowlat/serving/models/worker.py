@@ -27,10 +27,10 @@ class Serves(Protocol):
     """The part of a server that a supervisor's orders reach."""
 
     def reside(self, *, asleep: bool) -> None:
-        """Let the engine sleep when what runs is over, or wake it."""
+        """Let the engine sleep after its running requests, or wake it."""
 
     def drain(self, deadline_s: float | None = None) -> None:
-        """Take no more requests, finish what runs, and end."""
+        """Refuse new requests, let running ones finish, and end."""
 
 
 class Worker:
@@ -54,19 +54,19 @@ class Worker:
         return ServeConfig.gather(self._given, {})
 
     def reserve(self, needs: "Sequence[DeviceNeed]") -> None:
-        """Wait until the supervisor grants memory of all devices. Raises ConfigError where it never will."""
+        """Wait until the supervisor grants memory on all devices. Raises ConfigError if it refuses."""
         self._channel.send({"event": "need", "devices": [list(need) for need in needs]})
         reply = self._replies.get()
         if reply["order"] == "refuse":
             raise ConfigError(reply["problem"])
 
     def serve(self, server: Serves, facts: dict[str, Any]) -> None:
-        """Obey orders from here on; the model is ready."""
+        """Report that the model is ready, and obey orders from now on."""
         self._server = server
         self._channel.send({"event": "ready", "facts": facts})
 
     def failed(self, problem: str, *, for_good: bool) -> None:
-        """Say why the process ends."""
+        """Report why the process ends."""
         self._channel.send({"event": "failed", "problem": problem, "for_good": for_good})
 
     def wanted(self) -> None:
@@ -85,5 +85,5 @@ class Worker:
             elif server is not None:
                 server.reside(asleep=message["order"] == "sleep")
         if self._server is None:
-            os._exit(ORPHANED)  # it loads, for nobody
+            os._exit(ORPHANED)  # the supervisor is gone, and the model is still loading
         self._server.drain()

@@ -1,19 +1,19 @@
 """This module finds the boundaries whose residual streams an EAGLE3 draft model reads, in every convention.
 
-Boundary b is the residual stream entering layer b; b = N, the number of the target's layers, is the stream after
-the last layer, before the final norm. It knows ids and conventions, and no tensors.
+Boundary b is the residual stream entering layer b. Boundary N, with N layers in the target, is the stream after the
+last layer, before the final norm.
 
-The rule, from the consumers that the published heads were tuned on:
+The rules follow the engines for which the published draft models were made:
 
-1. `capture_layers`, the caller's option, is boundaries, verbatim; repeats are allowed.
-2. `eagle_aux_hidden_state_layer_ids` at the top level, speculators' or not, and `eagle_config.layer_ids` are
+1. `capture_layers`, the caller's option, gives boundaries as they are; repeats are allowed.
+2. `eagle_aux_hidden_state_layer_ids` at the top level, in any project's files, and `eagle_config.layer_ids` are
    boundaries (vLLM).
-3. `eagle_config.eagle_aux_hidden_state_layer_ids` names layers whose output is taken, so boundary id + 1, when the
-   first id is 1 or the draft model is a ModelOpt export; in SpecForge's and SafeAILab's other ids are boundaries
-   (SGLang). An id equal to N can only be a boundary, and then all ids are (nvidia's gpt-oss v3).
-4. `target_layer_ids` names layers whose output is taken, so boundary id + 1; never the last layer, whose hidden
-   state transformers gives after the final norm (DeepSpec).
-5. Without ids: boundaries 2, N // 2, N - 3 (SafeAILab, and what all other defaults amount to).
+3. `eagle_config.eagle_aux_hidden_state_layer_ids` names layers whose output is read, so boundary id + 1, if the first
+   id is 1 or the draft model is a ModelOpt export. In files of SpecForge and SafeAILab other ids are boundaries
+   (SGLang). An id equal to N can only be a boundary, and then all ids are boundaries (nvidia's gpt-oss v3).
+4. `target_layer_ids` names layers whose output is read, so boundary id + 1. The last layer is never among them, since
+   transformers returns its hidden state after the final norm (DeepSpec).
+5. Without ids: boundaries 2, N // 2, N - 3 (SafeAILab; all other defaults are the same).
 6. A draft model without auxiliary features reads one stream, boundary N, after the target's final norm.
 
 Ids must not descend: all engines concatenate the captured streams in the order of the layers.
@@ -44,14 +44,14 @@ def _check(label: str, ids: tuple[int, ...], num_layers: int, num_features: int)
 
 
 def default_boundaries(num_layers: int) -> tuple[int, int, int] | None:
-    """The boundaries where no layers are named; None below 7 layers, where the three are not different streams."""
+    """The default boundaries; None for fewer than 7 layers, since the three would not be different streams."""
     return (2, num_layers // 2, num_layers - 3) if num_layers >= 7 else None
 
 
 def _from_config(
     fields: Fields, eagle: Fields | None, layout: DraftLayout, num_layers: int
 ) -> tuple[str, tuple[int, ...]]:
-    """The boundaries that the config names, or the default, and where they come from."""
+    """The boundaries that the config names, or the default, and their source for messages."""
     found: list[tuple[str, tuple[int, ...]]] = []
     places = [(fields, IDS_KEY, True)]
     if eagle is not None:

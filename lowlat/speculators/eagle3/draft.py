@@ -1,10 +1,9 @@
 """This module emits drafting: the draft model over the accepted rows, then over one level of the tree after another.
 
-Source: EAGLE-3, arXiv 2503.01840, section 3. The rows of accepted tokens use the target's true features and leave
-keys and values for all; the last layer's attention and FFN, and the LM head, run on each slot's last row alone. The
-layers before it, where there are any, run on all accepted rows: the keys and values of the next are made of their
-outputs. Deeper levels use the draft model's own fed-back state, and their keys and values are overwritten by the next
-step.
+The rows of accepted tokens use the target's true features, and the draft model writes their keys and values. The last
+layer's attention and FFN, and the LM head, run only on each slot's last row. Earlier layers, if there are any, run on
+all accepted rows, since the next layer's keys and values need their outputs. Deeper levels use the draft model's own
+fed-back state; the next step overwrites their keys and values. Source: EAGLE-3, arXiv 2503.01840, section 3.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ __all__ = ["Drafter"]
 
 
 class Drafter:
-    """Appends what an EAGLE3 draft model does after a commit. Shapes: B slots, T rows a slot."""
+    """Appends an EAGLE3 draft model's operations after a commit. Shapes: B slots, T rows a slot."""
 
     def __init__(self, scope: StepScope, eagle: Eagle3Emitter) -> None:
         self.scope, self.eagle = scope, eagle
@@ -30,13 +29,13 @@ class Drafter:
         self.batch, self.rows = scope.bucket.batch, scope.rows
 
     def extend(self) -> tuple[str, str]:
-        """Keys and values of the accepted rows; returns the last layer's attention input and residual, by row."""
+        """Append the pass over accepted rows; returns the last layer's attention input and residual, by row."""
         emitter, hidden = self.accepted()
         emitter.stage = Stage.DRAFT_ATTENTION_FMHA
         return self.eagle.emit_stack(emitter, *self.eagle.emit_input(emitter, "draft_model.tokens", hidden))
 
     def accepted(self) -> tuple[Emitter, str]:
-        """The accepted rows: an emitter over them, with tokens `draft_model.tokens`, and their features [B * T, H]."""
+        """An emitter over the accepted rows, with tokens `draft_model.tokens`, and their features [B * T, H]."""
         batch, rows = self.batch, self.rows
         emit_accepted_rows(self.scope)
         write = {
@@ -51,7 +50,7 @@ class Drafter:
         return emitter, "prefilled_feature" if self.scope.is_first_token else self._features(emitter)
 
     def rows_before(self, name: str, count: int) -> dict[str, str]:
-        """Attention's reads of `count` rows a slot from the first accepted one on: each sees those before, and itself.
+        """The arguments of causal attention for `count` rows a slot, from the first accepted row on.
 
         name  of the constant with the row masks
         """
@@ -61,7 +60,7 @@ class Drafter:
         return {**BY_SLOT, "dense_lens": "draft_model.write_lens", "row_masks": masks}
 
     def _features(self, emitter: Emitter) -> str:
-        """The draft model's input made of the target's features of the accepted rows, kept where a block ends."""
+        """Append fc over the accepted rows' features; those at block ends are kept."""
         draft = self.draft_config
         waited = self.scope.waited
         features = None if waited is None else waited.features
@@ -80,7 +79,7 @@ class Drafter:
         return hidden
 
     def draft(self, x: str, residual: str) -> str:
-        """All levels; returns the drafted nodes."""
+        """Append all levels; returns the drafted nodes."""
         nodes = self.scope.draft_nodes()
         level, live = self.first_level(x, residual)
         feedback = self._finish_level(level, 0, live)
@@ -89,7 +88,7 @@ class Drafter:
         return nodes
 
     def first_level(self, x: str, residual: str) -> tuple[Emitter, tuple[str, str]]:
-        """The root's row, each slot's last: an emitter over it, its last attention's input and residual."""
+        """The root's level: an emitter over each slot's last row, and its last layer's attention input and residual."""
         batch = self.batch
         alone = self.builder.constant("draft_model.no_ancestors", torch.zeros(batch, 1, dtype=torch.int64))
         attention = {**BY_SLOT, "dense_lens": self.scope.buffer("draft_lens"), "row_masks": alone}
@@ -137,7 +136,7 @@ class Drafter:
         return self._finish_level(level, depth, live_rows)
 
     def _finish_level(self, level: Emitter, depth: int, live: tuple[str, str]) -> str:
-        """Attention, FFN and LM head of a level's last layer, and its children's tokens; returns what `finish` does."""
+        """Append a level's last layer, LM head and children's tokens; returns the result of `finish`."""
         topology = self.scope.tree
         branches = topology.levels[depth]
         children = [child for branch in branches for child in branch.children]
@@ -147,10 +146,10 @@ class Drafter:
     def finish(
         self, level: Emitter, live: tuple[str, str], num_ranks: int, children: Sequence[int], child_rows: Sequence[int]
     ) -> str:
-        """The last layer over the rows that draft, and the tokens of `children`, each of its row of the slot's.
+        """Append the last layer over the rows that draft, and the tokens of `children`, each from its row.
 
         live       the last layer's attention input and residual, of these rows
-        num_ranks  the likeliest tokens of a row that are named
+        num_ranks  the number of likeliest tokens of a row
         Returns the state that may be fed back.
         """
         logits, feedback = self.logits(level, live)
@@ -160,7 +159,7 @@ class Drafter:
         return feedback
 
     def logits(self, level: Emitter, live: tuple[str, str]) -> tuple[str, str]:
-        """The last layer and the LM head over the rows that draft: logits [M, Vd], and the state that may be fed back.
+        """Append the last layer and the LM head; returns logits [M, Vd], and the state that may be fed back.
 
         live  the last layer's attention input and residual, of these rows
         """

@@ -1,7 +1,7 @@
 """This module emits drafting of a dynamic tree: over the root, then over the best drafts of each level.
 
-Source: EAGLE-2, arXiv 2406.16858, section 4. A level's rows see their own ancestors. Their keys and values stand after
-the committed ones, level after level, and are overwritten by the next step.
+Source: EAGLE-2, arXiv 2406.16858, section 4. A level's rows attend to their own ancestors. Their keys and values are
+stored after the committed ones, level by level; the next step overwrites them.
 """
 
 from lowlat.graphs.program import Stage
@@ -15,10 +15,10 @@ __all__ = ["DynamicDrafter"]
 
 
 class DynamicDrafter(Drafter):
-    """Appends what an EAGLE3 draft model does after a commit, for a dynamic tree. Shapes: B slots, K rows a level."""
+    """Appends an EAGLE3 draft model's operations after a commit for dynamic trees. Shapes: B slots, K rows a level."""
 
     def draft(self, x: str, residual: str) -> str:
-        """All levels; returns the drafted nodes."""
+        """Append all levels; returns the drafted nodes."""
         growth = self.scope.growth()
         tree, above = growth.tree, growth.begin()
         level, live = self.first_level(x, residual)
@@ -33,7 +33,7 @@ class DynamicDrafter(Drafter):
         return growth.nodes
 
     def _rank(self, level: Emitter, live: tuple[str, str], tree: DynamicTree) -> tuple[dict[str, str], str]:
-        """The likeliest ids of a level's rows with their probabilities, and the state that is fed back."""
+        """Append the choice of a level's likeliest ids; returns them with their probabilities, and the state."""
         logits, feedback = self.logits(level, live)
         return rank_drafts(level, logits, tree.top_k), feedback
 

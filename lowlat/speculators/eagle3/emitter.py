@@ -1,7 +1,7 @@
-"""The EAGLE3 draft model, from its geometry and flags. Source: EAGLE-3, arXiv 2503.01840, section 3.
+"""This module emits the EAGLE3 draft model, by its geometry and flags. Source: EAGLE-3, arXiv 2503.01840, section 3.
 
-A row takes the embedding of a token and the feature before it. The feature is the fc of captured residual streams
-where the target has run, and the draft model's own fed-back state where it has not; fc is never applied to the latter.
+A row takes the embedding of a token and the feature of the position before. If the target has run there, the feature is
+fc of the captured residual streams. Otherwise it is the draft model's own fed-back state, without fc.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ __all__ = ["Eagle3Emitter", "draft_kv_specs", "layer_name"]
 
 
 def layer_name(layer: int) -> str:
-    """The beginning of the canonical names of a layer's weights."""
+    """The prefix of the canonical names of a layer's weights."""
     return f"draft_model.layers.{layer}" if layer else "draft_model"
 
 
@@ -64,7 +64,7 @@ def draft_kv_specs(draft: Eagle3Config, sizes: StateSizes, windows: Sequence[int
 
 
 class Eagle3Emitter:
-    """Appends the draft model's operations; `emitter.stage` moves with the parts of a step, and stays in prefill."""
+    """Appends the draft model's operations; `emitter.stage` follows a step's stages, and is constant in prefill."""
 
     def __init__(self, config: ModelConfig, draft: Eagle3Config, tables: Tables, draft_window: int | None) -> None:
         self.draft = draft
@@ -82,7 +82,7 @@ class Eagle3Emitter:
         self.head_shard = draft.shard if draft.own_lm_head else config.shard  # the target's is cut as it is there
 
     def emit_fc(self, emitter: Emitter, features: str) -> str:
-        """Captured features [M, F * Ht] to the draft model's hidden width [M, H]; the final hidden state is it."""
+        """Append fc: captured features [M, F * Ht] to [M, H]; with `final_hidden` the feature is used as it is."""
         draft = self.draft
         if draft.final_hidden:
             return emitter.norm(features, "norm.weight", self.target_eps, "hidden")
@@ -103,7 +103,7 @@ class Eagle3Emitter:
         return emitter.cast(product, "hidden")
 
     def emit_input(self, emitter: Emitter, tokens: str, hidden: str) -> tuple[str, str]:
-        """Normed embedding next to normed hidden [M, 2H], and the residual [M, H]."""
+        """Append the first layer's input: normed embedding next to normed feature [M, 2H], and the residual [M, H]."""
         draft = self.draft
         width, scale = draft.hidden_size, draft.embedding_scale  # files that have none were trained with plain rows
         embedded = emitter.embed(tokens, self.embedding, width, "embedded", scale=scale)
@@ -122,7 +122,7 @@ class Eagle3Emitter:
         return both, normed if draft.norm_before_residual else hidden
 
     def emit_stack(self, emitter: Emitter, both: str, residual: str) -> tuple[str, str]:
-        """Keys and values of all layers, for which the layers before the last run over all rows.
+        """Append the keys and values of all layers; the layers before the last run over all rows.
 
         Returns the input of the last layer's attention, [M, H] or of a single layer [M, 2H], and its residual [M, H].
         """
@@ -142,14 +142,14 @@ class Eagle3Emitter:
         return x, residual
 
     def emit_attention(self, emitter: Emitter, x: str, residual: str) -> str:
-        """Queries of these rows against the last layer's cache, and the residual sum [M, H]."""
+        """Append the last layer's attention over its cache, and the residual sum [M, H]."""
         layer = self.layers[-1]
         product = emit_projection(emitter, layer, x, "q", "query")
         query = emit_heads(emitter, layer, product, "q", self.tables, normed="q_normed")["q"]
         return self._attend(emitter, x, query, residual, self.last)
 
     def _attend(self, emitter: Emitter, x: str, query: str, residual: str, number: int) -> str:
-        """Attention of queries made of the input x, and the residual sum [M, H]."""
+        """Append attention with queries from the input x, and the residual sum [M, H]."""
         layer = self.layers[number]
         window, keep_first = effective_window(layer.attention.window, self.draft_window)
         seen: dict[str, Any] = {"first": 1, "window": window}
@@ -160,7 +160,7 @@ class Eagle3Emitter:
         return emitter.add(residual, emit_sandwich(emitter, layer, output, "post_attn"), self._stream("middle", number))
 
     def emit_ffn(self, emitter: Emitter, middle: str, number: int) -> str:
-        """The FFN of a layer and its residual sum [M, H]."""
+        """Append a layer's FFN and its residual sum [M, H]."""
         layer = self.layers[number]
         normed = emitter.norm(middle, f"{layer.name}.ffn_norm.weight", layer.eps, "normed")
         output = emit_sandwich(emitter, layer, emit_ffn(emitter, layer, normed), "post_ffn")
@@ -168,7 +168,7 @@ class Eagle3Emitter:
         return emit_layer_scale(emitter, layer, total, self._stream("scaled", number)) if layer.spec.scaled else total
 
     def emit_logits(self, emitter: Emitter, residual: str) -> tuple[str, str]:
-        """LM head; returns logits [M, Vd] and the state that may be fed back."""
+        """Append the LM head; returns logits [M, Vd] and the state that may be fed back."""
         draft = self.draft
         emitter.stage = Stage.DRAFT_LM_HEAD
         normed = emitter.norm(residual, "draft_model.norm.weight", draft.rms_norm_eps, "final")
@@ -177,7 +177,7 @@ class Eagle3Emitter:
         return logits, normed if draft.norm_output else residual
 
     def emit_draft(self, emitter: Emitter, logits: str, num_ranks: int) -> str:
-        """The likeliest ids, mapped to target ids: tokens [M, k]."""
+        """Append the choice of the k likeliest ids, mapped to target ids: tokens [M, k]."""
         tokens = emitter.scratch("top_tokens", emitter.rows.count, num_ranks, dtype=torch.int32)
         emitter.emit(
             "draft_topk",
@@ -189,11 +189,11 @@ class Eagle3Emitter:
         return tokens
 
     def _stream(self, part: str, layer: int) -> str:
-        """The name of a layer's residual stream: the last one's is the draft model's."""
+        """The name of a layer's residual stream; the last layer's is the draft model's."""
         return f"residual.{part}" if layer == self.last else f"layers.{layer}.residual.{part}"
 
 
 def _move(emitter: Emitter, stage: Stage) -> None:
-    """Let the operations that follow belong to another stage of the step."""
+    """Set the stage of the operations that follow; in prefill it stays."""
     if emitter.rows.chunk is None:
         emitter.stage = stage

@@ -10,7 +10,7 @@ __all__ = ["Eagle3Config"]
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(DraftConfig):
-    """Layers of which the first reads embedding and feature side by side, the others the one before.
+    """An EAGLE3 draft model. Its first layer reads embedding and feature side by side, each other the one before.
 
     final_hidden          whether the feature is the captured stream after the target's final norm; there is no fc
     norm_before_fc        whether all captured streams are normed together

@@ -9,7 +9,7 @@ __all__ = ["emit_draft_prefill"]
 
 
 def emit_draft_prefill(scope: PrefillScope, eagle: Eagle3Emitter) -> None:
-    """Append fc, the shift and the KV writes for a program's positions; the boundaries must have been computed."""
+    """Append fc, the shift and the KV writes for a program's positions, after the boundaries were computed."""
     draft, common = eagle.draft, {"block_table": "prefill_table", "chunk": "prefill_chunk"}
     write = {"row_live": "prefill_draft_live", **common}
     rows = Rows("prefill.draft_model.", scope.size, None, "prefill_draft_positions", common, write, scope.chunk)

@@ -46,11 +46,11 @@ RANGE_NAMES: RangeNames = MappingProxyType(
 class Eagle3Speculator(ModelSpeculator[Eagle3Config]):
     """Drafts with an EAGLE3 model.
 
-    kind    how its draft models are told and read
+    kind     how its draft models are recognised and read
     emitter  appends their operations
-    config  the draft model's geometry and flags
-    window  the draft's attention keeps to the first 4 and the last so many rows, or to a layer's own window where that
-            is smaller; None: to all, or to a layer's own window
+    config   the draft model's geometry and flags
+    window   draft attention reads the first 4 and the last `window` rows, or a layer's own window if that is smaller;
+             None: all rows, or a layer's own window
     """
 
     method: ClassVar[str] = Eagle3Config.method
@@ -60,7 +60,7 @@ class Eagle3Speculator(ModelSpeculator[Eagle3Config]):
 
     @classmethod
     def plan(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> Self:
-        """The geometry alone, from the checkpoint's config and headers. Raises ConfigError."""
+        """Read the geometry from the checkpoint's config and headers. Raises ConfigError."""
         config = read_draft_config(
             draft_model_of(options), target, capture_layers=options.capture_layers, kind=cls.kind
         )
@@ -69,32 +69,32 @@ class Eagle3Speculator(ModelSpeculator[Eagle3Config]):
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """The draft model with its weights, read whole: one that is damaged must be known in time to go on without."""
+        """Read the draft model whole: if its files are damaged, the runtime can still start without it."""
         found = load_draft_model(draft_model_of(options), target, capture_layers=options.capture_layers, kind=cls.kind)
         check_draft_window(found.config, options.draft_window)
         return LoadedSpeculator(cls(found.config, options.draft_window), found.weights, found.directory, found.notes)
 
     @property
     def range_names(self) -> RangeNames:
-        """Those that profiles of EAGLE3 look for."""
+        """The range names that profiles of EAGLE3 look for."""
         return RANGE_NAMES
 
     @property
     def attends_everything(self) -> bool:
-        """Without a draft window, where a layer has none of its own."""
+        """Whether there is no draft window, and a layer has no window of its own."""
         return self.window is None and None in self.config.windows
 
     @property
     def kv_windows(self) -> tuple[int | None, ...]:
-        """Those of its layers, or what the draft window makes of them."""
+        """The windows of its layers, or those that the draft window implies."""
         return draft_kv_windows(self.config, self.window)
 
     def state_specs(self, sizes: StateSizes) -> list[BufferSpec]:
-        """KV caches of the draft model's layers, features at the ends of blocks, that of the last prompt prefilled."""
+        """KV caches of the draft model's layers, features at block ends, and the last prefilled prompt's feature."""
         return draft_kv_specs(self.config, sizes, self.kv_windows)
 
     def weight_plan(self, dtype: str) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
-        """The draft model's weights; embedding and LM head only where it brings its own."""
+        """The draft model's weights; embedding and LM head only if it has its own."""
         return draft_weight_plan(self.config, dtype=dtype)
 
     def report(self) -> dict[str, Any]:
@@ -108,19 +108,19 @@ class Eagle3Speculator(ModelSpeculator[Eagle3Config]):
         }
 
     def emit_prefill(self, scope: PrefillScope) -> None:
-        """Keys and values of the draft model for a prompt's positions."""
+        """Append the pass that writes the draft model's keys and values for a prompt's positions."""
         emit_draft_prefill(scope, self._emitter(scope))
 
     def emit_extend(self, scope: StepScope) -> tuple[str, ...]:
-        """Keys and values of the accepted rows; returns the last attention's input and the residual stream."""
+        """Append the pass over accepted rows; returns the last layer's attention input and residual stream."""
         return self.drafter(scope).extend()
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
-        """One level of the tree after another."""
+        """Append the drafting of one level of the tree after another."""
         return self.drafter(scope).draft(*extended)
 
     def drafter(self, scope: StepScope) -> Drafter:
-        """The part that appends the draft model's operations after a commit."""
+        """The emitter of the draft model's operations after a commit."""
         kind = DynamicDrafter if isinstance(scope.topology, DynamicTree) else Drafter
         return kind(scope, self._emitter(scope))
 

@@ -1,6 +1,6 @@
-"""The speculator of method "ngram": drafts continue an earlier occurrence of the text's end.
+"""The speculator of method "ngram" drafts what followed an earlier occurrence of the text's last tokens.
 
-It reads the committed tokens that the step keeps anyway, so it has no state, no weights and nothing to do in prefill.
+It reads the committed tokens, which the step keeps anyway. So it has no state, no weights and no operations in prefill.
 Source: prompt lookup decoding (A. Saxena, 2023), here on the device.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["NgramSpeculator"]
 
 @dataclass(frozen=True)
 class NgramSpeculator(Speculator):
-    """Drafts by the longest suffix of the text, of min_match to max_match tokens, that stands in it before."""
+    """Drafts by the longest suffix of the text, of min_match to max_match tokens, that also occurs earlier in it."""
 
     method: ClassVar[str] = "ngram"
     min_match: int
@@ -31,12 +31,12 @@ class NgramSpeculator(Speculator):
 
     @classmethod
     def load(cls, options: SpeculativeConfig, target: ModelConfig, directory: Path | None = None) -> LoadedSpeculator:
-        """The same: there is nothing to read."""
+        """The same, since there are no weights to read."""
         return LoadedSpeculator(cls.plan(options, target, directory), {})
 
     @property
     def waiting_boundaries(self) -> tuple[int, ...]:
-        """None are read."""
+        """(): it can draft at the start of a step, and reads no boundary."""
         return ()
 
     def report(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class NgramSpeculator(Speculator):
         return {"method": self.method, "prompt_lookup_min": self.min_match, "prompt_lookup_max": self.max_match}
 
     def emit_draft(self, scope: StepScope, extended: tuple[str, ...]) -> str:
-        """One operation over the committed tokens; see `ngram_draft` of the references."""
+        """Append one operation over the committed tokens; see the reference `ngram_draft`."""
         nodes = scope.draft_nodes()
         scope.builder.emit(
             "ngram_draft",

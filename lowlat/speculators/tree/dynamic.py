@@ -1,7 +1,8 @@
-"""A dynamic tree has a shape that is fixed, and contents that are chosen in each step, on the device.
+"""A dynamic tree has a fixed size; the device chooses its nodes in each step.
 
-From the root and from each of the K best drafts of a level, the K likeliest tokens are looked at; after the last level
-the T - 1 best of all are verified. `lowlat.kernels.reference.speculation.grow` says what is best.
+The candidates of a level are the K likeliest tokens after the root, or after each of the K best drafts of the level
+before. After the last level the T - 1 best candidates of all levels are verified. The reference
+`lowlat.kernels.reference.speculation.grow` defines the order.
 Source: EAGLE-2, arXiv 2406.16858, section 4.
 """
 
@@ -15,7 +16,7 @@ from lowlat.speculators.tree.topology import TreeTopology
 __all__ = ["DEFAULT_DRAFT_TOKENS", "DynamicTree", "Topology"]
 
 DEFAULT_DRAFT_TOKENS = 7
-MAX_DRAFTED_ROWS = 64  # of the draft model after a slot's last token: a mask is one word
+MAX_DRAFTED_ROWS = 64  # rows of the draft model after a slot's last token: a mask is one word
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A topology is a speculation tree's nodes, levels, paths and packed masks, made of a table of choices.
+"""A topology is a speculation tree's nodes, levels, paths and packed masks, made from a table of choices.
 
-A topology is static: which token a node drafts is known in each step only, where it hangs is known here. The arrays
-that the step needs are built from it in `lowlat.step.decode`.
+It is static: a node's parent is fixed, and only its token differs between steps. `lowlat.step.decode` makes the step's
+arrays from it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,24 +26,23 @@ class Branch:
 class TreeTopology:
     """A tree of T nodes, S deep; node 0, the root, is the last committed token.
 
-    Nodes are in order of (depth, path), so parents precede children, any first k nodes are a tree, and the
-    nodes of a chain are 0 to S. Masks are words whose bit i stands for i; the bit 63 makes one negative, as
-    in int64.
+    Nodes are in order of (depth, path). So parents precede children, any first k nodes form a tree, and the nodes of a
+    chain are 0 to S. Masks are words whose bit i stands for node i; they are negative if bit 63 is set, as in int64.
 
-    choices            [T - 1]   paths of child ranks, in order of nodes: of node i + 1
+    choices            [T - 1]   for node i + 1, the path of child ranks to it
     num_nodes                    T, root included: the rows that a slot verifies
     depth                        S
     parents            [T]       -1 for the root
     depths             [T]       0 for the root
-    ranks              [T]       among the draft's choices after the parent; -1 for the root
-    levels             [S]       at draft level d, the non-leaf nodes of depth d, whose children are drafted
+    ranks              [T]       the node's rank among the draft's choices after its parent; -1 for the root
+    levels             [S]       for level d, the non-leaf nodes of depth d, whose children are drafted there
     paths              [P][..]   nodes from the root to each leaf, in order of leaves; S + 1 at most
     leaf_mask          [T]       whether the node is a leaf
     packed_masks       [T]       bits of a node's ancestors and of itself
-    max_rank_by_level  [S]       the largest rank drafted at a level: the draft's best max + 1 are needed
-    non_leaf_ordinal   [T]       of drafted non-leaf nodes (depth >= 1), in order of nodes; -1 for others
+    max_rank_by_level  [S]       the largest rank drafted at a level; the level needs max + 1 likeliest tokens
+    non_leaf_ordinal   [T]       numbers of drafted non-leaf nodes (depth >= 1), in order of nodes; -1 for others
     draft_masks        [..]      for each ordinal, the bits of its drafted ancestors' ordinals and of its own
-    is_chain                     whether every level is the draft's likeliest token alone
+    is_chain                     whether every level has one node, of the draft's likeliest token
     """
 
     choices: tuple[tuple[int, ...], ...]

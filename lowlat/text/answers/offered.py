@@ -6,6 +6,7 @@ from typing import Any
 
 from lowlat.options.request import SamplingParams
 from lowlat.text.answers.base import Tools
+from lowlat.text.schemas import arguments_schema, plain_schema
 
 __all__ = ["tools_of"]
 
@@ -22,7 +23,8 @@ def tools_of(params: SamplingParams) -> Tools:
         function = entry.get("function", entry) if isinstance(entry, Mapping) else None
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
             parameters = function.get("parameters")
-            functions[function["name"]] = parameters if isinstance(parameters, Mapping) else {}
+            parameters = arguments_schema(plain_schema(parameters)) if isinstance(parameters, Mapping) else {}
+            functions[function["name"]] = parameters
     return Tools(functions, required=bound.get("required") is True)
 
 

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import unquote
 
-__all__ = ["constants_of", "is_string", "kinds_of", "referred", "takes_nothing", "typed_value", "value_of_kinds"]
+from lowlat.text.schemas import referred
+
+__all__ = ["constants_of", "is_string", "kinds_of", "takes_nothing", "typed_value", "value_of_kinds"]
 
 MAX_DEPTH = 8
 ALL = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
@@ -16,6 +17,8 @@ def kinds_of(parameters: Mapping[str, Any], key: str) -> frozenset[str]:
     """The JSON types that a function's schema lets an argument have; all where it says nothing."""
     properties = parameters.get("properties")
     schema = properties.get(key) if isinstance(properties, Mapping) else None
+    if schema is None and isinstance(parameters.get("additionalProperties"), Mapping):
+        schema = parameters["additionalProperties"]
     return _kinds(schema, parameters, MAX_DEPTH)
 
 
@@ -50,6 +53,8 @@ def value_of_kinds(text: str, kinds: frozenset[str]) -> str:
         value = text
     if not isinstance(value, str) and _kind(value) & kinds:
         return written
+    if isinstance(value, float) and stripped[-1].isdigit() and "number" in kinds and "string" not in kinds:
+        return written  # too large for a float, and a number all the same
     if "string" not in kinds and isinstance(value, str) and stripped.startswith('"') and len(kinds) < len(ALL):
         return written  # the model's own mistake, as it wrote it
     return json.dumps(text, ensure_ascii=False)
@@ -61,14 +66,6 @@ def takes_nothing(schema: Any, depth: int = MAX_DEPTH) -> bool:
         return schema is False
     choices = (schema.get(name) for name in ("anyOf", "oneOf") if depth)
     return any(isinstance(c, list) and c and all(takes_nothing(each, depth - 1) for each in c) for c in choices)
-
-
-def referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """The schema at a reference such as `#/$defs/Color`; None where none is there."""
-    found: Any = root
-    for name in reference.removeprefix("#").strip("/").split("/"):
-        found = found.get(unquote(name).replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
 
 
 def _kind(value: Any) -> frozenset[str]:

@@ -15,12 +15,22 @@
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
-__all__ = ["ESCAPES", "NAMED", "VALUES", "NotHeld", "exact_schema", "exact_text"]
+from lowlat.text.schemas import NAMED, VALUES, plain_schema
+
+__all__ = [
+    "ESCAPES",
+    "NotHeld",
+    "exact_pattern",
+    "exact_schema",
+    "exact_text",
+    "is_known",
+    "items_of",
+]
 
 _FOURTHS = "(0[48]|[2468][048]|[13579][26])"  # years of a century that have the day
 _LEAP = f"([0-9]{{2}}{_FOURTHS}|{_FOURTHS}00)"
@@ -35,10 +45,11 @@ EXACT: Mapping[str, Mapping[str, str | int]] = MappingProxyType(
         "hostname": {"pattern": rf"^{_LABEL}(\.{_LABEL})*$", "maxLength": 253},
     }
 )
-VALUES = frozenset({"const", "default", "enum", "examples"})  # keywords that hold documents
-NAMED = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})  # schemas by name
-# a text without these is exact
-LOOSE = re.compile(r'"format"|"pattern|"minProperties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f')
+# a text without these is exact, and plain
+LOOSE = re.compile(
+    r'"format"|"pattern|"m(in|ax)Properties"|[0-9]{16}|[0-9.][eE]|\\u00|\x7f'
+    r'|"(discriminator|nullable|oneOf|propertyNames|uniqueItems)"|:\s*null|"required"\s*:\s*[^\s\[]|"type"\s*:[\s\[]*"[A-Z]'
+)
 # of Python and of ECMA: what is none of these is none to either
 WORD, DIGIT, SPACE = r"\p{L}\p{N}_", r"\p{Nd}", r"\s\uFEFF"
 NEGATED = MappingProxyType({r"\W": f"[^{WORD}]", r"\D": f"[^{DIGIT}]", r"\S": f"[^{SPACE}]"})
@@ -71,14 +82,14 @@ def exact_text(text: str) -> str:
 
 
 def exact_schema(schema: Any, *, lenient: bool = False) -> Any:
-    """A schema with what makes it exact; as it was where it is too deep to be looked at.
+    """A schema in plain words, with what makes it exact; as it was where it is too deep to be looked at.
 
     lenient  leave out what is not held
     Raises NotHeld.
     """
     found: set[str] = set()
     try:
-        made = _exact(schema, lenient, found)
+        made = _exact(plain_schema(schema), lenient, found)
     except RecursionError:
         return schema
     if "control" in found and isinstance(made, dict):
@@ -148,19 +159,12 @@ def is_known(pattern: str) -> bool:
 
     Where a schema is held as far as it can be, other expressions are left out.
     """
-    place, in_class = 0, False
-    while place < len(pattern):
-        item = _item(pattern, place)
+    place = 0
+    for item, in_class in items_of(pattern):
         before, place = pattern[:place], place + len(item)
         if item[0] == "\\" and item[1:] not in KNOWN_ESCAPES and (item[1:].isalnum() or item == "\\"):
             return False
-        if in_class:
-            in_class = item != "]"
-        elif item == "[":
-            in_class = True
-            begin = CLASS_BEGINS.match(pattern, place)
-            place = place if begin is None else begin.end()
-        elif any(
+        if not in_class and any(
             (
                 item == "(" and pattern.startswith("?", place) and not KNOWN_GROUPS.match(pattern, place),
                 item == "^" and before and not before.endswith(("|", "(", "?:")),
@@ -170,6 +174,23 @@ def is_known(pattern: str) -> bool:
         ):
             return False
     return True
+
+
+def items_of(pattern: str) -> Iterator[tuple[str, bool]]:
+    """The items of an expression, escapes whole, each with whether it stands within a class, its brackets included."""
+    place, in_class = 0, False
+    while place < len(pattern):
+        item = _item(pattern, place)
+        place += len(item)
+        yield item, in_class or item == "["
+        if in_class:
+            in_class = item != "]"
+        elif item == "[":
+            in_class = True
+            begin = CLASS_BEGINS.match(pattern, place)
+            end = place if begin is None else begin.end()
+            yield from ((character, True) for character in pattern[place:end])
+            place = end
 
 
 def _item(pattern: str, place: int) -> str:
@@ -264,13 +285,21 @@ def _held(whole: int, inward: int) -> int | None:
 
 
 def _hold_count(schema: dict[str, Any], lenient: bool) -> None:
-    """A least number of keys, where keys that are free may come twice."""
-    least, required = schema.get("minProperties"), schema.get("required")
-    if not isinstance(least, (int, float)) or least <= 1:
-        return
+    """Numbers of keys: a least one, where keys that are free may come twice, and any next to keys that may not come."""
+    least, required, properties = (schema.get(name) for name in ("minProperties", "required", "properties"))
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set[str]()
+    num_required = len(names)
+    if isinstance(least, (int, float)) and least <= num_required:
+        del schema["minProperties"]
     if schema.get("additionalProperties") is False and not schema.get("patternProperties"):
         return
-    num_required = len({name for name in required if isinstance(name, str)}) if isinstance(required, list) else 0
+    for name in ("minProperties", "maxProperties"):
+        if name in schema and isinstance(properties, dict) and not properties.keys() <= names:
+            why = f"{schema[name]!r:.20} is not held where keys are free next to properties that are not required"
+            _leave_out(schema, name, f"{why}; say additionalProperties false, or leave it out", lenient)
+    least = schema.get("minProperties")
+    if not isinstance(least, (int, float)) or least <= 1:
+        return
     if num_required < least:
         why = f"{least} is not held where keys are free, as one may come twice; name as many in required"
         _leave_out(schema, "minProperties", why, lenient)

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from lowlat.text.grammar.exact import NAMED, VALUES, NotHeld
+from lowlat.text.grammar.exact import NotHeld
+from lowlat.text.grammar.references import resolved
+from lowlat.text.schemas import NAMED, VALUES
 
-__all__ = ["Steps", "first_overlap", "one_ofs", "refusal"]
+__all__ = ["Steps", "first_overlap", "one_ofs", "refusal", "unheld"]
 
 Steps = Sequence[str | int]
 """The steps from a schema to one within it."""
@@ -28,35 +30,53 @@ _NOT_HELD = (
 
 def refusal(path: Steps | None) -> str:
     """The refusal of a `oneOf`, with its path where that is known: "oneOf at #/properties/a is not held, ..."."""
-    if path is None:
-        return f"oneOf {_NOT_HELD}"
-    pointer = "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
-    return f"oneOf at #{pointer:.200} {_NOT_HELD}"
+    return f"oneOf {_NOT_HELD}" if path is None else f"oneOf at {_pointer(path)} {_NOT_HELD}"
 
 
-def one_ofs(schema: Any, path: tuple[str | int, ...] = ()) -> Iterator[Steps]:
+def unheld(schema: Any, names: Sequence[str], value: object = None) -> str:
+    """The refusal of keywords that a schema has somewhere, with the path of the first: "uniqueItems at # is not held".
+
+    value  of the keyword, which several places may have; None: any
+    """
+    words = ", ".join(names) if value is None else f"{names[0]} {value!r:.80}"
+    found = (path for path, each in _walk(schema) if names[0] in each and value in (None, each[names[0]]))
+    path = next(found, None)
+    return f"{words}{'' if path is None else f' at {_pointer(path)}'} is not held; leave it out, or do without strict"
+
+
+def one_ofs(schema: Any) -> Iterator[Steps]:
     """The paths of schemas that have a `oneOf`, outer ones first."""
+    return (path for path, each in _walk(schema) if isinstance(each.get("oneOf"), list))
+
+
+def _pointer(path: Steps) -> str:
+    pointer = "".join(f"/{str(step).replace('~', '~0').replace('/', '~1')}" for step in path)
+    return f"#{pointer:.200}"
+
+
+def _walk(schema: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Steps, Mapping[str, Any]]]:
+    """A schema and all within it with their paths, outer ones first."""
     if isinstance(schema, list):
         for place, each in enumerate(schema):
-            yield from one_ofs(each, (*path, place))
+            yield from _walk(each, (*path, place))
     elif isinstance(schema, dict):
-        if isinstance(schema.get("oneOf"), list):
-            yield path
+        yield path, schema
         for name, value in schema.items():
             if name in NAMED and isinstance(value, dict):
                 for key, each in value.items():
-                    yield from one_ofs(each, (*path, name, key))
+                    yield from _walk(each, (*path, name, key))
             elif name not in VALUES:
-                yield from one_ofs(value, (*path, name))
+                yield from _walk(value, (*path, name))
 
 
-def first_overlap(schema: Any) -> Steps | None:
+def first_overlap(schema: Any, root: Mapping[str, Any] | None = None) -> Steps | None:
     """The path of the first `oneOf` of which a value may fit two branches; None where there is none.
 
-    Branches that are too many to be compared count as such. References are not followed: they may lead to any value.
-    Raises NotHeld for a schema that is nested too deep.
+    root  to which references lead; None: the schema itself
+    Branches that are too many to be compared count as such. Raises NotHeld for a schema that is nested too deep.
     """
-    comparison = _Comparison()
+    root = schema if root is None and isinstance(schema, Mapping) else root
+    comparison = _Comparison({} if root is None else root)
     try:
         for path in one_ofs(schema):
             holder = schema
@@ -72,8 +92,8 @@ def first_overlap(schema: Any) -> Steps | None:
 class _Comparison:
     """Compares schemas, so many pairs at most."""
 
-    def __init__(self) -> None:
-        self._left = MAX_PAIRS
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._left, self._root = MAX_PAIRS, root
         self._read: dict[
             int, tuple[frozenset[str], frozenset[tuple[bool, Any]] | None]
         ] = {}  # by the schema's identity
@@ -83,6 +103,7 @@ class _Comparison:
         self._left -= 1
         if self._left < 0:
             return False
+        one, other = (resolved("", each, self._root, strict=False) for each in (one, other))
         if one is False or other is False:
             return True
         if not isinstance(one, Mapping) or not isinstance(other, Mapping):

@@ -3,29 +3,30 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lowlat.text.answers.values import referred
-from lowlat.text.grammar.exact import NAMED, VALUES, NotHeld
+from lowlat.text.grammar.exact import NotHeld
+from lowlat.text.schemas import DEFINITIONS, NAMED, VALUES, referred, step_of
 
-__all__ = ["DEFINITIONS", "NAMING", "inlined", "resolved"]
+__all__ = ["LABELS", "merged", "resolved", "standing_alone"]
 
-DEFINITIONS = ("$defs", "definitions")
-NAMING = frozenset({"description", "title", "$schema", "default", "examples"})
-MAX_INLINED = 1000  # references of a schema: each may lead to others
+LABELS = frozenset({"$id", "$anchor", "x-guidance"})  # keywords that say nothing of a value
+MAX_MERGED = 32  # references one after the other, of which one may lead back
+OUTER = "arguments"  # the root's name among definitions
+LEAST, MOST = frozenset({"minimum", "minItems", "minLength"}), frozenset({"maximum", "maxItems", "maxLength"})
 
 
 def resolved(key: str, schema: Any, root: Mapping[str, Any], *, strict: bool) -> Any:
     """The schema to which a mere reference leads, as pydantic writes an enum; the schema itself, if it is none.
 
-    key  of the argument, for errors
+    key  of the argument, for errors; "" for none
     Raises NotHeld, where strict, for a reference that leads to nothing or back to itself.
     """
     found, seen = schema, list[str]()
-    while (step := _step(found)) is not None:
+    while (step := step_of(found)) is not None:
         if isinstance(step, str):
             found = None if step in seen else referred(step, root)
             if found is None:
                 if strict:
-                    raise NotHeld(f"{key}: {_refusal(step, is_known=step in seen)}")
+                    raise NotHeld((f"{key}: " if key else "") + _refusal(step, is_known=step in seen))
                 return schema
             seen.append(step)
         else:
@@ -33,58 +34,87 @@ def resolved(key: str, schema: Any, root: Mapping[str, Any], *, strict: bool) ->
     return found
 
 
-def inlined(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
-    """The schema with what each reference leads to in its place, and without definitions.
+def merged(schema: Mapping[str, Any], root: Mapping[str, Any], *, strict: bool) -> Mapping[str, Any]:
+    """A schema with what its `$ref` and the schemas of its `allOf` say in their place.
 
-    Raises NotHeld, where strict, for too many, or one that leads to nothing or back to itself; where not, these lead to
-    any value.
+    Raises NotHeld for two that cannot be one.
     """
-    num_inlined = 0
-
-    def of(value: Any, within: tuple[str, ...]) -> Any:
-        nonlocal num_inlined
-        if isinstance(value, list):
-            return [of(each, within) for each in value]
-        step = _step(value)
-        if isinstance(step, str):
-            found = None if step in within else referred(step, schema)
-            num_inlined += 1
-            if strict and found is None:
-                raise NotHeld(_refusal(step, is_known=step in within))
-            if strict and num_inlined > MAX_INLINED:
-                raise NotHeld(f"more than {MAX_INLINED} references, those of what they lead to included")
-            return {} if found is None or num_inlined > MAX_INLINED else of(found, (*within, step))
-        if step is not None:
-            return of(step[0], within)
-        return parts_of(value, within) if isinstance(value, Mapping) else value
-
-    def parts_of(value: Mapping[str, Any], within: tuple[str, ...]) -> dict[str, Any]:
-        parts = dict[str, Any]()
-        for name, each in value.items():
-            if name in DEFINITIONS:
+    found = schema
+    for _ in range(MAX_MERGED):
+        if "$ref" not in found and "allOf" not in found:
+            return found
+        parts: list[Any] = [{name: value for name, value in found.items() if name not in ("$ref", "allOf")}]
+        if isinstance(found.get("$ref"), str):
+            parts.append(resolved("", {"$ref": found["$ref"]}, root, strict=strict))
+        whole = found.get("allOf")
+        parts += [resolved("", each, root, strict=strict) for each in whole] if isinstance(whole, list) else []
+        made: dict[str, Any] = {}
+        for part in parts:
+            if part is True:
                 continue
-            if name in NAMED and isinstance(each, Mapping):
-                parts[name] = {key: of(one, within) for key, one in each.items()}
-            else:
-                parts[name] = each if name in VALUES else of(each, within)
-        return parts
-
-    try:
-        found = of({name: each for name, each in schema.items() if name not in DEFINITIONS}, ())
-    except RecursionError:
-        raise NotHeld("the schema is nested too deep") from None
-    return found if isinstance(found, dict) else {}
+            if not isinstance(part, Mapping) or part == {"$ref": found.get("$ref")}:
+                raise NotHeld("$ref or allOf of schemas that cannot be one")
+            for name, value in part.items():
+                made[name] = _both(name, made[name], value) if name in made else value
+        found = made
+    raise NotHeld(f"$ref or allOf of others, more than {MAX_MERGED} deep")
 
 
-def _step(schema: Any) -> str | list[Any] | None:
-    """The reference that a schema is, or its `allOf` of one, and no more; None of others."""
+def standing_alone(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema out of a root, with definitions to which its references lead."""
+    definitions = {name: root[name] for name in DEFINITIONS if name in root}
+    alone = {**definitions, **schema}
+    if all(reference.startswith(("#/$defs/", "#/definitions/")) for reference in _references(alone)):
+        return alone
+    moved: dict[str, Any] = _moved(schema)
+    return {**moved, "$defs": {OUTER: _moved(root)}}
+
+
+def _both(name: str, one: Any, other: Any) -> Any:
+    """The value of a keyword that two schemas have."""
+    if one == other or name in LABELS:
+        return one
+    if name == "required" and isinstance(one, list) and isinstance(other, list):
+        return list(dict.fromkeys([*one, *other]))
+    if name == "properties" and isinstance(one, Mapping) and isinstance(other, Mapping):
+        common = one.keys() & other.keys()
+        return {**one, **other, **{key: {"allOf": [one[key], other[key]]} for key in common if one[key] != other[key]}}
+    if name == "pattern":  # of a text, which the rules for texts take several of
+        return [*(one if isinstance(one, list) else [one]), *(other if isinstance(other, list) else [other])]
+    if name in LEAST | MOST and isinstance(one, int | float) and isinstance(other, int | float):
+        return max(one, other) if name in LEAST else min(one, other)
+    raise NotHeld(f"{name} of several schemas for one value")
+
+
+def _references(schema: Any) -> list[str]:
+    if isinstance(schema, list):
+        return [reference for each in schema for reference in _references(each)]
     if not isinstance(schema, Mapping):
-        return None
-    names = schema.keys() - NAMING
-    if names == {"$ref"} and isinstance(schema["$ref"], str):
-        return str(schema["$ref"])
-    whole = schema.get("allOf")
-    return whole if names == {"allOf"} and isinstance(whole, list) and len(whole) == 1 else None
+        return []
+    own = [schema["$ref"]] if isinstance(schema.get("$ref"), str) else []
+    for name, value in schema.items():
+        if name in NAMED and isinstance(value, Mapping):
+            own += [reference for each in value.values() for reference in _references(each)]
+        elif name not in VALUES:
+            own += _references(value)
+    return own
+
+
+def _moved(schema: Any) -> Any:
+    """A schema whose references lead to the same places in a root that is a definition."""
+    if isinstance(schema, list):
+        return [_moved(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in NAMED and isinstance(value, Mapping):
+            made[name] = {key: _moved(each) for key, each in value.items()}
+        elif name == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            made[name] = f"#/$defs/{OUTER}{value[1:]}"
+        else:
+            made[name] = value if name in VALUES else _moved(value)
+    return made
 
 
 def _refusal(reference: str, *, is_known: bool) -> str:

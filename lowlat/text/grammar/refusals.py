@@ -6,18 +6,22 @@ Of tool calls the library tells a line of rules that no caller has seen: in its 
 import json
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lowlat.errors import RequestError
-from lowlat.text.grammar.one_of import Steps, one_ofs, refusal
+from lowlat.text.grammar.one_of import Steps, one_ofs, refusal, unheld
 from lowlat.text.grammar.spec import GrammarSpec
 from lowlat.text.grammar.tool_calls import place_of
 from lowlat.text.grammar.trial import ONE_OF
+from lowlat.text.schemas import DEFINITIONS
 
 __all__ = ["reworded"]
 
 _IN_RULES = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: ")
 _SHOWN_RULES = re.compile(r" \d+ \| [a-zA-Z_0-9]+(\[\w+\])?:")  # from here on the library shows them
 _RULE = re.compile(r"([a-zA-Z_0-9]+): %json (\{.*\})")
+_UNKNOWN_KEYS = re.compile(r"Unimplemented keys: (\[.*\])$")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (.+)$")
 _INTO = re.compile(r'"\$ref": *"#[^"]*/oneOf/')
 
 
@@ -45,7 +49,20 @@ def reworded(
         return RequestError(f"{asked.kind}: {why}")
     if words.startswith(ONE_OF):
         return RequestError(f"{name}: {refusal(_path(schema, within, find))}")
+    for unknown, of in ((_UNKNOWN_KEYS, None), (_UNKNOWN_FORMAT, "format")):
+        found = unknown.match(words)
+        if found is not None and schema:
+            keys, value = (json.loads(found[1]), None) if of is None else ([of], found[1])
+            return RequestError(f"{name}: {unheld(_placed(json.loads(schema), within), keys, value)}")
     return RequestError(f"{name}: {words}" if asked.kind == "tool_calls" else f"{asked.kind}: {why}")
+
+
+def _placed(schema: Any, within: Steps) -> Any:
+    """A schema at its place in the tool's parameters, next to its definitions, which are the tool's own."""
+    definitions = {key: schema.pop(key) for key in DEFINITIONS if isinstance(schema, dict) and key in schema}
+    for step in reversed(within):
+        schema = {step: schema}
+    return {**schema, **definitions}
 
 
 def _path(text: str, within: Steps, find: Callable[[str, Sequence[Steps]], Steps | None]) -> Steps | None:

@@ -19,8 +19,8 @@ from lowlat.text.grammar.braced import BracedRules
 from lowlat.text.grammar.exact import ESCAPES, NotHeld, exact_schema
 from lowlat.text.grammar.one_of import first_overlap, refusal
 from lowlat.text.grammar.parameters import parameter_rules
-from lowlat.text.grammar.references import inlined
 from lowlat.text.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START
+from lowlat.text.schemas import arguments_schema, plain_schema
 from lowlat.text.templates.tags import (
     ARGUMENTS_MARK,
     CALL,
@@ -98,9 +98,12 @@ def tool_grammar(codec: TextCodec, text: str) -> str:
     if kind is None:
         raise RequestError("tool_calls: neither the model's tokenizer nor its chat template names a format of calls")
     grammar = GRAMMARS[kind.name]
-    if calls.document is None or calls.required:
-        return "\n".join(grammar(codec, calls))
-    start, *lines = grammar(codec, replace(calls, required=True))
+    try:
+        if calls.document is None or calls.required:
+            return "\n".join(grammar(codec, calls))
+        start, *lines = grammar(codec, replace(calls, required=True))
+    except RecursionError:
+        raise RequestError("tool_calls: a function's schema is nested too deep") from None
     begin = f'{CHANNEL} "final" {MESSAGE} ' if kind.name == "Harmony" else ""
     made = _json("document", DOCUMENT, calls.document.schema, strict=calls.document.strict)
     return "\n".join([f"start: called | {begin}document", start.replace("start:", "called:", 1), *lines, made])
@@ -117,7 +120,7 @@ def place_of(rule: str, text: str) -> tuple[str, tuple[str, ...]]:
     function = _DECODER.decode(text).functions[int(found[1])]
     if found[2] is None:
         return _named(function), ()
-    key = list((function.parameters or ANYTHING)["properties"])[int(found[2])]
+    key = list(arguments_schema(plain_schema(function.parameters or ANYTHING))["properties"])[int(found[2])]
     return _named(function), ("properties", key)
 
 
@@ -164,13 +167,12 @@ def _braced(codec: TextCodec, calls: ToolCalls) -> list[str]:
     for place, function in enumerate(calls.functions):
         if not function.name or any(character in "{}:<>" or character.isspace() for character in function.name):
             raise RequestError(f"tool_calls: the name {function.name!r:.80} holds a brace, a colon or white space")
-        schema, _ = _exact(_named(function), function.parameters or ANYTHING, strict=function.strict)
-        made = BracedRules(mark, strict=function.strict, prefix=f"of_{place}")
+        schema, options = _exact(_named(function), function.parameters or ANYTHING, strict=function.strict)
+        made = BracedRules(mark, schema, options, strict=function.strict, prefix=f"of_{place}")
         try:
-            schema = inlined(schema, strict=function.strict)
             if function.strict and (path := first_overlap(schema)) is not None:
                 raise NotHeld(refusal(path))
-            arguments = made.arguments(schema)
+            arguments = made.arguments()
         except NotHeld as error:
             raise RequestError(f"{_named(function)}: {error}") from None
         rules += [f"head_{place}: {_literal(CALL_HEAD + function.name)} {arguments}", *made.lines]

@@ -28,7 +28,8 @@ __all__ = ["command"]
 
 BUNDLED = "bundled"
 WHAT = ("gemm", "experts", "attention", "all")
-METHODS = [method for method in METHOD_OPTIONS if method not in (AUTO_METHOD, "draft_model")]  # that is a target, too
+# without draft_model, whose draft model is tuned as a target
+METHODS = [method for method in METHOD_OPTIONS if method not in (AUTO_METHOD, "draft_model")]
 OPTIONS = (*STORED, "tensor_parallel_size", "tp_invariant", "prefill_chunk", "max_prefill_chunks", "forced_rows")
 
 

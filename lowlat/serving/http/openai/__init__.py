@@ -1,3 +1,3 @@
-"""This package is OpenAI's interface: what its requests hold, and answers in its shapes."""
+"""This package implements OpenAI's API: it reads its requests, and answers in its shapes."""
 
 __all__: list[str] = []

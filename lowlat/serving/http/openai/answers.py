@@ -1,4 +1,4 @@
-"""This module makes answers in choices, as chats and completions have them: as a stream, and as a whole."""
+"""This module makes the answers of chats and completions, which have choices: as a stream, and as a whole."""
 
 import time
 import uuid
@@ -20,11 +20,11 @@ __all__ = ["Choice", "ChoicesAnswer", "fingerprint", "finish_reason", "reasoning
 
 
 class Choice:
-    """One choice, as far as it has come; of a stream, only what its end needs is kept."""
+    """One choice so far; for a stream it keeps only what the end needs."""
 
     def __init__(self) -> None:
         self.begun = False
-        self.named = False  # its role was told, or its prompt given back
+        self.named = False  # its role was sent, or its prompt echoed
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []
@@ -32,7 +32,7 @@ class Choice:
         self.logprobs: list[TokenLogprob] = []
         self.lists = CompletionLogprobs()
         self.prompt: PromptLogprobs | None = None
-        self.echo: str | None = None  # the prompt's text, which goes before the content; "": that of its tokens
+        self.echo: str | None = None  # the prompt's text, which precedes the content; "": use its tokens' text
         self.token_ids: list[int] = []
         self.accepted: list[bool] = []
         self.num_tokens = 0
@@ -183,7 +183,7 @@ def _lowlat(chunk: Chunk) -> dict[str, Any]:
 
 
 def finish_reason(chunk: Chunk, *, called: bool = False) -> str:
-    """OpenAI's name for the end of a choice. Raises StreamError for one that was cut off."""
+    """Return OpenAI's name for the end of a choice. Raises StreamError for one that was cut off."""
     if chunk.finish_reason == "stop" and called:
         return "tool_calls"
     if chunk.finish_reason in ("stop", "length"):
@@ -192,14 +192,14 @@ def finish_reason(chunk: Chunk, *, called: bool = False) -> str:
 
 
 def seeded(sampling: dict[str, Any], place: int) -> dict[str, Any]:
-    """Sampling of one of several choices: each has a seed of its own, the first the one that was asked for."""
+    """Return the sampling of one of several choices: choice i has the request's seed plus i."""
     if "seed" not in sampling or not place:
         return sampling
     return sampling | {"seed": (sampling["seed"] + place) % SEEDS}
 
 
 def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int, num_reasoning: int) -> dict[str, Any]:
-    """An answer's `usage`: the metrics of one request a prompt, and the tokens of all requests."""
+    """Return an answer's `usage`, from the metrics of one request for each prompt, and the tokens of all requests."""
     num_prompt = sum(metrics.get("prompt_tokens", 0) for metrics in prompts)
     num_cached = sum(metrics.get("cached_prompt_tokens", 0) for metrics in prompts)
     return {
@@ -212,13 +212,13 @@ def usage_of(prompts: Sequence[Mapping[str, Any]], num_completion: int, num_reas
 
 
 def reasoning_tokens(metrics: Mapping[str, Any]) -> int:
-    """Tokens of a request's reasoning, which the server counts: a chunk may hold reasoning and text."""
+    """Return the number of a request's reasoning tokens; the server counts them, as a chunk may have text, too."""
     return int(metrics.get("reasoning_tokens", 0))
 
 
 def fingerprint(server: Welcome) -> str | None:
-    """The field system_fingerprint: `fp_` and the runtime's digest of what decides results' bits, if it tells one.
+    """Return system_fingerprint: `fp_` and the runtime's digest of all that decides the bits of results, if it has one.
 
-    Equal fingerprints of one model mean equal tokens for equal prompts, seeds and sampling.
+    With one model, equal fingerprints mean equal tokens for equal prompts, seeds and sampling.
     """
     return None if server.numerics is UNSET else f"fp_{server.numerics}"

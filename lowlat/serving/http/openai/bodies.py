@@ -1,7 +1,7 @@
-"""Bodies of JSON read as the records of `schema.py` and `responses_schema.py`, and what is wrong with one in words.
+"""This module reads JSON bodies as the records of `schema.py` and `responses_schema.py`, and words their errors.
 
-A field that is unknown is refused with the name that this interface has for it, where another has one. Null is taken
-under any name, and other servers' fields with the value that they have there by default and always here.
+The error for an unknown field suggests this API's name for it, if there is one. Null is accepted for any field. A field
+of another server is accepted if it has its default there, which is what this server always does.
 """
 
 import codecs
@@ -29,7 +29,7 @@ WHY_NOT = {
     "suffix": "write the model's own tokens for filling in the middle into the prompt",
     "truncation": "what is longer than the context is refused",
 }
-_LENGTHS = ("max_tokens", "max_output_tokens")  # the first that a request has is meant
+_LENGTHS = ("max_tokens", "max_output_tokens")  # names of the limit; a request has one of them
 # other fields, of vLLM, llama.cpp, Ollama or another path -> those that say the same here; the first part is the field
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("max_completion_tokens", "max_new_tokens", "max_tokens", "n_predict", "num_predict"), _LENGTHS),
@@ -65,7 +65,7 @@ ALWAYS: Mapping[str, Any] = {
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?([^`]{0,200})`$")
 _NAMED = re.compile(r"(unknown|required) field `([^`]{1,64})`")
 _PLACE = re.compile(r"\[[^]]*\]")
-_BOUND = re.compile(r"Expected `\w+` (?:[<>]=? \S+|of length \S+ \S+)$")  # of a value of the right type
+_BOUND = re.compile(r"Expected `\w+` (?:[<>]=? \S+|of length \S+ \S+)$")  # the error of a value of the right type
 Body = TypeVar("Body", bound=Struct)
 
 
@@ -75,7 +75,7 @@ def decoder_of(kind: type[Body]) -> "msgspec.json.Decoder[Body]":
 
 
 def decode(decoder: "msgspec.json.Decoder[Body]", data: bytes) -> Body:
-    """A body, checked. Raises ApiError that names the parameter."""
+    """Read and check a body. Raises ApiError that names the parameter."""
     data = data.removeprefix(codecs.BOM_UTF8)
     try:
         try:
@@ -113,13 +113,13 @@ def _refusal(kind: type[Struct], message: str, data: bytes) -> ApiError:
         reason = message.partition(" - at ")[0][:300]
         if message.startswith("Expected `null`") or (message.startswith("Invalid enum") and path in WHY_NOT):
             return unsupported(path, WHY_NOT.get(path, ""))
-        if message.startswith("Invalid value"):  # of a field that names a kind
+        if message.startswith("Invalid value"):  # the field names a kind
             return unsupported(path, reason[len("Invalid value ") :])
         if message.startswith("Invalid enum") and (choices := _choices(inspect.type_info(kind), path)):
             reason += f"; served: {', '.join(choices)}"
         if _BOUND.match(reason):
             reason += f", got {shown_at(msgspec.json.decode(data), path, reason)}"
-        param = path.partition("[...]")[0]  # of a table, msgspec does not tell the key
+        param = path.partition("[...]")[0]  # msgspec does not report the key of a table
         return ApiError(400, f"{param or 'the body'}: {reason}", param=param or None, code="invalid_value")
     param = f"{path}.{named[2]}" if path else named[2]
     if named[1] == "required":
@@ -128,7 +128,7 @@ def _refusal(kind: type[Struct], message: str, data: bytes) -> ApiError:
 
 
 def _instead(kind: type[Struct], name: str) -> str:
-    """The advice on a field to give in place of an unknown one; "" where there is none."""
+    """Return a text that suggests a field in place of an unknown one; "" if there is none."""
     known = kind.__struct_encode_fields__
     for other in ELSEWHERE.get(name, ()):
         if " " in other or other.partition(".")[0] in known:

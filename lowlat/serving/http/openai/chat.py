@@ -1,4 +1,4 @@
-"""/v1/chat/completions takes messages, and answers with choices of content, reasoning and tool calls."""
+"""This module serves /v1/chat/completions: messages in, choices of content, reasoning and tool calls out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -36,7 +36,7 @@ from lowlat.serving.http.uploads import Lines, feed, is_lines
 
 __all__ = ["call_of", "chat_completions", "chat_messages", "check_template", "text_of"]
 
-SPEAKERS = ("user", "system", "developer")  # whose messages are nothing but content
+SPEAKERS = ("user", "system", "developer")  # their messages have only content
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
 _DECODER = decoder_of(ChatRequest)
 _GROWING = decoder_of(GrowingChatRequest)
@@ -152,7 +152,7 @@ def call_of(id: str, function: FunctionCall) -> dict[str, Any]:
 
 
 def _bound(asked: ChatRequest) -> dict[str, Any]:
-    """The option that binds the answer's text, where one does."""
+    """Return the option that constrains the answer's text, if any."""
     bound = format_options(asked.response_format)
     structured = structured_options(asked.structured_outputs)
     if bound and structured:
@@ -248,7 +248,7 @@ class _Chat(ChoicesAnswer):
                 continue
             if (
                 call.id is None and calls and calls[-1]["index"] == call.index
-            ):  # some clients read a chunk's first alone
+            ):  # some clients read only the first one of a chunk
                 calls[-1]["function"]["arguments"] += call.arguments
                 continue
             shown: dict[str, Any] = {"index": call.index, "function": {"arguments": call.arguments}}

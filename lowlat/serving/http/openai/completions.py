@@ -1,4 +1,4 @@
-"""/v1/completions takes prompts of text or token ids, and answers with their continuations."""
+"""This module serves /v1/completions: prompts of text or token ids in, their continuations out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ from lowlat.serving.http.uploads import Lines, feed, is_lines
 
 __all__ = ["completions"]
 
-MAX_COMPLETIONS = 4096  # of one request; MAX_AT_ONCE are under way
+MAX_COMPLETIONS = 4096  # completions of one request; MAX_AT_ONCE run at once
 DEFAULT_TOKENS = 16  # OpenAI's
 _DECODER = decoder_of(CompletionRequest)
 _GROWING_DECODER = decoder_of(GrowingCompletionRequest)
@@ -101,7 +101,7 @@ async def _continue_growing(request: Request, session: str) -> Response:
 
 
 def _sampling(asked: CompletionRequest, server: Welcome) -> dict[str, Any]:
-    """The options of a completion's generations. Raises ApiError."""
+    """Return the sampling options of a completion's generations. Raises ApiError."""
     sampling = asked.sampling(server.advice) | structured_options(asked.structured_outputs)
     # a prompt alone takes a step, too, whose token is not shown
     sampling["max_tokens"] = DEFAULT_TOKENS if asked.max_tokens is None else asked.max_tokens or 1
@@ -111,7 +111,7 @@ def _sampling(asked: CompletionRequest, server: Welcome) -> dict[str, Any]:
 
 
 def _num_made(asked: CompletionRequest) -> int:
-    """The answers that are made to a prompt. Raises ApiError for a best_of that cannot be."""
+    """Return how many answers to generate for a prompt. Raises ApiError for an invalid best_of."""
     num = asked.n or 1
     if asked.best_of in (None, num):
         return num

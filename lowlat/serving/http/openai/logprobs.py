@@ -9,7 +9,7 @@ from lowlat.ipc.prompt_logprobs import PromptLogprob, PromptLogprobs
 
 __all__ = ["CompletionLogprobs", "Lists", "chat_logprobs", "prompt_logprobs"]
 
-MAX_PROMPT_VALUES = 1 << 18  # of a prompt, likeliest tokens included: they are made one by one, while others wait
+MAX_PROMPT_VALUES = 1 << 18  # logprobs of a prompt, likeliest ones included; making them delays other callers
 Lists = dict[str, list[Any]]
 
 
@@ -33,7 +33,7 @@ class CompletionLogprobs:
 
     def __init__(self) -> None:
         self._num_bytes = 0
-        self._num_continued = 0  # bytes that go on a character
+        self._num_continued = 0  # bytes that continue a character
 
     def take(self, logprobs: Sequence[TokenLogprob]) -> Lists:
         """The lists for more tokens."""

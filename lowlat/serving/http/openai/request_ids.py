@@ -1,4 +1,4 @@
-"""Every answer has a header x-request-id: the caller's own where it is plain, else a new one."""
+"""This module adds the header x-request-id to every answer: the caller's own if it is plain, else a new one."""
 
 import re
 import uuid

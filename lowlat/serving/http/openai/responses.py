@@ -1,4 +1,4 @@
-"""/v1/responses takes and gives messages, reasoning and calls of functions; it stores nothing."""
+"""This module serves /v1/responses, with messages, reasoning and function calls in and out; it stores nothing."""
 
 from typing import Any
 

@@ -32,8 +32,8 @@ class ResponsesAnswer:
         self._num_tokens = 0
         self._metrics: dict[str, Any] = {}
         self._end = ""
-        self._items: list[dict[str, Any]] = []  # those that ended
-        self._item: _Item | None = None  # the one that is being written
+        self._items: list[dict[str, Any]] = []  # complete items
+        self._item: _Item | None = None  # the item being written
 
     def events(self, place: int, chunk: Chunk) -> bytes:
         """See `streaming.Answer`."""

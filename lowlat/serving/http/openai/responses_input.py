@@ -18,7 +18,7 @@ def input_messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(asked.input, str):
         messages.append({"role": "user", "content": asked.input})
         return messages
-    answer: dict[str, Any] | None = None  # the message of the assistant that items still belong to
+    answer: dict[str, Any] | None = None  # the assistant's message to which further items belong
     for place, item in enumerate(asked.input):
         param = f"input[{place}]"
         if item.type == "function_call_output":

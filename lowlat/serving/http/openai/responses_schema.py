@@ -1,4 +1,4 @@
-"""This is the body of /v1/responses; fields of the type None are not served, as in `schema.py`."""
+"""This module defines the body of /v1/responses; fields of the type None are not supported, as in `schema.py`."""
 
 from typing import Annotated, Any, Literal
 

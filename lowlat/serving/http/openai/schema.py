@@ -1,7 +1,7 @@
-"""These are the bodies of chats and completions: OpenAI's fields that have a meaning here, and lowlat's own.
+"""This module defines the bodies of chats and completions: the supported fields of OpenAI, and lowlat's own.
 
-A field of the type None is one that is not served: null says nothing and is taken, any value is refused by name. All
-unknown fields are refused, too.
+A field of the type None is not supported: null is accepted, any other value is refused by name. Unknown fields are
+refused, too.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128  # OpenAI's
-SEEDS = 1 << 63  # those of the server; all others wrap
+SEEDS = 1 << 63  # the server's range of seeds; others wrap
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
 
 
@@ -124,7 +124,7 @@ class Generating(Struct, forbid_unknown_fields=True, kw_only=True):
         values = {name: getattr(self, name) for name in ("temperature", "top_p", *_OWN)}
         if values["top_k"] == -1:
             values["top_k"] = 0
-        if values["top_p"] == 0:  # the least set of tokens: the likeliest alone
+        if values["top_p"] == 0:  # the smallest set: only the likeliest token
             values |= {"top_p": None, "top_k": 1}
         own = {} if "temperature" in advice else {"temperature": 1.0}
         return own | {name: value for name, value in values.items() if value is not None}
@@ -162,7 +162,7 @@ class Choosing(Generating, kw_only=True):
 
     @property
     def needs_prompt_ids(self) -> bool:
-        """Whether the answer tells of the prompt's tokens before it ends."""
+        """Whether the answer needs the prompt's token ids before it ends."""
         options = self.stream_options
         return bool(self.return_token_ids) or (options is not None and bool(options.continuous_usage_stats))
 
@@ -311,7 +311,7 @@ class CompletionRequest(Choosing, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: Literal[""] | None = None  # as editors send at a text's end
+    suffix: Literal[""] | None = None  # editors send it at a text's end
 
 
 class GrowingChatRequest(ChatRequest, kw_only=True):
@@ -335,7 +335,7 @@ class GrowingCompletionRequest(CompletionRequest, kw_only=True):
 
 
 def check_growing(asked: Choosing) -> None:
-    """Refuse what cannot be asked of a prompt that is still being written. Raises ApiError."""
+    """Refuse fields that a prompt that is still being written does not support. Raises ApiError."""
     if asked.n not in (None, 1):
         raise unsupported("n", "a prompt that is still being written has one answer")
     if asked.needs_prompt_ids:
@@ -344,7 +344,7 @@ def check_growing(asked: Choosing) -> None:
 
 
 def unsupported(param: str, why: str = "") -> ApiError:
-    """The refusal of a parameter, or of a value of it, that lowlat does not serve."""
+    """Return the error for a parameter, or a value of it, that lowlat does not support."""
     words = f": {why}" if why else ""
     return ApiError(400, f"Unsupported parameter: {param}{words}", param=param, code="unsupported_parameter")
 

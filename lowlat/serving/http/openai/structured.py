@@ -1,4 +1,4 @@
-"""This module makes sampling options of the fields of OpenAI and vLLM that bind an answer to a grammar."""
+"""This module converts the fields of OpenAI and vLLM that constrain an answer to sampling options."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ __all__ = ["FORMAT_FIELDS", "STRUCTURED_FIELDS", "Calling", "format_options", "s
 STRUCTURED_FIELDS = {
     "json_schema": "structured_outputs.json",
     **{name: f"structured_outputs.{name}" for name in ("json_object", "regex", "grammar", "choice")},
-}  # by the options that they give
+}  # by the resulting options
 FORMAT_FIELDS = {"json_schema": "response_format.json_schema.schema", "json_object": "response_format"}
 
 
 def structured_options(asked: StructuredOutputs | None) -> dict[str, Any]:
-    """The options of vLLM's field. Raises ApiError for none or several of them."""
+    """Return the options of vLLM's field. Raises ApiError unless exactly one of them is given."""
     if asked is None:
         return {}
     named = {
@@ -63,7 +63,7 @@ def format_options(asked: ResponseFormat | None, param: str = "response_format")
 
 
 def _schema_options(asked: JsonSchema) -> dict[str, Any]:
-    """The option of a schema: without strict, keywords that cannot be held are left out, as OpenAI promises none."""
+    """Return the option of a schema; without strict, keywords that cannot be enforced are ignored, as at OpenAI."""
     schema = dict(asked.schema or {})
     return {"json_schema": schema if asked.strict else {**schema, "x-guidance": {"lenient": True}}}
 

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, in vLLM's shapes, turn text or messages into token ids, and ids into text."""
+"""This module serves /tokenize and /detokenize in vLLM's shapes: text or messages to token ids, and ids to text."""
 
 from typing import Annotated, Any
 
@@ -53,7 +53,7 @@ _DETOKENIZE = decoder_of(DetokenizeRequest)
 
 
 async def tokenize(request: Request) -> Response:
-    """Give the token ids of a prompt, as a request would begin with them."""
+    """Return the token ids of a prompt, as a request would use them."""
     asked = decode(_TOKENIZE, await read_body(request))
     gateway = await gateways_of(request).of(asked.model)
     server = await (gateway.server() if asked.model is None else gateway.serving(asked.model))
@@ -88,7 +88,7 @@ async def tokenize(request: Request) -> Response:
 
 
 async def detokenize(request: Request) -> Response:
-    """Give the text of token ids, special tokens included."""
+    """Return the text of token ids, special tokens included."""
     asked = decode(_DETOKENIZE, await read_body(request))
     gateway = await gateways_of(request).of(asked.model)
     server = await (gateway.server() if asked.model is None else gateway.serving(asked.model))
