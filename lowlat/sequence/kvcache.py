@@ -72,7 +72,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Blocks that requests can get."""
+        """Blocks that can be handed out."""
         return self._chunks.pool.capacity
 
     def max_total_tokens(self, num_overprovision: int) -> int:

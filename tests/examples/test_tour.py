@@ -69,7 +69,7 @@ def test_the_same_program_lowers_to_one_launch_a_layer() -> None:
     found = {}
     for fuse in (True, False):
         groups = lower(Binding(program, buffers, packed, H200, SharedWorkspace(CPU)), fuse=fuse)
-        assert [op for group in groups for op in group.ops] == list(program.ops)  # each operation once, in order
+        assert [op for group in groups for op in group.ops] == list(program.ops)  # each is covered once, in order
         found[fuse] = [[op.kind for op in group.ops] for group in groups]
     assert found[False] == [["rms_norm"], ["linear"], ["add"]] * 2
     assert found[True] == [["rms_norm", "linear", "add"]] * 2

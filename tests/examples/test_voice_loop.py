@@ -40,7 +40,7 @@ async def speak(
 
 
 def test_sentences_are_spoken_until_somebody_interrupts(runtime: lowlat.Runtime) -> None:
-    bound = {"regex": r"(Yes, it is\. ){3}Bye"}  # makes the random model speak in sentences
+    bound = {"regex": r"(Yes, it is\. ){3}Bye"}  # a random model, made to speak in sentences
 
     async def main() -> None:
         interrupted = asyncio.Event()
